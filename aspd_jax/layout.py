@@ -1,0 +1,188 @@
+"""Position and segment ids of every token, and the one definition of the mask (spec, sections 3 and 4).
+
+B batch, S tokens of a row, Q query tokens, K key tokens.
+
+A `Layout` travels with the tokens through training and decoding alike; no mask is stored anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import jax
+import numpy as np
+
+from aspd_jax.errors import ConfigError
+
+Array = Any  # np.ndarray on the host, jax.Array inside jit: every function here takes either.
+PositionScheme = Literal["sequential", "max", "predict"]
+Siblings = Literal["invisible", "shared"]
+
+
+class BlockMarkers(Protocol):
+    """The three special token ids that a layout is read from."""
+
+    @property
+    def branch_start(self) -> int: ...
+    @property
+    def branch_end(self) -> int: ...
+    @property
+    def parallel_end(self) -> int: ...
+
+
+class Layout(NamedTuple):
+    """Where every token stands; int32 [B, S] each.
+
+    Attributes:
+        position: the index a token is rotated with (RoPE).
+        sequence: 1, 2, … for the packed sequences of a row; 0 for padding.
+        block: 1, 2, … for the blocks of a sequence; 0 for serial tokens and padding.
+        branch: 1, 2, … for the branches of a block; 0 for serial tokens and padding.
+    """
+
+    position: Array
+    sequence: Array
+    block: Array
+    branch: Array
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Raise ConfigError unless `value` is one of the strings of a `Literal` type."""
+    if value not in get_args(choices):
+        raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}; got {value!r}")
+
+
+def build_layout(
+    tokens: Array,
+    special: BlockMarkers,
+    positions: PositionScheme = "sequential",
+    padding_mask: Array | None = None,
+    sequence: Array | None = None,
+) -> Layout:
+    """Lay out token ids; a block is a run of branches with nothing between them.
+
+    Args:
+        tokens: int [B, S]. Branches may be cut off at the end of a sequence.
+        special: ids of the special tokens.
+        positions: scheme of spec section 4.
+        padding_mask: bool or 0/1 [B, S], true for real tokens; default: all real.
+        sequence: int [B, S], which packed sequence a token belongs to (0 = padding); sequences are
+            contiguous. Default: one sequence per row.
+
+    Returns:
+        Layout of int32 NumPy arrays [B, S]; all fields are 0 at padding.
+
+    Raises:
+        ConfigError: for an unknown scheme or arrays of another shape.
+    """
+    check_choice("positions", positions, PositionScheme)
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ConfigError(f"tokens must be integers [B, S], got {tokens.dtype} {list(tokens.shape)}")
+    owner = np.ones(tokens.shape, np.int32) if sequence is None else np.asarray(sequence, np.int32)
+    real = owner > 0
+    if padding_mask is not None:
+        real = real & np.asarray(padding_mask).astype(bool)
+    if owner.shape != tokens.shape or real.shape != tokens.shape:
+        raise ConfigError(f"padding_mask and sequence must have the shape of tokens, {list(tokens.shape)}")
+
+    # All that follows runs over the real tokens of all rows as one flat array; a `group` is one packed sequence.
+    row, column = np.nonzero(real)
+    flat, flat_owner = tokens[row, column], owner[row, column]
+    index = np.arange(flat.size)
+    first = np.ones(flat.size, bool)
+    first[1:] = (row[1:] != row[:-1]) | (flat_owner[1:] != flat_owner[:-1])
+    group_start = np.maximum.accumulate(np.where(first, index, 0))
+
+    starts = flat == special.branch_start
+    last_start = np.maximum.accumulate(np.where(starts, index, -1))
+    # `<|/branch|>` still belongs to its branch, `<|/para|>` to none; it also ends a branch that was cut off.
+    ends = np.where(flat == special.parallel_end, index, -1)
+    after_branch = np.flatnonzero(flat[:-1] == special.branch_end) + 1
+    ends[after_branch] = after_branch
+    last_end = np.maximum.accumulate(ends)
+    inside = (last_start >= group_start) & (last_start >= last_end)
+
+    # Branch and block numbers run over all rows first, and are made relative afterwards.
+    branch_number = np.cumsum(starts)
+    follows_branch = np.zeros(flat.size, bool)
+    follows_branch[1:] = inside[:-1] & ~first[1:]
+    block_starts = starts & ~follows_branch
+    block_number = np.cumsum(block_starts)
+    block_base = _before_group(block_number, block_starts, group_start)
+    block = np.where(inside, block_number - block_base, 0)
+    block_index = np.flatnonzero(block_starts)
+    branch = np.zeros(flat.size, np.int64)
+    position = index - group_start
+    if block_index.size:
+        of_block = np.maximum(block_number - 1, 0)  # for tokens inside a block: which one, over all rows
+        branch = np.where(inside, branch_number - branch_number[block_index][of_block] + 1, 0)
+        in_branch = np.flatnonzero(inside)
+        branch_length = np.bincount(branch_number[in_branch] - 1, minlength=int(starts.sum()))
+        branch_block = block_number[np.flatnonzero(starts)] - 1
+        total = np.bincount(branch_block, weights=branch_length).astype(np.int64)
+        longest = np.zeros(block_index.size, np.int64)
+        np.maximum.at(longest, branch_block, branch_length)
+        branches = np.bincount(branch_block)
+        span = {"sequential": total, "max": longest, "predict": branches * longest}[positions]
+        # Serial tokens: tokens before them, with every earlier block counted by its span instead of its tokens.
+        gain = np.concatenate([[0], np.cumsum(span - total)])
+        finished = block_number - inside
+        position = position + gain[finished] - gain[block_base]
+        block_position = position[block_index]
+        offset = block_position[of_block] + index - last_start
+        if positions == "predict":
+            offset = offset + (branch - 1) * longest[of_block]
+        position = np.where(inside, offset, position)
+
+    def scatter(values: np.ndarray) -> np.ndarray:
+        full = np.zeros(tokens.shape, np.int32)
+        full[row, column] = values
+        return full
+
+    return Layout(scatter(position), scatter(flat_owner), scatter(block), scatter(branch))
+
+
+def _before_group(count: np.ndarray, flags: np.ndarray, group_start: np.ndarray) -> np.ndarray:
+    """Value of the inclusive running `count` of `flags` just before each token's group."""
+    return count[group_start] - flags[group_start]
+
+
+def visible(
+    query: Layout,
+    key: Layout,
+    siblings: Siblings = "invisible",
+    window: int | None = None,
+    query_slot: Array | None = None,
+    key_slot: Array | None = None,
+) -> Array:
+    """Which keys a query may attend to: THE mask (spec, section 3); bool [B, Q, K].
+
+    Within a sequence, positions grow along the linearisation but for siblings, so rule 2 ("j comes no
+    later than i") is `key.position <= query.position` for all but them. In the ablation `shared`,
+    siblings are visible in the order of `query_slot` and `key_slot` (int [B, Q] and [B, K], places in
+    the cache) where these are given, and in the order of the linearisation otherwise.
+
+    Args:
+        query: layout [B, Q] of the tokens that look.
+        key: layout [B, K] of the tokens that may be seen.
+        siblings: `invisible` (rule 3 holds) or `shared` (rule 3 dropped).
+        window: if given, keys further back than `window - 1` positions are hidden (sliding window).
+        query_slot: see above.
+        key_slot: see above.
+    """
+    check_choice("siblings", siblings, Siblings)
+    q = jax.tree.map(lambda field: field[..., :, None], query)
+    k = jax.tree.map(lambda field: field[..., None, :], key)
+    same = (q.sequence == k.sequence) & (k.sequence > 0)
+    sibling = (q.block == k.block) & (q.block > 0) & (q.branch != k.branch)
+    seen = same & (k.position <= q.position) & ~sibling
+    if siblings == "shared":
+        if query_slot is None or key_slot is None:
+            earlier = k.branch < q.branch
+        else:
+            earlier = key_slot[..., None, :] <= query_slot[..., :, None]
+        seen = seen | (same & sibling & earlier)
+    if window is not None:
+        seen = seen & (q.position - k.position < window)
+    return seen

@@ -1,0 +1,184 @@
+"""The shape of a decoder, read from a Hugging Face configuration and written back to one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+from typing import Any, Literal
+
+from aspd_jax.errors import CheckpointError
+from aspd_jax.layout import PositionScheme, Siblings, check_choice
+
+RopeScaling = Literal["default", "linear", "llama3", "yarn"]
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. Fields below `theta` are read by the scalings named beside them.
+
+    Attributes:
+        theta: base of the frequencies.
+        scaling: `default` (none), `linear`, `llama3` or `yarn`.
+        factor: how many times longer than in pretraining (linear, llama3, yarn).
+        original_length: positions seen in pretraining (llama3, yarn).
+        low_frequency: wavelengths above `original_length / low_frequency` are scaled in full (llama3).
+        high_frequency: wavelengths below `original_length / high_frequency` are left alone (llama3).
+        beta_fast, beta_slow: rotations over `original_length` that bound the ramp (yarn).
+        truncate: round the bounds of the ramp to whole dimensions (yarn).
+        attention_factor: multiplies the rotated queries and keys (yarn).
+    """
+
+    theta: float = 10000.0
+    scaling: RopeScaling = "default"
+    factor: float = 1.0
+    original_length: int = 0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and arithmetic of a decoder of the Llama line (Llama, Vicuna, Mistral, Qwen2, Qwen3).
+
+    Attributes:
+        window: sliding window in positions, or None.
+        windowed_layers: which layers use the window; one flag per layer.
+        query_bias: bias on the query, key and value projections; `output_bias` on the one after attention.
+        query_norm: RMS norm on each head of queries and keys (Qwen3).
+        positions, siblings: position scheme and mask that the model is trained and decoded with (spec, sections 3, 4).
+        dtype: of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
+    """
+
+    vocabulary: int
+    embed: int
+    feed_forward: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    activation: str = "silu"
+    norm_epsilon: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    query_bias: bool = False
+    output_bias: bool = False
+    feed_forward_bias: bool = False
+    query_norm: bool = False
+    tied: bool = False
+    window: int | None = None
+    windowed_layers: tuple[bool, ...] = ()
+    positions: PositionScheme = "sequential"
+    siblings: Siblings = "invisible"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        check_choice("positions", self.positions, PositionScheme)
+        check_choice("siblings", self.siblings, Siblings)
+        if self.heads % self.kv_heads:
+            raise CheckpointError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+
+    def layer_window(self, layer: int) -> int | None:
+        """Sliding window of one layer, or None."""
+        return self.window if self.windowed_layers and self.windowed_layers[layer] else None
+
+
+def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
+    """Read a `transformers` configuration object.
+
+    Raises:
+        CheckpointError: naming the field that asks for something this model does not do.
+    """
+    family = hf.model_type
+    if family not in FAMILIES:
+        raise CheckpointError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
+    if hf.hidden_act not in ACTIVATIONS:
+        raise CheckpointError(f"hidden_act {hf.hidden_act!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+    if dtype not in ("float32", "bfloat16"):
+        raise CheckpointError(f"dtype must be float32 or bfloat16, got {dtype!r}")
+    attention_bias = family in ("llama", "qwen3") and bool(getattr(hf, "attention_bias", False))
+    layers = hf.num_hidden_layers
+    window = getattr(hf, "sliding_window", None)
+    types = getattr(hf, "layer_types", None)
+    if family == "llama" or window is None:
+        window, windowed = None, ()
+    elif types is not None:
+        windowed = tuple(kind == "sliding_attention" for kind in types)
+    else:
+        windowed = (True,) * layers
+    return ModelConfig(
+        vocabulary=hf.vocab_size,
+        embed=hf.hidden_size,
+        feed_forward=hf.intermediate_size,
+        layers=layers,
+        heads=hf.num_attention_heads,
+        kv_heads=getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
+        head=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        activation=hf.hidden_act,
+        norm_epsilon=hf.rms_norm_eps,
+        rope=_rope(hf),
+        query_bias=attention_bias or family == "qwen2",
+        output_bias=attention_bias,
+        feed_forward_bias=bool(getattr(hf, "mlp_bias", False)),
+        query_norm=family == "qwen3",
+        tied=bool(hf.tie_word_embeddings),
+        window=window if any(windowed) else None,
+        windowed_layers=windowed if any(windowed) else (),
+        **(getattr(hf, "aspd", None) or {}),
+        dtype=dtype,
+    )
+
+
+def _rope(hf: Any) -> RopeConfig:
+    # transformers 5 keeps everything in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`.
+    values = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    theta = float(values.get("rope_theta") or getattr(hf, "rope_theta", None) or 10000.0)
+    kind = values.get("rope_type", values.get("type", "default")) or "default"
+    if values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError(f"partial_rotary_factor {values['partial_rotary_factor']} is not supported; only 1.0 is")
+    length = int(values.get("original_max_position_embeddings") or hf.max_position_embeddings)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, scaling="linear", factor=float(values["factor"]))
+    if kind == "llama3":
+        return RopeConfig(
+            theta=theta,
+            scaling="llama3",
+            factor=float(values["factor"]),
+            original_length=length,
+            low_frequency=float(values["low_freq_factor"]),
+            high_frequency=float(values["high_freq_factor"]),
+        )
+    if kind == "yarn":
+        factor = float(values.get("factor") or hf.max_position_embeddings / length)
+        return RopeConfig(
+            theta=theta,
+            scaling="yarn",
+            factor=factor,
+            original_length=length,
+            beta_fast=float(values.get("beta_fast") or 32),
+            beta_slow=float(values.get("beta_slow") or 1),
+            truncate=bool(values.get("truncate", True)),
+            attention_factor=_yarn_attention_factor(values, factor),
+        )
+    raise CheckpointError(f"rope scaling {kind!r} is not supported; supported are default, linear, llama3 and yarn")
+
+
+def _yarn_attention_factor(values: dict[str, Any], factor: float) -> float:
+    def scale(of: float, mscale: float = 1.0) -> float:
+        return 1.0 if of <= 1 else 0.1 * mscale * log(of) + 1.0
+
+    if values.get("attention_factor") is not None:
+        return float(values["attention_factor"])
+    mscale, mscale_all = values.get("mscale"), values.get("mscale_all_dim")
+    return scale(factor, mscale) / scale(factor, mscale_all) if mscale and mscale_all else scale(factor)

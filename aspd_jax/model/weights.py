@@ -1,0 +1,201 @@
+"""Parameters from and to Hugging Face tensors: one table of names, read and written a tensor at a time.
+
+Only safetensors are read: no pickle, no code from a checkpoint is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from aspd_jax.errors import CheckpointError
+from aspd_jax.layout import Layout
+from aspd_jax.model.config import ModelConfig
+from aspd_jax.model.transformer import Transformer
+from aspd_jax.sharding import shardings
+
+Path_ = tuple[str, ...]
+SHARD_BYTES = 4 << 30
+
+OUTSIDE_LAYERS = {
+    "model.embed_tokens.weight": ("embedding", "embedding"),
+    "model.norm.weight": ("norm", "scale"),
+    "lm_head.weight": ("head", "kernel"),
+}
+INSIDE_LAYERS = {
+    "input_layernorm": ("attention_norm", "scale"),
+    "post_attention_layernorm": ("feed_forward_norm", "scale"),
+    "self_attn.q_norm": ("attention", "query_norm", "scale"),
+    "self_attn.k_norm": ("attention", "key_norm", "scale"),
+    "self_attn.q_proj": ("attention", "query"),
+    "self_attn.k_proj": ("attention", "key"),
+    "self_attn.v_proj": ("attention", "value"),
+    "self_attn.o_proj": ("attention", "output"),
+    "mlp.gate_proj": ("feed_forward", "gate"),
+    "mlp.up_proj": ("feed_forward", "up"),
+    "mlp.down_proj": ("feed_forward", "down"),
+}
+# Tensors that some exporters store although they follow from the configuration.
+DERIVED = ("rotary_emb.inv_freq",)
+
+
+def abstract_parameters(model: Transformer) -> Any:
+    """Shapes, dtypes and logical axes of all parameters, nothing allocated: a tree of `nn.Partitioned`."""
+    one = np.zeros((1, 1), np.int32)
+    return jax.eval_shape(model.init, jax.random.key(0), one, Layout(one, one, one, one))["params"]
+
+
+def tensor_names(config: ModelConfig, paths: Iterator[Path_] | Any) -> dict[str, Path_]:
+    """Hugging Face name of every parameter path of a model."""
+    known: dict[Path_, str] = {path: name for name, path in OUTSIDE_LAYERS.items()}
+    for layer in range(config.layers):
+        for name, path in INSIDE_LAYERS.items():
+            full = (f"layer_{layer}", *path)
+            prefix = f"model.layers.{layer}.{name}"
+            if path[-1] == "scale":
+                known[full] = f"{prefix}.weight"
+            else:
+                known[(*full, "kernel")] = f"{prefix}.weight"
+                known[(*full, "bias")] = f"{prefix}.bias"
+    return {known[path]: path for path in paths}
+
+
+def to_parameter(tensor: np.ndarray, path: Path_, shape: tuple[int, ...]) -> np.ndarray:
+    """A Hugging Face tensor as the parameter at `path`: kernels are stored [inputs, outputs] here."""
+    if path[-1] == "kernel":
+        tensor = tensor.T
+    return np.ascontiguousarray(tensor).reshape(shape)
+
+
+def to_tensor(parameter: np.ndarray, path: Path_) -> np.ndarray:
+    """Inverse of `to_parameter`."""
+    if path[-1] == "kernel":
+        inputs = prod(parameter.shape[:-1]) if path[-2] == "output" else parameter.shape[0]
+        return np.ascontiguousarray(parameter.reshape(inputs, -1).T)
+    return parameter.reshape(-1) if path[-1] == "bias" else parameter
+
+
+def _tensor_size(path: Path_, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the Hugging Face tensor of a parameter."""
+    if path[-1] == "kernel":
+        inputs = prod(shape[:-1]) if path[-2] == "output" else shape[0]
+        return (prod(shape) // inputs, inputs)
+    return (prod(shape),) if path[-1] == "bias" else shape
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder.
+
+    Raises:
+        CheckpointError: there are none, or the index names one that is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing:
+            raise CheckpointError(f"{index} names {', '.join(missing)}, which is not in the folder")
+        return [folder / name for name in names]
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    hint = "; convert its .bin files to safetensors first" if list(folder.glob("*.bin")) else ""
+    raise CheckpointError(f"{folder} holds no model.safetensors{hint}")
+
+
+def load_parameters(
+    folder: Path, model: Transformer, mesh: Mesh | None = None, new_rows: Mapping[int, int] | None = None
+) -> Any:
+    """Read the parameters of a checkpoint folder, one tensor at a time, straight into their shardings.
+
+    Args:
+        folder: with safetensors files.
+        model: whose vocabulary may be larger than the checkpoint's.
+        mesh: where parameters go; default: the default device.
+        new_rows: {row: rows to average over}: vocabulary rows that become the mean of the first so many
+            rows of the checkpoint, in the embedding and in an untied head.
+
+    Raises:
+        CheckpointError: naming each missing or unknown tensor, or one of another shape.
+    """
+    abstract = abstract_parameters(model)
+    leaves = flatten_dict(nn.meta.unbox(abstract))
+    places = flatten_dict(shardings(abstract, mesh)) if mesh is not None else dict.fromkeys(leaves)
+    names = tensor_names(model.config, leaves)
+    loaded: dict[Path_, Any] = {}
+    unknown: list[str] = []
+    for file in shard_files(folder):
+        with safe_open(file, framework="numpy") as tensors:
+            for name in tensors.keys():
+                path = names.get(name)
+                if path is None:
+                    tied_head = model.config.tied and name == "lm_head.weight"
+                    if not tied_head and not name.endswith(DERIVED):
+                        unknown.append(name)
+                    continue
+                shape = leaves[path].shape
+                size = _tensor_size(path, shape)
+                tensor = tensors.get_tensor(name)
+                if path[0] in ("embedding", "head"):
+                    tensor = _with_new_rows(tensor, size[0], new_rows or {})
+                if tensor.shape != size:
+                    raise CheckpointError(f"{file.name}: {name} is {list(tensor.shape)}, config.json says {list(size)}")
+                loaded[path] = _place(to_parameter(tensor, path, shape).astype(leaves[path].dtype), places[path])
+    missing = sorted(name for name, path in names.items() if path not in loaded)
+    if missing or unknown:
+        parts = [f"{what}: {', '.join(some[:6])}{' …' if len(some) > 6 else ''}"
+                 for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        raise CheckpointError(f"the tensors of {folder} do not fit its config.json; " + "; ".join(parts))
+    return unflatten_dict(loaded)
+
+
+def _with_new_rows(tensor: np.ndarray, rows: int, new_rows: Mapping[int, int]) -> np.ndarray:
+    if not new_rows and rows == tensor.shape[0]:
+        return tensor
+    grown = np.zeros((max(rows, tensor.shape[0]), tensor.shape[1]), tensor.dtype)
+    grown[: tensor.shape[0]] = tensor
+    for row, old in new_rows.items():
+        grown[row] = tensor[:old].astype(np.float32).mean(axis=0).astype(tensor.dtype)
+    return grown
+
+
+def _place(array: np.ndarray, sharding: Any) -> jax.Array:
+    if sharding is None:
+        return jnp.asarray(array)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def save_parameters(folder: Path, config: ModelConfig, parameters: Any, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write parameters as Hugging Face safetensors, in files of at most about `shard_bytes` each."""
+    leaves = flatten_dict(parameters)
+    names = tensor_names(config, leaves)
+    shards: list[dict[str, np.ndarray]] = [{}]
+    sizes = [0]
+    for name, path in names.items():
+        tensor = to_tensor(np.asarray(jax.device_get(leaves[path])), path)
+        if shards[-1] and sizes[-1] + tensor.nbytes > shard_bytes:
+            shards.append({})
+            sizes.append(0)
+        shards[-1][name] = tensor
+        sizes[-1] += tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, file))
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))

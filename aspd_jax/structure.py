@@ -1,0 +1,124 @@
+"""Structured answers: what is serial, what is parallel, and the plain text they stand for (spec, section 1).
+
+A structured answer is a sequence of items, each `Serial(text)` or `Parallel(branches)`. Titles are
+scaffolding: the plain text is the serial texts and branch texts in order, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from aspd_jax.errors import StructureError
+
+
+@dataclass(frozen=True)
+class Serial:
+    """A stretch of the answer that is decoded one token at a time."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One independent part of a block. `title` names it and must not be empty; `text` may be."""
+
+    title: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if not self.title:
+            raise StructureError(f"a branch needs a title; the branch with text {self.text[:40]!r} has none")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A block: two or more sibling branches that are decoded at the same time."""
+
+    branches: tuple[Branch, ...]
+
+    def __init__(self, branches: Iterable[Branch]) -> None:
+        object.__setattr__(self, "branches", tuple(branches))
+        if len(self.branches) < 2:
+            raise StructureError(f"a block needs two or more branches, got {len(self.branches)}; use Serial for one")
+
+
+Item: TypeAlias = Serial | Parallel
+Structure: TypeAlias = tuple[Item, ...]
+
+
+def plain_text(items: Iterable[Item]) -> str:
+    """The text a reader sees: all serial and branch texts in order, without titles."""
+    parts: list[str] = []
+    for item in items:
+        if isinstance(item, Serial):
+            parts.append(item.text)
+        else:
+            parts.extend(branch.text for branch in item.branches)
+    return "".join(parts)
+
+
+def canonical(items: Iterable[Item]) -> Structure:
+    """The same answer with neighbouring serial stretches joined and empty ones dropped.
+
+    Linearisation keeps no boundary between two serial stretches, so this is the form that a round
+    trip through tokens returns.
+    """
+    result: list[Item] = []
+    for item in items:
+        if isinstance(item, Serial):
+            if not item.text:
+                continue
+            if result and isinstance(result[-1], Serial):
+                result[-1] = Serial(result[-1].text + item.text)
+                continue
+        result.append(item)
+    return tuple(result)
+
+
+def to_json(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """JSON form: `{"type": "serial", "text"}` and `{"type": "parallel", "branches": [{"title", "text"}]}`."""
+    return [
+        {"type": "serial", "text": item.text}
+        if isinstance(item, Serial)
+        else {"type": "parallel", "branches": [{"title": b.title, "text": b.text} for b in item.branches]}
+        for item in items
+    ]
+
+
+def from_json(value: Any) -> Structure:
+    """Read the JSON form back.
+
+    Raises:
+        StructureError: naming the place in the value, what stands there and what should.
+    """
+    if not isinstance(value, list):
+        raise StructureError(f"a structured answer is a list of items, got {type(value).__name__}")
+    return tuple(_item_from_json(item, f"item {index}") for index, item in enumerate(value))
+
+
+def _item_from_json(item: Any, where: str) -> Item:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "serial":
+        return Serial(_string(item, "text", where))
+    if kind == "parallel":
+        branches = item.get("branches")
+        if not isinstance(branches, list) or not all(isinstance(branch, dict) for branch in branches):
+            raise StructureError(f'{where}: "branches" must be a list of {{"title", "text"}} objects')
+        try:
+            return Parallel(
+                Branch(_string(b, "title", f"{where}, branch {n}"), _string(b, "text", f"{where}, branch {n}"))
+                for n, b in enumerate(branches)
+            )
+        except StructureError as error:
+            message = str(error)
+            raise StructureError(message if message.startswith(where) else f"{where}: {message}") from None
+    raise StructureError(f'{where}: "type" must be "serial" or "parallel", got {kind!r}')
+
+
+def _string(mapping: dict[str, Any], key: str, where: str) -> str:
+    value = mapping.get(key)
+    if not isinstance(value, str):
+        raise StructureError(f'{where}: "{key}" must be a string, got {value!r}')
+    return value

@@ -1,0 +1,257 @@
+"""The six special tokens, and structured answer <-> token ids (spec, section 2).
+
+Every stretch between tags (serial text, title, branch text) is encoded on its own, so that what the
+engine samples and what training reads are the same ids, and every stretch decodes to its exact text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+from aspd_jax.errors import StructureError, TokenizerError
+from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
+
+SEPARATOR = ": "
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the six special tokens."""
+
+    title_start: int
+    title_end: int
+    parallel_start: int
+    parallel_end: int
+    branch_start: int
+    branch_end: int
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The six ids, in the order of `TAGS`."""
+        return tuple(getattr(self, name) for name in TAGS)
+
+
+TAGS = {
+    "title_start": "<|title|>",
+    "title_end": "<|/title|>",
+    "parallel_start": "<|para|>",
+    "parallel_end": "<|/para|>",
+    "branch_start": "<|branch|>",
+    "branch_end": "<|/branch|>",
+}
+
+
+def add_special_tokens(tokenizer: Any) -> SpecialTokens:
+    """Add the six tokens to a Hugging Face tokenizer, in place, and return their ids.
+
+    Tokens that are there already keep their ids; no token is removed or renumbered.
+    """
+    vocabulary = tokenizer.get_vocab()
+    missing = [tag for tag in TAGS.values() if tag not in vocabulary]
+    if missing:
+        tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in missing], special_tokens=True)
+    return SpecialTokens(*(int(tokenizer.convert_tokens_to_ids(tag)) for tag in TAGS.values()))
+
+
+class TextCodec:
+    """Text <-> ids of one stretch, exact in both directions.
+
+    Strings that look like special tokens are ordinary text here: an answer that contains
+    `<|title|>` or `</s>` literally is encoded as those characters.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise TokenizerError(
+                f"{type(tokenizer).__name__} has no tokenizer.json; convert it with AutoTokenizer.from_pretrained(..., use_fast=True)"
+            )
+        self._backend = Tokenizer.from_str(backend.to_str())
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._byte_ids = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        self._space_id = self._backend.token_to_id("▁")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a stretch.
+
+        Raises:
+            TokenizerError: the tokenizer has no ids that decode to exactly this text.
+        """
+        try:
+            for candidate in (text, " " + text):  # some tokenizers swallow one leading space on decoding
+                ids = self._backend.encode(candidate, add_special_tokens=False).ids
+                if self.decode(ids) == text:
+                    return ids
+            if self._space_id is not None and None not in self._byte_ids:
+                # Characters that stand for something else inside the vocabulary (such as U+2581): bytes are exact.
+                ids = [self._space_id, *(self._byte_ids[byte] for byte in text.encode())]
+                if self.decode(ids) == text:
+                    return ids
+        except (UnicodeEncodeError, TypeError):
+            raise TokenizerError(f"text holds characters that are not valid Unicode: {text[:60]!r}") from None
+        raise TokenizerError(
+            f"this tokenizer cannot represent {text[:60]!r} exactly (it reads back {self.decode(ids)[:60]!r}); "
+            "use one that is lossless (byte-level BPE, or SentencePiece with byte fallback)"
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a stretch; special tokens are left out."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """The vocabulary's own spelling of ids, for stretches of which nothing is left on decoding."""
+        return "".join(self._backend.id_to_token(int(i)) or f"<{int(i)}>" for i in ids)
+
+
+class SerialIds(NamedTuple):
+    """Ids of a serial stretch."""
+
+    ids: np.ndarray
+
+
+class BlockIds(NamedTuple):
+    """Ids of a block: titles as announced, and branches without their tags but with their heads."""
+
+    titles: tuple[np.ndarray, ...]
+    branches: tuple[np.ndarray, ...]
+
+
+ItemIds: TypeAlias = SerialIds | BlockIds
+
+
+class Linearisation(NamedTuple):
+    """A structured answer as one sequence.
+
+    Attributes:
+        tokens: int32 [T].
+        fed: bool [T], true where the engine feeds the token instead of sampling it (branch heads
+            and `<|/para|>`); these carry no loss by default (spec, section 9).
+    """
+
+    tokens: np.ndarray
+    fed: np.ndarray
+
+
+def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens) -> tuple[ItemIds, ...]:
+    """Read the structure of a linearisation from its tags; no tokenizer needed.
+
+    Raises:
+        StructureError: naming the place of the first tag that cannot stand where it does.
+    """
+    ids = np.asarray(tokens, np.int32)
+    tags = [(int(i), int(ids[i])) for i in np.flatnonzero(np.isin(ids, special.ids))]
+    names = dict(zip(special.ids, TAGS.values(), strict=True))
+    items: list[ItemIds] = []
+    cursor = 0  # first token not read yet
+    at = 0  # index into tags
+
+    def take(expected: int) -> int:
+        nonlocal at
+        if at == len(tags):
+            raise StructureError(f"the answer ends where {names[expected]} should follow")
+        place, tag = tags[at]
+        if tag != expected:
+            raise StructureError(f"token {place}: {names[tag]} stands where {names[expected]} should")
+        at += 1
+        return place
+
+    def take_adjacent(expected: int) -> None:
+        nonlocal cursor
+        place = take(expected)
+        if place != cursor:
+            raise StructureError(f"token {cursor}: text stands where {names[expected]} should")
+        cursor = place + 1
+
+    def take_stretch(start: int, end: int) -> np.ndarray:
+        nonlocal cursor
+        take_adjacent(start)
+        place = take(end)
+        stretch, cursor = ids[cursor:place], place + 1
+        return stretch
+
+    def peek() -> int:
+        return tags[at][1] if at < len(tags) else -1
+
+    while at < len(tags):
+        if tags[at][0] > cursor:
+            items.append(SerialIds(ids[cursor : tags[at][0]]))
+            cursor = tags[at][0]
+        titles, branches = [], []
+        while not titles or peek() == special.title_start:
+            titles.append(take_stretch(special.title_start, special.title_end))
+            if not titles[-1].size:
+                raise StructureError(f"token {cursor - 1}: the title is empty")
+        take_adjacent(special.parallel_start)
+        while peek() == special.branch_start:
+            branches.append(take_stretch(special.branch_start, special.branch_end))
+        take_adjacent(special.parallel_end)
+        if len(titles) < 2 or len(titles) != len(branches):
+            raise StructureError(
+                f"token {cursor - 1}: the block has {len(titles)} titles and {len(branches)} branches; "
+                "it needs two or more, as many of one as of the other"
+            )
+        items.append(BlockIds(tuple(titles), tuple(branches)))
+    if cursor < ids.size:
+        items.append(SerialIds(ids[cursor:]))
+    return tuple(items)
+
+
+class Codec:
+    """Structured answers <-> token ids for one tokenizer."""
+
+    def __init__(self, tokenizer: Any, special: SpecialTokens | None = None) -> None:
+        self.special = special or add_special_tokens(tokenizer)
+        self.text = TextCodec(tokenizer)
+        self.separator_ids = tuple(self.text.encode(SEPARATOR))
+
+    def linearise(self, items: Iterable[Item]) -> Linearisation:
+        """Token ids of a structured answer (no end of text; spec, section 2)."""
+        special = self.special
+        tokens: list[int] = []
+        fed: list[bool] = []
+
+        def put(ids: Iterable[int], is_fed: bool = False) -> None:
+            before = len(tokens)
+            tokens.extend(ids)
+            fed.extend([is_fed] * (len(tokens) - before))
+
+        for item in canonical(items):
+            if isinstance(item, Serial):
+                put(self.text.encode(item.text))
+                continue
+            titles = [self.text.encode(branch.title) for branch in item.branches]
+            for title in titles:
+                put([special.title_start, *title, special.title_end])
+            put([special.parallel_start])
+            for title, branch in zip(titles, item.branches, strict=True):
+                put([special.branch_start, *title, *self.separator_ids], is_fed=True)
+                put([*self.text.encode(branch.text), special.branch_end])
+            put([special.parallel_end], is_fed=True)
+        return Linearisation(np.asarray(tokens, np.int32), np.asarray(fed, bool))
+
+    def parse(self, tokens: Sequence[int] | np.ndarray) -> Structure:
+        """The structured answer that a linearisation stands for (no end of text).
+
+        Raises:
+            StructureError: the tags are not well formed, or a branch does not start with its title.
+        """
+        items: list[Item] = []
+        for item in split(tokens, self.special):
+            if isinstance(item, SerialIds):
+                items.append(Serial(self.text.decode(item.ids)))
+                continue
+            branches = []
+            for number, (title, branch) in enumerate(zip(item.titles, item.branches, strict=True), 1):
+                head = [*title, *self.separator_ids]
+                if branch[: len(head)].tolist() != [int(i) for i in head]:
+                    raise StructureError(f"branch {number} of a block does not start with its title and separator")
+                branches.append(Branch(self.text.decode(title) or self.text.spell(title), self.text.decode(branch[len(head) :])))
+            items.append(Parallel(branches))
+        return tuple(items)

@@ -1,0 +1,1 @@
+"""Training: synthetic tasks, batches, loss, step and loop."""

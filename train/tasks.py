@@ -1,0 +1,228 @@
+"""Synthetic questions with checkable answers, some of which must be decoded serially.
+
+Three families, each in four kinds:
+
+* `parallel`: three to eight parts that do not depend on each other: a block.
+* `conclusion`: the same, and a closing sentence that needs the results of the branches.
+* `single`: the same question about one part: serial.
+* `chain`: looks like a list, but every part needs the one before it: serial.
+
+A question has one right answer. Held-out questions never occur in training: a hash of the question
+decides on which side it falls.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_text
+
+FAMILIES = ("orders", "records", "machines")
+KINDS = ("parallel", "conclusion", "single", "chain")
+HELD_OUT_SHARE = 16  # one question in so many is held out
+
+GOODS = (
+    "pens cups maps lamps books bags hats socks bowls forks pots mugs kites drums vases rugs belts rings clocks chairs "
+    "coats boots scarves gloves"
+).split()
+NAMES = (
+    "Ada Bob Cleo Dan Eve Finn Gia Hugo Iris Jon Kai Lena Max Nora Otto Pia Quin Rosa Sam Tess Uma Vera Walt Xena Yuri "
+    "Zoe Abel Bela Cora Dora Emil Fay"
+).split()
+CITIES = "Oslo Rome Paris Lima Cairo Delhi Tokyo Bern Quito Dakar Perth Kyiv Riga Seoul Turin Malmo Porto Leeds".split()
+JOBS = "baker pilot nurse judge tailor miner potter singer farmer chemist painter lawyer plumber dentist writer guard".split()
+HOBBIES = "chess tennis rowing poetry fishing skiing dancing hiking cooking sailing jazz yoga".split()
+PETS = "a cat,a dog,a parrot,a horse,a turtle,two rabbits,three goats,some bees".split(",")
+MACHINES = tuple("ABCDEFGH")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question with its structured answer."""
+
+    family: str
+    kind: str
+    question: str
+    structure: Structure
+
+    @property
+    def answer(self) -> str:
+        """The right answer, as plain text."""
+        return plain_text(self.structure)
+
+    @property
+    def forks(self) -> bool:
+        """Whether the right answer has a block."""
+        return any(isinstance(item, Parallel) for item in self.structure)
+
+
+def problem(seed: int, held_out: bool, family: str | None = None, kind: str | None = None) -> Problem:
+    """The problem of a seed; of any family and kind unless these are given."""
+    random = Random(seed)
+    chosen_family = family or random.choice(FAMILIES)
+    chosen_kind = kind or random.choice(KINDS)
+    while True:
+        question, structure = MAKERS[chosen_family](random, chosen_kind)
+        if is_held_out(question) == held_out:
+            return Problem(chosen_family, chosen_kind, question, structure)
+
+
+def is_held_out(question: str) -> bool:
+    """Whether a question belongs to the held-out side."""
+    return zlib.crc32(question.encode()) % HELD_OUT_SHARE == 0
+
+
+def held_out(count: int, seed: int = 0) -> Iterator[Problem]:
+    """Held-out problems, as many of each family and kind."""
+    for number in range(count):
+        family, kind = FAMILIES[number % 3], KINDS[number // 3 % 4]
+        yield problem(seed + number, True, family, kind)
+
+
+def _block(intro: str, branches: list[Branch], conclusion: str | None) -> Structure:
+    items: list[Item] = [Serial(intro), Parallel(branches)]
+    if conclusion is not None:
+        items.append(Serial(conclusion))
+    return tuple(items)
+
+
+def _join(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def _orders(random: Random, kind: str) -> tuple[str, Structure]:
+    if kind == "chain":
+        goods = random.sample(GOODS, random.randint(3, 6))
+        prices = [10 * random.randint(1, 4) for _ in goods]
+        left = sum(prices) + 10 * random.randint(0, 5)
+        bought = ", then ".join(f"{good} for ${price}" for good, price in zip(goods, prices, strict=True))
+        question = f"I have ${left} and buy {bought}. What is left after each?"
+        lines = []
+        for good, price in zip(goods, prices, strict=True):
+            lines.append(f"- After {good}: ${left} - ${price} = ${left - price}\n")
+            left -= price
+        return question, (Serial("Each purchase lowers what is left.\n" + "".join(lines)),)
+    count = 1 if kind == "single" else random.randint(3, 8)
+    goods = random.sample(GOODS, count)
+    orders, texts, totals = [], [], []
+    for good in goods:
+        quantity, price = random.randint(2, 4), 10 * random.randint(1, 4)
+        total = quantity * price
+        order, text = f"{quantity} {good} at ${price}", f"{quantity} {good} at ${price} each come to ${total}."
+        extra = random.random()
+        if extra < 0.25:
+            order, total = f"{order} gift-wrapped", total + 10
+            text += f" Gift wrap adds $10, which makes ${total}."
+        elif extra < 0.5:
+            order, total = f"{order} with a coupon", total - 10
+            text += f" The coupon takes off $10, which leaves ${total}."
+        orders.append(order)
+        texts.append(text)
+        totals.append(total)
+    if kind == "single":
+        return f"What does this cost: {orders[0]}?", (Serial(texts[0] + "\n"),)
+    branches = [Branch(good, f"- {text}\n") for good, text in zip(goods, texts, strict=True)]
+    if kind == "parallel":
+        ask = random.choice(["Price each line", "What does each line cost"])
+        return f"{ask}: {'; '.join(orders)}.", _block("Here is what each line costs.\n", branches, None)
+    running, sums = totals[0], []
+    for total in totals[1:]:
+        sums.append(f"{running} + {total} = {running + total}")
+        running += total
+    conclusion = f"Adding up: {', '.join(sums)}. The order comes to ${running}.\n"
+    ask = random.choice(["Price each line and add up", "What does each line cost, and what is the total"])
+    return f"{ask}: {'; '.join(orders)}.", _block("Here is what each line costs.\n", branches, conclusion)
+
+
+def _records(random: Random, kind: str) -> tuple[str, Structure]:
+    if kind == "chain":
+        names = random.sample(NAMES, random.randint(4, 7))
+        facts = [f"{low} reports to {high}." for low, high in zip(names, names[1:], strict=False)]
+        shuffled = random.sample(facts, len(facts))
+        question = f"{' '.join(shuffled)} Who is above {names[0]}, one after the other?"
+        lines = "".join(f"- {fact}\n" for fact in facts)
+        return question, (Serial(f"Going up from {names[0]}.\n{lines}{names[-1]} is at the top.\n"),)
+    people = random.sample(NAMES, random.randint(3, 8))
+    ages = random.sample(range(20, 80), len(people))
+    context, texts = [], {}
+    for name, age in zip(people, ages, strict=True):
+        city, job, hobby = random.choice(CITIES), random.choice(JOBS), random.choice(HOBBIES)
+        context.append(f"{name}: {job}, {city}, {age}, {hobby}")
+        texts[name] = f"{name} is a {job} from {city}. At {age}, {name} likes {hobby}."
+        if random.random() < 0.5:
+            pet = random.choice(PETS)
+            context[-1] += f", {pet}"
+            texts[name] += f" {name} keeps {pet}."
+    facts = "Facts: " + "; ".join(context) + "."
+    if kind == "single":
+        name = random.choice(people)
+        return f"{facts} Describe {name}.", (Serial(texts[name] + "\n"),)
+    asked = random.sample(people, random.randint(3, len(people)))
+    branches = [Branch(name, f"- {texts[name]}\n") for name in asked]
+    question = f"{facts} Describe {_join(asked)}."
+    if kind == "parallel":
+        return question, _block("Here is what the facts say.\n", branches, None)
+    oldest = max(asked, key=lambda name: ages[people.index(name)])
+    question += " Who is the oldest of them?"
+    return question, _block("Here is what the facts say.\n", branches, f"The oldest of them is {oldest}.\n")
+
+
+def _steps(random: Random, value: int, count: int) -> tuple[list[str], list[str], int]:
+    """Orders and sums of a few steps of arithmetic that stays between 0 and 99."""
+    orders, sums = [], []
+    for _ in range(count):
+        choices = ["add"] * (value <= 90) + ["take"] * (value >= 9) + ["double"] * (value <= 40)
+        kind, amount = random.choice(choices), random.randint(1, 9)
+        if kind == "double":
+            orders.append("double")
+            sums.append(f"{value} x 2 = {2 * value}")
+            value *= 2
+        elif kind == "add":
+            orders.append(f"add {amount}")
+            sums.append(f"{value} + {amount} = {value + amount}")
+            value += amount
+        else:
+            orders.append(f"take {amount}")
+            sums.append(f"{value} - {amount} = {value - amount}")
+            value -= amount
+    return orders, sums, value
+
+
+def _machines(random: Random, kind: str) -> tuple[str, Structure]:
+    value = random.randint(1, 20)
+    if kind == "chain":
+        names = MACHINES[: random.randint(3, 6)]
+        parts, lines = [], []
+        for number, name in enumerate(names):
+            source = f"starts at {value}" if number == 0 else f"takes the result of {names[number - 1]}"
+            orders, sums, value = _steps(random, value, random.randint(1, 2))
+            parts.append(f"{name} {source}: {', '.join(orders)}")
+            lines.append(f"- {name}: {', '.join(sums)}, so {value}.\n")
+        return f"Run the machines. {'; '.join(parts)}.", (Serial("One after the other.\n" + "".join(lines)),)
+    count = 1 if kind == "single" else random.randint(3, 8)
+    parts, branches, results = [], [], []
+    for name in MACHINES[:count]:
+        value = random.randint(1, 20)
+        orders, sums, result = _steps(random, value, random.randint(1, 4))
+        parts.append(f"{name} starts at {value}: {', '.join(orders)}")
+        branches.append(Branch(name, f"- {name}: {', '.join(sums)}, so {result}.\n"))
+        results.append(result)
+    question = f"Run the machines. {'; '.join(parts)}."
+    if kind == "single":
+        return question, (Serial(branches[0].text),)
+    if kind == "parallel":
+        return question, _block("Each on its own.\n", branches, None)
+    highest = max(results)
+    winners = [name for name, result in zip(MACHINES, results, strict=False) if result == highest]
+    conclusion = f"The highest result is {highest}, from {_join(winners)}.\n"
+    return f"{question} Which result is the highest?", _block("Each on its own.\n", branches, conclusion)
+
+
+MAKERS: dict[str, Callable[[Random, str], tuple[str, Structure]]] = {
+    "orders": _orders,
+    "records": _records,
+    "machines": _machines,
+}
