@@ -139,8 +139,14 @@ class Linearisation(NamedTuple):
     fed: np.ndarray
 
 
-def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens) -> tuple[ItemIds, ...]:
+def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bool = True) -> tuple[ItemIds, ...]:
     """Read the structure of a linearisation from its tags; no tokenizer needed.
+
+    Args:
+        tokens: [T].
+        special: ids of the tags.
+        paired: whether a block must have two or more branches, as many as titles. Other engines drop
+            branches whose title came before.
 
     Raises:
         StructureError: naming the place of the first tag that cannot stand where it does.
@@ -192,7 +198,7 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens) -> tuple[I
         while peek() == special.branch_start:
             branches.append(take_stretch(special.branch_start, special.branch_end))
         take_adjacent(special.parallel_end)
-        if len(titles) < 2 or len(titles) != len(branches):
+        if not branches or paired and (len(titles) < 2 or len(titles) != len(branches)):
             raise StructureError(
                 f"token {cursor - 1}: the block has {len(titles)} titles and {len(branches)} branches; "
                 "it needs two or more, as many of one as of the other"

@@ -104,7 +104,7 @@ def prefill(
     last: jax.Array,
     protocol: Protocol,
     scripted: bool = False,
-) -> tuple[jax.Array, DecodeState]:
+) -> DecodeState:
     """Feed prompts, or a chunk of them, and sample the first token of the sequences whose prompt ends in it.
 
     Args:
@@ -112,9 +112,6 @@ def prefill(
         layout: of the tokens.
         last: int32 [B], place of the last prompt token in this chunk, or -1.
         scripted: sample nothing; the caller goes on with `replay_advance`.
-
-    Returns:
-        Logits after the last prompt token, float32 [B, 1, V] (meaningless where `last` is -1), and the state.
     """
     ends = last >= 0
     feed = Feed(tokens, layout, jnp.maximum(last, 0)[:, None], jnp.where(ends, 0, -1)[:, None])
@@ -123,7 +120,13 @@ def prefill(
     if not scripted:
         state = state._replace(finish=jnp.where(ends, RUNNING, STOP))  # rows that decode already stand still
         state = advance(state, protocol, feed, choose(logits, state, protocol, feed))
-    return logits, state._replace(finish=jnp.where(ends, RUNNING if scripted else state.finish, before))
+    return state._replace(finish=jnp.where(ends, RUNNING if scripted else state.finish, before))
+
+
+@partial(jax.jit, static_argnames="protocol")
+def next_widths(state: DecodeState, protocol: Protocol) -> jax.Array:
+    """`infer.state.width`, for the host."""
+    return width(state, protocol)
 
 
 @partial(jax.jit, static_argnames=("protocol", "size"))

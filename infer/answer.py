@@ -1,0 +1,172 @@
+"""Reading answers off the decoding state: tokens in the order of the linearisation, structure, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from aspd_jax.layout import Layout
+from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_text
+from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, split
+from infer.request import Job
+from infer.state import FORK, LENGTH, PARALLEL, RUNNING, STOP, TITLE, TITLED, DecodeState, Protocol, widest_feed
+from infer.step import pending
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What an answer cost (spec, section 8).
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        generated_tokens: tokens of the answer: all branches, tags and heads included.
+        content_tokens: tokens of the plain text.
+        passes: forward passes after prefill.
+        critical_path: passes that had to follow one another, plus one.
+        blocks, branches: of the answer.
+        seconds: wall time by phase: prefill, serial, parallel (fork and merge included), total. In a batch,
+            a pass counts in full for every sequence in it.
+    """
+
+    prompt_tokens: int
+    generated_tokens: int
+    content_tokens: int
+    passes: int
+    critical_path: int
+    blocks: int
+    branches: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ideal_speedup(self) -> float:
+        """Content tokens per token of the critical path."""
+        return self.content_tokens / max(1, self.critical_path)
+
+
+@dataclass(frozen=True)
+class Result:
+    """An answer.
+
+    Attributes:
+        text: the plain text.
+        structure: serial stretches and blocks.
+        token_ids: the linearisation, end of text included if it was sampled.
+        finish_reason: `stop` (end of text or a stop string), `length`, or None while it grows.
+        stats: what it cost.
+        prompt_token_ids: the prompt.
+    """
+
+    text: str
+    structure: Structure
+    token_ids: list[int]
+    finish_reason: str | None
+    stats: Statistics
+    prompt_token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as far as it is.
+
+    Attributes:
+        token_ids: in the order of the linearisation; branches that are still open have no closing tag.
+        items: stretches and blocks, the open block as if it were closed now; titles under way and end of text left out.
+        phase: of the sequence.
+        finish: of the sequence.
+    """
+
+    token_ids: np.ndarray
+    items: tuple[ItemIds, ...]
+    phase: int
+    finish: int
+
+
+def linear_order(layout: Layout) -> np.ndarray:
+    """Indices that bring the tokens of one sequence [T] into the order of the linearisation."""
+    anchor = np.array(layout.position)
+    for block in np.unique(layout.block[layout.block > 0]):
+        inside = layout.block == block
+        anchor[inside] = anchor[inside].min()
+    return np.lexsort((layout.position, layout.branch, anchor))
+
+
+def read_answers(state: DecodeState, protocol: Protocol, count: int) -> list[Answer]:
+    """The answers of the first `count` sequences, from what was fed and what is pending."""
+    feed = pending(state, protocol, widest_feed(protocol))
+    cache = state.cache
+    small = (cache.tokens, cache.layout, cache.length, state.prompt_length, state.phase, state.finish, feed)
+    tokens, layout, length, prompt_length, phase, finish, feed = jax.device_get(small)
+    answers = []
+    for row in range(count):
+        fed, due = slice(prompt_length[row], length[row]), feed.layout.sequence[row] > 0
+        ids = np.concatenate([tokens[row, fed], feed.tokens[row, due]])
+        own = Layout(*(np.concatenate([a[row, fed], b[row, due]]) for a, b in zip(layout, feed.layout, strict=True)))
+        order = linear_order(own)
+        ids, branch = ids[order], own.branch[order]
+        answers.append(_answer(ids, branch, int(phase[row]), int(finish[row]), protocol))
+    return answers
+
+
+def _answer(ids: np.ndarray, branch: np.ndarray, phase: int, finish: int, protocol: Protocol) -> Answer:
+    special = protocol.special
+    whole = ids
+    if finish == STOP and ids.size and int(ids[-1]) in protocol.end:
+        whole = ids[:-1]
+    elif phase in (TITLE, TITLED):
+        closed = np.flatnonzero(ids == special.parallel_end)
+        after = int(closed[-1]) if closed.size else 0
+        whole = ids[: after + int(np.argmax(ids[after:] == special.title_start))]
+    elif phase in (FORK, PARALLEL):
+        ends = np.flatnonzero((branch > 0) & (np.append(branch[1:], 0) != branch))
+        still_open = ends[ids[ends] != special.branch_end]
+        whole = np.append(np.insert(ids, still_open + 1, special.branch_end), special.parallel_end)
+    return Answer(ids, split(whole, special), phase, finish)
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """The text before the first stop string in it."""
+    places = [place for place in (text.find(string) for string in stop) if place >= 0]
+    return text[: min(places)] if places else text
+
+
+def result(
+    answer: Answer, job: Job, codec: Codec | None, protocol: Protocol, passes: int, path: int, seconds: dict[str, float]
+) -> Result:
+    """An answer as the user gets it; without a tokenizer, texts are empty."""
+    stop, head = job.params.stop, len(protocol.separator)
+    structure: list[Item] = []
+    content = 0
+    for item in answer.items:
+        if isinstance(item, SerialIds):
+            content += len(item.ids)
+        else:
+            content += sum(len(b) - len(t) - head for t, b in zip(item.titles, item.branches, strict=True))
+        if codec is None:
+            continue
+        decode = codec.text.decode
+        if isinstance(item, SerialIds):
+            structure.append(Serial(cut(decode(item.ids), stop)))
+        else:
+            structure.append(
+                Parallel(
+                    Branch(decode(title) or codec.text.spell(title), cut(decode(branch[len(title) + head :]), stop))
+                    for title, branch in zip(item.titles, item.branches, strict=True)
+                )
+            )
+    blocks = [item for item in answer.items if isinstance(item, BlockIds)]
+    stats = Statistics(
+        prompt_tokens=len(job.prompt),
+        generated_tokens=len(answer.token_ids),
+        content_tokens=content,
+        passes=passes,
+        critical_path=path,
+        blocks=len(blocks),
+        branches=sum(len(block.branches) for block in blocks),
+        seconds=dict(seconds),
+    )
+    reason = {RUNNING: None, STOP: "stop", LENGTH: "length"}[answer.finish]
+    tokens = [int(token) for token in answer.token_ids]
+    return Result(plain_text(structure), tuple(structure), tokens, reason, stats, list(job.prompt))

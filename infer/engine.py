@@ -1,0 +1,199 @@
+"""The engine: prompts in, structured answers out (spec, section 5)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from aspd_jax.errors import RequestError
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.tokens import SpecialTokens
+from infer.answer import Result
+from infer.decoding import Decoding
+from infer.replay import Trace, replay
+from infer.request import Job, Mode, SamplingParams
+from infer.state import Protocol
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
+
+NO_TOKENS = SpecialTokens(-1, -2, -3, -4, -5, -6)  # of a model that has no tokenizer to add them to
+
+
+class Engine:
+    """Decodes batches of requests in serial and adaptive mode over one cache.
+
+    Args:
+        lm: the model.
+        max_length: prompt and answer tokens of a sequence; at most the model's context length.
+        max_batch: sequences that decode together; more prompts are decoded in turns.
+        max_branches: branches of a block.
+        max_title_tokens: tokens of a title.
+        separator_ids: what follows the title at the head of a branch; default: the tokenizer's ids of `": "`.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        max_length: int = 2048,
+        max_batch: int = 4,
+        max_branches: int = 16,
+        max_title_tokens: int = 24,
+        separator_ids: Sequence[int] | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("max_length", max_length, 2),
+            ("max_batch", max_batch, 1),
+            ("max_branches", max_branches, 2),
+            ("max_title_tokens", max_title_tokens, 1),
+        ):
+            if value < least:
+                raise RequestError(f"{name} must be at least {least}, got {value}")
+        self.lm = lm
+        self.max_length = min(max_length, lm.context_length)
+        self.max_batch = max_batch
+        special = lm.special_tokens or NO_TOKENS
+        if separator_ids is None:
+            separator_ids = lm.codec.separator_ids if lm.tokenizer is not None else ()
+        known = () if lm.tokenizer is None else lm.tokenizer.all_special_ids
+        vocabulary = lm.config.vocabulary
+        self.protocol = Protocol(
+            model=lm.model,
+            special=special,
+            separator=tuple(int(i) for i in separator_ids),
+            end=tuple(int(i) for i in lm.end_ids if 0 <= int(i) < vocabulary),
+            forbidden=tuple(sorted(int(i) for i in known if i < vocabulary)),
+            max_branches=max_branches,
+            max_title_tokens=max_title_tokens,
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: text as the tokenizer encodes it, messages through the chat template, ids as they are."""
+        if isinstance(prompt, str):
+            return list(self._tokenizer()(prompt)["input_ids"])
+        items = list(prompt)
+        if items and all(isinstance(item, dict) for item in items):
+            tokenizer = self._tokenizer()
+            if tokenizer.chat_template is None:
+                raise RequestError("this model's tokenizer has no chat template; pass the prompt as text")
+            return list(
+                tokenizer.apply_chat_template(items, add_generation_prompt=True, tokenize=True, return_dict=False)
+            )
+        if not all(isinstance(item, (int, np.integer)) for item in items):
+            raise RequestError("a prompt is text, a list of {'role', 'content'} messages, or a list of token ids")
+        ids = [int(item) for item in items]  # type: ignore[call-overload]
+        vocabulary = self.lm.config.vocabulary
+        if any(not 0 <= token < vocabulary for token in ids):
+            raise RequestError(f"token ids must be between 0 and {vocabulary - 1}")
+        return ids
+
+    def _tokenizer(self) -> Any:
+        if self.lm.tokenizer is None:
+            raise RequestError("this model has no tokenizer; pass prompts as token ids")
+        return self.lm.tokenizer
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        mode: Mode | Sequence[Mode] = "adaptive",
+    ) -> list[Result]:
+        """Answer prompts; results come in their order, and each is the same alone and in any batch.
+
+        Args:
+            prompts: text, messages or token ids each.
+            params: one for all, or one each.
+            mode: `adaptive` (the model decides when to fork) or `serial`; one for all, or one each.
+
+        Raises:
+            RequestError: which request breaks which limit; nothing has been decoded then.
+        """
+        jobs = self._jobs(prompts, params, mode)
+        results: list[Result] = []
+        for first in range(0, len(jobs), self.max_batch):
+            decoding = Decoding(self.lm, self.protocol, jobs[first : first + self.max_batch])
+            for _ in decoding.advance():
+                pass
+            results.extend(decoding.results())
+        return results
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", steps: int = 1
+    ) -> Iterator[Result]:
+        """The answer as it grows: a partial result after every few steps; the last one is what `generate` returns.
+
+        The structure of a partial result holds the open block with all its branches, as far as they are.
+
+        Args:
+            steps: forward passes between two partial results.
+        """
+        if steps < 1:
+            raise RequestError(f"steps must be at least 1, got {steps}")
+        decoding = Decoding(self.lm, self.protocol, self._jobs([prompt], params, mode))
+        yield decoding.results()[0]
+        for _ in decoding.advance(steps):
+            yield decoding.results()[0]
+
+    def replay(self, prompt_token_ids: Sequence[int], answer_token_ids: Sequence[int]) -> Trace:
+        """Drive the stepwise engine, branches side by side, through a given linearisation.
+
+        Args:
+            prompt_token_ids: the prompt.
+            answer_token_ids: a well-formed linearisation, with or without end of text.
+
+        Returns:
+            The logits after every answer token, and the number of passes after prefill.
+
+        Raises:
+            RequestError: it does not fit `max_length`.
+            StructureError: the answer is not well formed.
+        """
+        length = len(prompt_token_ids) + len(answer_token_ids)
+        if length > self.max_length:
+            raise RequestError(f"prompt and answer have {length} tokens, max_length is {self.max_length}")
+        prompt, answer = self.encode(prompt_token_ids), self.encode(answer_token_ids)
+        if not prompt:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        return replay(self.lm, self.protocol, prompt, answer)
+
+    def _jobs(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        mode: Mode | Sequence[Mode],
+    ) -> list[Job]:
+        if isinstance(prompts, str):
+            raise RequestError("generate takes a list of prompts, got a string; write [prompt]")
+        count = len(prompts)
+        params = params or SamplingParams()
+        each_params = [params] * count if isinstance(params, SamplingParams) else list(params)
+        each_mode = [mode] * count if isinstance(mode, str) else list(mode)
+        for name, values in (("params", each_params), ("mode", each_mode)):
+            if len(values) != count:
+                raise RequestError(f"{name} has {len(values)} entries for {count} prompts")
+        jobs = []
+        for number, request in enumerate(zip(prompts, each_params, each_mode, strict=True)):
+            try:
+                jobs.append(self._job(*request))
+            except RequestError as error:
+                raise RequestError(f"request {number}: {error}") from None
+        return jobs
+
+    def _job(self, prompt: Prompt, params: SamplingParams, mode: Mode) -> Job:
+        if mode == "adaptive" and self.lm.special_tokens is None:
+            raise RequestError("this model has no special tokens to fork with; use mode='serial'")
+        if params.stop and self.lm.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer")
+        ids = self.encode(prompt)
+        if not ids:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        room = self.max_length - len(ids)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, which leaves no room for an answer: "
+                f"max_length (prompt and answer) is {self.max_length}"
+            )
+        seed = secrets.randbits(32) if params.seed is None else params.seed
+        return Job(tuple(ids), params, mode, min(params.max_new_tokens, room), seed)

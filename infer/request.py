@@ -1,0 +1,76 @@
+"""What is asked of the engine: sampling parameters, mode, and a checked request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
+
+from aspd_jax.errors import RequestError
+from aspd_jax.layout import check_choice
+
+Mode = Literal["adaptive", "serial"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are sampled, in serial stretches and in branches alike (spec, section 5).
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
+        min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
+        repetition_penalty: over what the row can see of the answer; 1 is none.
+        max_new_tokens: bound on all tokens of the answer: of all branches, tags and heads included.
+        max_branch_tokens: bound on the tokens sampled in one branch, its closing tag included.
+        stop: strings that end the stretch they appear in: a branch, or in a serial stretch the answer.
+        seed: of the random streams; None draws one.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int = 256
+    max_branch_tokens: int = 1024
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        for name, good, right in (
+            ("temperature", isfinite(self.temperature) and self.temperature >= 0, "0 or more"),
+            ("top_k", self.top_k >= 0, "0 (all) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("repetition_penalty", isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("max_branch_tokens", 1 <= self.max_branch_tokens < 1 << 24, "at least 1"),
+            ("stop", all(isinstance(text, str) and text for text in stop), "non-empty strings"),
+            ("seed", self.seed is None or 0 <= self.seed < 1 << 32, "between 0 and 2^32 - 1"),
+        ):
+            if not good:
+                raise RequestError(f"{name} must be {right}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that was checked.
+
+    Attributes:
+        prompt: token ids, at least one.
+        budget: tokens the answer may have, within `max_new_tokens` and what the cache has room for.
+        seed: of its random streams.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    mode: Mode
+    budget: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, Mode)
