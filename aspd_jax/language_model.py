@@ -110,7 +110,7 @@ def load_model(path: str | os.PathLike[str], dtype: str = "float32", mesh: Mesh 
     model = Transformer(config)
     return LanguageModel(
         model=model,
-        params=load_parameters(folder, model, mesh, new_rows),
+        params=load_parameters(folder, model, mesh, hf.vocab_size, new_rows),
         tokenizer=tokenizer,
         special_tokens=special,
         config=config,

@@ -115,7 +115,11 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def load_parameters(
-    folder: Path, model: Transformer, mesh: Mesh | None = None, new_rows: Mapping[int, int] | None = None
+    folder: Path,
+    model: Transformer,
+    mesh: Mesh | None = None,
+    stored_vocabulary: int | None = None,
+    new_rows: Mapping[int, int] | None = None,
 ) -> Any:
     """Read the parameters of a checkpoint folder, one tensor at a time, straight into their shardings.
 
@@ -123,6 +127,7 @@ def load_parameters(
         folder: with safetensors files.
         model: whose vocabulary may be larger than the checkpoint's.
         mesh: where parameters go; default: the default device.
+        stored_vocabulary: vocabulary rows of the checkpoint; default: the model's.
         new_rows: {row: rows to average over}: vocabulary rows that become the mean of the first so many
             rows of the checkpoint, in the embedding and in an untied head.
 
@@ -147,10 +152,13 @@ def load_parameters(
                 shape = leaves[path].shape
                 size = _tensor_size(path, shape)
                 tensor = tensors.get_tensor(name)
-                if path[0] in ("embedding", "head"):
-                    tensor = _with_new_rows(tensor, size[0], new_rows or {})
+                of_vocabulary = path[0] in ("embedding", "head")
+                if of_vocabulary and stored_vocabulary is not None:
+                    size = (stored_vocabulary, size[1])
                 if tensor.shape != size:
                     raise CheckpointError(f"{file.name}: {name} is {list(tensor.shape)}, config.json says {list(size)}")
+                if of_vocabulary:
+                    tensor = _with_new_rows(tensor, model.config.vocabulary, new_rows or {})
                 loaded[path] = _place(to_parameter(tensor, path, shape).astype(leaves[path].dtype), places[path])
     missing = sorted(name for name, path in names.items() if path not in loaded)
     if missing or unknown:
@@ -161,9 +169,9 @@ def load_parameters(
 
 
 def _with_new_rows(tensor: np.ndarray, rows: int, new_rows: Mapping[int, int]) -> np.ndarray:
-    if not new_rows and rows == tensor.shape[0]:
+    if not new_rows:
         return tensor
-    grown = np.zeros((max(rows, tensor.shape[0]), tensor.shape[1]), tensor.dtype)
+    grown = np.zeros((rows, tensor.shape[1]), tensor.dtype)
     grown[: tensor.shape[0]] = tensor
     for row, old in new_rows.items():
         grown[row] = tensor[:old].astype(np.float32).mean(axis=0).astype(tensor.dtype)

@@ -1,0 +1,121 @@
+"""Fixtures: tiny models with weights from NumPy seeds, and the real data beside the project where it exists."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerFast
+
+from aspd_jax import LanguageModel, SpecialTokens, load_model
+from train.tasks import problem
+from train.vocabulary import train_tokenizer
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden"
+SHARED = ROOT.parent / "shared"
+
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no shared/ beside the project")
+
+
+def tiny_config(**changes: Any) -> dict[str, Any]:
+    """config.json of a tiny Llama."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+    } | changes
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a Hugging Face checkpoint, written down independently of the project."""
+    embed, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    head = config.get("head_dim") or embed // config["num_attention_heads"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    family = config["model_type"]
+    attention_bias = config.get("attention_bias", False)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, embed), "model.norm.weight": (embed,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocabulary, embed)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        linear = {
+            "self_attn.q_proj": (queries, embed, attention_bias or family == "qwen2"),
+            "self_attn.k_proj": (keys, embed, attention_bias or family == "qwen2"),
+            "self_attn.v_proj": (keys, embed, attention_bias or family == "qwen2"),
+            "self_attn.o_proj": (embed, queries, attention_bias),
+            "mlp.gate_proj": (inner, embed, config.get("mlp_bias", False)),
+            "mlp.up_proj": (inner, embed, config.get("mlp_bias", False)),
+            "mlp.down_proj": (embed, inner, config.get("mlp_bias", False)),
+        }
+        for name, (rows, columns, bias) in linear.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        shapes[f"{prefix}input_layernorm.weight"] = (embed,)
+        shapes[f"{prefix}post_attention_layernorm.weight"] = (embed,)
+        if family == "qwen3":
+            shapes[f"{prefix}self_attn.q_norm.weight"] = (head,)
+            shapes[f"{prefix}self_attn.k_norm.weight"] = (head,)
+    return shapes
+
+
+def seeded_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights, large enough that every part of the model shows in the logits."""
+    random = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in sorted(tensor_shapes(config).items()):
+        values = random.standard_normal(shape) * (0.2 if len(shape) == 2 else 0.3)
+        tensors[name] = (values + (1.0 if "norm" in name else 0.0)).astype(np.float32)
+    return tensors
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
+    """A Hugging Face folder with seeded weights and no tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(seeded_tensors(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A small byte-level tokenizer with the six special tokens."""
+    return train_tokenizer((problem(seed, False).answer for seed in range(200)), 400)
+
+
+@pytest.fixture(scope="session")
+def lm(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+    """A tiny random model with a tokenizer; float32."""
+    config = tiny_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), config, seed=1)
+    tokenizer.save_pretrained(folder)
+    return load_model(folder)
+
+
+@pytest.fixture(scope="session")
+def bare_lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    """A tiny random model without a tokenizer: 24 tokens, of which 17 to 22 are the tags and 0 is end of text."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("bare"), tiny_config(vocab_size=24), seed=2)
+    bare = load_model(folder)
+    bare.special_tokens = SpecialTokens(17, 18, 19, 20, 21, 22)
+    return bare

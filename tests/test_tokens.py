@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from aspd_jax.errors import StructureError, TokenizerError
+from aspd_jax.structure import Branch, Parallel, Serial, canonical
+from aspd_jax.tokens import SEPARATOR, TAGS, BlockIds, Codec, SpecialTokens, add_special_tokens, split
+from tests.conftest import SHARED
+
+TEXTS = [f"Some words, in a list: {n}. One two three.\n- four\n" for n in range(50)]
+
+
+def sentencepiece_like(scheme: str) -> PreTrainedTokenizerFast:
+    """A tokenizer built as Llama's (`prepend`) or Mistral's (`first`) are: metaspace and byte fallback."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    if scheme == "prepend":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=360, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=["▁"], show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    state = json.loads(tokenizer.to_str())
+    vocabulary = state["model"]["vocab"]
+    for byte in range(256):
+        vocabulary.setdefault(f"<0x{byte:02X}>", len(vocabulary))
+    made = Tokenizer.from_str(json.dumps(state))
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+MADE = {
+    "byte_level": Codec(byte_level()),
+    "llama_like": Codec(sentencepiece_like("prepend")),
+    "mistral_like": Codec(sentencepiece_like("first")),
+}
+
+
+def _real() -> dict[str, Codec]:
+    folder = SHARED / "data" / "tokenizers"
+    if not folder.exists():
+        return {}
+    files = {"mistral": "mistral_tokenizer.json", "minimind": "minimind_tokenizer.json"}
+    return {name: Codec(PreTrainedTokenizerFast(tokenizer_file=str(folder / file))) for name, file in files.items()}
+
+
+CODECS = MADE | _real()
+every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+
+awkward = st.sampled_from(["▁", "<|title|>", "<|/para|>", "</s>", "<s>", "<unk>", " ", "  ", "\n", "<0x0A>", "é", "🙂", "\x00", ": "])
+texts = st.one_of(st.text(), st.lists(st.one_of(awkward, st.text(max_size=3))).map("".join))
+branch = st.builds(Branch, texts.filter(bool), texts)
+structures = st.lists(
+    st.one_of(st.builds(Serial, texts), st.lists(branch, min_size=2, max_size=4).map(Parallel)), max_size=4
+)
+
+
+@every_codec
+@settings(max_examples=200, deadline=None)
+@given(text=texts)
+def test_stretches_are_exact(codec: Codec, text: str) -> None:
+    ids = codec.text.encode(text)
+    assert codec.text.decode(ids) == text
+    assert not set(ids) & set(codec.special.ids), "text never becomes a tag"
+
+
+@every_codec
+@settings(max_examples=100, deadline=None)
+@given(structure=structures)
+def test_linearisation_round_trip(codec: Codec, structure: list) -> None:
+    linear = codec.linearise(structure)
+    assert codec.parse(linear.tokens) == canonical(structure)
+    assert linear.fed.shape == linear.tokens.shape
+
+
+def test_linearisation_follows_the_protocol(tokenizer: PreTrainedTokenizerFast) -> None:
+    codec = Codec(tokenizer)
+    answer = [Serial("a"), Parallel([Branch("T", "b"), Branch("U", "c")]), Serial("d")]
+    linear = codec.linearise(answer)
+    words = [tokenizer.convert_ids_to_tokens(int(i)) for i in linear.tokens]
+    head = [codec.text.spell([i]) for i in codec.separator_ids]
+    assert codec.text.decode(codec.separator_ids) == SEPARATOR
+    assert words == [
+        "a", "<|title|>", "T", "<|/title|>", "<|title|>", "U", "<|/title|>", "<|para|>",
+        "<|branch|>", "T", *head, "b", "<|/branch|>", "<|branch|>", "U", *head, "c", "<|/branch|>", "<|/para|>", "d",
+    ]  # fmt: skip
+    fed = [word for word, is_fed in zip(words, linear.fed, strict=True) if is_fed]
+    assert fed == ["<|branch|>", "T", *head, "<|branch|>", "U", *head, "<|/para|>"]
+
+
+def test_adding_tokens_keeps_the_old_ones() -> None:
+    tokenizer = byte_level()
+    before = tokenizer.get_vocab()
+    special = add_special_tokens(tokenizer)
+    after = tokenizer.get_vocab()
+    assert {token: after[token] for token in before} == before
+    assert special.ids == tuple(range(len(before), len(before) + 6))
+    assert tuple(after[tag] for tag in TAGS.values()) == special.ids
+    assert add_special_tokens(tokenizer) == special and len(tokenizer) == len(before) + 6
+
+
+def test_a_tokenizer_that_loses_characters_is_refused() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    codec_text = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    with pytest.raises(TokenizerError, match="cannot represent ': ' exactly"):
+        Codec(codec_text)
+    with pytest.raises(TokenizerError, match="not valid Unicode"):
+        MADE["byte_level"].text.encode("\ud800")
+
+
+SPECIAL = SpecialTokens(1, 2, 3, 4, 5, 6)
+WELL_FORMED = [9, 1, 7, 2, 1, 8, 2, 3, 5, 7, 9, 6, 5, 8, 6, 4, 9]
+
+
+def test_split_reads_titles_and_branches() -> None:
+    first, block, last = split(WELL_FORMED, SPECIAL)
+    assert isinstance(block, BlockIds)
+    assert [t.tolist() for t in block.titles] == [[7], [8]]
+    assert [b.tolist() for b in block.branches] == [[7, 9], [8]]
+    assert np.concatenate([first.ids, last.ids]).tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("place", [i for i, token in enumerate(WELL_FORMED) if token <= 6])
+def test_split_refuses_any_missing_tag(place: int) -> None:
+    with pytest.raises(StructureError):
+        split(WELL_FORMED[:place] + WELL_FORMED[place + 1 :], SPECIAL)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, 8), max_size=12))
+def test_split_accepts_only_what_the_grammar_generates(tokens: list[int]) -> None:
+    """Against a regular expression over the tags."""
+    letters = "".join("tTpPbB"[token - 1] if 1 <= token <= 6 else "." for token in tokens)
+    blocks = re.fullmatch(r"\.*((t\.+T)+p(b\.*B)+P\.*)*", letters)
+    paired = blocks and all(
+        block.count("t") == block.count("b") >= 2 for block in re.findall(r"(?:t\.+T)+p(?:b\.*B)+P", letters)
+    )
+    try:
+        items = split(tokens, SPECIAL)
+    except StructureError:
+        assert not paired
+    else:
+        assert paired
+        assert sum(isinstance(item, BlockIds) for item in items) == letters.count("p")
+
+
+def test_parse_wants_the_title_at_the_head_of_its_branch() -> None:
+    codec = MADE["byte_level"]
+    tokens = codec.linearise([Parallel([Branch("one", "x"), Branch("two", "y")])]).tokens
+    at = int(np.flatnonzero(tokens == codec.special.branch_start)[1]) + 1
+    tokens[at] = codec.text.encode("!")[0]
+    with pytest.raises(StructureError, match="branch 2 .* title and separator"):
+        codec.parse(tokens)
