@@ -1,4 +1,4 @@
-"""Write tests/golden/parity.npz: logits of `transformers` in torch for tiny models of every family.
+"""Write tests/golden/parity.npz and greedy.json: what `transformers` in torch computes for tiny models of every family.
 
 Run it where torch is installed: `python -m tests.make_parity`. The weights come from NumPy seeds, so
 the tests need only the logits.
@@ -6,6 +6,7 @@ the tests need only the logits.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     ),
 }
 
+GREEDY = ("llama", "qwen2", "qwen3")
+
 
 def prompt() -> np.ndarray:
     """Two rows of 24 token ids."""
@@ -54,10 +57,30 @@ def torch_logits(folder: Path) -> np.ndarray:
         return model(torch.tensor(prompt())).logits.numpy()
 
 
+def torch_greedy(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy answers of `generate`, 60 tokens at most, end of text included."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    answers = []
+    for ids in prompts:
+        out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=60, pad_token_id=0)
+        answers.append(out[0, len(ids) :].tolist())
+    return answers
+
+
 def main() -> None:
+    logits, greedy = {}, {}
+    prompts = [row[:size].tolist() for row, size in zip(np.repeat(prompt(), 3, axis=0), (1, 4, 9, 17, 22, 24), strict=True)]
     with tempfile.TemporaryDirectory() as folder:
-        logits = {name: torch_logits(write_checkpoint(Path(folder) / name, case)) for name, case in CASES.items()}
+        for name, case in CASES.items():
+            written = write_checkpoint(Path(folder) / name, case)
+            logits[name] = torch_logits(written)
+            if name in GREEDY:
+                greedy[name] = {"prompts": prompts, "answers": torch_greedy(written, prompts)}
     np.savez_compressed(GOLDEN / "parity.npz", **logits)
+    (GOLDEN / "greedy.json").write_text(json.dumps(greedy) + "\n")
 
 
 if __name__ == "__main__":

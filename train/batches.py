@@ -104,12 +104,16 @@ def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int
     """
     problems: list[Problem] = []
     examples: list[Example] = []
-    total = 0
+    total = number = 0
     while total < config.rows * config.length:
-        seed = (config.seed << 48) + (step << 16) + len(problems)
-        problems.append(problem(seed, held_out=False))
-        examples.append(example(codec, tokenizer, problems[-1], True, config.fed_loss))
-        total += len(examples[-1].tokens)
+        made = problem((config.seed << 48) + (step << 16) + number, held_out=False)
+        structured = example(codec, tokenizer, made, True, config.fed_loss)
+        number += 1
+        if len(structured.tokens) > config.length:
+            continue  # a few of the longest problems fit no row
+        problems.append(made)
+        examples.append(structured)
+        total += len(structured.tokens)
     placed = first_fit([len(item.tokens) for item in examples], config.rows, config.length)
     if not config.structured:
         examples = [example(codec, tokenizer, item, False) for item in problems]
