@@ -1,0 +1,196 @@
+"""The door: the `aspd` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from aspd_jax.errors import AspdError, RequestError
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, 2 for a mistake of the user, 130 when interrupted."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        options.run(options)
+    except AspdError as error:
+        print(f"aspd: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = argparse.ArgumentParser(prog="aspd", description="Adaptive serial-parallel decoding.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        sub.set_defaults(run=run)
+        return sub
+
+    generate = command("generate", run_generate, "Answer a prompt.")
+    _model_options(generate)
+    asked = generate.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", metavar="TEXT", help="a question; goes through the chat template if the model has one")
+    asked.add_argument("--messages", metavar="FILE", help='JSON file with a list of {"role", "content"} messages; - is standard input')
+    generate.add_argument("--raw", action="store_true", help="give the prompt to the model as it stands, without the chat template")
+    generate.add_argument("--mode", choices=("adaptive", "serial"), default="adaptive")
+    generate.add_argument("--stream", action="store_true", help="print the answer as it grows")
+    generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
+    _sampling_options(generate)
+
+    demo = command("demo", run_demo, "Answer a few questions in both modes, and compare.")
+    _model_options(demo)
+    demo.add_argument("--questions", type=int, default=3, help="how many")
+    demo.add_argument("--seed", type=int, default=0, help="which questions")
+
+    train = command("train", run_train, "Train a model from scratch on the synthetic tasks.")
+    train.add_argument("config", help="YAML file, such as configs/embedded_aspd.yaml")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="change single values")
+    train.add_argument("--output", required=True, type=Path, help="folder of the run; a killed run goes on in it")
+
+    evaluate = command("eval", run_eval, "Exact match and fork decisions on held-out synthetic problems.")
+    evaluate.add_argument("--models", nargs="+", default=["demo", "demo-seq"], help="checkpoint folders, or embedded models")
+    evaluate.add_argument("--problems", type=int, default=1200)
+    evaluate.add_argument("--batch", type=int, default=16)
+    evaluate.add_argument("--output", type=Path, help="JSON file for every answer")
+    return parser
+
+
+def _model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="demo", metavar="DIR|demo", help="Hugging Face checkpoint folder")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--max-length", type=int, default=2048, help="tokens of prompt and answer")
+
+
+def _sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--max-branch-tokens", type=int, default=1024)
+    parser.add_argument("--stop", action="append", default=[], help="string that ends its stretch; may be repeated")
+    parser.add_argument("--seed", type=int, help="of the random streams")
+
+
+def run_generate(options: argparse.Namespace) -> None:
+    """`aspd generate`."""
+    from aspd_jax import load_model
+    from aspd_jax.structure import to_json
+    from infer import Engine, SamplingParams
+    from infer.terminal import print_growing
+
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        max_new_tokens=options.max_new_tokens,
+        max_branch_tokens=options.max_branch_tokens,
+        stop=tuple(options.stop),
+        seed=options.seed,
+    )
+    prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
+    lm = load_model(options.model, options.dtype)
+    if options.prompt is not None and not options.raw and getattr(lm.tokenizer, "chat_template", None):
+        prompt = [{"role": "user", "content": options.prompt}]
+    engine = Engine(lm, max_length=options.max_length)
+    if options.stream and not options.json:
+        print_growing(engine.stream(prompt, params, options.mode))
+        return
+    result = engine.generate([prompt], params, options.mode)[0]
+    if not options.json:
+        print(result.text)
+        return
+    stats = vars(result.stats) | {"ideal_speedup": result.stats.ideal_speedup}
+    output = {
+        "text": result.text,
+        "structure": to_json(result.structure),
+        "prompt_token_ids": result.prompt_token_ids,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "stats": stats,
+    }
+    print(json.dumps(output, ensure_ascii=False))
+
+
+def _read_messages(name: str) -> list[dict[str, str]]:
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{name}: {error}") from None
+    try:
+        messages = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{name}, line {error.lineno}: {error.msg}") from None
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(f'{name} must hold a list of {{"role", "content"}} messages')
+    for number, message in enumerate(messages):
+        for key in ("role", "content"):
+            if not isinstance(message, dict) or not isinstance(message.get(key), str):
+                raise RequestError(f"{name}, message {number}: {key!r} must be a string")
+    return messages
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    """`aspd demo`."""
+    from aspd_jax import load_model
+    from infer.terminal import demonstrate
+    from train.tasks import KINDS, problem
+
+    if options.questions < 1:
+        raise RequestError(f"--questions must be at least 1, got {options.questions}")
+    # Long answers of every family first; then the other kinds, the chains that must stay serial among them.
+    order = [("records", "conclusion"), ("orders", "conclusion"), ("machines", "chain"), ("machines", "parallel")]
+    order += [(family, kind) for family in ("records", "orders", "machines") for kind in KINDS if (family, kind) not in order]
+    problems = [
+        problem(options.seed * 1000 + number, True, *order[number % len(order)]) for number in range(options.questions)
+    ]
+    demonstrate(load_model(options.model, options.dtype), [(item.question, item.answer) for item in problems], options.max_length)
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """`aspd train`."""
+    from train.config import load_config
+    from train.loop import train
+
+    train(load_config(options.config, options.overrides), options.output)
+    print(f"model written to {options.output / 'model'}")
+
+
+def run_eval(options: argparse.Namespace) -> None:
+    """`aspd eval`."""
+    from aspd_jax import load_model
+    from infer.evaluate import evaluate, table
+    from train.tasks import held_out
+
+    problems = list(held_out(options.problems))
+    records = {}
+    for name in options.models:
+        records[name] = evaluate(load_model(name), problems, options.batch, name)
+    print(table(records))
+    if options.output is not None:
+        options.output.write_text(json.dumps(records, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

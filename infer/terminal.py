@@ -1,0 +1,134 @@
+"""Answers on a terminal: growing text, branches side by side, and a comparison of the two modes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.structure import Parallel
+from infer.answer import Result
+from infer.engine import Engine
+from infer.request import Mode, SamplingParams
+
+STREAM_STEPS = 2  # passes between two pictures
+REPEATS = 3
+
+
+def print_growing(results: Iterator[Result]) -> None:
+    """Show an answer as it grows: live on a terminal, in reading order as far as it is final elsewhere."""
+    console = Console()
+    if console.is_terminal:
+        with Live(console=console, refresh_per_second=20) as live:
+            for result in results:
+                live.update(picture(result))
+        return
+    shown = ""
+    for result in results:
+        final = result.text if result.finish_reason else _settled(result)
+        if final.startswith(shown):
+            print(final[len(shown) :], end="", flush=True)
+            shown = final
+    print()
+
+
+def _settled(result: Result) -> str:
+    """The part of a growing answer that will not change: everything before an open block, and its first branch."""
+    parts = []
+    for number, item in enumerate(result.structure):
+        if isinstance(item, Parallel):
+            last = number + 1 == len(result.structure)
+            parts.extend(branch.text for branch in (item.branches[:1] if last else item.branches))
+        else:
+            parts.append(item.text)
+    return "".join(parts).rstrip("\ufffd")
+
+
+def picture(result: Result) -> RenderableType:
+    """An answer with the branches of every block side by side."""
+    parts: list[RenderableType] = []
+    for item in result.structure:
+        if isinstance(item, Parallel):
+            panels = [
+                Panel(Text(branch.text.strip()), title=Text(branch.title), title_align="left", width=36, border_style="cyan")
+                for branch in item.branches
+            ]
+            parts.append(Columns(panels))
+        else:
+            parts.append(Text(item.text.rstrip("\n")))
+    return Group(*parts)
+
+
+@dataclass(frozen=True)
+class _Timing:
+    result: Result
+    seconds: float
+
+
+def demonstrate(lm: LanguageModel, questions: Sequence[tuple[str, str]], max_length: int) -> None:
+    """Answer questions, given with their right answers, in adaptive and in serial mode, and compare."""
+    console = Console()
+    engine = Engine(lm, max_length=max_length)
+    params = SamplingParams(max_new_tokens=1024)
+    table = Table(title="the same answers in both modes", title_justify="left")
+    for column in ("question", "right", "mode", "content tokens", "passes", "ms", "speed-up", "ideal"):
+        table.add_column(column, justify="left" if column in ("question", "mode", "right") else "right")
+    for number, (question, answer) in enumerate(questions, 1):
+        messages = [{"role": "user", "content": question}]
+        console.rule(f"question {number}")
+        console.print(Text(question, style="bold"))
+        timings: dict[Mode, _Timing] = {}
+        modes: tuple[Mode, ...] = ("adaptive", "serial")
+        for mode in modes:
+            console.print(Text(f"\n{mode}", style="dim"))
+            _show(console, engine, messages, params, mode)
+        for mode in modes:
+            timings[mode] = _time(engine, messages, params, mode)
+        base = timings["serial"]
+        for mode in modes:
+            result, seconds = timings[mode].result, timings[mode].seconds
+            table.add_row(
+                str(number) if mode == "adaptive" else "",
+                "yes" if result.text == answer else "no",
+                mode,
+                str(result.stats.content_tokens),
+                str(result.stats.passes),
+                f"{1000 * seconds:.1f}",
+                f"{base.seconds / seconds * result.stats.content_tokens / max(1, base.result.stats.content_tokens):.2f}x",
+                f"{result.stats.ideal_speedup:.2f}x",
+            )
+    console.rule()
+    console.print(table)
+    console.print(
+        f"Median of {REPEATS} runs after warm-up, batch 1, float32, prefill included. speed-up: content tokens per second "
+        "against serial mode with the same weights. ideal: content tokens per token of the critical path.",
+        style="dim",
+    )
+
+
+def _show(console: Console, engine: Engine, messages: list[dict[str, str]], params: SamplingParams, mode: Mode) -> None:
+    """Decode for the eye: slowly enough to see branches grow, on a terminal; the finished answer elsewhere."""
+    if not console.is_terminal:
+        console.print(picture(engine.generate([messages], params, mode)[0]))
+        return
+    with Live(console=console, refresh_per_second=30) as live:
+        for result in engine.stream(messages, params, mode, STREAM_STEPS):
+            live.update(picture(result))
+            time.sleep(0.02)
+
+
+def _time(engine: Engine, messages: list[dict[str, str]], params: SamplingParams, mode: Mode) -> _Timing:
+    engine.generate([messages], params, mode)
+    runs = []
+    for _ in range(REPEATS):
+        result = engine.generate([messages], params, mode)[0]
+        runs.append(_Timing(result, result.stats.seconds["total"]))
+    return sorted(runs, key=lambda run: run.seconds)[REPEATS // 2]
