@@ -40,16 +40,24 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        sub = commands.add_parser(
+            name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
         sub.set_defaults(run=run)
         return sub
 
     generate = command("generate", run_generate, "Answer a prompt.")
     _model_options(generate)
     asked = generate.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", metavar="TEXT", help="a question; goes through the chat template if the model has one")
-    asked.add_argument("--messages", metavar="FILE", help='JSON file with a list of {"role", "content"} messages; - is standard input')
-    generate.add_argument("--raw", action="store_true", help="give the prompt to the model as it stands, without the chat template")
+    asked.add_argument(
+        "--prompt", metavar="TEXT", help="a question; goes through the chat template if the model has one"
+    )
+    asked.add_argument(
+        "--messages", metavar="FILE", help='JSON file with a list of {"role", "content"} messages; - is standard input'
+    )
+    generate.add_argument(
+        "--raw", action="store_true", help="give the prompt to the model as it stands, without the chat template"
+    )
     generate.add_argument("--mode", choices=("adaptive", "serial"), default="adaptive")
     generate.add_argument("--stream", action="store_true", help="print the answer as it grows")
     generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
@@ -66,7 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--output", required=True, type=Path, help="folder of the run; a killed run goes on in it")
 
     evaluate = command("eval", run_eval, "Exact match and fork decisions on held-out synthetic problems.")
-    evaluate.add_argument("--models", nargs="+", default=["demo", "demo-seq"], help="checkpoint folders, or embedded models")
+    evaluate.add_argument(
+        "--models", nargs="+", default=["demo", "demo-seq"], help="checkpoint folders, or embedded models"
+    )
     evaluate.add_argument("--problems", type=int, default=1200)
     evaluate.add_argument("--batch", type=int, default=16)
     evaluate.add_argument("--output", type=Path, help="JSON file for every answer")
@@ -161,11 +171,17 @@ def run_demo(options: argparse.Namespace) -> None:
         raise RequestError(f"--questions must be at least 1, got {options.questions}")
     # Long answers of every family first; then the other kinds, the chains that must stay serial among them.
     order = [("records", "conclusion"), ("orders", "conclusion"), ("machines", "chain"), ("machines", "parallel")]
-    order += [(family, kind) for family in ("records", "orders", "machines") for kind in KINDS if (family, kind) not in order]
+    order += [
+        (family, kind) for family in ("records", "orders", "machines") for kind in KINDS if (family, kind) not in order
+    ]
     problems = [
         problem(options.seed * 1000 + number, True, *order[number % len(order)]) for number in range(options.questions)
     ]
-    demonstrate(load_model(options.model, options.dtype), [(item.question, item.answer) for item in problems], options.max_length)
+    demonstrate(
+        load_model(options.model, options.dtype),
+        [(item.question, item.answer) for item in problems],
+        options.max_length,
+    )
 
 
 def run_train(options: argparse.Namespace) -> None:

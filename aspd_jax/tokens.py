@@ -69,13 +69,15 @@ class TextCodec:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise TokenizerError(
-                f"{type(tokenizer).__name__} has no tokenizer.json; convert it with AutoTokenizer.from_pretrained(..., use_fast=True)"
+                f"{type(tokenizer).__name__} has no tokenizer.json behind it; save it once from "
+                "AutoTokenizer.from_pretrained(..., use_fast=True)"
             )
         self._backend = Tokenizer.from_str(backend.to_str())
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._byte_ids = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        byte_ids = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        self._byte_ids = [i for i in byte_ids if i is not None]
         self._space_id = self._backend.token_to_id("▁")
 
     def encode(self, text: str) -> list[int]:
@@ -89,7 +91,7 @@ class TextCodec:
                 ids = self._backend.encode(candidate, add_special_tokens=False).ids
                 if self.decode(ids) == text:
                     return ids
-            if self._space_id is not None and None not in self._byte_ids:
+            if self._space_id is not None and len(self._byte_ids) == 256:
                 # Characters that stand for something else inside the vocabulary (such as U+2581): bytes are exact.
                 ids = [self._space_id, *(self._byte_ids[byte] for byte in text.encode())]
                 if self.decode(ids) == text:
@@ -101,11 +103,11 @@ class TextCodec:
             "use one that is lossless (byte-level BPE, or SentencePiece with byte fallback)"
         )
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """Text of a stretch; special tokens are left out."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def spell(self, ids: Sequence[int]) -> str:
+    def spell(self, ids: Iterable[int]) -> str:
         """The vocabulary's own spelling of ids, for stretches of which nothing is left on decoding."""
         return "".join(self._backend.id_to_token(int(i)) or f"<{int(i)}>" for i in ids)
 
@@ -189,7 +191,8 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
         if tags[at][0] > cursor:
             items.append(SerialIds(ids[cursor : tags[at][0]]))
             cursor = tags[at][0]
-        titles, branches = [], []
+        titles: list[np.ndarray] = []
+        branches: list[np.ndarray] = []
         while not titles or peek() == special.title_start:
             titles.append(take_stretch(special.title_start, special.title_end))
             if not titles[-1].size:
@@ -198,7 +201,7 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
         while peek() == special.branch_start:
             branches.append(take_stretch(special.branch_start, special.branch_end))
         take_adjacent(special.parallel_end)
-        if not branches or paired and (len(titles) < 2 or len(titles) != len(branches)):
+        if not branches or (paired and (len(titles) < 2 or len(titles) != len(branches))):
             raise StructureError(
                 f"token {cursor - 1}: the block has {len(titles)} titles and {len(branches)} branches; "
                 "it needs two or more, as many of one as of the other"
@@ -258,6 +261,8 @@ class Codec:
                 head = [*title, *self.separator_ids]
                 if branch[: len(head)].tolist() != [int(i) for i in head]:
                     raise StructureError(f"branch {number} of a block does not start with its title and separator")
-                branches.append(Branch(self.text.decode(title) or self.text.spell(title), self.text.decode(branch[len(head) :])))
+                branches.append(
+                    Branch(self.text.decode(title) or self.text.spell(title), self.text.decode(branch[len(head) :]))
+                )
             items.append(Parallel(branches))
         return tuple(items)

@@ -70,7 +70,7 @@ class Engine:
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: text as the tokenizer encodes it, messages through the chat template, ids as they are."""
+        """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are."""
         if isinstance(prompt, str):
             return list(self._tokenizer()(prompt)["input_ids"])
         items = list(prompt)

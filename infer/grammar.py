@@ -31,19 +31,20 @@ def token_classes(protocol: Protocol) -> np.ndarray:
 
 
 def allowed(state: DecodeState, protocol: Protocol, feed: Feed) -> jax.Array:
-    """bool [B, W, 9]: the classes that may come next in each lane."""
+    """Bool [B, W, 9]: the classes that may come next in each lane."""
     serial, branch = _serial_rule(state, protocol), _branch_rule(state, feed)
     return jnp.where((feed.lane == 0)[..., None], serial[:, None], branch)
 
 
 def _close_cost(titles: jax.Array, title_tokens: jax.Array, separator: int) -> jax.Array:
     """Tokens still to come when a block forks right after its titles and all its branches stay empty:
-    `<|para|>`, heads, closing tags, `<|/para|>`."""
+    `<|para|>`, heads, closing tags, `<|/para|>`.
+    """
     return 2 + titles * (2 + separator) + title_tokens
 
 
 def _serial_rule(state: DecodeState, protocol: Protocol) -> jax.Array:
-    """bool [B, 9], for the serial lane."""
+    """Bool [B, 9], for the serial lane."""
     separator, limit = len(protocol.separator), protocol.max_branches
     remaining, titles = state.remaining, state.titles
     rule = jnp.where(state.phase == MERGE, SERIAL, state.phase)
@@ -60,7 +61,9 @@ def _serial_rule(state: DecodeState, protocol: Protocol) -> jax.Array:
     after_token = 2 + _close_cost(titles + 1, complete + length + 1, separator) + missing
     may_extend = (length == 0) | ((length < protocol.max_title_tokens) & (remaining >= after_token))
 
-    may_add_title = (titles < limit) & ((titles < 2) | (remaining >= another + _close_cost(titles, complete, separator)))
+    may_add_title = (titles < limit) & (
+        (titles < 2) | (remaining >= another + _close_cost(titles, complete, separator))
+    )
 
     in_serial, in_title, titled = rule == SERIAL, rule == TITLE, rule == TITLED
     never = jnp.zeros_like(in_serial)
@@ -74,7 +77,7 @@ def _serial_rule(state: DecodeState, protocol: Protocol) -> jax.Array:
 
 
 def _branch_rule(state: DecodeState, feed: Feed) -> jax.Array:
-    """bool [B, W, 9], for lanes that continue branches."""
+    """Bool [B, W, 9], for lanes that continue branches."""
     branch = jnp.maximum(feed.lane - 1, 0)
     sampled = jnp.take_along_axis(state.branch_sampled, branch, axis=1)
     closing = jnp.take_along_axis(state.branch_closing, branch, axis=1)

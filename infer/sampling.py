@@ -15,9 +15,7 @@ from aspd_jax.layout import visible
 from infer.state import DecodeState, Feed, Protocol
 
 
-def penalise_repetition(
-    logits: jax.Array, state: DecodeState, protocol: Protocol, feed: Feed
-) -> jax.Array:
+def penalise_repetition(logits: jax.Array, state: DecodeState, protocol: Protocol, feed: Feed) -> jax.Array:
     """Divide positive logits, and multiply negative ones, of tokens that the lane can see in the answer."""
     cache = state.cache
     looking = jax.tree.map(lambda field: jnp.take_along_axis(field, feed.rows, axis=1), feed.layout)

@@ -11,7 +11,7 @@ from them. Nothing is ever fed twice, and special tokens need no passes of their
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -323,7 +323,7 @@ def advance(state: DecodeState, protocol: Protocol, feed: Feed, sampled: jax.Arr
         return jnp.where(running.reshape(shape), new, old)
 
     fixed = {"cache", "request"}
-    changed = {
+    changed: dict[str, Any] = {
         name: choose(getattr(state, name), getattr(after_serial, name), getattr(after_block, name))
         for name in state._fields
         if name not in fixed
@@ -345,7 +345,9 @@ def _advance_serial(state: DecodeState, protocol: Protocol, token: jax.Array) ->
     opens_block = opens_title & (rule == SERIAL)
     titles = jnp.where(opens_block, 0, state.titles) + closes_title
     number = jnp.arange(protocol.max_branches)[None]
-    title_length = jnp.where((opens_block[:, None]) | (number >= titles[:, None]) & opens_title[:, None], 0, state.title_length)
+    title_length = jnp.where(
+        (opens_block[:, None]) | (number >= titles[:, None]) & opens_title[:, None], 0, state.title_length
+    )
     current = (number == state.titles[:, None]) & extends_title[:, None]
     place = jnp.arange(protocol.max_title_tokens)
     writes = current[..., None] & (place == title_length[..., None])

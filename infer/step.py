@@ -6,7 +6,7 @@ B sequences, F tokens fed, W lanes, V vocabulary.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,9 @@ from infer.state import (
 )
 
 
-def forward(params: Any, state: DecodeState, protocol: Protocol, feed: Feed, every: bool = False) -> tuple[jax.Array, DecodeState]:
+def forward(
+    params: Any, state: DecodeState, protocol: Protocol, feed: Feed, every: bool = False
+) -> tuple[jax.Array, DecodeState]:
     """One forward pass over a feed.
 
     Returns:
@@ -38,7 +40,7 @@ def forward(params: Any, state: DecodeState, protocol: Protocol, feed: Feed, eve
         with the tokens in its cache.
     """
     rows = None if every else feed.rows
-    logits, cache = protocol.model.apply({"params": params}, feed.tokens, feed.layout, state.cache, rows)
+    logits, cache = cast(Any, protocol.model.apply)({"params": params}, feed.tokens, feed.layout, state.cache, rows)
     return logits, state._replace(cache=cache)
 
 
@@ -67,9 +69,7 @@ def count_pass(state: DecodeState) -> DecodeState:
     """Count a pass for every running sequence, by what it fed."""
     running = state.finish == RUNNING
     in_block = (state.phase == FORK) | (state.phase == PARALLEL) | (state.phase == MERGE)
-    return state._replace(
-        passes=state.passes + running, parallel_passes=state.parallel_passes + (running & in_block)
-    )
+    return state._replace(passes=state.passes + running, parallel_passes=state.parallel_passes + (running & in_block))
 
 
 @partial(jax.jit, static_argnames=("protocol", "size"), donate_argnames="state")

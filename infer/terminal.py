@@ -42,7 +42,7 @@ def print_growing(results: Iterator[Result]) -> None:
 
 def _settled(result: Result) -> str:
     """The part of a growing answer that will not change: everything before an open block, and its first branch."""
-    parts = []
+    parts: list[str] = []
     for number, item in enumerate(result.structure):
         if isinstance(item, Parallel):
             last = number + 1 == len(result.structure)
@@ -58,7 +58,13 @@ def picture(result: Result) -> RenderableType:
     for item in result.structure:
         if isinstance(item, Parallel):
             panels = [
-                Panel(Text(branch.text.strip()), title=Text(branch.title), title_align="left", width=36, border_style="cyan")
+                Panel(
+                    Text(branch.text.strip()),
+                    title=Text(branch.title),
+                    title_align="left",
+                    width=36,
+                    border_style="cyan",
+                )
                 for branch in item.branches
             ]
             parts.append(Columns(panels))
@@ -92,24 +98,23 @@ def demonstrate(lm: LanguageModel, questions: Sequence[tuple[str, str]], max_len
             _show(console, engine, messages, params, mode)
         for mode in modes:
             timings[mode] = _time(engine, messages, params, mode)
-        base = timings["serial"]
         for mode in modes:
-            result, seconds = timings[mode].result, timings[mode].seconds
+            result = timings[mode].result
             table.add_row(
                 str(number) if mode == "adaptive" else "",
                 "yes" if result.text == answer else "no",
                 mode,
                 str(result.stats.content_tokens),
                 str(result.stats.passes),
-                f"{1000 * seconds:.1f}",
-                f"{base.seconds / seconds * result.stats.content_tokens / max(1, base.result.stats.content_tokens):.2f}x",
+                f"{1000 * timings[mode].seconds:.1f}",
+                f"{_content_rate(timings[mode]) / _content_rate(timings['serial']):.2f}x",
                 f"{result.stats.ideal_speedup:.2f}x",
             )
     console.rule()
     console.print(table)
     console.print(
-        f"Median of {REPEATS} runs after warm-up, batch 1, float32, prefill included. speed-up: content tokens per second "
-        "against serial mode with the same weights. ideal: content tokens per token of the critical path.",
+        f"Median of {REPEATS} runs after warm-up, batch 1, float32, prefill included. speed-up: content tokens per "
+        "second against serial mode with the same weights. ideal: content tokens per token of the critical path.",
         style="dim",
     )
 
@@ -123,6 +128,11 @@ def _show(console: Console, engine: Engine, messages: list[dict[str, str]], para
         for result in engine.stream(messages, params, mode, STREAM_STEPS):
             live.update(picture(result))
             time.sleep(0.02)
+
+
+def _content_rate(timing: _Timing) -> float:
+    """Content tokens per second."""
+    return timing.result.stats.content_tokens / timing.seconds
 
 
 def _time(engine: Engine, messages: list[dict[str, str]], params: SamplingParams, mode: Mode) -> _Timing:

@@ -72,6 +72,8 @@ def sees(tokens: list[Token | None], i: int, j: int, siblings: str) -> bool:
 
 
 def mask(tokens: list[Token | None], siblings: str = "invisible") -> np.ndarray:
-    """bool [S, S]."""
+    """Bool [S, S]."""
     size = range(len(tokens))
-    return np.array([[sees(tokens, i, j, siblings) for j in size] for i in size], bool).reshape(len(tokens), len(tokens))
+    return np.array([[sees(tokens, i, j, siblings) for j in size] for i in size], bool).reshape(
+        len(tokens), len(tokens)
+    )

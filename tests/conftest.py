@@ -53,7 +53,10 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     family = config["model_type"]
     attention_bias = config.get("attention_bias", False)
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, embed), "model.norm.weight": (embed,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, embed),
+        "model.norm.weight": (embed,),
+    }
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocabulary, embed)
     for layer in range(config["num_hidden_layers"]):

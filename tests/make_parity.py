@@ -15,7 +15,13 @@ import numpy as np
 
 from tests.conftest import GOLDEN, tiny_config, write_checkpoint
 
-LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LONG = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
@@ -72,7 +78,9 @@ def torch_greedy(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 def main() -> None:
     logits, greedy = {}, {}
-    prompts = [row[:size].tolist() for row, size in zip(np.repeat(prompt(), 3, axis=0), (1, 4, 9, 17, 22, 24), strict=True)]
+    prompts = [
+        row[:size].tolist() for row, size in zip(np.repeat(prompt(), 3, axis=0), (1, 4, 9, 17, 22, 24), strict=True)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         for name, case in CASES.items():
             written = write_checkpoint(Path(folder) / name, case)

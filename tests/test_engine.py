@@ -126,9 +126,7 @@ def test_authors_engine(file: Path) -> None:
     tokens, prompt, fed = vector["tokens"].tolist(), int(vector["prompt_length"]), vector["fed"]
     trace = Engine(lm).replay(tokens[:prompt], tokens[prompt:])
     np.testing.assert_allclose(trace.logits[fed[prompt:]], vector["logits"][prompt:][fed[prompt:]], atol=1e-4)
-    np.testing.assert_allclose(
-        full_pass(lm, lm.special_tokens, [], tokens)[fed], vector["logits"][fed], atol=1e-4
-    )
+    np.testing.assert_allclose(full_pass(lm, lm.special_tokens, [], tokens)[fed], vector["logits"][fed], atol=1e-4)
 
 
 def branch_rows(special: SpecialTokens, answer: list[int], order: list[int]) -> list[np.ndarray]:
@@ -242,7 +240,8 @@ def test_a_thousand_random_answers_are_well_formed_and_in_budget(engine: Engine)
             reasons.add(result.finish_reason)
             for branch in re.findall(r"b\.*B", ids_as_letters(engine, ids)):
                 assert len(branch) <= 2 + 3 + 2 + asked.max_branch_tokens - 1
-    assert blocks > 300 and reasons == {"stop", "length"}
+    assert blocks > 300
+    assert reasons == {"stop", "length"}
 
 
 def ids_as_letters(engine: Engine, ids: list[int]) -> str:
@@ -304,14 +303,17 @@ def test_output_is_the_same_alone_in_a_batch_and_afterwards(engine: Engine) -> N
     backwards = engine.generate(prompts[::-1], params[::-1], modes[::-1])[::-1]
     for number, result in enumerate(together):
         alone = engine.generate([prompts[number]], params[number], modes[number])[0]
-        assert same(alone, result) and same(alone, backwards[number])
+        assert same(alone, result)
+        assert same(alone, backwards[number])
     assert sum(result.stats.blocks for result in together) >= 2
     other = engine.generate([prompts[1]], replace(params[1], seed=99), modes[1])[0]
     assert other.token_ids != together[1].token_ids, "negative control: another seed gives another answer"
 
 
 def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path, tiny_config(vocab_size=24, num_attention_heads=8, num_key_value_heads=8, hidden_size=64), seed=2)
+    folder = write_checkpoint(
+        tmp_path, tiny_config(vocab_size=24, num_attention_heads=8, num_key_value_heads=8, hidden_size=64), seed=2
+    )
     prompts, params, modes = mixed_requests()
     params = [replace(p, temperature=0.0) for p in params]
     results, logits = [], []
@@ -366,7 +368,9 @@ def test_end_of_text_in_a_branch_is_its_closing_tag(bare_lm: LanguageModel, engi
 
 
 def test_budgets_and_limits_have_errors_that_name_them(engine: Engine) -> None:
-    with pytest.raises(RequestError, match=r"request 1: the prompt has 600 tokens.*max_length \(prompt and answer\) is 512"):
+    with pytest.raises(
+        RequestError, match=r"request 1: the prompt has 600 tokens.*max_length \(prompt and answer\) is 512"
+    ):
         engine.generate([[1], [1] * 600])
     with pytest.raises(RequestError, match="request 0: the prompt is empty"):
         engine.generate([[]])
@@ -407,9 +411,12 @@ def test_sampling_params_name_the_bad_field(field: dict[str, Any]) -> None:
 
 def test_a_full_cache_ends_with_length(bare_lm: LanguageModel) -> None:
     own = Engine(bare_lm, max_length=40, separator_ids=SEPARATOR)
-    results = [own.generate([[1] * 10], SamplingParams(temperature=3.0, max_new_tokens=500, seed=s))[0] for s in range(8)]
+    results = [
+        own.generate([[1] * 10], SamplingParams(temperature=3.0, max_new_tokens=500, seed=s))[0] for s in range(8)
+    ]
     cut = [result for result in results if result.finish_reason == "length"]
-    assert cut and all(10 + len(result.token_ids) <= 40 for result in cut)
+    assert cut
+    assert all(10 + len(result.token_ids) <= 40 for result in cut)
     assert all(result.stats.critical_path == result.stats.passes + 1 for result in results)
 
 
@@ -418,10 +425,12 @@ def test_stream_ends_with_the_result(lm: LanguageModel) -> None:
     params = SamplingParams(temperature=1.0, max_new_tokens=60, seed=4)
     partial = list(own.stream("Run", params, steps=3))
     final = own.generate(["Run"], params)[0]
-    assert same(partial[-1], final) and partial[-1].text == final.text
+    assert same(partial[-1], final)
+    assert partial[-1].text == final.text
     assert all(result.finish_reason is None for result in partial[:-1])
     lengths = [len(result.token_ids) for result in partial]
-    assert lengths == sorted(lengths) and len(lengths) > 5
+    assert lengths == sorted(lengths)
+    assert len(lengths) > 5
 
 
 def test_stop_strings_end_their_stretch(lm: LanguageModel) -> None:

@@ -133,7 +133,8 @@ def test_shared_siblings_follow_the_cache_where_slots_are_given() -> None:
     backwards = slots[:, ::-1]
     mask = visible(layout, layout, "shared", query_slot=backwards, key_slot=backwards)[0]
     first, second = (np.flatnonzero(layout.branch[0] == branch) for branch in (1, 2))
-    assert mask[np.ix_(first, second)].all() and not mask[np.ix_(second, first)].any()
+    assert mask[np.ix_(first, second)].all()
+    assert not mask[np.ix_(second, first)].any()
 
 
 def test_window_hides_what_is_far_back() -> None:
@@ -152,10 +153,13 @@ def test_works_on_device_arrays() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(tokens=np.zeros((1, 3), int), positions="same"), "positions must be one of sequential, max, predict; got"),
-        (dict(tokens=np.zeros(3, int)), r"tokens must be integers \[B, S\], got int64 \[3\]"),
-        (dict(tokens=np.zeros((1, 3))), "got float64"),
-        (dict(tokens=np.zeros((1, 3), int), sequence=np.zeros((1, 2), int)), "must have the shape of tokens"),
+        (
+            {"tokens": np.zeros((1, 3), int), "positions": "same"},
+            "positions must be one of sequential, max, predict; got",
+        ),
+        ({"tokens": np.zeros(3, int)}, r"tokens must be integers \[B, S\], got int64 \[3\]"),
+        ({"tokens": np.zeros((1, 3))}, "got float64"),
+        ({"tokens": np.zeros((1, 3), int), "sequence": np.zeros((1, 2), int)}, "must have the shape of tokens"),
     ],
 )
 def test_errors_name_the_argument(arguments: dict[str, Any], message: str) -> None:

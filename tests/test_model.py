@@ -124,7 +124,9 @@ def test_every_rope_field_changes_the_output(name: str) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("siblings", ["invisible", "shared"])
 @pytest.mark.parametrize("window", [None, 40])
-def test_attention_against_brute_force(implementation: str, siblings: Any, window: int | None, monkeypatch: Any) -> None:
+def test_attention_against_brute_force(
+    implementation: str, siblings: Any, window: int | None, monkeypatch: Any
+) -> None:
     """Each implementation against a softmax in float64 over just the keys that `visible` allows."""
     monkeypatch.setattr("aspd_jax.model.attention.QUERY_CHUNK", 16)
     random = np.random.default_rng(3)
@@ -167,7 +169,9 @@ def test_gradients_equal_finite_differences() -> None:
     layout = build_layout(tokens, SPECIAL)
     model = Transformer(BASE)
     params = nn.meta.unbox(model.init(jax.random.key(0), tokens, layout))
-    direction = jax.tree.map(lambda x: jnp.asarray(np.random.default_rng(x.size).standard_normal(x.shape), x.dtype), params)
+    direction = jax.tree.map(
+        lambda x: jnp.asarray(np.random.default_rng(x.size).standard_normal(x.shape), x.dtype), params
+    )
 
     def loss(scale: Any) -> jax.Array:
         moved = jax.tree.map(lambda p, d: p + scale * d, params, direction)
@@ -213,7 +217,8 @@ def test_bfloat16_is_close(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, tiny_config())
     exact, rounded = (logits_of(load_model(folder, dtype), prompt()) for dtype in ("float32", "bfloat16"))
     error = np.linalg.norm(exact - rounded) / np.linalg.norm(exact)
-    assert 1e-4 < error < 5e-2 and rounded.dtype == np.float32
+    assert 1e-4 < error < 5e-2
+    assert rounded.dtype == np.float32
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,9 @@ def _real() -> dict[str, Codec]:
 CODECS = MADE | _real()
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 
-awkward = st.sampled_from(["▁", "<|title|>", "<|/para|>", "</s>", "<s>", "<unk>", " ", "  ", "\n", "<0x0A>", "é", "🙂", "\x00", ": "])
+awkward = st.sampled_from(
+    ["▁", "<|title|>", "<|/para|>", "</s>", "<s>", "<unk>", " ", "  ", "\n", "<0x0A>", "é", "🙂", "\x00", ": "]
+)
 texts = st.one_of(st.text(), st.lists(st.one_of(awkward, st.text(max_size=3))).map("".join))
 branch = st.builds(Branch, texts.filter(bool), texts)
 structures = st.lists(
@@ -119,7 +121,8 @@ def test_adding_tokens_keeps_the_old_ones() -> None:
     assert {token: after[token] for token in before} == before
     assert special.ids == tuple(range(len(before), len(before) + 6))
     assert tuple(after[tag] for tag in TAGS.values()) == special.ids
-    assert add_special_tokens(tokenizer) == special and len(tokenizer) == len(before) + 6
+    assert add_special_tokens(tokenizer) == special
+    assert len(tokenizer) == len(before) + 6
 
 
 def test_a_tokenizer_that_loses_characters_is_refused() -> None:
@@ -173,5 +176,5 @@ def test_parse_wants_the_title_at_the_head_of_its_branch() -> None:
     tokens = codec.linearise([Parallel([Branch("one", "x"), Branch("two", "y")])]).tokens
     at = int(np.flatnonzero(tokens == codec.special.branch_start)[1]) + 1
     tokens[at] = codec.text.encode("!")[0]
-    with pytest.raises(StructureError, match="branch 2 .* title and separator"):
+    with pytest.raises(StructureError, match=r"branch 2 .* title and separator"):
         codec.parse(tokens)

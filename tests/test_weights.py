@@ -26,7 +26,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     tensors = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="numpy") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})
+            tensors.update({name: opened.get_tensor(name) for name in opened})
     return tensors
 
 
@@ -57,7 +57,7 @@ def test_sharded_files_in_and_out(tmp_path: Path) -> None:
     again = load_parameters(tmp_path / "out", lm.model)
     jax.tree.map(np.testing.assert_array_equal, lm.params, again)
     next((tmp_path / "out").glob("model-00002-*")).unlink()
-    with pytest.raises(CheckpointError, match="names model-00002-.* which is not in the folder"):
+    with pytest.raises(CheckpointError, match=r"names model-00002-.* which is not in the folder"):
         load_parameters(tmp_path / "out", lm.model)
 
 
@@ -71,7 +71,8 @@ def test_new_rows_are_the_mean_of_the_old(tied: bool, padding: int, tmp_path: Pa
     write_checkpoint(tmp_path / "in", config)
     tokenizer.save_pretrained(tmp_path / "in")
     lm = load_model(tmp_path / "in")
-    assert lm.special_tokens is not None and lm.special_tokens.ids == tuple(range(old, old + 6))
+    assert lm.special_tokens is not None
+    assert lm.special_tokens.ids == tuple(range(old, old + 6))
     assert lm.config.vocabulary == max(old + 6, old + padding)
     save_model(lm, tmp_path / "out")
     before, after = read_tensors(tmp_path / "in"), read_tensors(tmp_path / "out")
@@ -86,7 +87,8 @@ def test_new_rows_are_the_mean_of_the_old(tied: bool, padding: int, tmp_path: Pa
         np.testing.assert_array_equal(before[name], after[name])
     # A second round adds nothing, and the tags are in the exported tokenizer.
     again = load_model(tmp_path / "out")
-    assert again.special_tokens == lm.special_tokens and again.config == lm.config
+    assert again.special_tokens == lm.special_tokens
+    assert again.config == lm.config
     jax.tree.map(np.testing.assert_array_equal, again.params, lm.params)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == lm.tokenizer.get_vocab()
 
@@ -113,8 +115,14 @@ def edited(folder: Path, edit: Any) -> Path:
     [
         (lambda t: t.pop("model.norm.weight"), "missing: model.norm.weight"),
         (lambda t: t.update({"model.extra": np.zeros(1)}), "unknown: model.extra"),
-        (lambda t: t.update({"model.norm.weight": np.zeros(5)}), r"model.norm.weight is \[5\], config.json says \[32\]"),
-        (lambda t: t.update({"lm_head.weight": np.zeros((9, 32))}), r"lm_head.weight is \[9, 32\], config.json says \[64, 32\]"),
+        (
+            lambda t: t.update({"model.norm.weight": np.zeros(5)}),
+            r"model.norm.weight is \[5\], config.json says \[32\]",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": np.zeros((9, 32))}),
+            r"lm_head.weight is \[9, 32\], config.json says \[64, 32\]",
+        ),
     ],
 )
 def test_wrong_tensors_are_named(edit: Any, message: str, tmp_path: Path) -> None:
@@ -139,7 +147,10 @@ def test_derived_and_tied_tensors_may_be_stored(tmp_path: Path) -> None:
         (lambda folder: folder.mkdir(), "has no config.json"),
         (lambda folder: (folder.mkdir(), (folder / "config.json").write_text("{")), "config.json: "),
         (
-            lambda folder: (write_checkpoint(folder, tiny_config()), (folder / "model.safetensors").rename(folder / "x.bin")),
+            lambda folder: (
+                write_checkpoint(folder, tiny_config()),
+                (folder / "model.safetensors").rename(folder / "x.bin"),
+            ),
             "holds no model.safetensors; convert its .bin files",
         ),
     ],
@@ -192,5 +203,3 @@ def test_an_axis_that_does_not_divide_is_replicated() -> None:
         make_mesh({"model": 8})
     with pytest.raises(ConfigError, match="needs 16 devices, there are 8"):
         make_mesh({"tensor": 16})
-
-

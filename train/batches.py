@@ -42,9 +42,7 @@ class Batch(NamedTuple):
 def prompt_ids(tokenizer: Any, question: str) -> list[int]:
     """Ids of a chat with one question, up to where the answer starts."""
     messages = [{"role": "user", "content": question}]
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    )
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
 def example(codec: Codec, tokenizer: Any, problem: Problem, structured: bool, fed_loss: bool = False) -> Example:
@@ -104,17 +102,18 @@ def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int
     """
     problems: list[Problem] = []
     examples: list[Example] = []
+    rows, length = config.batch_shape(step)
     total = number = 0
-    while total < config.rows * config.length:
+    while total < rows * length:
         made = problem((config.seed << 48) + (step << 16) + number, held_out=False)
         structured = example(codec, tokenizer, made, True, config.fed_loss)
         number += 1
-        if len(structured.tokens) > config.length:
+        if len(structured.tokens) > length:
             continue  # a few of the longest problems fit no row
         problems.append(made)
         examples.append(structured)
         total += len(structured.tokens)
-    placed = first_fit([len(item.tokens) for item in examples], config.rows, config.length)
+    placed = first_fit([len(item.tokens) for item in examples], rows, length)
     if not config.structured:
         examples = [example(codec, tokenizer, item, False) for item in problems]
-    return pack(examples, placed, codec.special, config.rows, config.length, config.positions)
+    return pack(examples, placed, codec.special, rows, length, config.positions)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
 
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, check_choice
-
-Optimiser = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True)
@@ -24,13 +23,12 @@ class TrainConfig:
         positions, siblings: position scheme and mask (spec, sections 3 and 4).
         vocabulary: tokens in all, special tokens included.
         layers, embed, heads, kv_heads, head, feed_forward: shape of the model.
-        length: tokens of a packed row.
-        rows: rows of a batch.
-        steps: optimiser steps.
-        optimiser: `adamw`, or `muon` for the matrices with AdamW for the rest (better from scratch).
-        learning_rate: AdamW's peak; a cosine after a linear warm-up over the share `warmup` of all steps.
-        matrix_learning_rate: Muon's peak, on the same schedule.
-        weight_decay, beta2, clip: of either optimiser; AdamW's; bound on the global norm of the gradient.
+        rows, length: shape of a batch of packed rows; problems that fit no row are left out.
+        short_steps: so many of the first steps use `short_rows` rows of `short_length` tokens, and with that
+            short problems only: copying from a context is learned faster on them.
+        steps: optimiser steps in all.
+        learning_rate: peak; a cosine down to a hundredth after a linear warm-up over the share `warmup` of all steps.
+        weight_decay, beta2, clip: AdamW's, and the bound on the global norm of the gradient.
         fed_loss: also put loss on the tokens that the engine feeds instead of sampling.
         seed: of weights and data.
         save_every: steps between checkpoints, from which a killed run goes on.
@@ -42,18 +40,19 @@ class TrainConfig:
     vocabulary: int = 768
     layers: int = 4
     embed: int = 128
-    heads: int = 2
-    kv_heads: int = 1
-    head: int = 64
+    heads: int = 4
+    kv_heads: int = 4
+    head: int = 32
     feed_forward: int = 384
-    length: int = 512
-    rows: int = 8
-    steps: int = 3000
-    optimiser: Optimiser = "muon"
+    rows: int = 6
+    length: int = 448
+    short_steps: int = 1600
+    short_rows: int = 16
+    short_length: int = 144
+    steps: int = 4200
     learning_rate: float = 3e-3
-    matrix_learning_rate: float = 2e-2
     warmup: float = 0.03
-    weight_decay: float = 0.01
+    weight_decay: float = 0.05
     beta2: float = 0.98
     clip: float = 1.0
     fed_loss: bool = False
@@ -63,12 +62,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_choice("positions", self.positions, PositionScheme)
         check_choice("siblings", self.siblings, Siblings)
-        check_choice("optimiser", self.optimiser, Optimiser)
         if self.heads % self.kv_heads:
             raise ConfigError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        for name in ("layers", "length", "rows", "steps", "save_every"):
+        for name in ("layers", "rows", "length", "short_rows", "short_length", "steps", "save_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def batch_shape(self, step: int) -> tuple[int, int]:
+        """Rows and tokens of a row at a step."""
+        return (self.short_rows, self.short_length) if step < self.short_steps else (self.rows, self.length)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for records of a run."""
@@ -104,10 +106,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         kind = hints[key]
         wanted = kind if kind in (bool, int, float) else str
         if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-            try:
+            with contextlib.suppress(ValueError):
                 values[key] = value = float(value)  # YAML reads 3e-4 as a string
-            except ValueError:
-                pass
         if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
             raise ConfigError(f"{file}: {key} must be {wanted.__name__}, got {value!r}")
     return TrainConfig(**values)

@@ -29,7 +29,7 @@ TOKENIZER_PROBLEMS = 4000
 
 
 def initial_model(config: TrainConfig) -> LanguageModel:
-    """A random Llama-style model and a tokenizer made for the tasks."""
+    """A random Qwen3-style model and a tokenizer made for the tasks."""
 
     def texts() -> Iterator[str]:
         for seed in range(TOKENIZER_PROBLEMS):
@@ -44,8 +44,8 @@ def initial_model(config: TrainConfig) -> LanguageModel:
     if len(tokenizer) > config.vocabulary:
         raise ConfigError(f"vocabulary must be at least {len(tokenizer)}, got {config.vocabulary}")
     hf_config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
         "hidden_size": config.embed,
         "intermediate_size": config.feed_forward,
         "num_hidden_layers": config.layers,
@@ -69,6 +69,7 @@ def initial_model(config: TrainConfig) -> LanguageModel:
         heads=config.heads,
         kv_heads=config.kv_heads,
         head=config.head,
+        query_norm=True,
         tied=True,
         positions=config.positions,
         siblings=config.siblings,

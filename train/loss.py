@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from aspd_jax.layout import Array
 
-def next_token_loss(logits: jax.Array, tokens: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+
+def next_token_loss(logits: jax.Array, tokens: Array, weight: Array) -> tuple[jax.Array, jax.Array]:
     """Sum of cross-entropies over weighted targets, and the sum of their weights.
 
     Args:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, muon
 
 from aspd_jax.model.transformer import Transformer
 from train.batches import Batch
@@ -25,42 +24,19 @@ class TrainState(NamedTuple):
 
 
 def make_optimiser(config: TrainConfig) -> optax.GradientTransformation:
-    """The configured optimiser behind a bound on the global norm; norms and biases do not decay."""
+    """AdamW behind a bound on the global norm, cosine after a linear warm-up; norms and biases do not decay."""
     warmup = max(1, round(config.warmup * config.steps))
-
-    def schedule(peak: float) -> optax.Schedule:
-        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(config.steps, warmup + 1), 0.01 * peak)
-
-    def is_matrix(params: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-
-    if config.optimiser == "adamw":
-        update = optax.adamw(
-            schedule(config.learning_rate), b2=config.beta2, weight_decay=config.weight_decay, mask=is_matrix
-        )
-    else:
-        update = muon(
-            schedule(config.matrix_learning_rate),
-            muon_weight_dimension_numbers=_matrix_axes,
+    peak = config.learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(config.steps, warmup + 1), 0.01 * peak)
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(
+            schedule,
+            b2=config.beta2,
             weight_decay=config.weight_decay,
-            weight_decay_mask=is_matrix,
-            adam_learning_rate=schedule(config.learning_rate),
-            adam_b2=config.beta2,
-        )
-    return optax.chain(optax.clip_by_global_norm(config.clip), update)
-
-
-def _matrix_axes(params: Any) -> Any:
-    """Which axes of each kernel are inputs and outputs, for Muon; None leaves a parameter to AdamW."""
-
-    def one(path: Any, leaf: jax.Array) -> MuonDimensionNumbers | None:
-        names = [key.key for key in path]
-        if names[-1] != "kernel" or names[0] == "head":
-            return None
-        inputs = leaf.ndim - 1 if names[-2] == "output" else 1
-        return MuonDimensionNumbers(tuple(range(inputs)), tuple(range(inputs, leaf.ndim)))
-
-    return jax.tree_util.tree_map_with_path(one, params)
+            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+        ),
+    )
 
 
 @partial(jax.jit, static_argnames=("model", "optimiser"), donate_argnames="state")
@@ -70,7 +46,7 @@ def train_step(
     """One update; metrics are the mean loss per learned token and the norm of the gradient."""
 
     def mean_loss(params: Any) -> jax.Array:
-        logits = model.apply({"params": params}, batch.tokens, batch.layout)
+        logits: Any = model.apply({"params": params}, batch.tokens, batch.layout)
         total, weight = next_token_loss(logits, batch.tokens, batch.loss)
         return total / jnp.maximum(weight, 1.0)
 

@@ -13,6 +13,7 @@ decides on which side it falls.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,17 +26,27 @@ KINDS = ("parallel", "conclusion", "single", "chain")
 HELD_OUT_SHARE = 16  # one question in so many is held out
 
 GOODS = (
-    "pens cups maps lamps books bags hats socks bowls forks pots mugs kites drums vases rugs belts rings clocks chairs "
-    "coats boots scarves gloves"
-).split()
+    ["pens", "cups", "maps", "lamps", "books", "bags", "hats", "socks", "bowls", "forks", "pots", "mugs"]
+    + ["kites", "drums", "vases", "rugs", "belts", "rings", "clocks", "chairs", "coats", "boots", "scarves", "gloves"]
+)  # fmt: skip
 NAMES = (
-    "Ada Bob Cleo Dan Eve Finn Gia Hugo Iris Jon Kai Lena Max Nora Otto Pia Quin Rosa Sam Tess Uma Vera Walt Xena Yuri "
-    "Zoe Abel Bela Cora Dora Emil Fay"
-).split()
-CITIES = "Oslo Rome Paris Lima Cairo Delhi Tokyo Bern Quito Dakar Perth Kyiv Riga Seoul Turin Malmo Porto Leeds".split()
-JOBS = "baker pilot nurse judge tailor miner potter singer farmer chemist painter lawyer plumber dentist writer guard".split()
-HOBBIES = "chess tennis rowing poetry fishing skiing dancing hiking cooking sailing jazz yoga".split()
-PETS = "a cat,a dog,a parrot,a horse,a turtle,two rabbits,three goats,some bees".split(",")
+    ["Ada", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gia", "Hugo", "Iris", "Jon", "Kai", "Lena", "Max", "Nora", "Otto"]
+    + ["Pia", "Quin", "Rosa", "Sam", "Tess", "Uma", "Vera", "Walt", "Xena", "Yuri", "Zoe", "Abel", "Bela", "Cora"]
+    + ["Dora", "Emil", "Fay"]
+)  # fmt: skip
+CITIES = (
+    ["Oslo", "Rome", "Paris", "Lima", "Cairo", "Delhi", "Tokyo", "Bern", "Quito", "Dakar", "Perth", "Kyiv", "Riga"]
+    + ["Seoul", "Turin", "Malmo", "Porto", "Leeds"]
+)  # fmt: skip
+JOBS = (
+    ["baker", "pilot", "nurse", "judge", "tailor", "miner", "potter", "singer", "farmer", "chemist", "painter"]
+    + ["lawyer", "plumber", "dentist", "writer", "guard"]
+)  # fmt: skip
+HOBBIES = (
+    ["chess", "tennis", "rowing", "poetry", "fishing", "skiing", "dancing", "hiking", "cooking", "sailing"]
+    + ["jazz", "yoga"]
+)  # fmt: skip
+PETS = ["a cat", "a dog", "a parrot", "a horse", "a turtle", "a rabbit", "a goat", "a hamster"]
 MACHINES = tuple("ABCDEFGH")
 
 
@@ -93,81 +104,90 @@ def _join(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
+def _count(random: Random) -> int:
+    """Three to eight parts, fewer more often."""
+    return min(random.randint(3, 8), random.randint(3, 8))
+
+
 def _orders(random: Random, kind: str) -> tuple[str, Structure]:
     if kind == "chain":
         goods = random.sample(GOODS, random.randint(3, 6))
         prices = [10 * random.randint(1, 4) for _ in goods]
         left = sum(prices) + 10 * random.randint(0, 5)
-        bought = ", then ".join(f"{good} for ${price}" for good, price in zip(goods, prices, strict=True))
-        question = f"I have ${left} and buy {bought}. What is left after each?"
+        bought = "\n".join(f"{good} for ${price}" for good, price in zip(goods, prices, strict=True))
+        question = f"I have ${left} and buy, one after the other:\n{bought}\nWhat is left after each?"
         lines = []
         for good, price in zip(goods, prices, strict=True):
-            lines.append(f"- After {good}: ${left} - ${price} = ${left - price}\n")
+            lines.append(f"{good}: ${left} - ${price} = ${left - price}\n")
             left -= price
         return question, (Serial("Each purchase lowers what is left.\n" + "".join(lines)),)
-    count = 1 if kind == "single" else random.randint(3, 8)
+    count = 1 if kind == "single" else _count(random)
     goods = random.sample(GOODS, count)
-    orders, texts, totals = [], [], []
+    titles, orders, texts, totals = [], [], [], []
     for good in goods:
         quantity, price = random.randint(2, 4), 10 * random.randint(1, 4)
         total = quantity * price
-        order, text = f"{quantity} {good} at ${price}", f"{quantity} {good} at ${price} each come to ${total}."
+        title = f"{quantity} {good}"
+        order, text = f"{title} at ${price}", f"{title} at ${price} each come to ${total}."
         extra = random.random()
         if extra < 0.25:
-            order, total = f"{order} gift-wrapped", total + 10
+            order, total = f"{order}, gift-wrapped", total + 10
             text += f" Gift wrap adds $10, which makes ${total}."
         elif extra < 0.5:
-            order, total = f"{order} with a coupon", total - 10
+            order, total = f"{order}, with a coupon", total - 10
             text += f" The coupon takes off $10, which leaves ${total}."
+        titles.append(title)
         orders.append(order)
         texts.append(text)
         totals.append(total)
     if kind == "single":
-        return f"What does this cost: {orders[0]}?", (Serial(texts[0] + "\n"),)
-    branches = [Branch(good, f"- {text}\n") for good, text in zip(goods, texts, strict=True)]
+        return f"What does this cost?\n{orders[0]}", (Serial(texts[0] + "\n"),)
+    branches = [Branch(title, f"{text}\n") for title, text in zip(titles, texts, strict=True)]
+    lines = "\n".join(orders)
     if kind == "parallel":
-        ask = random.choice(["Price each line", "What does each line cost"])
-        return f"{ask}: {'; '.join(orders)}.", _block("Here is what each line costs.\n", branches, None)
+        ask = random.choice(["Price each line.", "What does each line cost?"])
+        return f"{ask}\n{lines}", _block("Here is what each line costs.\n", branches, None)
     running, sums = totals[0], []
     for total in totals[1:]:
         sums.append(f"{running} + {total} = {running + total}")
         running += total
     conclusion = f"Adding up: {', '.join(sums)}. The order comes to ${running}.\n"
-    ask = random.choice(["Price each line and add up", "What does each line cost, and what is the total"])
-    return f"{ask}: {'; '.join(orders)}.", _block("Here is what each line costs.\n", branches, conclusion)
+    ask = random.choice(["Price each line and add up.", "What does each line cost, and what is the total?"])
+    return f"{ask}\n{lines}", _block("Here is what each line costs.\n", branches, conclusion)
 
 
 def _records(random: Random, kind: str) -> tuple[str, Structure]:
     if kind == "chain":
         names = random.sample(NAMES, random.randint(4, 7))
-        facts = [f"{low} reports to {high}." for low, high in zip(names, names[1:], strict=False)]
+        facts = [f"Above {low} is {high}." for low, high in itertools.pairwise(names)]
         shuffled = random.sample(facts, len(facts))
         question = f"{' '.join(shuffled)} Who is above {names[0]}, one after the other?"
-        lines = "".join(f"- {fact}\n" for fact in facts)
-        return question, (Serial(f"Going up from {names[0]}.\n{lines}{names[-1]} is at the top.\n"),)
-    people = random.sample(NAMES, random.randint(3, 8))
+        lines = "".join(f"{fact}\n" for fact in facts)
+        return question, (Serial(f"Going up from {names[0]}.\n{lines}At the top is {names[-1]}.\n"),)
+    people = random.sample(NAMES, _count(random))
     ages = random.sample(range(20, 80), len(people))
     context, texts = [], {}
     for name, age in zip(people, ages, strict=True):
         city, job, hobby = random.choice(CITIES), random.choice(JOBS), random.choice(HOBBIES)
         context.append(f"{name}: {job}, {city}, {age}, {hobby}")
-        texts[name] = f"{name} is a {job} from {city}. At {age}, {name} likes {hobby}."
+        texts[name] = f"{name} is a {job} from {city}, aged {age}, who likes {hobby}."
         if random.random() < 0.5:
             pet = random.choice(PETS)
             context[-1] += f", {pet}"
-            texts[name] += f" {name} keeps {pet}."
-    facts = "Facts: " + "; ".join(context) + "."
+            texts[name] += f" At home there is also {pet}."
+    facts = "Facts:\n" + "\n".join(context)
     if kind == "single":
         name = random.choice(people)
-        return f"{facts} Describe {name}.", (Serial(texts[name] + "\n"),)
+        return f"{facts}\nDescribe just one:\n{name}", (Serial(texts[name] + "\n"),)
     asked = random.sample(people, random.randint(3, len(people)))
-    branches = [Branch(name, f"- {texts[name]}\n") for name in asked]
-    question = f"{facts} Describe {_join(asked)}."
+    branches = [Branch(name, f"{texts[name]}\n") for name in asked]
+    listed = "\n".join(asked)
     if kind == "parallel":
-        return question, _block("Here is what the facts say.\n", branches, None)
+        return f"{facts}\nDescribe:\n{listed}", _block("Here is what the facts say.\n", branches, None)
     oldest = max(asked, key=lambda name: ages[people.index(name)])
-    question += " Who is the oldest of them?"
-    return question, _block("Here is what the facts say.\n", branches, f"The oldest of them is {oldest}.\n")
+    question = f"{facts}\nDescribe these, and say who is the oldest of them:\n{listed}"
+    conclusion = f"The oldest of them is {oldest}.\n"
+    return question, _block("Here is what the facts say.\n", branches, conclusion)
 
 
 def _steps(random: Random, value: int, count: int) -> tuple[list[str], list[str], int]:
@@ -200,17 +220,18 @@ def _machines(random: Random, kind: str) -> tuple[str, Structure]:
             source = f"starts at {value}" if number == 0 else f"takes the result of {names[number - 1]}"
             orders, sums, value = _steps(random, value, random.randint(1, 2))
             parts.append(f"{name} {source}: {', '.join(orders)}")
-            lines.append(f"- {name}: {', '.join(sums)}, so {value}.\n")
-        return f"Run the machines. {'; '.join(parts)}.", (Serial("One after the other.\n" + "".join(lines)),)
-    count = 1 if kind == "single" else random.randint(3, 8)
+            lines.append(f"{name}: {', '.join(sums)}, so {value}.\n")
+        question = "Run the machines.\n" + "\n".join(parts)
+        return question, (Serial("One after the other.\n" + "".join(lines)),)
+    count = 1 if kind == "single" else _count(random)
     parts, branches, results = [], [], []
     for name in MACHINES[:count]:
         value = random.randint(1, 20)
         orders, sums, result = _steps(random, value, random.randint(1, 4))
         parts.append(f"{name} starts at {value}: {', '.join(orders)}")
-        branches.append(Branch(name, f"- {name}: {', '.join(sums)}, so {result}.\n"))
+        branches.append(Branch(name, f"{name}: {', '.join(sums)}, so {result}.\n"))
         results.append(result)
-    question = f"Run the machines. {'; '.join(parts)}."
+    question = "Run the machines.\n" + "\n".join(parts)
     if kind == "single":
         return question, (Serial(branches[0].text),)
     if kind == "parallel":
@@ -218,7 +239,7 @@ def _machines(random: Random, kind: str) -> tuple[str, Structure]:
     highest = max(results)
     winners = [name for name, result in zip(MACHINES, results, strict=False) if result == highest]
     conclusion = f"The highest result is {highest}, from {_join(winners)}.\n"
-    return f"{question} Which result is the highest?", _block("Each on its own.\n", branches, conclusion)
+    return f"{question}\nWhich result is the highest?", _block("Each on its own.\n", branches, conclusion)
 
 
 MAKERS: dict[str, Callable[[Random, str], tuple[str, Structure]]] = {

@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of `size` tokens in all, specials included; every digit is a token of its own (with the space before it)."""
+    """Byte-level BPE of `size` tokens, specials included; a digit, with the space before it, is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -33,7 +33,7 @@ class View(NamedTuple):
     key_slot: jax.Array | None = None
 
     def mask(self, siblings: Siblings, window: int | None) -> jax.Array:
-        """bool [B, Q, C]."""
+        """Bool [B, Q, C]."""
         return visible(self.query, self.key, siblings, window, self.query_slot, self.key_slot)
 
 
@@ -66,10 +66,14 @@ def chunked(
     one = jax.checkpoint(partial(dense, siblings=siblings, window=window))
     out = []
     for start in range(0, query.shape[1], QUERY_CHUNK):
-        end = min(start + QUERY_CHUNK, query.shape[1])
-        queries, keys = (jax.tree.map(lambda field, a=a: field[:, a:end], layout) for a, layout in ((start, view.query), (0, view.key)))
-        out.append(one(query[:, start:end], key[:, :, :end], value[:, :, :end], View(queries, keys)))
+        here, behind = slice(start, start + QUERY_CHUNK), slice(start + QUERY_CHUNK)
+        seen = View(_part(view.query, here), _part(view.key, behind))
+        out.append(one(query[:, here], key[:, :, behind], value[:, :, behind], seen))
     return jnp.concatenate(out, axis=1)
+
+
+def _part(layout: Layout, tokens: slice) -> Layout:
+    return Layout(*(field[:, tokens] for field in layout))
 
 
 IMPLEMENTATIONS: dict[str, Attention] = {"dense": dense, "chunked": chunked}

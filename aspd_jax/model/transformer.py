@@ -75,7 +75,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", nn.with_partitioning(nn.initializers.ones, ("norm",)), (x.shape[-1],), x.dtype)
+        scale: Any = self.param("scale", nn.with_partitioning(nn.initializers.ones, ("norm",)), (x.shape[-1],), x.dtype)
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
         return y.astype(x.dtype) * scale
@@ -91,7 +91,7 @@ def projection(
         use_bias=bias,
         dtype=config.dtype,
         param_dtype=config.dtype,
-        kernel_init=nn.with_partitioning(nn.initializers.normal(0.02), tuple(axes)),
+        kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), tuple(axes)),
         bias_init=nn.with_partitioning(nn.initializers.zeros, tuple(axes[inputs:])),
         name=name,
     )
@@ -217,7 +217,7 @@ class Transformer(nn.Module):
             cache = record(cache, tokens, layout, slots)
             view = View(layout, cache.layout, slots, jnp.arange(cache.tokens.shape[1])[None])
             attention = "dense"
-        layers = []
+        layers: list[Any] = []
         for number in range(c.layers):
             before = None if cache is None else cache.layers[number]
             x, after = Layer(c, attention, c.layer_window(number), name=f"layer_{number}")(x, turn, view, before)
@@ -225,9 +225,6 @@ class Transformer(nn.Module):
         if rows is not None:
             x = jnp.take_along_axis(x, rows[:, :, None], axis=1)
         x = RMSNorm(c.norm_epsilon, name="norm")(x)
-        if c.tied:
-            logits = embedding.attend(x)
-        else:
-            logits = projection(c, c.vocabulary, ("embed", "vocabulary"), "head")(x)
+        logits = embedding.attend(x) if c.tied else projection(c, c.vocabulary, ("embed", "vocabulary"), "head")(x)
         logits = logits.astype(jnp.float32)
         return logits if cache is None else (logits, cache._replace(layers=tuple(layers)))

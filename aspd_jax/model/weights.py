@@ -142,7 +142,7 @@ def load_parameters(
     unknown: list[str] = []
     for file in shard_files(folder):
         with safe_open(file, framework="numpy") as tensors:
-            for name in tensors.keys():
+            for name in tensors:
                 path = names.get(name)
                 if path is None:
                     tied_head = model.config.tied and name == "lm_head.weight"
@@ -162,8 +162,11 @@ def load_parameters(
                 loaded[path] = _place(to_parameter(tensor, path, shape).astype(leaves[path].dtype), places[path])
     missing = sorted(name for name, path in names.items() if path not in loaded)
     if missing or unknown:
-        parts = [f"{what}: {', '.join(some[:6])}{' …' if len(some) > 6 else ''}"
-                 for what, some in (("missing", missing), ("unknown", unknown)) if some]
+        parts = [
+            f"{what}: {', '.join(some[:6])}{' …' if len(some) > 6 else ''}"
+            for what, some in (("missing", missing), ("unknown", unknown))
+            if some
+        ]
         raise CheckpointError(f"the tensors of {folder} do not fit its config.json; " + "; ".join(parts))
     return unflatten_dict(loaded)
 
