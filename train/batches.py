@@ -114,6 +114,8 @@ def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int
         examples.append(structured)
         total += len(structured.tokens)
     placed = first_fit([len(item.tokens) for item in examples], rows, length)
-    if not config.structured:
-        examples = [example(codec, tokenizer, item, False) for item in problems]
+    serial_share = config.plain_every if step >= config.short_steps else 0
+    for number, item in enumerate(problems):
+        if not config.structured or (serial_share and number % serial_share == 0):
+            examples[number] = example(codec, tokenizer, item, False)
     return pack(examples, placed, codec.special, rows, length, config.positions)

@@ -26,6 +26,8 @@ class TrainConfig:
         rows, length: shape of a batch of packed rows; problems that fit no row are left out.
         short_steps: so many of the first steps use `short_rows` rows of `short_length` tokens, and with that
             short problems only: copying from a context is learned faster on them.
+        plain_every: after the short steps, one in so many examples of a structured run has the plain answer, so that
+            the model can answer in serial mode too; 0: none.
         steps: optimiser steps in all.
         learning_rate: peak; a cosine down to a hundredth after a linear warm-up over the share `warmup` of all steps.
         weight_decay, beta2, clip: AdamW's, and the bound on the global norm of the gradient.
@@ -49,6 +51,7 @@ class TrainConfig:
     short_steps: int = 1600
     short_rows: int = 16
     short_length: int = 144
+    plain_every: int = 8
     steps: int = 4200
     learning_rate: float = 3e-3
     warmup: float = 0.03
@@ -107,7 +110,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         wanted = kind if kind in (bool, int, float) else str
         if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
             with contextlib.suppress(ValueError):
-                values[key] = value = float(value)  # YAML reads 3e-4 as a string
+                values[key] = float(value)  # YAML reads 3e-4 as a string
+        value = values[key]
         if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
             raise ConfigError(f"{file}: {key} must be {wanted.__name__}, got {value!r}")
     return TrainConfig(**values)

@@ -92,7 +92,7 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
     model = Transformer(lm.config, attention="chunked")
     optimiser = make_optimiser(config)
     state = TrainState(jnp.zeros((), jnp.int32), lm.params, optimiser.init(lm.params))
-    options = ocp.CheckpointManagerOptions(max_to_keep=1, save_interval_steps=config.save_every)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=config.save_every)
     with ocp.CheckpointManager((output / "checkpoints").absolute(), options=options) as checkpoints:
         first = checkpoints.latest_step() or 0
         if first:

@@ -143,17 +143,17 @@ def _orders(random: Random, kind: str) -> tuple[str, Structure]:
     if kind == "single":
         return f"What does this cost?\n{orders[0]}", (Serial(texts[0] + "\n"),)
     branches = [Branch(title, f"{text}\n") for title, text in zip(titles, texts, strict=True)]
-    lines = "\n".join(orders)
+    listed = "\n".join(orders)
     if kind == "parallel":
         ask = random.choice(["Price each line.", "What does each line cost?"])
-        return f"{ask}\n{lines}", _block("Here is what each line costs.\n", branches, None)
+        return f"{ask}\n{listed}", _block("Here is what each line costs.\n", branches, None)
     running, sums = totals[0], []
     for total in totals[1:]:
         sums.append(f"{running} + {total} = {running + total}")
         running += total
     conclusion = f"Adding up: {', '.join(sums)}. The order comes to ${running}.\n"
     ask = random.choice(["Price each line and add up.", "What does each line cost, and what is the total?"])
-    return f"{ask}\n{lines}", _block("Here is what each line costs.\n", branches, conclusion)
+    return f"{ask}\n{listed}", _block("Here is what each line costs.\n", branches, conclusion)
 
 
 def _records(random: Random, kind: str) -> tuple[str, Structure]:
@@ -175,17 +175,17 @@ def _records(random: Random, kind: str) -> tuple[str, Structure]:
             pet = random.choice(PETS)
             context[-1] += f", {pet}"
             texts[name] += f" At home there is also {pet}."
-    facts = "Facts:\n" + "\n".join(context)
+    given = "Facts:\n" + "\n".join(context)
     if kind == "single":
         name = random.choice(people)
-        return f"{facts}\nDescribe just one:\n{name}", (Serial(texts[name] + "\n"),)
+        return f"{given}\nDescribe just one:\n{name}", (Serial(texts[name] + "\n"),)
     asked = random.sample(people, random.randint(3, len(people)))
     branches = [Branch(name, f"{texts[name]}\n") for name in asked]
     listed = "\n".join(asked)
     if kind == "parallel":
-        return f"{facts}\nDescribe:\n{listed}", _block("Here is what the facts say.\n", branches, None)
+        return f"{given}\nDescribe:\n{listed}", _block("Here is what the facts say.\n", branches, None)
     oldest = max(asked, key=lambda name: ages[people.index(name)])
-    question = f"{facts}\nDescribe these, and say who is the oldest of them:\n{listed}"
+    question = f"{given}\nDescribe these, and say who is the oldest of them:\n{listed}"
     conclusion = f"The oldest of them is {oldest}.\n"
     return question, _block("Here is what the facts say.\n", branches, conclusion)
 

@@ -1,0 +1,25 @@
+"""The models that ship with the package."""
+
+from __future__ import annotations
+
+import pytest
+
+from aspd_jax import load_model
+from aspd_jax.language_model import model_folder
+from infer.evaluate import evaluate, table
+from train.tasks import held_out
+
+
+def test_they_are_small() -> None:
+    folder = model_folder("demo").parent
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 24 * 2**20
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-seq"])
+def test_they_answer_held_out_problems(name: str) -> None:
+    """A small sample of what docs/embedded_models.md reports."""
+    records = evaluate(load_model(name), list(held_out(48, seed=5)), 16, name)
+    assert sum(record["exact"] for record in records) >= 43
+    forks = [record["forked"] for record in records]
+    assert forks == ([record["should_fork"] for record in records] if name == "demo" else [False] * 48)
+    assert f"| {name} | all | all | 48 |" in table({name: records})

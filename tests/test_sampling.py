@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aspd_jax import LanguageModel
+from infer import Engine, SamplingParams
+from infer.decoding import start_state
+from infer.request import Job
+from infer.sampling import lane_keys, penalise_repetition, restrict, sample
+from infer.state import DecodeState, Feed, Protocol, plan
+from tests.test_engine import SEPARATOR
+
+
+@pytest.fixture(scope="module")
+def protocol(bare_lm: LanguageModel) -> Protocol:
+    return Engine(bare_lm, separator_ids=SEPARATOR).protocol
+
+
+def state_for(lm: LanguageModel, protocol: Protocol, *params: SamplingParams) -> DecodeState:
+    jobs = [Job((1, 2), each, "adaptive", 50, seed=each.seed or 0) for each in params]
+    return start_state(lm, protocol, jobs)
+
+
+def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
+    """Top-k, then the nucleus of what is left, then min-p: one token at a time, in float64."""
+    order = np.argsort(-logits, kind="stable")
+    order = order[: params.top_k] if params.top_k else order
+    weights = np.exp(logits[order].astype(np.float64) - logits[order[0]])
+    shares = weights / weights.sum()
+    kept, total = [], 0.0
+    for token, share in zip(order, shares, strict=True):
+        if kept and total >= params.top_p:
+            break
+        kept.append((int(token), share))
+        total += share
+    return {token for token, share in kept if share >= params.min_p * kept[0][1]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    top_k=st.sampled_from([0, 1, 3, 100]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.1, 1.0]),
+)
+def test_restrict_keeps_what_the_definitions_keep(
+    bare_lm: LanguageModel, protocol: Protocol, seed: int, top_k: int, top_p: float, min_p: float
+) -> None:
+    asked = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
+    state = state_for(bare_lm, protocol, asked, SamplingParams())
+    logits = np.random.default_rng(seed).standard_normal((2, 3, 24)).astype(np.float32) * 2
+    out = np.asarray(restrict(jnp.asarray(logits), state))
+    for lane in range(3):
+        assert set(np.flatnonzero(np.isfinite(out[0, lane])).tolist()) == kept_by_definition(logits[0, lane], asked)
+    np.testing.assert_array_equal(out[1], logits[1])  # a neighbour without limits keeps everything
+
+
+def test_repetition_penalty_sees_what_the_row_sees(bare_lm: LanguageModel, protocol: Protocol) -> None:
+    """Tokens of the prompt and of siblings do not count; tokens before the block and of the branch itself do."""
+    state = state_for(bare_lm, protocol, SamplingParams(repetition_penalty=2.0))
+    #        prompt  serial  branch 1 and 2, the last of each being looked from
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    blocks = [0, 0, 0, 0, 1, 1, 1, 1]
+    branch = [0, 0, 0, 0, 1, 2, 1, 2]
+    positions = [0, 1, 2, 3, 4, 4, 5, 5]
+    cache = state.cache
+    put = [np.array(a) for a in (cache.tokens, *cache.layout)]
+    for array, values in zip(put, (tokens, positions, [1] * 8, blocks, branch), strict=True):
+        array[0, :8] = values
+    layout = type(cache.layout)(*put[1:])
+    state = state._replace(cache=cache._replace(tokens=put[0], layout=layout, length=jnp.array([8])))
+    looking = type(layout)(*(field[:, 6:8] for field in layout))
+    feed = Feed(put[0][:, 6:8], looking, jnp.array([[0, 1]]), jnp.array([[1, 2]]))
+    logits = jnp.where(jnp.arange(24) % 2 == 0, 1.0, -1.0) * jnp.ones((1, 2, 24))
+    out = np.asarray(penalise_repetition(logits, state, protocol, feed))
+    for lane, seen in enumerate([{3, 4, 5, 7}, {3, 4, 6, 8}]):
+        expected = [(v / 2 if v > 0 else v * 2) if t in seen else v for t, v in enumerate(np.asarray(logits)[0, lane])]
+        np.testing.assert_allclose(out[0, lane], expected)
+
+
+def test_samples_follow_the_distribution(bare_lm: LanguageModel, protocol: Protocol) -> None:
+    params = SamplingParams(temperature=0.7)
+    state = state_for(bare_lm, protocol, params)
+    feed = plan(state, protocol, 1)
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1, 24)), jnp.float32)
+
+    def draw(place: Any) -> Any:
+        return sample(logits, state._replace(sampled=place[None]), protocol, feed)[0, 0]
+
+    drawn = np.asarray(jax.vmap(draw)(jnp.arange(20_000)))
+    expected = np.asarray(jax.nn.softmax(logits[0, 0] / 0.7))
+    counts = np.bincount(drawn, minlength=24)
+    chi_square = float(((counts - 20_000 * expected) ** 2 / (20_000 * expected)).sum())
+    assert chi_square < 60  # 23 degrees of freedom: exceeded once in 30,000 draws of this test
+    flat = np.full(24, 1 / 24)
+    assert float(((counts - 20_000 * flat) ** 2 / (20_000 * flat)).sum()) > 1000, "negative control"
+
+
+def test_temperature_zero_takes_the_likeliest_beside_sampled_neighbours(
+    bare_lm: LanguageModel, protocol: Protocol
+) -> None:
+    state = state_for(bare_lm, protocol, SamplingParams(), SamplingParams(temperature=50.0))
+    logits = jnp.asarray(np.random.default_rng(1).standard_normal((2, 1, 24)), jnp.float32)
+    feed = plan(state, protocol, 1)
+    picks = [np.asarray(sample(logits, state._replace(sampled=jnp.array([i, i])), protocol, feed)) for i in range(30)]
+    assert {int(pick[0, 0]) for pick in picks} == {int(np.argmax(logits[0, 0]))}
+    assert len({int(pick[1, 0]) for pick in picks}) > 5
+
+
+def test_every_place_has_its_own_stream(bare_lm: LanguageModel, protocol: Protocol) -> None:
+    params = [replace(SamplingParams(temperature=1.0), seed=seed) for seed in (1, 2)]
+    state = state_for(bare_lm, protocol, *params)
+    keys = set()
+    lanes = jnp.array([[0, 1, 2], [0, 1, 2]])
+    for block in (1, 2):
+        for place in (0, 1):
+            now = state._replace(
+                block=jnp.full_like(state.block, block),
+                sampled=jnp.full_like(state.sampled, 10 * block + place),
+                branch_sampled=jnp.full_like(state.branch_sampled, place),
+            )
+            feed = plan(now, protocol, 3)._replace(lane=lanes)
+            data = np.asarray(jax.random.key_data(lane_keys(now, feed)))
+            keys |= {tuple(key) for key in data.reshape(-1, 2).tolist()}
+    assert len(keys) == 2 * 2 * 2 * 3
