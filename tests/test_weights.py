@@ -26,7 +26,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     tensors = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="numpy") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened})
+            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
     return tensors
 
 

@@ -142,7 +142,7 @@ def load_parameters(
     unknown: list[str] = []
     for file in shard_files(folder):
         with safe_open(file, framework="numpy") as tensors:
-            for name in tensors:
+            for name in tensors.keys():  # noqa: SIM118 (a safe_open is not a mapping)
                 path = names.get(name)
                 if path is None:
                     tied_head = model.config.tied and name == "lm_head.weight"
