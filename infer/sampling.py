@@ -40,7 +40,7 @@ def restrict(logits: jax.Array, state: DecodeState) -> jax.Array:
     before = jnp.cumsum(share, axis=-1) - share
     top_p = request.top_p[:, None, None]
     kept = (before < top_p) | (top_p >= 1.0)  # rounding can bring the sum to 1 before the last token
-    kept = kept.at[..., 0].set(True) & (share >= request.min_p[:, None, None] * share[..., :1])
+    kept = kept.at[..., 0].set(True) & (share >= request.min_p[:, None, None] * share[..., :1]) & (ordered > -jnp.inf)
     bound = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= bound, logits, -jnp.inf)
 
