@@ -136,8 +136,8 @@ class Decoding:
             shares = (done - passes) / np.maximum(1, (done - passes).sum(axis=0))
             passes = done
             for row in np.flatnonzero(running):
-                self.seconds[row]["serial"] += (now - before) * shares[0, row]
-                self.seconds[row]["parallel"] += (now - before) * shares[1, row]
+                self.seconds[row]["serial"] += float((now - before) * shares[0, row])
+                self.seconds[row]["parallel"] += float((now - before) * shares[1, row])
                 self.seconds[row]["total"] = now - self._started
             yield
 

@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
@@ -22,7 +23,9 @@ ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = ROOT.parent / "shared"
 
-needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no shared/ beside the project")
+# The machines that run this may be busy; speed is no property tested here.
+settings.register_profile("project", deadline=None)
+settings.load_profile("project")
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

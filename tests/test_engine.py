@@ -75,7 +75,7 @@ def full_pass(lm: LanguageModel, special: SpecialTokens, prompt: list[int], answ
     return np.asarray(lm.model.apply({"params": lm.params}, tokens, layout))[0, len(prompt) :]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(parts=parts, prompt=st.lists(st.sampled_from(TEXT), min_size=1, max_size=5))
 def test_stepwise_logits_equal_the_full_pass(engine: Engine, parts: list, prompt: list[int]) -> None:
     special = engine.protocol.special

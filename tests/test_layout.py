@@ -69,7 +69,7 @@ def ids_of(parts: list) -> list[int]:
     return ids
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=st.lists(st.lists(sequence, min_size=1, max_size=3), min_size=1, max_size=3),
     padding=st.lists(st.integers(0, 3), min_size=9, max_size=9),

@@ -44,7 +44,7 @@ def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
     return {token for token, share in kept if share >= params.min_p * kept[0][1]}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     top_k=st.sampled_from([0, 1, 3, 100]),

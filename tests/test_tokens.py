@@ -81,7 +81,7 @@ structures = st.lists(
 
 
 @every_codec
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=texts)
 def test_stretches_are_exact(codec: Codec, text: str) -> None:
     ids = codec.text.encode(text)
@@ -90,7 +90,7 @@ def test_stretches_are_exact(codec: Codec, text: str) -> None:
 
 
 @every_codec
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(structure=structures)
 def test_linearisation_round_trip(codec: Codec, structure: list) -> None:
     linear = codec.linearise(structure)
