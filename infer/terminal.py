@@ -95,7 +95,12 @@ def demonstrate(lm: LanguageModel, questions: Sequence[tuple[str, str]], max_len
         modes: tuple[Mode, ...] = ("adaptive", "serial")
         for mode in modes:
             console.print(Text(f"\n{mode}", style="dim"))
-            _show(console, engine, messages, params, mode)
+            with console.status("compiling for this length of prompt and answer"):
+                result = engine.generate([messages], params, mode)[0]
+            if console.is_terminal:
+                _show_growing(console, engine, messages, params, mode)
+            else:
+                console.print(picture(result))
         for mode in modes:
             timings[mode] = _time(engine, messages, params, mode)
         for mode in modes:
@@ -119,11 +124,10 @@ def demonstrate(lm: LanguageModel, questions: Sequence[tuple[str, str]], max_len
     )
 
 
-def _show(console: Console, engine: Engine, messages: list[dict[str, str]], params: SamplingParams, mode: Mode) -> None:
-    """Decode for the eye: slowly enough to see branches grow, on a terminal; the finished answer elsewhere."""
-    if not console.is_terminal:
-        console.print(picture(engine.generate([messages], params, mode)[0]))
-        return
+def _show_growing(
+    console: Console, engine: Engine, messages: list[dict[str, str]], params: SamplingParams, mode: Mode
+) -> None:
+    """Decode for the eye: slowly enough to see branches grow."""
     with Live(console=console, refresh_per_second=30) as live:
         for result in engine.stream(messages, params, mode, STREAM_STEPS):
             live.update(picture(result))
@@ -136,7 +140,6 @@ def _content_rate(timing: _Timing) -> float:
 
 
 def _time(engine: Engine, messages: list[dict[str, str]], params: SamplingParams, mode: Mode) -> _Timing:
-    engine.generate([messages], params, mode)
     runs = []
     for _ in range(REPEATS):
         result = engine.generate([messages], params, mode)[0]

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import io
 import json
 import re
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from aspd_jax.errors import StructureError, TokenizerError
 from aspd_jax.structure import Branch, Parallel, Serial, canonical
@@ -52,7 +56,27 @@ def byte_level() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
+def vicuna_like(folder: Path) -> PreTrainedTokenizerBase:
+    """A folder with tokenizer.model only, as Llama 2 and Vicuna have it, read by `transformers`."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=320, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **special}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _vicuna_like() -> Codec:
+    with tempfile.TemporaryDirectory() as folder:
+        return Codec(vicuna_like(Path(folder)))
+
+
 MADE = {
+    "vicuna_like": _vicuna_like(),
     "byte_level": Codec(byte_level()),
     "llama_like": Codec(sentencepiece_like("prepend")),
     "mistral_like": Codec(sentencepiece_like("first")),
