@@ -80,6 +80,14 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--problems", type=int, default=1200)
     evaluate.add_argument("--batch", type=int, default=16)
     evaluate.add_argument("--output", type=Path, help="JSON file for every answer")
+
+    bench = command("bench", run_bench, "Time forward passes by width, against width 1 (serial decoding).")
+    bench.add_argument("--shape", default="27m", help="of a random model: 27m or 7b")
+    bench.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    bench.add_argument("--context", type=int, default=128, help="prompt tokens")
+    bench.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="powers of two, 1 first")
+    bench.add_argument("--repeats", type=int, default=7)
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     return parser
 
 
@@ -206,6 +214,32 @@ def run_eval(options: argparse.Namespace) -> None:
     print(table(records))
     if options.output is not None:
         options.output.write_text(json.dumps(records, indent=1))
+
+
+def run_bench(options: argparse.Namespace) -> None:
+    """`aspd bench`."""
+    import jax
+
+    from infer.benchmark import benchmark_model, copy_bandwidth, pass_times, table
+
+    if options.widths[0] != 1 or any(width < 1 or width & (width - 1) for width in options.widths):
+        raise RequestError(f"--widths must be powers of two and start with 1, got {options.widths}")
+    for name, value in (("--context", options.context), ("--repeats", options.repeats)):
+        if value < 1:
+            raise RequestError(f"{name} must be at least 1, got {value}")
+    lm = benchmark_model(options.shape, options.dtype)
+    copied = copy_bandwidth(options.repeats)
+    results = pass_times(lm, options.widths, options.context, options.repeats)
+    device = jax.devices()[0]
+    print(
+        f"{options.shape}, {options.dtype}, context {options.context}, batch 1, {options.repeats} runs of 16 passes; "
+        f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}; copy {copied / 1e9:.1f} GB/s\n"
+    )
+    print(table(results, copied))
+    if options.json is not None:
+        record = vars(options) | {"device": device.device_kind, "jax": jax.__version__, "copy_bandwidth": copied}
+        record = {key: value for key, value in record.items() if isinstance(value, (str, int, float, list))}
+        options.json.write_text(json.dumps(record | {"passes": [vars(result) for result in results]}, indent=1))
 
 
 if __name__ == "__main__":

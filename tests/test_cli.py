@@ -57,6 +57,7 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any) -> None:
         (["generate", "--prompt", "a", "--max-length", "1"], "aspd: max_length must be at least 2, got 1"),
         (["generate", "--messages", "none.json"], "none.json"),
         (["train", "none.yaml", "--output", "x"], "aspd: none.yaml does not exist"),
+        (["bench", "--widths", "2", "4"], "--widths must be powers of two and start with 1, got [2, 4]"),
         (["demo", "--questions", "0"], "--questions must be at least 1"),
     ],
 )
