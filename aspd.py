@@ -177,8 +177,8 @@ def run_demo(options: argparse.Namespace) -> None:
 
     if options.questions < 1:
         raise RequestError(f"--questions must be at least 1, got {options.questions}")
-    # Long answers of every family first; then the other kinds, the chains that must stay serial among them.
-    order = [("records", "conclusion"), ("orders", "conclusion"), ("machines", "chain"), ("machines", "parallel")]
+    # Blocks first, and a chain that must stay serial; then the other families and kinds.
+    order = [("machines", "conclusion"), ("orders", "conclusion"), ("machines", "chain"), ("machines", "parallel")]
     order += [
         (family, kind) for family in ("records", "orders", "machines") for kind in KINDS if (family, kind) not in order
     ]

@@ -160,6 +160,8 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str]) -> None:
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(partial)
     save_parameters(partial, lm.config, lm.params)
+    for file in partial.iterdir():
+        file.chmod(0o644)  # safetensors writes files that only their owner can read
     if target.exists():
         target.rmdir()
     partial.rename(target)
