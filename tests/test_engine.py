@@ -75,7 +75,7 @@ def full_pass(lm: LanguageModel, special: SpecialTokens, prompt: list[int], answ
     return np.asarray(lm.model.apply({"params": lm.params}, tokens, layout))[0, len(prompt) :]
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(parts=parts, prompt=st.lists(st.sampled_from(TEXT), min_size=1, max_size=5))
 def test_stepwise_logits_equal_the_full_pass(engine: Engine, parts: list, prompt: list[int]) -> None:
     special = engine.protocol.special
@@ -285,16 +285,16 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams], list[Any]]:
     prompts = [random.integers(1, 15, size).tolist() for size in (1, 7, 3, 20, 2, 11, 5)]
     params = [
         SamplingParams(
-            temperature=(0.0, 20.0)[number % 2],
+            temperature=(0.0, 20.0)[number % 3 != 0],
             top_k=(0, 12)[number % 3 == 1],
             top_p=(1.0, 0.9)[number % 3 == 2],
             repetition_penalty=(1.0, 1.3)[number % 4 == 3],
-            max_new_tokens=30 + 9 * number,
+            max_new_tokens=60 + 15 * number,
             seed=number,
         )
         for number in range(len(prompts))
     ]
-    return prompts, params, ["adaptive", "adaptive", "serial", "adaptive", "adaptive", "serial", "adaptive"]
+    return prompts, params, ["adaptive", "adaptive", "serial", "adaptive", "adaptive", "adaptive", "adaptive"]
 
 
 def test_output_is_the_same_alone_in_a_batch_and_afterwards(engine: Engine) -> None:
