@@ -122,8 +122,15 @@ def pass_times(
         if int(needed[0]) != width or int(state.passes[0]) != (repeats + 1) * steps:
             raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")
         times = times[1:]
-        ms = [1000 * value for value in (median(times), min(times), max(times))]
-        results.append(PassTime(width, *ms, (weights + cache) / median(times)))
+        results.append(
+            PassTime(
+                width=width,
+                median=1000 * median(times),
+                fastest=1000 * min(times),
+                slowest=1000 * max(times),
+                bandwidth=(weights + cache) / median(times),
+            )
+        )
     return results
 
 
