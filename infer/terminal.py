@@ -84,7 +84,7 @@ def demonstrate(lm: LanguageModel, questions: Sequence[tuple[str, str]], max_len
     console = Console()
     engine = Engine(lm, max_length=max_length)
     params = SamplingParams(max_new_tokens=1024)
-    table = Table(title="the same answers in both modes", title_justify="left")
+    table = Table(title="both modes, the same weights", title_justify="left")
     for column in ("question", "right", "mode", "content tokens", "passes", "ms", "speed-up", "ideal"):
         table.add_column(column, justify="left" if column in ("question", "mode", "right") else "right")
     for number, (question, answer) in enumerate(questions, 1):
