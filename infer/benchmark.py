@@ -21,6 +21,7 @@ from aspd_jax.language_model import LanguageModel, random_model
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.tokens import SpecialTokens
 from infer.decoding import feed_prompts, start_state
+from infer.engine import NO_TOKENS
 from infer.request import Job, SamplingParams
 from infer.state import PARALLEL, DecodeState, Protocol
 from infer.step import run
@@ -99,16 +100,15 @@ def pass_times(
     """
     protocol = Protocol(
         model=lm.model,
-        special=lm.special_tokens or SpecialTokens(-1, -2, -3, -4, -5, -6),
+        special=lm.special_tokens or NO_TOKENS,
         separator=(),
         end=(),
         forbidden=(),
         max_branches=max(2, *widths),
         max_title_tokens=1,
     )
-    leaves = jax.tree_util.tree_leaves_with_path(lm.params)
     looked_up = 0 if lm.config.tied else lm.params["embedding"]["embedding"].nbytes
-    weights = sum(leaf.nbytes for _, leaf in leaves) - looked_up
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params)) - looked_up
     results = []
     for width in widths:
         state: Any = _decoding_state(lm, protocol, context, width, 2 * (repeats + 1) * steps * width + width)
