@@ -68,10 +68,28 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--questions", type=int, default=3, help="how many")
     demo.add_argument("--seed", type=int, default=0, help="which questions")
 
-    train = command("train", run_train, "Train a model from scratch on the synthetic tasks.")
-    train.add_argument("config", help="YAML file, such as configs/embedded_aspd.yaml")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="change single values")
-    train.add_argument("--output", required=True, type=Path, help="folder of the run; a killed run goes on in it")
+    train = command("train", run_train, "Fine-tune a checkpoint, or train a model from scratch on the synthetic tasks.")
+    _config_options(train)
+    what = train.add_mutually_exclusive_group(required=True)
+    what.add_argument("--output", type=Path, help="folder of the run; a killed run goes on in it")
+    what.add_argument("--plan", action="store_true", help="print the memory that each device will need, and stop")
+    train.add_argument(
+        "--distributed", action="store_true", help="one of several processes, which SLURM, GKE or Cloud TPU started"
+    )
+    train.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where nothing else tells")
+    train.add_argument("--processes", type=int, help="how many, with --coordinator")
+    train.add_argument("--process", type=int, help="which one this is, with --coordinator")
+
+    ablate = command("ablate", run_ablate, "Train and evaluate every mask and position scheme on the synthetic tasks.")
+    _config_options(ablate)
+    ablate.add_argument("--output", required=True, type=Path, help="folder of the runs; what is done there stays done")
+    ablate.add_argument("--problems", type=int, default=240, help="held-out problems for each model")
+    ablate.add_argument("--batch", type=int, default=16)
+
+    export = command("export", run_export, "Write a checkpoint of a training run as a Hugging Face folder.")
+    export.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    export.add_argument("--output", required=True, type=Path, help="a new folder")
+    export.add_argument("--step", type=int, help="which checkpoint; default: the last one")
 
     evaluate = command("eval", run_eval, "Exact match and fork decisions on held-out synthetic problems.")
     evaluate.add_argument(
@@ -81,11 +99,21 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--batch", type=int, default=16)
     evaluate.add_argument("--output", type=Path, help="JSON file for every answer")
 
-    bench = command("bench", run_bench, "Time forward passes by width, against width 1 (serial decoding).")
-    bench.add_argument("--shape", default="27m", help="of a random model: 27m or 7b")
+    bench = command(
+        "bench",
+        run_bench,
+        "passes: time forward passes by width, against width 1 (serial decoding). "
+        "train: time training steps, against plain causal attention.",
+    )
+    bench.add_argument("what", nargs="?", choices=("passes", "train"), default="passes")
+    bench.add_argument("--shape", default="27m", help="of a random model: 27m, 1b or 7b")
     bench.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    bench.add_argument("--context", type=int, default=128, help="prompt tokens")
-    bench.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="powers of two, 1 first")
+    bench.add_argument("--context", type=int, default=128, help="prompt tokens (passes)")
+    bench.add_argument(
+        "--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="powers of two, 1 first (passes)"
+    )
+    bench.add_argument("--rows", type=int, default=1, help="rows of a batch (train)")
+    bench.add_argument("--length", type=int, default=1024, help="tokens of a row (train)")
     bench.add_argument("--repeats", type=int, default=7)
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     return parser
@@ -95,6 +123,11 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", metavar="DIR|demo", help="Hugging Face checkpoint folder")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of prompt and answer")
+
+
+def _config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="YAML file, such as configs/embedded_aspd.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: data.length=4096")
 
 
 def _sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -195,10 +228,56 @@ def run_demo(options: argparse.Namespace) -> None:
 def run_train(options: argparse.Namespace) -> None:
     """`aspd train`."""
     from train.config import load_config
+
+    config = load_config(options.config, options.overrides)
+    if options.plan:
+        from train.plan import report
+
+        print(report(config))
+        return
+    import jax
+
+    if options.coordinator:
+        jax.distributed.initialize(options.coordinator, options.processes, options.process)
+    elif options.distributed:
+        jax.distributed.initialize()
     from train.loop import train
 
-    train(load_config(options.config, options.overrides), options.output)
-    print(f"model written to {options.output / 'model'}")
+    train(config, options.output)
+    if jax.process_index() == 0:
+        print(f"model written to {options.output / 'model'}")
+
+
+def run_ablate(options: argparse.Namespace) -> None:
+    """`aspd ablate`."""
+    from aspd_jax import load_model
+    from infer.evaluate import evaluate
+    from train.ablation import table, variants
+    from train.config import load_config
+    from train.loop import train
+    from train.tasks import held_out
+
+    problems = list(held_out(options.problems))
+    records: dict[str, Any] = {}
+    for name, config in variants(load_config(options.config, options.overrides)).items():
+        run = options.output / name
+        answers = run / f"answers_{options.problems}.json"
+        if not answers.exists():
+            train(config, run)
+            evaluated = evaluate(load_model(run / "model"), problems, options.batch, name)
+            answers.write_text(json.dumps(evaluated))
+        records[name] = json.loads(answers.read_text())
+    text = table(records)
+    (options.output / "ablation.md").write_text(text + "\n")
+    print(text)
+
+
+def run_export(options: argparse.Namespace) -> None:
+    """`aspd export`."""
+    from train.loop import export
+
+    step = export(options.run, options.output, options.step)
+    print(f"step {step} written to {options.output}")
 
 
 def run_eval(options: argparse.Namespace) -> None:
@@ -220,26 +299,40 @@ def run_bench(options: argparse.Namespace) -> None:
     """`aspd bench`."""
     import jax
 
-    from infer.benchmark import benchmark_model, copy_bandwidth, pass_times, table
-
     if options.widths[0] != 1 or any(width < 1 or width & (width - 1) for width in options.widths):
         raise RequestError(f"--widths must be powers of two and start with 1, got {options.widths}")
-    for name, value in (("--context", options.context), ("--repeats", options.repeats)):
-        if value < 1:
-            raise RequestError(f"{name} must be at least 1, got {value}")
-    lm = benchmark_model(options.shape, options.dtype)
-    copied = copy_bandwidth(options.repeats)
-    results = pass_times(lm, options.widths, options.context, options.repeats)
+    for name in ("context", "repeats", "rows", "length"):
+        if getattr(options, name) < 1:
+            raise RequestError(f"--{name} must be at least 1, got {getattr(options, name)}")
     device = jax.devices()[0]
-    print(
-        f"{options.shape}, {options.dtype}, context {options.context}, batch 1, {options.repeats} runs of 16 passes; "
-        f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}; copy {copied / 1e9:.1f} GB/s\n"
-    )
-    print(table(results, copied))
+    where = f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}"
+    record = {key: value for key, value in vars(options).items() if isinstance(value, (str, int, float, list))}
+    record |= {"device": device.device_kind, "jax": jax.__version__}
+    results: Any
+    if options.what == "train":
+        from train.benchmark import step_times
+        from train.benchmark import table as steps_table
+
+        results = step_times(options.shape, options.dtype, options.rows, options.length, options.repeats)
+        print(
+            f"{options.shape}, {options.dtype}, {options.rows} x {options.length} tokens, {options.repeats} steps; "
+            f"{where}\n"
+        )
+        print(steps_table(results))
+    else:
+        from aspd_jax.shapes import benchmark_model
+        from infer.benchmark import copy_bandwidth, pass_times, table
+
+        lm = benchmark_model(options.shape, options.dtype)
+        record["copy_bandwidth"] = copied = copy_bandwidth(options.repeats)
+        results = pass_times(lm, options.widths, options.context, options.repeats)
+        print(
+            f"{options.shape}, {options.dtype}, context {options.context}, batch 1, "
+            f"{options.repeats} runs of 16 passes; {where}; copy {copied / 1e9:.1f} GB/s\n"
+        )
+        print(table(results, copied))
     if options.json is not None:
-        record = vars(options) | {"device": device.device_kind, "jax": jax.__version__, "copy_bandwidth": copied}
-        record = {key: value for key, value in record.items() if isinstance(value, (str, int, float, list))}
-        options.json.write_text(json.dumps(record | {"passes": [vars(result) for result in results]}, indent=1))
+        options.json.write_text(json.dumps(record | {options.what: [vars(result) for result in results]}, indent=1))
 
 
 if __name__ == "__main__":

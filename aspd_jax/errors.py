@@ -21,5 +21,9 @@ class ConfigError(AspdError, ValueError):
     """A configuration field has a value that cannot work."""
 
 
+class DataError(AspdError, ValueError):
+    """A record, or a file of them, cannot be used."""
+
+
 class RequestError(AspdError, ValueError):
     """A decoding request breaks a limit of the engine."""

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.layout import Layout
-from aspd_jax.model.config import ModelConfig, from_hugging_face
+from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face
 from aspd_jax.model.transformer import Transformer
-from aspd_jax.model.weights import load_parameters, save_parameters
+from aspd_jax.model.weights import load_parameters, merge_adapters, save_parameters
 from aspd_jax.tokens import Codec, SpecialTokens, add_special_tokens
 
 # The models that ship inside the package: `demo` forks, `demo-seq` was trained on the same data, all serial.
@@ -76,7 +76,14 @@ def model_folder(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def load_model(path: str | os.PathLike[str], dtype: str = "float32", mesh: Mesh | None = None) -> LanguageModel:
+def load_model(
+    path: str | os.PathLike[str],
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+    weights: Weights = "float",
+    lora_rank: int = 0,
+    lora_alpha: float = 16.0,
+) -> LanguageModel:
     """Load a Hugging Face folder (config.json, safetensors, tokenizer), or `demo`.
 
     The six special tokens are added to the tokenizer if they are not there; rows of the embedding and of
@@ -87,6 +94,8 @@ def load_model(path: str | os.PathLike[str], dtype: str = "float32", mesh: Mesh 
         path: a folder, `demo` or `demo-seq`.
         dtype: `float32` or `bfloat16`, of parameters and activations.
         mesh: spread the parameters over it by the rules of `aspd_jax.sharding`.
+        weights: `int8`: kernels of the layers rounded to int8 as they are read, with a scale per output.
+        lora_rank, lora_alpha: add fresh adapters to the kernels of the layers, for training.
 
     Raises:
         CheckpointError: what is missing from, unknown in or unsupported about the folder.
@@ -100,6 +109,7 @@ def load_model(path: str | os.PathLike[str], dtype: str = "float32", mesh: Mesh 
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
     config = from_hugging_face(hf, dtype)
+    config = replace(config, weights=weights, lora_rank=lora_rank, lora_alpha=lora_alpha)
     tokenizer, special, new_rows = None, None, {}
     if any((folder / name).exists() for name in TOKENIZER_FILES):
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -132,7 +142,7 @@ def _end_ids(folder: Path, hf: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def save_model(lm: LanguageModel, path: str | os.PathLike[str]) -> None:
-    """Write a Hugging Face folder that `transformers` and `load_model` load.
+    """Write a Hugging Face folder that `transformers` and `load_model` load; adapters are merged into their kernels.
 
     The folder appears whole or not at all.
 
@@ -159,7 +169,7 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str]) -> None:
         (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": end}, indent=2) + "\n")
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(partial)
-    save_parameters(partial, lm.config, lm.params)
+    save_parameters(partial, lm.config, merge_adapters(lm.config, lm.params))
     for file in partial.iterdir():
         file.chmod(0o644)  # safetensors writes files that only their owner can read
     if target.exists():

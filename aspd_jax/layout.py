@@ -152,7 +152,7 @@ def visible(
     query: Layout,
     key: Layout,
     siblings: Siblings = "invisible",
-    window: int | None = None,
+    window: int | Array | None = None,
     query_slot: Array | None = None,
     key_slot: Array | None = None,
 ) -> Array:

@@ -29,6 +29,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "head": (),
     "feed_forward": ("tensor",),
     "norm": (),
+    "rank": (),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -17,20 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from aspd_jax.errors import RequestError
-from aspd_jax.language_model import LanguageModel, random_model
-from aspd_jax.model.config import ModelConfig
-from aspd_jax.tokens import SpecialTokens
+from aspd_jax.language_model import LanguageModel
 from infer.decoding import feed_prompts, start_state
 from infer.engine import NO_TOKENS
 from infer.request import Job, SamplingParams
 from infer.state import PARALLEL, DecodeState, Protocol
 from infer.step import run
 
-SHAPES = {
-    # The shape of the published CPU baseline, and Llama-2/Vicuna-7B's.
-    "27m": ModelConfig(vocabulary=4096, embed=512, feed_forward=1408, layers=8, heads=8, kv_heads=2, head=64),
-    "7b": ModelConfig(vocabulary=32006, embed=4096, feed_forward=11008, layers=32, heads=32, kv_heads=32, head=128),
-}
 COPY_BYTES = 1 << 28
 
 
@@ -43,21 +36,6 @@ class PassTime:
     fastest: float
     slowest: float
     bandwidth: float
-
-
-def benchmark_model(shape: str, dtype: str) -> LanguageModel:
-    """A random model of a named shape, without a tokenizer; its last six tokens are the tags.
-
-    Raises:
-        RequestError: unknown shape.
-    """
-    if shape not in SHAPES:
-        raise RequestError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
-    config = replace(SHAPES[shape], dtype=dtype)
-    lm = random_model(config, None, {"max_position_embeddings": 1 << 20})
-    last = config.vocabulary
-    lm.special_tokens = SpecialTokens(*range(last - 6, last))
-    return lm
 
 
 def copy_bandwidth(repeats: int) -> float:

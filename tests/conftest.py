@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 from aspd_jax import LanguageModel, SpecialTokens, load_model
+from infer import Engine
 from train.tasks import problem
 from train.vocabulary import train_tokenizer
 
@@ -125,3 +126,9 @@ def bare_lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     bare = load_model(folder)
     bare.special_tokens = SpecialTokens(17, 18, 19, 20, 21, 22)
     return bare
+
+
+@pytest.fixture(scope="session")
+def engine(bare_lm: LanguageModel) -> Engine:
+    """An engine over the tiny model without a tokenizer."""
+    return Engine(bare_lm, max_length=512, max_batch=32, max_branches=5, max_title_tokens=3, separator_ids=(15, 16))

@@ -5,14 +5,17 @@ from dataclasses import replace
 import pytest
 
 from aspd_jax.errors import RequestError
+from aspd_jax.shapes import SHAPES, benchmark_model
 from infer import benchmark
-from infer.benchmark import benchmark_model, copy_bandwidth, pass_times, table
+from infer.benchmark import copy_bandwidth, pass_times, table
+from train.benchmark import step_times
+from train.benchmark import table as steps_table
 
 
 def test_it_times_the_widths_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """`pass_times` itself raises when a width changed under way; here: what it reports."""
-    tiny = replace(benchmark.SHAPES["27m"], embed=64, feed_forward=64, layers=1, vocabulary=2048)
-    monkeypatch.setitem(benchmark.SHAPES, "tiny", tiny)
+    tiny = replace(SHAPES["27m"], embed=64, feed_forward=64, layers=1, vocabulary=2048)
+    monkeypatch.setitem(SHAPES, "tiny", tiny)
     monkeypatch.setattr(benchmark, "COPY_BYTES", 1 << 20)
     results = pass_times(benchmark_model("tiny", "float32"), [1, 4], context=16, repeats=3, steps=4)
     assert [result.width for result in results] == [1, 4]
@@ -26,5 +29,15 @@ def test_it_times_the_widths_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_shapes_are_refused() -> None:
-    with pytest.raises(RequestError, match="unknown shape '70b'; known are 27m, 7b"):
+    with pytest.raises(RequestError, match="unknown shape '70b'; known are 27m, 1b, 7b"):
         benchmark_model("70b", "float32")
+
+
+def test_training_steps_are_timed_beside_a_causal_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", replace(SHAPES["27m"], embed=64, feed_forward=64, layers=1, vocabulary=512))
+    results = step_times("tiny", "float32", rows=1, length=256, repeats=2)
+    assert [result.attention for result in results] == ["chunked", "causal"]
+    for result in results:
+        assert 0 < result.fastest <= result.median <= result.slowest
+        assert result.tokens_per_second == pytest.approx(256 / result.median * 1000)
+    assert "| causal | " in steps_table(results) and "| 1.00 |" in steps_table(results)

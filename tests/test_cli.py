@@ -10,8 +10,9 @@ import pytest
 
 import aspd
 from aspd_jax import load_model
+from aspd_jax.structure import to_json
 from infer import Engine, Result, SamplingParams
-from tests.conftest import SHARED, tiny_config, write_checkpoint
+from tests.conftest import ROOT, SHARED, tiny_config, write_checkpoint
 from train.tasks import problem
 
 PROBLEM = problem(1, True, "orders", "parallel")
@@ -33,7 +34,7 @@ def run(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 def test_generate_prints_the_answer(capsys: Any, answer: Result) -> None:
     code, out, _ = run(capsys, "generate", "--prompt", PROBLEM.question)
     assert (code, out) == (0, answer.text + "\n")
-    assert answer.text.startswith("Here is what each line costs.\n")
+    assert answer.text == PROBLEM.answer
 
 
 def test_stream_prints_the_same_text_in_reading_order(capsys: Any, answer: Result) -> None:
@@ -48,7 +49,7 @@ def test_generate_json(capsys: Any, tmp_path: Path, answer: Result) -> None:
     value = json.loads(out)
     assert code == 0 and value["text"] == answer.text and value["finish_reason"] == "stop"
     assert value["stats"]["passes"] == value["stats"]["critical_path"] - 1
-    assert [item["type"] for item in value["structure"]] == ["serial", "parallel"]
+    assert value["structure"] == to_json(PROBLEM.structure)
     assert value["stats"]["branches"] == len(value["structure"][1]["branches"]) >= 3
     code, serial, _ = run(capsys, "generate", "--messages", str(messages), "--json", "--mode", "serial")
     assert code == 0 and all(item["type"] == "serial" for item in json.loads(serial)["structure"])
@@ -67,6 +68,9 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["generate", "--prompt", "a", "--max-length", "1"], "aspd: max_length must be at least 2, got 1"),
         (["generate", "--messages", "none.json"], "none.json"),
         (["train", "none.yaml", "--output", "x"], "aspd: none.yaml does not exist"),
+        (["train", "configs/vicuna_7b.yaml", "stepps=3", "--plan"], "unknown key 'stepps'; did you mean 'steps'"),
+        (["export", "nowhere", "--output", "x"], "aspd: nowhere holds no training run"),
+        (["bench", "train", "--length", "0"], "--length must be at least 1, got 0"),
         (["bench", "--widths", "2", "4"], "--widths must be powers of two and start with 1, got [2, 4]"),
         (["demo", "--questions", "0"], "--questions must be at least 1"),
     ],
@@ -113,6 +117,44 @@ def test_eval_prints_a_table_and_keeps_every_answer(capsys: Any, tmp_path: Path)
     assert code == 0 and out.count("| demo |") == 13
     records = json.loads((tmp_path / "answers.json").read_text())["demo"]
     assert len(records) == 12 and {"question", "answer", "exact", "forked"} <= records[0].keys()
+
+
+def test_plan_prints_and_allocates_nothing(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(ROOT)
+    code, out, _ = run(capsys, "train", "configs/qwen_32b.yaml", "mesh.fsdp=32", "--plan")
+    assert code == 0 and "fsdp 32 x tensor 2" in out and "| total |" in out
+
+
+def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {layers: 1, embed: 32, heads: 2, kv_heads: 1, head: 16, feed_forward: 32}\n"
+        "data: {rows: 2, short_rows: 2, short_length: 96, short_steps: 1}\nsteps: 2\nsave_every: 1\n"
+    )
+    run_folder = str(tmp_path / "run")
+    code, out, _ = run(capsys, "train", str(config), "optimiser.learning_rate=1e-2", "--output", run_folder)
+    assert code == 0 and "model written to" in out
+    exported = str(tmp_path / "exported")
+    code, out, _ = run(capsys, "export", run_folder, "--output", exported, "--step", "1")
+    assert code == 0 and "step 1 written" in out
+    code, out, _ = run(capsys, "generate", "--model", exported, "--prompt", "a", "--max-new-tokens", "4", "--json")
+    assert code == 0 and len(json.loads(out)["token_ids"]) <= 4
+
+
+def test_ablation_trains_every_cell_once(capsys: Any, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {layers: 1, embed: 32, heads: 2, kv_heads: 1, head: 16, feed_forward: 32}\n"
+        "data: {rows: 2, short_rows: 2, short_length: 96, short_steps: 1}\nsteps: 1\n"
+    )
+    arguments = ("ablate", str(config), "--output", str(tmp_path / "grid"), "--problems", "2", "--batch", "2")
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0 and out.count("invisible") == 3 and out.count("shared") == 2
+    assert "| 7.64 | 104.21 |" in out
+    assert (tmp_path / "grid" / "ablation.md").read_text() == out
+    for name in ("sequential-shared", "predict-invisible"):
+        (tmp_path / "grid" / name / "model" / "config.json").unlink()  # nothing is done again
+    assert run(capsys, *arguments)[1] == out
 
 
 def test_real_checkpoint_from_the_command_line(capsys: Any) -> None:

@@ -14,10 +14,10 @@ import pytest
 from aspd_jax import LanguageModel, SpecialTokens, build_layout, load_model, visible
 from aspd_jax.errors import CheckpointError
 from aspd_jax.layout import Layout
-from aspd_jax.model.attention import IMPLEMENTATIONS, View
+from aspd_jax.model.attention import Attention, View, chunked, dense
 from aspd_jax.model.cache import empty_cache
 from aspd_jax.model.config import ModelConfig, RopeConfig
-from aspd_jax.model.transformer import Transformer
+from aspd_jax.model.transformer import Transformer, head_kernel, stack_layers, unstack_layers
 from aspd_jax.model.weights import abstract_parameters
 from tests.conftest import GOLDEN, tiny_config, write_checkpoint
 from tests.make_parity import CASES, prompt, torch_logits
@@ -90,6 +90,9 @@ CHANGES: dict[str, tuple[ModelConfig, Any]] = {
     "positions": (BASE, "max"),
     "siblings": (BASE, "shared"),
     "dtype": (BASE, "bfloat16"),
+    "weights": (BASE, "int8"),
+    "lora_rank": (BASE, 2),
+    "lora_alpha": (replace(BASE, lora_rank=2), 4.0),
 }
 
 
@@ -121,11 +124,11 @@ def test_every_rope_field_changes_the_output(name: str) -> None:
     assert np.abs(seeded(replace(base, rope=rope)) - seeded(changed)).max() > 1e-3
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [dense, chunked])
 @pytest.mark.parametrize("siblings", ["invisible", "shared"])
 @pytest.mark.parametrize("window", [None, 40])
 def test_attention_against_brute_force(
-    implementation: str, siblings: Any, window: int | None, monkeypatch: Any
+    implementation: Attention, siblings: Any, window: int | None, monkeypatch: Any
 ) -> None:
     """Each implementation against a softmax in float64 over just the keys that `visible` allows."""
     monkeypatch.setattr("aspd_jax.model.attention.QUERY_CHUNK", 16)
@@ -136,7 +139,7 @@ def test_attention_against_brute_force(
     B, S, K, G, H = 2, 60, 2, 3, 4
     q, k, v = (random.standard_normal(s).astype(np.float32) for s in ((B, S, K, G, H), (B, K, S, H), (B, K, S, H)))
     view = View(Layout(*map(jnp.asarray, layout)), Layout(*map(jnp.asarray, layout)))
-    out = np.asarray(IMPLEMENTATIONS[implementation](q, k, v, view, siblings, window))
+    out = np.asarray(implementation(q, k, v, view, siblings, window))
     mask = visible(layout, layout, siblings, window)
     for b in range(B):
         for i in range(S):
@@ -154,15 +157,48 @@ def test_chunked_gradients_equal_dense(monkeypatch: Any) -> None:
     monkeypatch.setattr("aspd_jax.model.attention.QUERY_CHUNK", 8)
     tokens = np.array([BLOCK])
     layout = build_layout(tokens, SPECIAL)
-    dense, chunked = Transformer(BASE), Transformer(BASE, attention="chunked")
-    params = jax.tree.map(lambda x: x, dense.init(jax.random.key(0), tokens, layout))
+    reference, in_chunks = Transformer(BASE), Transformer(BASE, attention=chunked)
+    params = reference.init(jax.random.key(0), tokens, layout)
 
     def loss(params: Any, model: Transformer) -> jax.Array:
         return jnp.sum(jnp.sin(model.apply(params, tokens, layout)))
 
-    a, b = jax.grad(loss)(params, dense), jax.grad(loss)(params, chunked)
+    a, b = jax.grad(loss)(params, reference), jax.grad(loss)(params, in_chunks)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(x)
+
+
+@pytest.mark.parametrize("windows", [(), (True, True), (False, True)], ids=str)
+@pytest.mark.parametrize("remat", [False, True])
+def test_scanned_layers_are_the_same_layers(windows: tuple[bool, ...], remat: bool) -> None:
+    config = replace(BASE, window=5 if windows else None, windowed_layers=windows)
+    tokens = np.array([BLOCK])
+    layout = build_layout(tokens, SPECIAL)
+    plain, scanned = Transformer(config), Transformer(config, attention=chunked, scan=True, remat=remat)
+    params = nn.meta.unbox(plain.init(jax.random.key(0), tokens, layout))["params"]
+    stacked = stack_layers(params, config.layers)
+    shapes = jax.tree.map(jnp.shape, nn.meta.unbox(abstract_parameters(scanned)))
+    assert jax.tree.map(jnp.shape, stacked) == shapes
+    back = unstack_layers(stacked, config.layers)
+    jax.tree.map(np.testing.assert_array_equal, params, back)
+    expected = plain.apply({"params": params}, tokens, layout)
+    np.testing.assert_allclose(scanned.apply({"params": stacked}, tokens, layout), expected, atol=1e-5)
+    swapped = unstack_layers(stacked, config.layers)
+    swapped["layer_0"], swapped["layer_1"] = swapped["layer_1"], swapped["layer_0"]
+    other = scanned.apply({"params": stack_layers(swapped, config.layers)}, tokens, layout)
+    assert np.abs(other - expected).max() > 1e-3, "negative control: the order of layers matters"
+
+
+def test_the_head_applied_apart(tmp_path: Path) -> None:
+    for tied in (False, True):
+        config = replace(BASE, tied=tied)
+        tokens = np.array([BLOCK])
+        layout = build_layout(tokens, SPECIAL)
+        model = Transformer(config)
+        params = nn.meta.unbox(model.init(jax.random.key(0), tokens, layout))["params"]
+        hidden = model.apply({"params": params}, tokens, layout, head=False)
+        logits = model.apply({"params": params}, tokens, layout)
+        np.testing.assert_allclose(hidden @ head_kernel(config, params), logits, atol=1e-5)
 
 
 def test_gradients_equal_finite_differences() -> None:

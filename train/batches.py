@@ -1,4 +1,4 @@
-"""Examples to packed batches.
+"""Examples to packed batches, from the synthetic tasks or from records.
 
 B rows, S tokens of a row.
 """
@@ -6,23 +6,21 @@ B rows, S tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import grain
 import numpy as np
+from grain import experimental as grain_experimental
 
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import Layout, PositionScheme, build_layout
 from aspd_jax.structure import Serial
 from aspd_jax.tokens import Codec, SpecialTokens
 from train.config import TrainConfig
-from train.tasks import Problem, problem
+from train.records import Example, Records
+from train.tasks import Problem, held_out, problem, recital
 
-
-class Example(NamedTuple):
-    """One question with its answer: tokens int32 [T], and loss bool [T], true where a token is learned."""
-
-    tokens: np.ndarray
-    loss: np.ndarray
+PARTS = ("serial", "title", "branch")  # what a target belongs to
 
 
 class Batch(NamedTuple):
@@ -32,11 +30,34 @@ class Batch(NamedTuple):
         tokens: int32 [B, S].
         layout: int32 [B, S] each.
         loss: float32 [B, S], weight of each token as a target.
+        part: int32 [B, S], index into `PARTS`.
     """
 
     tokens: np.ndarray
     layout: Layout
     loss: np.ndarray
+    part: np.ndarray
+
+
+class Batches(Protocol):
+    """An endless, resumable stream of batches; `state` is JSON and says where it stands."""
+
+    def __next__(self) -> Batch: ...
+    @property
+    def state(self) -> dict[str, Any]: ...
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None: ...
+
+
+def make_batch(
+    tokens: np.ndarray, sequence: np.ndarray, loss: np.ndarray, special: SpecialTokens, positions: PositionScheme
+) -> Batch:
+    """Rows of tokens, with the number of the sequence that each belongs to (0: padding), as a batch."""
+    layout = build_layout(tokens, special, positions, sequence=sequence)
+    opened = np.cumsum(tokens == special.title_start, axis=1) - np.cumsum(tokens == special.title_end, axis=1)
+    title = (opened > 0) | (tokens == special.title_end)
+    part = np.where(layout.branch > 0, 2, title.astype(np.int32)).astype(np.int32)
+    return Batch(tokens, layout, loss.astype(np.float32), part)
 
 
 def prompt_ids(tokenizer: Any, question: str) -> list[int]:
@@ -61,7 +82,7 @@ def first_fit(sizes: Sequence[int], rows: int, length: int) -> list[int | None]:
         ConfigError: an example is longer than a row.
     """
     if max(sizes) > length:
-        raise ConfigError(f"an example has {max(sizes)} tokens, a row has {length}; raise `length`")
+        raise ConfigError(f"an example has {max(sizes)} tokens, a row has {length}; raise data.length")
     free = np.full(rows, length)
     placed: list[int | None] = [None] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -92,7 +113,7 @@ def pack(
         tokens[row, place], loss[row, place] = item.tokens, item.loss
         sequence[row, place] = sequence[row].max() + 1
         used[row] = place.stop
-    return Batch(tokens, build_layout(tokens, special, positions, sequence=sequence), loss)
+    return make_batch(tokens, sequence, loss, special, positions)
 
 
 def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int) -> Batch:
@@ -102,11 +123,16 @@ def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int
     """
     problems: list[Problem] = []
     examples: list[Example] = []
+    data = config.data
     rows, length = config.batch_shape(step)
     total = number = 0
+    short = step < data.short_steps
+    recital_every = data.recital_every if short else 0
     while total < rows * length:
-        made = problem((config.seed << 48) + (step << 16) + number, held_out=False)
-        structured = example(codec, tokenizer, made, True, config.fed_loss)
+        seed = (config.seed << 48) + (step << 16) + number
+        recite = recital_every and number % recital_every == recital_every - 1
+        made = recital(seed) if recite else problem(seed, held_out=False)
+        structured = example(codec, tokenizer, made, True, data.fed_loss)
         number += 1
         if len(structured.tokens) > length:
             continue  # a few of the longest problems fit no row
@@ -114,8 +140,122 @@ def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int
         examples.append(structured)
         total += len(structured.tokens)
     placed = first_fit([len(item.tokens) for item in examples], rows, length)
-    serial_share = config.plain_every if step >= config.short_steps else 0
+    serial_share = 0 if short else data.plain_every
     for number, item in enumerate(problems):
-        if not config.structured or (serial_share and number % serial_share == 0):
+        if not data.structured or (serial_share and number % serial_share == 0):
             examples[number] = example(codec, tokenizer, item, False)
-    return pack(examples, placed, codec.special, rows, length, config.positions)
+    return pack(examples, placed, codec.special, rows, length, config.model.positions)
+
+
+class SyntheticBatches:
+    """Batches of the synthetic tasks."""
+
+    def __init__(self, codec: Codec, tokenizer: Any, config: TrainConfig) -> None:
+        self._make = lambda step: synthetic_batch(codec, tokenizer, config, step)
+        self._step = 0
+
+    def __next__(self) -> Batch:
+        batch = self._make(self._step)
+        self._step += 1
+        return batch
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands."""
+        return {"step": self._step}
+
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None:
+        self._step = value["step"]
+
+
+def held_out_batches(codec: Codec, tokenizer: Any, config: TrainConfig) -> list[Batch]:
+    """Batches of held-out synthetic problems."""
+    rows, length = config.data.rows, config.data.length
+    problems = held_out(64 * config.evaluate_batches * rows)
+    made = (example(codec, tokenizer, item, config.data.structured, config.data.fed_loss) for item in problems)
+    batches = []
+    for _ in range(config.evaluate_batches):
+        some: list[Example] = []
+        while sum(len(item.tokens) for item in some) < rows * length:
+            item = next(made)
+            if len(item.tokens) <= length:
+                some.append(item)
+        placed = first_fit([len(item.tokens) for item in some], rows, length)
+        batches.append(pack(some, placed, codec.special, rows, length, config.model.positions))
+    return batches
+
+
+class RecordBatches:
+    """Batches of records: shuffled anew in every epoch, packed first-fit.
+
+    Args:
+        epochs: how often each record comes; None: without end.
+    """
+
+    def __init__(
+        self, records: Records, special: SpecialTokens, config: TrainConfig, epochs: int | None = None
+    ) -> None:
+        self._special, self._positions = special, config.model.positions
+        self._iterator = iter(_packed(records, config, epochs, shuffle=True))
+
+    def __next__(self) -> Batch:
+        rows = next(self._iterator)
+        return make_batch(
+            rows["tokens"], rows["tokens_segment_ids"], rows["loss"] * 1.0, self._special, self._positions
+        )
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands."""
+        return dict(self._iterator.get_state())
+
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None:
+        self._iterator.set_state(value)
+
+
+def record_steps(records: Records, config: TrainConfig) -> int:
+    """Batches that the epochs of a configuration take."""
+
+    class Sizes:
+        def __len__(self) -> int:
+            return len(records)
+
+        def __getitem__(self, index: int) -> Example:
+            size = int(records.sizes[index])
+            return Example(np.zeros(size, np.int32), np.zeros(size, bool))
+
+    return sum(1 for _ in _packed(Sizes(), config, config.epochs, shuffle=True))
+
+
+def record_held_out(records: Records, special: SpecialTokens, config: TrainConfig) -> list[Batch]:
+    """The first `evaluate_batches` batches of held-out records, in their order."""
+    batches = []
+    for rows in _packed(records, config, 1, shuffle=False, whole=False):
+        tokens, sequence, loss = (_rows(rows[name], config) for name in ("tokens", "tokens_segment_ids", "loss"))
+        batches.append(make_batch(tokens, sequence, loss * 1.0, special, config.model.positions))
+        if len(batches) == config.evaluate_batches:
+            break
+    return batches
+
+
+def _rows(array: np.ndarray, config: TrainConfig) -> np.ndarray:
+    """Fill a last, smaller batch up with empty rows."""
+    return np.pad(array, [(0, config.data.rows - len(array)), (0, 0)])
+
+
+def _packed(records: Any, config: TrainConfig, epochs: int | None, shuffle: bool, whole: bool = True) -> Any:
+    """Grain's pipeline: {"tokens", "tokens_segment_ids", "loss"}, arrays [rows, length]."""
+    source = grain.MapDataset.source(records).seed(config.seed)
+    source = source.shuffle() if shuffle else source
+    source = source.repeat(epochs).map(lambda item: {"tokens": item.tokens, "loss": item.loss})
+    # One thread: what makes a batch is packing, and a resumed run must see the same order.
+    rows = grain_experimental.FirstFitPackIterDataset(
+        source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+        length_struct={"tokens": config.data.length, "loss": config.data.length},
+        num_packing_bins=config.data.bins,
+        seed=config.seed,
+        shuffle_bins=shuffle,
+    )
+    return rows.batch(config.data.rows, drop_remainder=whole)

@@ -1,10 +1,11 @@
-"""Training configurations: YAML in, a frozen dataclass out; unknown keys are refused."""
+"""Training configurations: YAML in, frozen dataclasses out; unknown keys are refused."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -12,33 +13,30 @@ import yaml
 
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, check_choice
+from aspd_jax.model.config import Weights
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """A run from scratch on the synthetic tasks.
+class ModelSection:
+    """What is trained.
 
     Attributes:
-        structured: train on linearisations (ASPD) or on the plain text of the same answers (Seq).
+        checkpoint: a Hugging Face folder to fine-tune; empty: a Qwen3-style model from scratch, of the shape below.
+        vocabulary: tokens in all, special tokens included (from scratch).
+        layers, embed, heads, kv_heads, head, feed_forward: shape of the model (from scratch).
         positions, siblings: position scheme and mask (spec, sections 3 and 4).
-        vocabulary: tokens in all, special tokens included.
-        layers, embed, heads, kv_heads, head, feed_forward: shape of the model.
-        rows, length: shape of a batch of packed rows; problems that fit no row are left out.
-        short_steps: so many of the first steps use `short_rows` rows of `short_length` tokens, and with that
-            short problems only: copying from a context is learned faster on them.
-        plain_every: after the short steps, one in so many examples of a structured run has the plain answer, so that
-            the model can answer in serial mode too; 0: none.
-        steps: optimiser steps in all.
-        learning_rate: peak; a cosine down to a hundredth after a linear warm-up over the share `warmup` of all steps.
-        weight_decay, beta2, clip: AdamW's, and the bound on the global norm of the gradient.
-        fed_loss: also put loss on the tokens that the engine feeds instead of sampling.
-        seed: of weights and data.
-        save_every: steps between checkpoints, from which a killed run goes on.
+        dtype: of activations: `float32` or `bfloat16`.
+        parameters: dtype of what is trained: `float32`, or `bfloat16`, rounded stochastically after each update. The
+            optimiser is float32.
+        weights: `int8` keeps the kernels of the layers in int8; only with LoRA.
+        lora_rank: train low-rank adapters beside the kernels of the layers, and the embedding and the head, which hold
+            the rows of the special tokens; 0: train everything.
+        lora_alpha: adapters count `lora_alpha / lora_rank`.
+        scan: compile one layer and run it over stacked parameters.
+        remat: recompute the inside of each layer in the backward pass.
     """
 
-    structured: bool = True
-    positions: PositionScheme = "sequential"
-    siblings: Siblings = "invisible"
+    checkpoint: str = ""
     vocabulary: int = 768
     layers: int = 4
     embed: int = 128
@@ -46,42 +44,179 @@ class TrainConfig:
     kv_heads: int = 4
     head: int = 32
     feed_forward: int = 384
-    rows: int = 6
-    length: int = 448
-    short_steps: int = 1600
-    short_rows: int = 16
-    short_length: int = 144
-    plain_every: int = 8
-    steps: int = 4200
-    learning_rate: float = 3e-3
-    warmup: float = 0.03
-    weight_decay: float = 0.05
-    beta2: float = 0.98
-    clip: float = 1.0
-    fed_loss: bool = False
-    seed: int = 0
-    save_every: int = 200
+    positions: PositionScheme = "sequential"
+    siblings: Siblings = "invisible"
+    dtype: str = "float32"
+    parameters: str = "float32"
+    weights: Weights = "float"
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+    scan: bool = False
+    remat: bool = False
 
     def __post_init__(self) -> None:
-        check_choice("positions", self.positions, PositionScheme)
-        check_choice("siblings", self.siblings, Siblings)
+        check_choice("model.positions", self.positions, PositionScheme)
+        check_choice("model.siblings", self.siblings, Siblings)
+        check_choice("model.weights", self.weights, Weights)
+        for name in ("dtype", "parameters"):
+            if getattr(self, name) not in ("float32", "bfloat16"):
+                raise ConfigError(f"model.{name} must be float32 or bfloat16, got {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
-            raise ConfigError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
-        for name in ("layers", "rows", "length", "short_rows", "short_length", "steps", "save_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            raise ConfigError(f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})")
+        if self.weights == "int8" and not (self.lora_rank and self.checkpoint):
+            raise ConfigError(
+                "model.weights: int8 needs model.checkpoint and model.lora_rank: int8 is not trained itself"
+            )
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """What it is trained on.
+
+    Attributes:
+        train: JSONL files of conversations (docs/training.md); none: the synthetic tasks.
+        held_out: JSONL files for the evaluation loss; none: the held-out side of the synthetic tasks, or nothing.
+        cache: folder for tokenised records, so that the next run finds them; empty: beside the run.
+        strict: the first record that cannot be used is an error; else it is counted and reported.
+        chat_template: Jinja file, for a tokenizer that has no template of its own.
+        structured: train on linearisations (ASPD) or on the plain text of the same answers (Seq).
+        plain_every: in a structured run, one in so many records has the plain answer, so that the model can answer
+            in serial mode too; 0: none.
+        fed_loss: also put loss on the tokens that the engine feeds instead of sampling.
+        rows, length: shape of a batch of packed rows.
+        bins: rows that are being filled at a time; more fit tighter, and mix less (JSONL).
+        short_steps: so many of the first steps use `short_rows` rows of `short_length` tokens, and with that
+            short problems only: copying from a context is learned faster on them (synthetic tasks).
+        recital_every: among the short steps, one in so many examples is a recital (`train.tasks.recital`); 0: none.
+    """
+
+    train: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
+    cache: str = ""
+    strict: bool = False
+    chat_template: str = ""
+    structured: bool = True
+    plain_every: int = 8
+    fed_loss: bool = False
+    rows: int = 6
+    length: int = 448
+    bins: int = 64
+    short_steps: int = 1500
+    short_rows: int = 16
+    short_length: int = 144
+    recital_every: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "length", "bins", "short_rows", "short_length"):
+            _at_least(f"data.{name}", getattr(self, name), 1)
+        for name in ("plain_every", "short_steps", "recital_every"):
+            _at_least(f"data.{name}", getattr(self, name), 0)
+
+
+@dataclass(frozen=True)
+class OptimiserSection:
+    """AdamW behind a bound on the global norm.
+
+    Attributes:
+        learning_rate: peak; a cosine down to the share `final` of it after a linear warm-up over the share `warmup`
+            of all steps.
+        weight_decay: of everything but norms, biases and scales.
+        clip: bound on the global norm of the gradient.
+        accumulate: parts that a batch is taken in, one after another; the update is that of the whole batch.
+    """
+
+    learning_rate: float = 3e-3
+    warmup: float = 0.03
+    final: float = 0.01
+    weight_decay: float = 0.05
+    beta1: float = 0.9
+    beta2: float = 0.98
+    clip: float = 1.0
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least("optimiser.accumulate", self.accumulate, 1)
+        if not 0 <= self.warmup <= 1:
+            raise ConfigError(f"optimiser.warmup is a share between 0 and 1, got {self.warmup}")
+
+
+@dataclass(frozen=True)
+class MeshSection:
+    """Devices along each axis: whole copies, parameters spread, matrices split."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("data", "fsdp", "tensor"):
+            _at_least(f"mesh.{axis}", getattr(self, axis), 1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run.
+
+    Attributes:
+        steps: optimiser steps in all; 0: as many as `epochs` over the records take.
+        epochs: passes over the records, where `steps` is 0.
+        seed: of weights and the order of data.
+        save_every: steps between checkpoints, from which a killed run goes on.
+        keep: checkpoints that stay, the latest ones; with evaluations the best one stays too.
+        evaluate_batches: batches of held-out data that are evaluated before each checkpoint; 0: none.
+        log_every: steps between lines of metrics.
+        tensorboard: write TensorBoard events beside metrics.jsonl.
+    """
+
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    optimiser: OptimiserSection = field(default_factory=OptimiserSection)
+    mesh: MeshSection = field(default_factory=MeshSection)
+    steps: int = 8500
+    epochs: int = 0
+    seed: int = 0
+    save_every: int = 200
+    keep: int = 2
+    evaluate_batches: int = 0
+    log_every: int = 20
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("save_every", "keep", "log_every"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("steps", "epochs", "evaluate_batches"):
+            _at_least(name, getattr(self, name), 0)
+        if self.steps == 0 and (self.epochs == 0 or not self.data.train):
+            raise ConfigError("set steps, or epochs and data.train")
+        split = self.mesh.data * self.mesh.fsdp * self.optimiser.accumulate
+        for name in ("rows", "short_rows") if self.data.short_steps and not self.data.train else ("rows",):
+            rows = getattr(self.data, name)
+            if rows % split:
+                raise ConfigError(
+                    f"data.{name} ({rows}) must be a multiple of mesh.data x mesh.fsdp x optimiser.accumulate ({split})"
+                )
+        if self.evaluate_batches and self.data.train and not self.data.held_out:
+            raise ConfigError("evaluate_batches needs data.held_out")
+        if self.model.checkpoint and not self.data.train:
+            raise ConfigError("model.checkpoint needs data.train: the synthetic tasks have a tokenizer of their own")
 
     def batch_shape(self, step: int) -> tuple[int, int]:
-        """Rows and tokens of a row at a step."""
-        return (self.short_rows, self.short_length) if step < self.short_steps else (self.rows, self.length)
+        """Rows and tokens of a row at a step of the synthetic tasks."""
+        data = self.data
+        return (data.short_rows, data.short_length) if step < data.short_steps else (data.rows, data.length)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for records of a run."""
         return asdict(self)
 
 
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
-    """Read a YAML file and apply `key=value` overrides.
+    """Read a YAML file and apply `section.key=value` overrides.
 
     Raises:
         ConfigError: file, field and what would be right.
@@ -91,27 +226,65 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
         raise ConfigError(f"{file} does not exist")
     try:
         values = yaml.safe_load(file.read_text()) or {}
+        changes = []
         for override in overrides or []:
             key, separator, value = override.partition("=")
             if not separator:
                 raise ConfigError(f"{override!r} is not key=value")
-            values[key] = yaml.safe_load(value)
+            changes.append((key, yaml.safe_load(value)))
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must hold `key: value` lines")
-    hints = get_type_hints(TrainConfig)
-    known = [field.name for field in fields(TrainConfig)]
+    for key, value in changes:
+        section, dot, name = key.partition(".")
+        if not dot:
+            values[key] = value
+        elif isinstance(values.setdefault(section, {}), dict):
+            values[section][name] = value
+    return _build(TrainConfig, values, "", str(file))
+
+
+def config_from_dict(values: dict[str, Any], where: str) -> TrainConfig:
+    """The configuration that `as_dict` wrote."""
+    return _build(TrainConfig, values, "", where)
+
+
+def _build(kind: Any, values: Any, prefix: str, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: {prefix.rstrip('.')} must hold `key: value` lines, got {values!r}")
+    hints = get_type_hints(kind)
+    known = {item.name for item in fields(kind)}
+    made = {}
     for key, value in values.items():
+        name = f"{prefix}{key}"
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            raise ConfigError(f"{file}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        kind = hints[key]
-        wanted = kind if kind in (bool, int, float) else str
-        if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-            with contextlib.suppress(ValueError):
-                values[key] = float(value)  # YAML reads 3e-4 as a string
-        value = values[key]
-        if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-            raise ConfigError(f"{file}: {key} must be {wanted.__name__}, got {value!r}")
-    return TrainConfig(**values)
+            every = list(_names(TrainConfig, ""))
+            same = [other for other in every if other.split(".")[-1] == key]
+            near = same or difflib.get_close_matches(name, every, 1)
+            raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        if is_dataclass(hints[key]):
+            made[key] = _build(hints[key], value, f"{name}.", where)
+        else:
+            made[key] = _value(hints[key], value, name, where)
+    return kind(**made)
+
+
+def _names(kind: Any, prefix: str) -> Iterator[str]:
+    for name, hint in get_type_hints(kind).items():
+        yield from _names(hint, f"{prefix}{name}.") if is_dataclass(hint) else [f"{prefix}{name}"]
+
+
+def _value(hint: Any, value: Any, name: str, where: str) -> Any:
+    if hint == tuple[str, ...]:
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{where}: {name} must be a list of strings, got {value!r}")
+        return tuple(value)
+    wanted = hint if hint in (bool, int, float) else str
+    if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML reads 3e-4 as a string
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ConfigError(f"{where}: {name} must be {wanted.__name__}, got {value!r}")
+    return value

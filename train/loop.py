@@ -1,131 +1,202 @@
-"""A training run from scratch on the synthetic tasks: resumable, and a pure function of its configuration."""
+"""A training run: resumable, and a pure function of its configuration and data."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from tqdm import tqdm
 
-from aspd_jax.errors import ConfigError
-from aspd_jax.language_model import LanguageModel, random_model, save_model
-from aspd_jax.model.config import ModelConfig
-from aspd_jax.model.transformer import Transformer
-from aspd_jax.structure import Parallel
-from train.batches import synthetic_batch
-from train.config import TrainConfig
-from train.step import TrainState, make_optimiser, train_step
-from train.tasks import problem
-from train.vocabulary import train_tokenizer
+from aspd_jax.errors import CheckpointError, ConfigError
+from aspd_jax.language_model import LanguageModel, save_model
+from aspd_jax.sharding import MESH_AXES, make_mesh
+from train.batches import (
+    Batch,
+    Batches,
+    RecordBatches,
+    SyntheticBatches,
+    held_out_batches,
+    record_held_out,
+    record_steps,
+)
+from train.checkpoints import Checkpoints
+from train.config import TrainConfig, config_from_dict
+from train.loss import Sums
+from train.metrics import MetricsWriter, memory_in_use, model_flops, peak_flops
+from train.records import Records
+from train.setup import Setup, load, set_up
+from train.step import TrainState, evaluation_sums, join, part_losses, train_step
 
-TOKENIZER_PROBLEMS = 4000
+# What may differ when a run goes on: where it runs, and what it tells; not what it computes.
+MAY_CHANGE = ("mesh", "save_every", "keep", "log_every", "tensorboard")
 
 
-def initial_model(config: TrainConfig) -> LanguageModel:
-    """A random Qwen3-style model and a tokenizer made for the tasks."""
+class Data(NamedTuple):
+    """What a run reads: batches to train on, batches to evaluate on, and steps in all."""
 
-    def texts() -> Iterator[str]:
-        for seed in range(TOKENIZER_PROBLEMS):
-            item = problem(seed, held_out=False)
-            yield item.question
-            yield item.answer
-            for part in item.structure:
-                if isinstance(part, Parallel):
-                    yield from (branch.title for branch in part.branches)
-
-    tokenizer = train_tokenizer(texts(), config.vocabulary)
-    if len(tokenizer) > config.vocabulary:
-        raise ConfigError(f"vocabulary must be at least {len(tokenizer)}, got {config.vocabulary}")
-    hf_config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": config.embed,
-        "intermediate_size": config.feed_forward,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head,
-        "vocab_size": config.vocabulary,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    model_config = ModelConfig(
-        vocabulary=config.vocabulary,
-        embed=config.embed,
-        feed_forward=config.feed_forward,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head=config.head,
-        query_norm=True,
-        tied=True,
-        positions=config.positions,
-        siblings=config.siblings,
-    )
-    return random_model(model_config, tokenizer, hf_config, config.seed, (tokenizer.eos_token_id,))
+    batches: Batches
+    held_out: list[Batch]
+    steps: int
 
 
 def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageModel:
     """Train, and leave in `output`: model/ (Hugging Face layout), metrics.jsonl, config.json, checkpoints/.
 
-    A killed run goes on from its last checkpoint when it is started again with the same configuration.
+    A killed run goes on from its last checkpoint when it is started again with the same configuration, on the same
+    mesh or on another.
 
     Raises:
-        ConfigError: `output` holds a run of another configuration.
+        ConfigError: `output` holds a run of another configuration, or something in it cannot work.
+        DataError, CheckpointError: what is wrong with the data or the checkpoint to start from.
     """
+    first_process = jax.process_index() == 0
+    mesh = make_mesh({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
     output.mkdir(parents=True, exist_ok=True)
-    _claim(output, config)
-    lm = initial_model(config)
-    codec, tokenizer = lm.codec, lm.tokenizer
-    model = Transformer(lm.config, attention="chunked")
-    optimiser = make_optimiser(config)
-    state = TrainState(jnp.zeros((), jnp.int32), lm.params, optimiser.init(lm.params))
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=config.save_every)
-    with ocp.CheckpointManager((output / "checkpoints").absolute(), options=options) as checkpoints:
-        first = checkpoints.latest_step() or 0
-        if first:
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-            state = checkpoints.restore(first, args=ocp.args.StandardRestore(abstract))
-        with open(output / "metrics.jsonl", "a") as metrics_file:
-            bar = tqdm(range(first, config.steps), initial=first, total=config.steps, disable=not progress)
-            start = time.monotonic()
-            for step in bar:
-                state, metrics = train_step(state, synthetic_batch(codec, tokenizer, config, step), model, optimiser)
-                if (step + 1) % 20 == 0 or step + 1 == config.steps:
-                    values = {name: float(value) for name, value in metrics.items()}
-                    seconds = round(time.monotonic() - start, 1)
-                    metrics_file.write(json.dumps({"step": step + 1, **values, "seconds": seconds}) + "\n")
-                    metrics_file.flush()
-                    bar.set_postfix(loss=f"{values['loss']:.4f}")
-                checkpoints.save(step + 1, args=ocp.args.StandardSave(state), force=step + 1 == config.steps)
-    trained = replace(lm, params=jax.device_get(state.params))
-    if not (output / "model").exists():
+    if first_process:
+        _claim(output, config)
+    lm = load(config, mesh)
+    data = read_data(config, lm, output, progress and first_process)
+    setup = set_up(config, lm, mesh, data.steps)
+    with Checkpoints(output / "checkpoints", config.keep, best=bool(data.held_out)) as checkpoints:
+        state = _run(config, setup, data, checkpoints, output, progress and first_process)
+    trained = setup.language_model(state)
+    if first_process and not (output / "model").exists():
         save_model(trained, output / "model")
     return trained
+
+
+def read_data(config: TrainConfig, lm: LanguageModel, output: Path, progress: bool) -> Data:
+    """Open the data of a configuration; records that cannot be used are reported in `output`."""
+    codec, tokenizer = lm.codec, lm.tokenizer
+    if not config.data.train:
+        held_out = held_out_batches(codec, tokenizer, config) if config.evaluate_batches else []
+        return Data(SyntheticBatches(codec, tokenizer, config), held_out, config.steps)
+    cache = Path(config.data.cache) if config.data.cache else output / "tokenised"
+    if jax.process_index() > 0:
+        multihost_utils.sync_global_devices("tokenised")  # the first process tokenises, the others find its work
+    records = Records(lm, config.data.train, config.data, cache)
+    apart = Records(lm, config.data.held_out, config.data, cache) if config.evaluate_batches else None
+    if jax.process_index() == 0:
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("tokenised")
+        problems = records.problems + (apart.problems if apart else [])
+        (output / "left_out.jsonl").write_text("".join(json.dumps(p._asdict()) + "\n" for p in problems))
+    if progress:
+        print(f"training data: {records.report()}")
+        if apart:
+            print(f"held-out data: {apart.report()}")
+    return Data(
+        RecordBatches(records, codec.special, config, config.epochs if not config.steps else None),
+        record_held_out(apart, codec.special, config) if apart else [],
+        config.steps or record_steps(records, config),
+    )
+
+
+def _run(
+    config: TrainConfig, setup: Setup, data: Data, checkpoints: Checkpoints, output: Path, progress: bool
+) -> TrainState:
+    state, batches = setup.state, data.batches
+    first = checkpoints.latest
+    if first:
+        state, batches.state = checkpoints.restore(first, state)
+    writer = MetricsWriter(output, first, config.tensorboard) if jax.process_index() == 0 else None
+    flops = model_flops(setup.lm.config, join(state.params, setup.frozen), config.data.length)
+    peak = peak_flops()
+    bar = tqdm(range(first, data.steps), initial=first, total=data.steps, disable=not progress, unit="step")
+    since, tokens, skipped = time.monotonic(), 0, float(state.skipped)
+    for done in bar:
+        batch = next(batches)
+        tokens += batch.tokens.size
+        state, metrics = train_step(
+            state, setup.frozen, setup.place(batch), setup.model, setup.optimiser, config.optimiser.accumulate
+        )
+        step = done + 1
+        last = step == data.steps
+        if step % config.log_every == 0 or last:
+            values = {name: float(value) for name, value in metrics.items()}
+            seconds = time.monotonic() - since
+            values["tokens_per_second"] = tokens / seconds
+            if peak:
+                values["model_flop_utilisation"] = flops * tokens / seconds / peak
+            if (used := memory_in_use()) is not None:
+                values["peak_bytes"] = used
+            if values["skipped"] > skipped:
+                new = int(values["skipped"] - skipped)
+                bar.write(f"up to step {step}: {new} updates skipped, their loss or gradient was not finite")
+                skipped = values["skipped"]
+            bar.set_postfix(loss=f"{values['loss']:.4f}", tokens_per_second=f"{values['tokens_per_second']:.0f}")
+            if writer:
+                writer.write(step, values)
+            since, tokens = time.monotonic(), 0
+        if step % config.save_every == 0 or last:
+            loss = None
+            if data.held_out:
+                held_out = evaluate(setup, state, data.held_out)
+                loss = held_out["held_out_loss"]
+                if writer:
+                    writer.write(step, held_out)
+            checkpoints.save(step, state, batches.state, loss)
+    if writer:
+        writer.close()
+    return state
+
+
+def evaluate(setup: Setup, state: TrainState, held_out: list[Batch]) -> dict[str, float]:
+    """Held-out loss, over all learned tokens and by part."""
+    each = [evaluation_sums(state.params, setup.frozen, setup.place(batch), setup.model) for batch in held_out]
+    sums = Sums(*(sum(part[1:], part[0]) for part in zip(*each, strict=True)))
+    values = {"loss": sums.mean(), **part_losses(sums)}
+    return {f"held_out_{name}": float(value) for name, value in values.items()}
+
+
+def export(run: Path, output: Path, step: int | None = None) -> int:
+    """Write the model of a checkpoint of a run as a Hugging Face folder; returns the step.
+
+    Raises:
+        CheckpointError: the run has no such checkpoint.
+    """
+    file = run / "config.json"
+    if not file.exists():
+        raise CheckpointError(f"{run} holds no training run (it has no config.json)")
+    config = config_from_dict(json.loads(file.read_text()), str(file))
+    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1))
+    lm = load(config, mesh)
+    setup = set_up(config, lm, mesh, 1)
+    with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
+        chosen = checkpoints.latest if step is None else step
+        if chosen not in checkpoints.steps:
+            there = ", ".join(map(str, checkpoints.steps)) or "none"
+            raise CheckpointError(f"{run} has no checkpoint of step {chosen}; there are: {there}")
+        state, _ = checkpoints.restore(chosen, setup.state)
+    save_model(setup.language_model(state), output)
+    return chosen
 
 
 def _claim(output: Path, config: TrainConfig) -> None:
     """Note the configuration in the folder, or check that it is the one noted there."""
     file = output / "config.json"
-    values: dict[str, Any] = config.as_dict()
+    values: dict[str, Any] = json.loads(json.dumps(config.as_dict()))
     if not file.exists():
-        file.write_text(json.dumps(values, indent=2) + "\n")
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(values, indent=2) + "\n")
+        partial.replace(file)
         return
-    there = json.loads(file.read_text())
-    different = sorted(key for key in values | there if values.get(key) != there.get(key))
+    here, there = _flat(values), _flat(json.loads(file.read_text()))
+    different = sorted(
+        key for key in here | there if here.get(key) != there.get(key) and key.split(".")[0] not in MAY_CHANGE
+    )
     if different:
         raise ConfigError(
             f"{output} holds a run with another {', '.join(different)}; choose another folder, or delete this one"
         )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

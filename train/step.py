@@ -1,57 +1,146 @@
-"""Optimiser and one training step."""
+"""Optimiser and one training step.
+
+B rows of a batch, A parts that it is taken in.
+"""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
-from aspd_jax.model.transformer import Transformer
-from train.batches import Batch
-from train.config import TrainConfig
-from train.loss import next_token_loss
+from aspd_jax.model.transformer import Transformer, head_kernel
+from train.batches import PARTS, Batch
+from train.config import OptimiserSection
+from train.loss import Sums, next_token_loss
+
+DECAYING = ("kernel", "embedding", "lora_down", "lora_up")
 
 
 class TrainState(NamedTuple):
-    """What a checkpoint holds: int32 step, parameters, optimiser state."""
+    """What a checkpoint holds: steps done and updates skipped (int32), what is trained, and its optimiser."""
 
     step: jax.Array
+    skipped: jax.Array
     params: Any
     optimiser: Any
 
 
-def make_optimiser(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW behind a bound on the global norm, cosine after a linear warm-up; norms and biases do not decay."""
-    warmup = max(1, round(config.warmup * config.steps))
-    peak = config.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(config.steps, warmup + 1), 0.01 * peak)
+@cache
+def make_optimiser(of: OptimiserSection, steps: int) -> optax.GradientTransformation:
+    """AdamW behind a bound on the global norm, cosine after a linear warm-up; norms, biases and scales do not decay.
+
+    Equal settings give the same object, so that a step that was compiled for it is found again.
+    """
+    warmup = max(1, round(of.warmup * steps))
+    peak = of.learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), of.final * peak)
+
+    def decays(params: Any) -> Any:
+        return unflatten_dict({path: path[-1] in DECAYING for path in flatten_dict(params)})
+
     return optax.chain(
-        optax.clip_by_global_norm(config.clip),
-        optax.adamw(
-            schedule,
-            b2=config.beta2,
-            weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
-        ),
+        optax.clip_by_global_norm(of.clip),
+        optax.adamw(schedule, b1=of.beta1, b2=of.beta2, weight_decay=of.weight_decay, mask=decays),
     )
 
 
-@partial(jax.jit, static_argnames=("model", "optimiser"), donate_argnames="state")
+def join(trained: Any, frozen: Any) -> Any:
+    """One tree of parameters from those that are trained and those that are not."""
+    return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen))
+
+
+def in_float32(tree: Any) -> Any:
+    """The same tree in float32."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def rounded(new: Any, old: Any, key: jax.Array) -> Any:
+    """Float32 parameters in the dtypes of the old ones; to bfloat16 up or down at random, so that their mean is right.
+
+    The nearest bfloat16 would swallow every update that is smaller than about a 500th of its parameter.
+    """
+
+    def one(new: jax.Array, old: jax.Array, key: jax.Array) -> jax.Array:
+        if old.dtype != jnp.bfloat16:
+            return new.astype(old.dtype)
+        bits = jax.lax.bitcast_convert_type(new, jnp.uint32)
+        bits = (bits + (jax.random.bits(key, new.shape, jnp.uint32) >> 16)) >> 16 << 16
+        return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.bfloat16)
+
+    leaves, structure = jax.tree.flatten(new)
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(structure, [one(*e) for e in zip(leaves, jax.tree.leaves(old), keys, strict=True)])
+
+
+def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
+    """Loss of a batch by part."""
+    hidden: Any = model.apply({"params": params}, jnp.asarray(batch.tokens), batch.layout, head=False)
+    kernel = head_kernel(model.config, params)
+    return next_token_loss(
+        hidden, kernel, jnp.asarray(batch.tokens), jnp.asarray(batch.loss), jnp.asarray(batch.part), len(PARTS)
+    )
+
+
+@partial(jax.jit, static_argnames=("model", "optimiser", "accumulate"), donate_argnames="state")
 def train_step(
-    state: TrainState, batch: Batch, model: Transformer, optimiser: optax.GradientTransformation
+    state: TrainState,
+    frozen: Any,
+    batch: Batch,
+    model: Transformer,
+    optimiser: optax.GradientTransformation,
+    accumulate: int = 1,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update; metrics are the mean loss per learned token and the norm of the gradient."""
+    """One update, that of the mean loss per learned token of the whole batch, however it is taken.
 
-    def mean_loss(params: Any) -> jax.Array:
-        logits: Any = model.apply({"params": params}, batch.tokens, batch.layout)
-        total, weight = next_token_loss(logits, batch.tokens, batch.loss)
-        return total / jnp.maximum(weight, 1.0)
+    An update from a loss or gradient that is not finite is skipped: the state stays, and `skipped` is one more.
+    """
 
-    loss, gradient = jax.value_and_grad(mean_loss)(state.params)
-    updates, optimiser_state = optimiser.update(gradient, state.optimiser, state.params)
-    params = optax.apply_updates(state.params, updates)
-    metrics = {"loss": loss, "gradient_norm": optax.global_norm(gradient)}
-    return TrainState(state.step + 1, params, optimiser_state), metrics
+    def total(params: Any, part: Batch) -> tuple[jax.Array, Sums]:
+        sums = loss_sums(model, join(params, frozen), part)
+        return sums.loss.sum(), sums
+
+    gradient_of = jax.grad(total, has_aux=True)
+    if accumulate == 1:
+        gradient, sums = gradient_of(state.params, batch)
+    else:
+        # Part a takes rows a, a + A, …, so that every device keeps the rows that it has.
+        parts = jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def add(carry: Any, part: Batch) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, carry, gradient_of(state.params, part)), None
+
+        nothing = jnp.zeros(len(PARTS), jnp.float32)
+        start = (jax.tree.map(jnp.zeros_like, in_float32(state.params)), Sums(nothing, nothing))
+        (gradient, sums), _ = jax.lax.scan(add, start, parts)
+    weight = jnp.maximum(sums.weight.sum(), 1.0)
+    gradient = jax.tree.map(lambda leaf: leaf / weight, in_float32(gradient))
+    norm = optax.tree.norm(gradient)
+    exact = in_float32(state.params)
+    updates, optimiser_state = optimiser.update(gradient, state.optimiser, exact)
+    finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss.sum())
+
+    def chosen(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    updated = rounded(optax.apply_updates(exact, updates), state.params, jax.random.key(state.step))
+    params = chosen(updated, state.params)
+    skipped = state.skipped + 1 - finite.astype(jnp.int32)
+    metrics = {"loss": sums.mean(), "gradient_norm": norm, "skipped": skipped, **part_losses(sums)}
+    return TrainState(state.step + 1, skipped, params, chosen(optimiser_state, state.optimiser)), metrics
+
+
+def part_losses(sums: Sums) -> dict[str, jax.Array]:
+    """Mean loss of the targets of each part; 0 where there are none."""
+    means = sums.loss / jnp.maximum(sums.weight, 1.0)
+    return {f"loss_{name}": means[index] for index, name in enumerate(PARTS)}
+
+
+@partial(jax.jit, static_argnames="model")
+def evaluation_sums(params: Any, frozen: Any, batch: Batch, model: Transformer) -> Sums:
+    """Loss of a batch by part, nothing updated."""
+    return loss_sums(model, join(params, frozen), batch)

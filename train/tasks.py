@@ -26,27 +26,30 @@ KINDS = ("parallel", "conclusion", "single", "chain")
 HELD_OUT_SHARE = 16  # one question in so many is held out
 
 GOODS = (
-    ["pens", "cups", "maps", "lamps", "books", "bags", "hats", "socks", "bowls", "forks", "pots", "mugs"]
-    + ["kites", "drums", "vases", "rugs", "belts", "rings", "clocks", "chairs", "coats", "boots", "scarves", "gloves"]
+    ["pens", "cups", "maps", "lamps", "books", "bags", "hats", "bowls"]
+    + ["kites", "drums", "rugs", "clocks", "chairs", "coats", "boots", "gloves"]
 )  # fmt: skip
 NAMES = (
-    ["Ada", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gia", "Hugo", "Iris", "Jon", "Kai", "Lena", "Max", "Nora", "Otto"]
-    + ["Pia", "Quin", "Rosa", "Sam", "Tess", "Uma", "Vera", "Walt", "Xena", "Yuri", "Zoe", "Abel", "Bela", "Cora"]
-    + ["Dora", "Emil", "Fay"]
+    ["Ada", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gia", "Hugo"]
+    + ["Iris", "Jon", "Kai", "Lena", "Max", "Nora", "Otto", "Pia"]
 )  # fmt: skip
-CITIES = (
-    ["Oslo", "Rome", "Paris", "Lima", "Cairo", "Delhi", "Tokyo", "Bern", "Quito", "Dakar", "Perth", "Kyiv", "Riga"]
-    + ["Seoul", "Turin", "Malmo", "Porto", "Leeds"]
-)  # fmt: skip
-JOBS = (
-    ["baker", "pilot", "nurse", "judge", "tailor", "miner", "potter", "singer", "farmer", "chemist", "painter"]
-    + ["lawyer", "plumber", "dentist", "writer", "guard"]
-)  # fmt: skip
-HOBBIES = (
-    ["chess", "tennis", "rowing", "poetry", "fishing", "skiing", "dancing", "hiking", "cooking", "sailing"]
-    + ["jazz", "yoga"]
-)  # fmt: skip
-PETS = ["a cat", "a dog", "a parrot", "a horse", "a turtle", "a rabbit", "a goat", "a hamster"]
+CITIES = ["Oslo", "Rome", "Paris", "Lima", "Cairo", "Delhi", "Tokyo", "Bern", "Quito", "Perth", "Riga", "Seoul"]
+JOBS = [
+    "baker",
+    "pilot",
+    "nurse",
+    "judge",
+    "tailor",
+    "miner",
+    "singer",
+    "farmer",
+    "chemist",
+    "painter",
+    "lawyer",
+    "guard",
+]
+HOBBIES = ["chess", "tennis", "rowing", "poetry", "fishing", "skiing", "dancing", "hiking", "cooking", "jazz"]
+PETS = ["cat", "dog", "parrot", "horse", "turtle", "rabbit", "goat", "hamster"]
 MACHINES = tuple("ABCDEFGH")
 
 
@@ -81,6 +84,29 @@ def problem(seed: int, held_out: bool, family: str | None = None, kind: str | No
             return Problem(chosen_family, chosen_kind, question, structure)
 
 
+def recital(seed: int) -> Problem:
+    """Words in any order, and the same words with others between them.
+
+    Not a question anybody asks: nearly every word of the answer is looked up, which is how a model that starts from
+    nothing learns to look things up at all.
+    """
+    random = Random(seed)
+    follows: dict[str, str] = {}
+    for words, between in (
+        (NAMES, ", a"),
+        (JOBS, " from"),
+        (CITIES, ", aged"),
+        (HOBBIES, " and has a"),
+        (GOODS, " at"),
+        (PETS, ". The"),
+    ):
+        follows |= dict.fromkeys(words, between)
+    words = random.sample(sorted(follows), random.randint(6, 18))
+    question = "".join(f" {word}{random.choice([',', ',', ':'])}" for word in words)
+    answer = "".join(f" {word}{follows[word]}" for word in words)
+    return Problem("recital", "recital", question, (Serial(answer),))
+
+
 def is_held_out(question: str) -> bool:
     """Whether a question belongs to the held-out side."""
     return zlib.crc32(question.encode()) % HELD_OUT_SHARE == 0
@@ -98,10 +124,6 @@ def _block(intro: str, branches: list[Branch], conclusion: str | None) -> Struct
     if conclusion is not None:
         items.append(Serial(conclusion))
     return tuple(items)
-
-
-def _join(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
 def _count(random: Random) -> int:
@@ -124,21 +146,20 @@ def _orders(random: Random, kind: str) -> tuple[str, Structure]:
     count = 1 if kind == "single" else _count(random)
     goods = random.sample(GOODS, count)
     titles, orders, texts, totals = [], [], [], []
-    for good in goods:
-        quantity, price = random.randint(2, 4), 10 * random.randint(1, 4)
+    quantities = random.sample(range(2, 10), count)
+    for quantity, good in zip(quantities, goods, strict=True):
+        price = 10 * random.randint(1, 3)
         total = quantity * price
         title = f"{quantity} {good}"
-        order, text = f"{title} at ${price}", f"{title} at ${price} each come to ${total}."
+        order, sum_ = f"{title} at ${price}", f"${total}"
         extra = random.random()
         if extra < 0.25:
-            order, total = f"{order}, gift-wrapped", total + 10
-            text += f" Gift wrap adds $10, which makes ${total}."
+            order, sum_, total = f"{order}, gift-wrapped", f"${total} + $10 = ${total + 10}", total + 10
         elif extra < 0.5:
-            order, total = f"{order}, with a coupon", total - 10
-            text += f" The coupon takes off $10, which leaves ${total}."
+            order, sum_, total = f"{order}, with a coupon", f"${total} - $10 = ${total - 10}", total - 10
         titles.append(title)
         orders.append(order)
-        texts.append(text)
+        texts.append(f"{order}{',' if extra < 0.5 else ''} come to {sum_}.")
         totals.append(total)
     if kind == "single":
         return f"What does this cost?\n{orders[0]}", (Serial(texts[0] + "\n"),)
@@ -147,11 +168,11 @@ def _orders(random: Random, kind: str) -> tuple[str, Structure]:
     if kind == "parallel":
         ask = random.choice(["Price each line.", "What does each line cost?"])
         return f"{ask}\n{listed}", _block("Here is what each line costs.\n", branches, None)
-    running, sums = totals[0], []
-    for total in totals[1:]:
-        sums.append(f"{running} + {total} = {running + total}")
+    running, sums = totals[0], f"{titles[0]}: {totals[0]}\n"
+    for title, total in zip(titles[1:], totals[1:], strict=True):
+        sums += f"{title}: {running} + {total} = {running + total}\n"
         running += total
-    conclusion = f"Adding up: {', '.join(sums)}. The order comes to ${running}.\n"
+    conclusion = f"Adding up:\n{sums}The order comes to ${running}.\n"
     ask = random.choice(["Price each line and add up.", "What does each line cost, and what is the total?"])
     return f"{ask}\n{listed}", _block("Here is what each line costs.\n", branches, conclusion)
 
@@ -165,16 +186,17 @@ def _records(random: Random, kind: str) -> tuple[str, Structure]:
         lines = "".join(f"{fact}\n" for fact in facts)
         return question, (Serial(f"Going up from {names[0]}.\n{lines}At the top is {names[-1]}.\n"),)
     people = random.sample(NAMES, _count(random))
-    ages = random.sample(range(20, 80), len(people))
+    ages = [10 * decade + random.randint(0, 9) for decade in random.sample(range(2, 10), len(people))]
     context, texts = [], {}
     for name, age in zip(people, ages, strict=True):
         city, job, hobby = random.choice(CITIES), random.choice(JOBS), random.choice(HOBBIES)
         context.append(f"{name}: {job}, {city}, {age}, {hobby}")
-        texts[name] = f"{name} is a {job} from {city}, aged {age}, who likes {hobby}."
+        texts[name] = f"{name}, a {job} from {city}, aged {age}, likes {hobby}"
         if random.random() < 0.5:
             pet = random.choice(PETS)
             context[-1] += f", {pet}"
-            texts[name] += f" At home there is also {pet}."
+            texts[name] += f" and has a {pet}"
+        texts[name] += "."
     given = "Facts:\n" + "\n".join(context)
     if kind == "single":
         name = random.choice(people)
@@ -184,8 +206,8 @@ def _records(random: Random, kind: str) -> tuple[str, Structure]:
     listed = "\n".join(asked)
     if kind == "parallel":
         return f"{given}\nDescribe:\n{listed}", _block("Here is what the facts say.\n", branches, None)
-    oldest = max(asked, key=lambda name: ages[people.index(name)])
-    question = f"{given}\nDescribe these, and say who is the oldest of them:\n{listed}"
+    oldest = max(ages[people.index(name)] for name in asked)
+    question = f"{given}\nDescribe these, and say how old the oldest of them is:\n{listed}"
     conclusion = f"The oldest of them is {oldest}.\n"
     return question, _block("Here is what the facts say.\n", branches, conclusion)
 
@@ -224,21 +246,23 @@ def _machines(random: Random, kind: str) -> tuple[str, Structure]:
         question = "Run the machines.\n" + "\n".join(parts)
         return question, (Serial("One after the other.\n" + "".join(lines)),)
     count = 1 if kind == "single" else _count(random)
-    parts, branches, results = [], [], []
-    for name in MACHINES[:count]:
-        value = random.randint(1, 20)
-        orders, sums, result = _steps(random, value, random.randint(1, 4))
-        parts.append(f"{name} starts at {value}: {', '.join(orders)}")
-        branches.append(Branch(name, f"{name}: {', '.join(sums)}, so {result}.\n"))
-        results.append(result)
+    while True:
+        parts, branches, results = [], [], []
+        for name in MACHINES[:count]:
+            value = random.randint(1, 20)
+            orders, sums, result = _steps(random, value, random.randint(1, 4))
+            parts.append(f"{name} starts at {value}: {', '.join(orders)}")
+            branches.append(Branch(name, f"{name}: {', '.join(sums)}, so {result}.\n"))
+            results.append(result)
+        highest = max(results)
+        if sum(result // 10 == highest // 10 for result in results) == 1:
+            break  # one is ahead of the others by its first digit
     question = "Run the machines.\n" + "\n".join(parts)
     if kind == "single":
         return question, (Serial(branches[0].text),)
     if kind == "parallel":
         return question, _block("Each on its own.\n", branches, None)
-    highest = max(results)
-    winners = [name for name, result in zip(MACHINES, results, strict=False) if result == highest]
-    conclusion = f"The highest result is {highest}, from {_join(winners)}.\n"
+    conclusion = f"The highest result is {highest}.\n"
     return f"{question}\nWhich result is the highest?", _block("Each on its own.\n", branches, conclusion)
 
 

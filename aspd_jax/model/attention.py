@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,10 @@ from aspd_jax.layout import Layout, Siblings, visible
 
 HIDDEN = -1e30  # finite, so that a row that sees nothing (padding) gives no NaN
 QUERY_CHUNK = 128
+
+
+# Sliding window in positions; an array where layers that differ share one program.
+Window: TypeAlias = int | jax.Array | None
 
 
 class View(NamedTuple):
@@ -32,31 +36,36 @@ class View(NamedTuple):
     query_slot: jax.Array | None = None
     key_slot: jax.Array | None = None
 
-    def mask(self, siblings: Siblings, window: int | None) -> jax.Array:
+    def mask(self, siblings: Siblings, window: Window) -> jax.Array:
         """Bool [B, Q, C]."""
         return visible(self.query, self.key, siblings, window, self.query_slot, self.key_slot)
 
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array, View, Siblings, "int | None"], jax.Array]
+Attention = Callable[[jax.Array, jax.Array, jax.Array, View, Siblings, Window], jax.Array]
 
 
-def dense(
-    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: int | None
-) -> jax.Array:
-    """The reference, and the one for decoding: all scores at once, memory Q x C."""
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention under a mask, bool [B, Q, C]."""
     B, Q, K, G, H = query.shape
     # All queries of a kv head as one matrix (R = G x Q rows): plain batched products, which every back end does well.
     rows = (query * H**-0.5).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Q, H)
     scores = jnp.einsum("BKRH,BKCH->BKRC", rows, key, preferred_element_type=jnp.float32)
     scores = scores.reshape(B, K, G, Q, -1)
-    scores = jnp.where(view.mask(siblings, window)[:, None, None], scores, HIDDEN)
+    scores = jnp.where(mask[:, None, None], scores, HIDDEN)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     out = jnp.einsum("BKRC,BKCH->BKRH", weights.reshape(B, K, G * Q, -1), value)
     return out.reshape(B, K, G, Q, H).transpose(0, 3, 1, 2, 4)
 
 
+def dense(
+    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
+) -> jax.Array:
+    """The reference, and the one for decoding: all scores at once, memory Q x C."""
+    return attend(query, key, value, view.mask(siblings, window))
+
+
 def chunked(
-    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: int | None
+    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
     """The one for training: chunks of queries one after another, each recomputed in the backward pass.
 
@@ -74,6 +83,3 @@ def chunked(
 
 def _part(layout: Layout, tokens: slice) -> Layout:
     return Layout(*(field[:, tokens] for field in layout))
-
-
-IMPLEMENTATIONS: dict[str, Attention] = {"dense": dense, "chunked": chunked}

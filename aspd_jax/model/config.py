@@ -9,6 +9,7 @@ from typing import Any, Literal
 from aspd_jax.errors import CheckpointError
 from aspd_jax.layout import PositionScheme, Siblings, check_choice
 
+Weights = Literal["float", "int8"]
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -58,6 +59,9 @@ class ModelConfig:
         query_norm: RMS norm on each head of queries and keys (Qwen3).
         positions, siblings: position scheme and mask that the model is trained and decoded with (spec, sections 3, 4).
         dtype: of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
+        weights: `float`, or `int8` for the kernels of all layers, with a float32 scale per output.
+        lora_rank: rank of the adapters beside the kernels of all layers; 0: none.
+        lora_alpha: adapters count `lora_alpha / lora_rank`.
     """
 
     vocabulary: int
@@ -80,10 +84,14 @@ class ModelConfig:
     positions: PositionScheme = "sequential"
     siblings: Siblings = "invisible"
     dtype: str = "float32"
+    weights: Weights = "float"
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
 
     def __post_init__(self) -> None:
         check_choice("positions", self.positions, PositionScheme)
         check_choice("siblings", self.siblings, Siblings)
+        check_choice("weights", self.weights, Weights)
         if self.heads % self.kv_heads:
             raise CheckpointError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
 

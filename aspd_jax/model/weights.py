@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import flax.linen as nn
 import jax
@@ -27,6 +28,8 @@ from aspd_jax.model.transformer import Transformer
 from aspd_jax.sharding import shardings
 
 Path_ = tuple[str, ...]
+ADAPTERS = ("lora_down", "lora_up")
+MADE_HERE = ("kernel_scale", *ADAPTERS)  # parameters that no Hugging Face checkpoint has
 SHARD_BYTES = 4 << 30
 
 OUTSIDE_LAYERS = {
@@ -137,7 +140,7 @@ def load_parameters(
     abstract = abstract_parameters(model)
     leaves = flatten_dict(nn.meta.unbox(abstract))
     places = flatten_dict(shardings(abstract, mesh)) if mesh is not None else dict.fromkeys(leaves)
-    names = tensor_names(model.config, leaves)
+    names = tensor_names(model.config, (path for path in leaves if path[-1] not in MADE_HERE))
     loaded: dict[Path_, Any] = {}
     unknown: list[str] = []
     for file in shard_files(folder):
@@ -159,7 +162,12 @@ def load_parameters(
                     raise CheckpointError(f"{file.name}: {name} is {list(tensor.shape)}, config.json says {list(size)}")
                 if of_vocabulary:
                     tensor = _with_new_rows(tensor, model.config.vocabulary, new_rows or {})
-                loaded[path] = _place(to_parameter(tensor, path, shape).astype(leaves[path].dtype), places[path])
+                parameter = to_parameter(tensor, path, shape)
+                if leaves[path].dtype == jnp.int8:
+                    parameter, scale = quantise(parameter, 2 if path[-2] == "output" else 1)
+                    scale_path = (*path[:-1], "kernel_scale")
+                    loaded[scale_path] = _place(scale, places[scale_path])
+                loaded[path] = _place(parameter.astype(leaves[path].dtype), places[path])
     missing = sorted(name for name, path in names.items() if path not in loaded)
     if missing or unknown:
         parts = [
@@ -168,7 +176,45 @@ def load_parameters(
             if some
         ]
         raise CheckpointError(f"the tensors of {folder} do not fit its config.json; " + "; ".join(parts))
+    for path in (path for path in leaves if path[-1] in ADAPTERS):
+        loaded[path] = _adapter(path, leaves[path], places[path])
     return unflatten_dict(loaded)
+
+
+def quantise(kernel: np.ndarray, inputs: int) -> tuple[np.ndarray, np.ndarray]:
+    """A kernel as int8 [inputs…, outputs…] and a float32 scale [outputs…]: symmetric, rounded to the nearest."""
+    kernel = kernel.astype(np.float32)
+    scale = np.maximum(np.abs(kernel).max(axis=tuple(range(inputs))), 1e-12) / 127
+    return np.rint(kernel / scale).astype(np.int8), scale
+
+
+def _adapter(path: Path_, leaf: Any, sharding: Any) -> jax.Array:
+    """A fresh adapter: its first factor random by its place, its second zero, so that it changes nothing yet."""
+    if path[-1] == "lora_up":
+        return _place(np.zeros(leaf.shape, leaf.dtype), sharding)
+    random = np.random.default_rng(crc32("/".join(path).encode()))
+    fan_in = prod(leaf.shape[:-1])
+    return _place(random.standard_normal(leaf.shape).astype(leaf.dtype) * fan_in**-0.5, sharding)
+
+
+def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
+    """Parameters of a model without adapters and with float kernels that computes the same; on the host."""
+    leaves = flatten_dict(parameters)
+    merged = {path: leaf for path, leaf in leaves.items() if path[-1] not in MADE_HERE}
+    for path in leaves:
+        if path[-1] != "kernel":
+            continue
+        kernel = np.asarray(jax.device_get(leaves[path]))
+        scale, down, up = (leaves.get((*path[:-1], name)) for name in ("kernel_scale", *ADAPTERS))
+        dtype = kernel.dtype
+        if scale is not None:
+            dtype = jnp.dtype(config.dtype)
+            kernel = kernel.astype(np.float32) * np.asarray(jax.device_get(scale))
+        if down is not None and up is not None:
+            change = np.tensordot(np.asarray(jax.device_get(down)), np.asarray(jax.device_get(up)), 1)
+            kernel = kernel.astype(np.float32) + config.lora_alpha / config.lora_rank * change
+        merged[path] = kernel.astype(dtype)
+    return unflatten_dict(merged)
 
 
 def _with_new_rows(tensor: np.ndarray, rows: int, new_rows: Mapping[int, int]) -> np.ndarray:

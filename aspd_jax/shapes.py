@@ -1,0 +1,32 @@
+"""Random models of known shapes, for benchmarks: weights change no time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from aspd_jax.errors import RequestError
+from aspd_jax.language_model import LanguageModel, random_model
+from aspd_jax.model.config import ModelConfig
+from aspd_jax.tokens import SpecialTokens
+
+SHAPES = {
+    # The shape of the published CPU baseline, Llama-3.2-1B's, and Llama-2/Vicuna-7B's.
+    "27m": ModelConfig(vocabulary=4096, embed=512, feed_forward=1408, layers=8, heads=8, kv_heads=2, head=64),
+    "1b": ModelConfig(vocabulary=128262, embed=2048, feed_forward=8192, layers=16, heads=32, kv_heads=8, head=64),
+    "7b": ModelConfig(vocabulary=32006, embed=4096, feed_forward=11008, layers=32, heads=32, kv_heads=32, head=128),
+}
+
+
+def benchmark_model(shape: str, dtype: str) -> LanguageModel:
+    """A random model of a named shape, without a tokenizer; its last six tokens are the tags.
+
+    Raises:
+        RequestError: unknown shape.
+    """
+    if shape not in SHAPES:
+        raise RequestError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
+    config = replace(SHAPES[shape], dtype=dtype)
+    lm = random_model(config, None, {"max_position_embeddings": 1 << 20})
+    last = config.vocabulary
+    lm.special_tokens = SpecialTokens(*range(last - 6, last))
+    return lm

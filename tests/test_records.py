@@ -1,0 +1,204 @@
+"""Records in, packed batches out: nothing lost, nothing changed, everything left out is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+import train.records
+from aspd_jax import LanguageModel
+from aspd_jax.errors import ConfigError, DataError
+from aspd_jax.structure import plain_text, to_json
+from aspd_jax.tokens import add_special_tokens
+from tests.conftest import SHARED
+from train.batches import RecordBatches, record_held_out, record_steps
+from train.config import DataSection, TrainConfig
+from train.records import Records, encode_conversation, parse_record
+from train.tasks import problem
+
+STRUCTURE = [
+    {"type": "serial", "text": "Two:\n"},
+    {"type": "parallel", "branches": [{"title": "A", "text": "one.\n"}, {"title": "B", "text": "two.\n"}]},
+    {"type": "serial", "text": "Done."},
+]
+DATA = DataSection(plain_every=0, length=256, bins=4, rows=2)
+
+
+def write(path: Path, records: list[Any]) -> str:
+    path.write_text("".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in records))
+    return str(path)
+
+
+def synthetic(count: int) -> list[dict[str, Any]]:
+    made = [problem(seed, False, "machines") for seed in range(count)]
+    return [{"messages": [{"role": "user", "content": p.question}], "structure": to_json(p.structure)} for p in made]
+
+
+CONVERSATION = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": "Yes, one."},
+        {"role": "user", "content": "Two?"},
+    ],
+    "structure": STRUCTURE,
+}
+
+
+def test_every_turn_is_kept_and_loss_lies_on_answers(lm: LanguageModel) -> None:
+    item = encode_conversation(lm, parse_record(json.dumps(CONVERSATION)), structured=True, fed_loss=False)
+    end = lm.end_ids[0]
+    text = lm.codec.text
+    prompt = lm.tokenizer.apply_chat_template(
+        CONVERSATION["messages"][:2], add_generation_prompt=True, return_dict=False
+    )
+    first, second = (
+        text.encode("Yes, one."),
+        lm.codec.linearise(parse_record(json.dumps(CONVERSATION))[-1]["structure"]),
+    )
+    between = lm.tokenizer.encode("<|user|>Two?<|assistant|>", add_special_tokens=False)
+    assert item.tokens.tolist() == [*prompt, *first, end, *between, *second.tokens, end]
+    learned = [*[False] * len(prompt), *[True] * (len(first) + 1), *[False] * len(between), *~second.fed, True]
+    assert item.loss.tolist() == learned
+    everything = encode_conversation(lm, parse_record(json.dumps(CONVERSATION)), structured=True, fed_loss=True)
+    assert everything.loss.sum() - item.loss.sum() == second.fed.sum()
+
+
+def test_plain_answers_read_as_the_template_renders_them(lm: LanguageModel) -> None:
+    item = encode_conversation(lm, parse_record(json.dumps(CONVERSATION)), structured=False, fed_loss=False)
+    answer = plain_text(parse_record(json.dumps(CONVERSATION))[-1]["structure"])
+    whole = [*CONVERSATION["messages"], {"role": "assistant", "content": answer}]
+    assert lm.tokenizer.decode(item.tokens) == lm.tokenizer.apply_chat_template(whole, tokenize=False)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="no shared data")
+def test_a_real_chat_template(lm: LanguageModel, tmp_path: Path) -> None:
+    source = SHARED / "data" / "tokenizers"
+    for kind in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / kind).write_text((source / f"minimind_{kind}").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    special = add_special_tokens(tokenizer)
+    real = replace(lm, tokenizer=tokenizer, special_tokens=special, end_ids=(tokenizer.eos_token_id,))
+    real.__dict__.pop("codec", None)
+    messages = parse_record(json.dumps(CONVERSATION))
+    item = encode_conversation(real, messages, structured=True, fed_loss=False)
+    prompt = tokenizer.apply_chat_template(CONVERSATION["messages"][:2], add_generation_prompt=True, return_dict=False)
+    assert item.tokens[: len(prompt)].tolist() == list(prompt) and not item.loss[: len(prompt)].any()
+    assert (item.tokens[item.loss] == tokenizer.eos_token_id).sum() == 2
+    start = len(prompt) + len(real.codec.text.encode("Yes, one.")) + 1
+    branch = np.flatnonzero(item.tokens == special.branch_start)
+    assert len(branch) == 2 and (branch > start).all()
+
+
+def test_what_cannot_be_used_is_named_with_its_line(lm: LanguageModel, tmp_path: Path) -> None:
+    good = synthetic(4)
+    lines = [
+        good[0],
+        "{not json",
+        "",
+        {"messages": [{"role": "user", "content": "?"}]},
+        {"messages": [{"role": "user", "content": "?"}], "answer": ""},
+        {"messages": [{"role": "user", "content": "long " * 400}], "answer": "x"},
+        {"messages": [{"role": "user"}], "answer": "x"},
+        {"messages": [{"role": "user", "content": "?"}], "structure": [{"type": "list"}]},
+        good[1],
+        {"question": "?"},
+    ]
+    file = write(tmp_path / "data.jsonl", lines)
+    records = Records(lm, [file], DATA, tmp_path / "cache")
+    assert len(records) == 2
+    found = {(p.line, p.kind) for p in records.problems}
+    assert found == {
+        (2, "malformed"), (3, "empty"), (4, "malformed"), (5, "empty"), (6, "over-long"), (7, "malformed"),
+        (8, "malformed"), (10, "malformed"),
+    }  # fmt: skip
+    reasons = {p.line: p.reason for p in records.problems}
+    assert "not JSON" in reasons[2] and "not an answer" in reasons[4] and "data.length is 256" in reasons[6]
+    assert 'message 0: "content" must be a string' in reasons[7] and "item 0" in reasons[8]
+    assert "10 records, 2 used" in records.report() and "data.jsonl, line 2" in records.report()
+    with pytest.raises(DataError, match=r"data.jsonl, line 2: not JSON"):
+        Records(lm, [file], replace(DATA, strict=True), tmp_path / "cache")
+
+
+def test_nothing_usable_and_missing_files_are_errors(lm: LanguageModel, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
+        Records(lm, [str(tmp_path / "none.jsonl")], DATA, tmp_path / "cache")
+    file = write(tmp_path / "bad.jsonl", ["[]"])
+    with pytest.raises(DataError, match='no record can be used; the first: "messages" must be a list'):
+        Records(lm, [file], DATA, tmp_path / "cache")
+    bare = replace(lm, end_ids=())
+    with pytest.raises(ConfigError, match="names no end-of-text token"):
+        Records(bare, [file], DATA, tmp_path / "cache")
+
+
+def test_tokenised_once(lm: LanguageModel, tmp_path: Path, monkeypatch: Any) -> None:
+    file = write(tmp_path / "data.jsonl", synthetic(6))
+    before = Records(lm, [file], DATA, tmp_path / "cache")
+    monkeypatch.setattr(train.records, "parse_record", lambda line: pytest.fail("tokenised again"))
+    after = Records(lm, [file], DATA, tmp_path / "cache")
+    assert len(after) == len(before) > 2
+    for index in range(len(before)):
+        np.testing.assert_array_equal(before[index].tokens, after[index].tokens)
+    with pytest.raises(pytest.fail.Exception):
+        Records(lm, [file], replace(DATA, structured=False), tmp_path / "cache")
+
+
+def test_batches_hold_every_record_once_an_epoch(lm: LanguageModel, tmp_path: Path) -> None:
+    file = write(tmp_path / "data.jsonl", synthetic(40))
+    config = TrainConfig(data=replace(DATA, train=(file,)), steps=0, epochs=2)
+    records = Records(lm, [file], config.data, tmp_path / "cache")
+    wanted = sorted([records[n].tokens.tolist() for n in range(len(records))] * 2)
+    stream = RecordBatches(records, lm.codec.special, config, 2)
+    batches = [next(stream) for _ in range(record_steps(records, config))]
+    with pytest.raises(StopIteration):
+        next(stream)
+    found = []
+    for batch in batches:
+        for row in range(2):
+            for number in range(1, batch.layout.sequence[row].max() + 1):
+                found.append(batch.tokens[row][batch.layout.sequence[row] == number].tolist())
+    assert len(batches) > 4
+    # The last rows may not fill a batch; nothing else is missing, and nothing is there more than twice.
+    missing = list(wanted)
+    for tokens in found:
+        missing.remove(tokens)
+    assert sum(map(len, missing)) <= 2 * 256
+    parts = np.concatenate([batch.part.ravel() for batch in batches])
+    assert set(parts) == {0, 1, 2}
+
+
+def test_the_stream_goes_on_where_it_stood(lm: LanguageModel, tmp_path: Path) -> None:
+    file = write(tmp_path / "data.jsonl", synthetic(30))
+    config = TrainConfig(data=replace(DATA, train=(file,)))
+    records = Records(lm, [file], config.data, tmp_path / "cache")
+
+    def stream() -> RecordBatches:
+        return RecordBatches(records, lm.codec.special, config)
+
+    whole = stream()
+    for _ in range(5):
+        next(whole)
+    state = json.loads(json.dumps(whole.state))
+    resumed = stream()
+    resumed.state = state
+    for _ in range(12):
+        a, b = next(whole), next(resumed)
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_array_equal(a.layout.position, b.layout.position)
+    other = RecordBatches(records, lm.codec.special, replace(config, seed=1))
+    assert not np.array_equal(next(other).tokens, next(stream()).tokens)
+
+
+def test_held_out_batches_fill_up_with_padding(lm: LanguageModel, tmp_path: Path) -> None:
+    file = write(tmp_path / "data.jsonl", synthetic(3))
+    config = TrainConfig(data=replace(DATA, train=(file,), held_out=(file,), rows=8), evaluate_batches=3)
+    records = Records(lm, [file], config.data, tmp_path / "cache")
+    batches = record_held_out(records, lm.codec.special, config)
+    assert len(batches) == 1 and batches[0].tokens.shape == (8, 256)
+    assert not batches[0].loss[-1].any() and batches[0].loss.any()

@@ -1,0 +1,121 @@
+"""How long a training step takes with ASPD's mask, beside plain causal attention on the same model and rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from aspd_jax.layout import Siblings
+from aspd_jax.model.attention import QUERY_CHUNK, View, Window, attend, chunked
+from aspd_jax.shapes import benchmark_model
+from aspd_jax.sharding import make_mesh
+from aspd_jax.tokens import SpecialTokens
+from train.batches import Batch, make_batch
+from train.config import DataSection, ModelSection, TrainConfig
+from train.metrics import model_flops, peak_flops
+from train.setup import set_up
+from train.step import train_step
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds per step: median, fastest and slowest; tokens per second; share of the peak, where it is known."""
+
+    attention: str
+    median: float
+    fastest: float
+    slowest: float
+    tokens_per_second: float
+    utilisation: float | None
+
+
+def causal(
+    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
+) -> jax.Array:
+    """`chunked` of a plain language model, which knows nothing of sequences, blocks and branches: the baseline."""
+    out = []
+    for start in range(0, query.shape[1], QUERY_CHUNK):
+        here, behind = slice(start, start + QUERY_CHUNK), slice(start + QUERY_CHUNK)
+        keys, values = key[:, :, behind], value[:, :, behind]
+        size = min(QUERY_CHUNK, query.shape[1] - start)
+        mask = jnp.arange(keys.shape[2])[None, None] <= jnp.arange(start, start + size)[None, :, None]
+        out.append(jax.checkpoint(attend)(query[:, here], keys, values, mask))
+    return jnp.concatenate(out, axis=1)
+
+
+def branched_batch(special: SpecialTokens, vocabulary: int, rows: int, length: int) -> Batch:
+    """Rows of random tokens: serial stretches, and blocks of four branches of a tenth of the row each."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(1, vocabulary - 6, (rows, length))
+    start = length // 4
+    heads = [special.title_start, 1, special.title_end] * 4 + [special.parallel_start]
+    tokens[:, start : start + len(heads)] = heads
+    at = start + len(heads)
+    for _ in range(4):
+        tokens[:, at] = special.branch_start
+        at += length // 10
+        tokens[:, at] = special.branch_end
+        at += 1
+    tokens[:, at] = special.parallel_end
+    tokens = tokens.astype(np.int32)
+    return make_batch(tokens, np.ones_like(tokens), np.ones(tokens.shape), special, "sequential")
+
+
+def step_times(shape: str, dtype: str, rows: int, length: int, repeats: int) -> list[StepTime]:
+    """Time steps of both kinds in turn, so that what else the machine does falls on both."""
+    config = TrainConfig(
+        model=ModelSection(scan=True, remat=True),
+        data=DataSection(rows=rows, length=length, short_steps=0),
+        steps=100,
+    )
+    mesh = make_mesh({})
+    running: dict[str, Any] = {}
+    batch = flops = None
+    for name, attention in (("chunked", chunked), ("causal", causal)):
+        lm = benchmark_model(shape, dtype)
+        assert lm.special_tokens is not None
+        setup = set_up(config, lm, mesh, config.steps)
+        flops = model_flops(lm.config, setup.state.params, length)
+        batch = setup.place(branched_batch(lm.special_tokens, lm.config.vocabulary, rows, length))
+        model = setup.model.clone(attention=attention)
+        step = partial(train_step, frozen=setup.frozen, batch=batch, model=model, optimiser=setup.optimiser)
+        state, _ = step(setup.state)
+        running[name] = (step, jax.block_until_ready(state))
+    times: dict[str, list[float]] = {name: [] for name in running}
+    for _ in range(repeats):
+        for name, (step, state) in running.items():
+            begun = time.perf_counter()
+            state, _ = jax.block_until_ready(step(state))
+            times[name].append(1000 * (time.perf_counter() - begun))
+            running[name] = (step, state)
+    peak = peak_flops()
+    results = []
+    for name, each in times.items():
+        speed = rows * length / median(each) * 1000
+        used = None if peak is None or flops is None else speed * flops / peak
+        results.append(StepTime(name, median(each), min(each), max(each), speed, used))
+    return results
+
+
+def table(results: Sequence[StepTime]) -> str:
+    """Markdown; the ratio is to the causal baseline."""
+    base = next(result.median for result in results if result.attention == "causal")
+    lines = [
+        "| attention | ms per step | fastest | slowest | ratio | tokens/s | FLOP utilisation |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        used = "unknown peak" if r.utilisation is None else f"{100 * r.utilisation:.1f} %"
+        lines.append(
+            f"| {r.attention} | {r.median:.1f} | {r.fastest:.1f} | {r.slowest:.1f} | {r.median / base:.2f} "
+            f"| {r.tokens_per_second:.0f} | {used} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,92 @@
+"""What a run tells while it goes on: metrics.jsonl, TensorBoard, and figures of speed."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax.traverse_util import flatten_dict
+from tensorboardX import SummaryWriter
+
+from aspd_jax.model.config import ModelConfig
+
+# Peak of dense bfloat16 products, in FLOP/s, by the start of `device_kind` (makers' data sheets).
+PEAK_FLOPS = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA A100": 312e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6": 918e12,
+}
+
+
+def peak_flops() -> float | None:
+    """Peak of all devices together, or None where it is not known."""
+    kind = jax.devices()[0].device_kind
+    known = [peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)]
+    return known[0] * jax.device_count() if known else None
+
+
+def model_flops(config: ModelConfig, params: Any, length: int) -> float:
+    """FLOPs that training needs for a token, nothing recomputed: 6 a weight of a product, and attention over half of
+    a row (Chowdhery et al., 2022, appendix B).
+    """
+    weights = sum(
+        prod(leaf.shape)
+        for path, leaf in flatten_dict(params).items()
+        if path[-1] in ("kernel", "lora_down", "lora_up")
+    )
+    weights += config.vocabulary * config.embed if config.tied else 0
+    return 6.0 * weights + 6.0 * config.layers * config.heads * config.head * length
+
+
+def memory_in_use() -> float | None:
+    """Peak bytes on the fullest device of this process, where the back end counts them."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    used = [entry["peak_bytes_in_use"] for entry in stats if entry and "peak_bytes_in_use" in entry]
+    return max(used) if used else None
+
+
+class MetricsWriter:
+    """metrics.jsonl, and TensorBoard events beside it.
+
+    A run that goes on from step `first` forgets what was noted after it, so that no step is there twice.
+    """
+
+    def __init__(self, folder: Path, first: int, tensorboard: bool) -> None:
+        file = folder / "metrics.jsonl"
+        if file.exists():
+            kept = [line for line in file.read_text().splitlines() if _step(line) <= first]
+            partial = file.with_suffix(".partial")
+            partial.write_text("".join(f"{line}\n" for line in kept))
+            partial.replace(file)
+        self._file = file.open("a")
+        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1) if tensorboard else None
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Note the metrics of a step."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write out what is left."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _step(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")  # the last line of a run that was killed while writing it

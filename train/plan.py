@@ -1,0 +1,137 @@
+"""What a run will need on every device, from shapes alone: nothing is allocated and no weight is read.
+
+B rows on a device at a time, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
+from jax.sharding import AbstractMesh, NamedSharding
+from transformers import AutoConfig
+
+from aspd_jax.model.attention import QUERY_CHUNK
+from aspd_jax.model.config import ModelConfig, from_hugging_face
+from aspd_jax.model.transformer import Transformer
+from aspd_jax.model.weights import abstract_parameters
+from aspd_jax.sharding import MESH_AXES, partition_spec
+from train.config import TrainConfig
+from train.loss import CHUNK
+from train.setup import is_trained, scratch_shape
+
+MOMENTS = 2  # of AdamW, float32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Parameters in all, and bytes on each device.
+
+    Attributes:
+        weights: parameters as they are kept; `gradient` and `moments` are those of what is trained, float32.
+        kept: activations that stay from the forward to the backward pass.
+        working: the inside of one layer and the logits of one chunk, while they are computed.
+    """
+
+    parameters: int
+    trained: int
+    weights: int
+    gradient: int
+    moments: int
+    kept: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on a device at the worst moment."""
+        return self.weights + self.gradient + self.moments + self.kept + self.working
+
+
+def planned_shape(config: TrainConfig) -> ModelConfig:
+    """The shape of the checkpoint's config.json, or, where that is not there yet, the one in the configuration."""
+    of = config.model
+    if of.checkpoint and (Path(of.checkpoint) / "config.json").exists():
+        shape = from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype)
+        return replace(shape, weights=of.weights, lora_rank=of.lora_rank, lora_alpha=of.lora_alpha)
+    return scratch_shape(config)
+
+
+def plan(config: TrainConfig) -> Plan:
+    """Count a run's memory."""
+    of, shape = config.model, planned_shape(config)
+    mesh = AbstractMesh(tuple(getattr(config.mesh, axis) for axis in MESH_AXES), MESH_AXES)
+    counted = dict.fromkeys(("parameters", "trained", "weights", "gradient", "moments"), 0)
+    item = jnp.dtype(of.parameters).itemsize
+    abstract = abstract_parameters(Transformer(shape, scan=of.scan))
+    for path, leaf in flatten_dict(abstract, is_leaf=lambda _, leaf: isinstance(leaf, nn.Partitioned)).items():
+        sizes = leaf.value.shape
+        here = _local(leaf.names, sizes, mesh)
+        counted["parameters"] += prod(sizes)
+        if is_trained(path, of.lora_rank):
+            counted["trained"] += prod(sizes)
+            counted["weights"] += item * here
+            # Gradients come in the dtype of the parameters, and are summed over parts in float32.
+            counted["gradient"] += 4 * here + (item * here if config.optimiser.accumulate > 1 else 0)
+            counted["moments"] += MOMENTS * 4 * here
+        else:
+            counted["weights"] += leaf.value.dtype.itemsize * here
+    kept, working = _activations(config, shape)
+    if config.mesh.fsdp > 1:
+        # One layer's weights are gathered from all devices while it runs, and its gradient before it is spread again.
+        layer = (counted["parameters"] - 2 * shape.vocabulary * shape.embed) // shape.layers // config.mesh.tensor
+        working += layer * (jnp.dtype(of.dtype).itemsize + 4)
+    return Plan(**counted, kept=kept, working=working)
+
+
+def _local(names: Any, sizes: tuple[int, ...], mesh: Any) -> int:
+    """Elements of an array that one device holds."""
+    place = NamedSharding(mesh, partition_spec(names, sizes, mesh))
+    return prod(place.shard_shape(sizes))
+
+
+def _activations(config: TrainConfig, shape: ModelConfig) -> tuple[int, int]:
+    """Bytes that stay until the backward pass, and bytes of what is in work."""
+    of, data, tensor = config.model, config.data, config.mesh.tensor
+    B = data.rows // (config.mesh.data * config.mesh.fsdp * config.optimiser.accumulate)
+    S = data.length
+    item = jnp.dtype(of.dtype).itemsize
+    heads, kv_heads = ceil(shape.heads / tensor), ceil(shape.kv_heads / tensor)
+    feed_forward = ceil(shape.feed_forward / tensor)
+    # Inside a layer: both norms' outputs, queries, keys and values before and after RoPE, attention, gate, up, product.
+    inside = B * S * item * (2 * shape.embed + (3 * heads + 4 * kv_heads) * shape.head + 3 * feed_forward)
+    scores = B * heads * min(QUERY_CHUNK, S) * S * (4 + 4 + item)
+    logits = 2 * B * min(CHUNK, S) * ceil(shape.vocabulary / tensor) * 4
+    entering = B * S * shape.embed * item
+    kept = shape.layers * (entering if of.remat else entering + inside)
+    return kept, 2 * inside + scores + logits
+
+
+def report(config: TrainConfig) -> str:
+    """The plan as a table."""
+    made, shape = plan(config), planned_shape(config)
+    mesh = " x ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in MESH_AXES)
+    tokens = config.data.rows * config.data.length
+    rows = [
+        ("parameters", made.weights),
+        ("gradient", made.gradient),
+        ("optimiser moments", made.moments),
+        ("activations kept", made.kept),
+        ("activations in work", made.working),
+        ("total", made.total),
+    ]
+    lines = [
+        f"{made.parameters / 1e9:.3f} billion parameters, {made.trained / 1e9:.3f} billion of them trained; "
+        f"{shape.layers} layers of {shape.embed}, {config.model.dtype}",
+        f"mesh {mesh}; {config.data.rows} rows of {config.data.length} tokens a step ({tokens} tokens) "
+        f"in {config.optimiser.accumulate} part{'s' if config.optimiser.accumulate > 1 else ''}",
+        "",
+        "| on each device | GiB |",
+        "|---|---|",
+        *(f"| {name} | {size / 2**30:.2f} |" for name, size in rows),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,242 @@
+"""Records of conversations in JSONL -> tokenised examples, once, with every record that cannot be used accounted for.
+
+A line is `{"messages": [...]}`. An assistant message holds `content`, its plain text, or `structure`, the JSON form of
+a structured answer. The last answer may stand outside: `{"messages": [...], "structure": [...]}` or `"answer": "..."`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+
+from aspd_jax.errors import AspdError, ConfigError, DataError
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.structure import Serial, Structure, from_json, plain_text
+from train.config import DataSection
+
+SHOWN = 5  # problems that are printed; all of them go to the report
+
+
+class Example(NamedTuple):
+    """One conversation: tokens int32 [T], and loss bool [T], true where a token is learned."""
+
+    tokens: np.ndarray
+    loss: np.ndarray
+
+
+class Problem(NamedTuple):
+    """A record that was left out: where it stands, which kind of problem it has, and what it is."""
+
+    file: str
+    line: int
+    kind: str
+    reason: str
+
+
+def parse_record(line: str) -> list[dict[str, Any]]:
+    """Messages of a line; answers as `structure` (`aspd_jax.structure`), everything else as `content`.
+
+    Raises:
+        AspdError: what is wrong with it.
+    """
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"not JSON: {error.msg} at column {error.colno}") from None
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise DataError('"messages" must be a list of {"role", "content"} objects')
+    messages = list(messages)
+    if "structure" in record:
+        messages.append({"role": "assistant", "structure": record["structure"]})
+    elif "answer" in record:
+        messages.append({"role": "assistant", "content": record["answer"]})
+    parsed: list[dict[str, Any]] = []
+    for number, message in enumerate(messages):
+        where = f"message {number}"
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str):
+            raise DataError(f'{where}: "role" must be a string')
+        if role == "assistant" and "structure" in message:
+            parsed.append({"role": role, "structure": from_json(message["structure"])})
+            continue
+        if not isinstance(message.get("content"), str):
+            raise DataError(f'{where}: "content" must be a string')
+        content = message["content"]
+        parsed.append(
+            {"role": role, "structure": (Serial(content),)}
+            if role == "assistant"
+            else {"role": role, "content": content}
+        )
+    if parsed[-1]["role"] != "assistant":
+        raise DataError('the last message is not an answer; add an assistant message, "structure" or "answer"')
+    return parsed
+
+
+def encode_conversation(
+    lm: LanguageModel, messages: Sequence[dict[str, Any]], structured: bool, fed_loss: bool
+) -> Example:
+    """Tokens of a conversation, every turn kept; loss on the answers and on what ends them.
+
+    The template is rendered around placeholders, so that answers are encoded stretch by stretch (spec, section 2)
+    and what stands before the first one is what the engine is prompted with.
+
+    Raises:
+        DataError: the chat template does not put answers into the text as they stand.
+    """
+    marks = {n: f"\ue000{n}\ue001" for n, message in enumerate(messages) if message["role"] == "assistant"}
+    shown = [
+        {"role": message["role"], "content": marks.get(number) or message["content"]}
+        for number, message in enumerate(messages)
+    ]
+
+    def render(some: Sequence[dict[str, Any]], prompt: bool) -> str:
+        return str(lm.tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=prompt))
+
+    rest = render(shown, False)
+    pieces = []
+    for mark in marks.values():
+        piece, found, rest = rest.partition(mark)
+        if not found:
+            raise DataError("the chat template does not show every answer as it stands; use another chat_template")
+        pieces.append(piece)
+    prompt = render(shown[: next(iter(marks))], True)
+    if not pieces[0].startswith(prompt):
+        raise DataError("the chat template's generation prompt is not how it begins an answer; use another template")
+    extra = pieces[0][len(prompt) :]  # such as an empty thought, which the engine is not prompted with
+    tokens: list[int] = []
+    loss: list[bool] = []
+
+    def put(ids: Sequence[int], learned: Sequence[bool] | None = None) -> None:
+        tokens.extend(ids)
+        loss.extend(learned if learned is not None else [False] * len(ids))
+
+    ends = set(lm.end_ids)
+    for piece, number in zip(pieces, marks, strict=True):
+        ids = lm.tokenizer.encode(piece.removesuffix(extra), add_special_tokens=False)
+        if tokens:
+            ended = bool(ids) and ids[0] in ends
+            put([ids[0] if ended else lm.end_ids[0]], [True])
+            ids = ids[1:] if ended else ids
+        put(ids)
+        structure: Structure = messages[number]["structure"]
+        answer = lm.codec.linearise(structure if structured else (Serial(plain_text(structure)),))
+        if not answer.tokens.size:
+            raise DataError(f"message {number}: the answer is empty")
+        put(answer.tokens.tolist(), np.ones_like(answer.fed).tolist() if fed_loss else (~answer.fed).tolist())
+    last = lm.tokenizer.encode(rest, add_special_tokens=False)[:1]
+    put([last[0] if last and last[0] in ends else lm.end_ids[0]], [True])
+    return Example(np.asarray(tokens, np.int32), np.asarray(loss, bool))
+
+
+class Records:
+    """Tokenised records of some files, by index; those that cannot be used are in `problems`.
+
+    Args:
+        files: JSONL.
+        cache: folder in which tokenised records are kept, under a name made of everything that they depend on.
+
+    Raises:
+        DataError: a file is missing or nothing is left; with `strict`, also the first record that is left out.
+        ConfigError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, lm: LanguageModel, files: Sequence[str], data: DataSection, cache: Path) -> None:
+        if not lm.tokenizer.chat_template:
+            raise ConfigError("the tokenizer has no chat template; set data.chat_template to a Jinja file")
+        if not lm.end_ids:
+            raise ConfigError("the checkpoint names no end-of-text token; set eos_token_id in its config.json")
+        self.problems: list[Problem] = []
+        tables, places = [], []
+        for file in files:
+            if not Path(file).is_file():
+                raise DataError(f"{file} does not exist; data files are JSONL")
+            table = _tokenised(lm, Path(file), data, cache)
+            sizes = np.asarray(table["size"])
+            for line in np.flatnonzero((sizes == 0) | (sizes > data.length)):
+                row = table[int(line)]
+                reason = row["reason"] or f"{row['size']} tokens, data.length is {data.length}"
+                kind = row["kind"] or "over-long"
+                self.problems.append(Problem(file, int(line) + 1, kind, reason))
+                if data.strict:
+                    raise DataError(f"{file}, line {line + 1}: {reason}")
+            places.append(np.flatnonzero((sizes > 0) & (sizes <= data.length)))
+            tables.append(table)
+        starts = np.cumsum([0, *[len(table) for table in tables]])
+        self._rows = np.concatenate([place + start for place, start in zip(places, starts, strict=False)])
+        if not self._rows.size:
+            first = f"; the first: {self.problems[0].reason}" if self.problems else ""
+            raise DataError(f"{', '.join(files)}: no record can be used{first}")
+        whole = datasets.concatenate_datasets(tables)
+        self.sizes = np.asarray(whole["size"])[self._rows]
+        self._table = whole.with_format("numpy", columns=["tokens", "loss"])
+
+    def __len__(self) -> int:
+        return int(self._rows.size)
+
+    def __getitem__(self, index: int) -> Example:
+        row = self._table[int(self._rows[index])]
+        return Example(np.asarray(row["tokens"], np.int32), np.asarray(row["loss"], bool))
+
+    def report(self) -> str:
+        """What was left out, and where."""
+        total = len(self) + len(self.problems)
+        if not self.problems:
+            return f"{total} records, all used"
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(p.kind for p in self.problems).items()))
+        lines = [f"{total} records, {len(self)} used; left out: {counts}"]
+        lines += [f"  {p.file}, line {p.line}: {p.reason}" for p in self.problems[:SHOWN]]
+        if len(self.problems) > SHOWN:
+            lines.append(f"  … and {len(self.problems) - SHOWN} more, in left_out.jsonl")
+        return "\n".join(lines)
+
+
+def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) -> datasets.Dataset:
+    """One row per line: tokens, loss, size, and for a line that cannot be used its kind of problem and the reason."""
+    key = hashlib.sha256(file.read_bytes())
+    settings = (data.structured, data.plain_every, data.fed_loss, lm.end_ids, lm.tokenizer.chat_template)
+    key.update(repr(settings).encode())
+    key.update(lm.tokenizer.backend_tokenizer.to_str().encode())
+    name = key.hexdigest()[:20]
+    cache.mkdir(parents=True, exist_ok=True)
+
+    def tokenise(row: dict[str, Any], index: int) -> dict[str, Any]:
+        plain = data.structured and data.plain_every and index % data.plain_every == data.plain_every - 1
+        none: dict[str, Any] = {"tokens": np.zeros(0, np.int32), "loss": np.zeros(0, bool), "size": 0}
+        if not row["text"].strip():
+            return none | {"kind": "empty", "reason": "the line is empty"}
+        try:
+            messages = parse_record(row["text"])
+            if not any(plain_text(m["structure"]) for m in messages if m["role"] == "assistant"):
+                return none | {"kind": "empty", "reason": "the answer is empty"}
+            made = encode_conversation(lm, messages, data.structured and not plain, data.fed_loss)
+        except AspdError as error:
+            return none | {"kind": "malformed", "reason": str(error)}
+        return {"tokens": made.tokens, "loss": made.loss, "size": len(made.tokens), "kind": "", "reason": ""}
+
+    lines = datasets.load_dataset("text", data_files=str(file), split="train", cache_dir=str(cache))
+    return lines.map(
+        tokenise,
+        with_indices=True,
+        remove_columns=["text"],
+        features=datasets.Features(
+            {
+                "tokens": datasets.List(datasets.Value("int32")),
+                "loss": datasets.List(datasets.Value("bool")),
+                "size": datasets.Value("int32"),
+                "kind": datasets.Value("string"),
+                "reason": datasets.Value("string"),
+            }
+        ),
+        cache_file_name=str(cache / f"{file.stem}-{name}.arrow"),
+        new_fingerprint=name,
+        load_from_cache_file=True,
+        desc=f"tokenising {file.name}",
+    )

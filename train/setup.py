@@ -1,0 +1,204 @@
+"""From a configuration to everything that a run needs: mesh, model, what is trained of it, and where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from transformers import PreTrainedTokenizerFast
+
+from aspd_jax.errors import ConfigError
+from aspd_jax.language_model import LanguageModel, load_model, random_model
+from aspd_jax.model.attention import chunked
+from aspd_jax.model.config import ModelConfig
+from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
+from aspd_jax.model.weights import ADAPTERS, abstract_parameters
+from aspd_jax.sharding import named_sharding, shardings
+from aspd_jax.structure import Parallel
+from train.batches import Batch
+from train.config import TrainConfig
+from train.step import TrainState, in_float32, join, make_optimiser
+from train.tasks import problem
+from train.vocabulary import train_tokenizer
+
+TOKENIZER_PROBLEMS = 4000
+
+
+@dataclass
+class Setup:
+    """A run before its first step.
+
+    Attributes:
+        lm: tokenizer, special tokens and end ids, without parameters: `language_model` puts those of a state in.
+        model: as it is trained (chunked attention; scan, remat, mesh as configured).
+        frozen: parameters that are not trained; empty in full fine-tuning.
+        state: step 0.
+    """
+
+    lm: LanguageModel
+    mesh: Mesh
+    model: Transformer
+    optimiser: optax.GradientTransformation
+    frozen: Any
+    state: TrainState
+
+    def place(self, batch: Batch) -> Batch:
+        """A batch spread over the mesh; every process gives the rows that its devices hold."""
+
+        def one(array: np.ndarray) -> jax.Array:
+            place = named_sharding(("batch", "sequence"), array.shape, self.mesh)
+            return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
+
+        return jax.tree.map(one, batch)
+
+    def language_model(self, state: TrainState) -> LanguageModel:
+        """The model as it stands, on the host, with plain layers."""
+        params = jax.tree.map(_to_host, join(state.params, self.frozen))
+        if self.model.scan:
+            params = unstack_layers(params, self.lm.config.layers)
+        return replace(self.lm, params=params)
+
+
+def _to_host(leaf: jax.Array) -> np.ndarray:
+    if leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+
+
+def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
+    """The model that a configuration starts from, spread over the mesh, with its positions and mask.
+
+    Raises:
+        ConfigError, CheckpointError: what cannot work.
+    """
+    of = config.model
+    if of.checkpoint:
+        lm = load_model(of.checkpoint, of.dtype, mesh, of.weights, of.lora_rank, of.lora_alpha)
+        if lm.tokenizer is None:
+            raise ConfigError(f"{of.checkpoint} has no tokenizer; put tokenizer.json into the folder")
+        if config.data.chat_template:
+            lm.tokenizer.chat_template = Path(config.data.chat_template).read_text()
+    else:
+        lm = initial_model(config)
+    shape = replace(lm.config, positions=of.positions, siblings=of.siblings)
+    return replace(lm, config=shape, model=Transformer(shape))
+
+
+def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Setup:
+    """Split the parameters into what is trained and what is not, and make the state of step 0.
+
+    The parameters of `lm` are used up: they are moved, not copied, where they can be.
+    """
+    of = config.model
+    model = Transformer(lm.config, attention=chunked, scan=of.scan, remat=of.remat, mesh=mesh)
+    params = stack_layers(lm.params, lm.config.layers) if of.scan else lm.params
+    lm = replace(lm, params=None)
+    places = flatten_dict(shardings(abstract_parameters(model), mesh))
+    trained, frozen = {}, {}
+    for path, leaf in flatten_dict(params).items():
+        if is_trained(path, of.lora_rank):
+            trained[path] = jax.device_put(jnp.asarray(leaf, of.parameters), places[path])
+        else:
+            frozen[path] = jax.device_put(leaf, places[path])
+    optimiser = make_optimiser(config.optimiser, steps)
+    state = initial_state(optimiser, unflatten_dict(trained), mesh)
+    return Setup(lm, mesh, model, optimiser, unflatten_dict(frozen), state)
+
+
+def initial_state(optimiser: optax.GradientTransformation, params: Any, mesh: Mesh) -> TrainState:
+    """State of step 0; moments lie where their parameters do, and everything else on every device."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def init(params: Any) -> Any:
+        return optimiser.init(in_float32(params))
+
+    places = optax.tree.map_params(
+        optimiser,
+        lambda _, leaf: leaf.sharding,
+        jax.eval_shape(init, params),
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    step, skipped = (jax.device_put(jnp.zeros((), jnp.int32), everywhere) for _ in range(2))
+    return TrainState(step, skipped, params, jax.jit(init, out_shardings=places)(params))
+
+
+def is_trained(path: tuple[str, ...], lora_rank: int) -> bool:
+    """Whether a parameter is trained: all are, or with LoRA the adapters, the embedding and the head."""
+    return not lora_rank or path[-1] in ADAPTERS or path[0] in ("embedding", "head")
+
+
+@cache
+def task_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of models from scratch; always the same for a size, so it is made once."""
+
+    def texts() -> Iterator[str]:
+        for seed in range(TOKENIZER_PROBLEMS):
+            item = problem(seed, held_out=False)
+            yield item.question
+            yield item.answer
+            for part in item.structure:
+                if isinstance(part, Parallel):
+                    yield from (branch.title for branch in part.branches)
+
+    tokenizer = train_tokenizer(texts(), vocabulary)
+    if len(tokenizer) > vocabulary:
+        raise ConfigError(f"model.vocabulary must be at least {len(tokenizer)}, got {vocabulary}")
+    return tokenizer
+
+
+def initial_model(config: TrainConfig) -> LanguageModel:
+    """A random Qwen3-style model and a tokenizer made for the tasks."""
+    of = config.model
+    tokenizer = deepcopy(task_tokenizer(of.vocabulary))
+    hf_config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": of.embed,
+        "intermediate_size": of.feed_forward,
+        "num_hidden_layers": of.layers,
+        "num_attention_heads": of.heads,
+        "num_key_value_heads": of.kv_heads,
+        "head_dim": of.head,
+        "vocab_size": of.vocabulary,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    return random_model(scratch_shape(config), tokenizer, hf_config, config.seed, (tokenizer.eos_token_id,))
+
+
+def scratch_shape(config: TrainConfig) -> ModelConfig:
+    """The shape that the configuration gives, for a model from scratch."""
+    of = config.model
+    return ModelConfig(
+        vocabulary=of.vocabulary,
+        embed=of.embed,
+        feed_forward=of.feed_forward,
+        layers=of.layers,
+        heads=of.heads,
+        kv_heads=of.kv_heads,
+        head=of.head,
+        query_norm=True,
+        positions=of.positions,
+        siblings=of.siblings,
+        dtype=of.dtype,
+        weights=of.weights,
+        lora_rank=of.lora_rank,
+        lora_alpha=of.lora_alpha,
+    )
