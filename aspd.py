@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     ablate.add_argument("--batch", type=int, default=16)
 
     export = command("export", run_export, "Write a checkpoint of a training run as a Hugging Face folder.")
-    export.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    export.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     export.add_argument("--output", required=True, type=Path, help="a new folder")
     export.add_argument("--step", type=int, help="which checkpoint; default: the last one")
 
@@ -276,7 +276,7 @@ def run_export(options: argparse.Namespace) -> None:
     """`aspd export`."""
     from train.loop import export
 
-    step = export(options.run, options.output, options.step)
+    step = export(options.folder, options.output, options.step)
     print(f"step {step} written to {options.output}")
 
 

@@ -65,17 +65,18 @@ def table(models: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
         for record in records:
             groups[record["family"], record["kind"]].append(record)
+        forks = any(record["forked"] for record in records)
         for (family, kind), some in sorted(groups.items()):
-            lines.append(_row(name, family, kind, some))
-        lines.append(_row(name, "all", "all", list(records)))
+            lines.append(_row(name, family, kind, some, forks))
+        lines.append(_row(name, "all", "all", list(records), forks))
     return "\n".join(lines)
 
 
-def _row(name: str, family: str, kind: str, records: Sequence[Mapping[str, Any]]) -> str:
+def _row(name: str, family: str, kind: str, records: Sequence[Mapping[str, Any]], forks: bool) -> str:
     def share(values: Iterable[bool]) -> str:
         return f"{100 * sum(values) / len(records):.1f} %"
 
     exact = share(record["exact"] for record in records)
-    fork = share(record["forked"] == record["should_fork"] for record in records)
+    fork = share(record["forked"] == record["should_fork"] for record in records) if forks else "(never forks)"
     ideal = sum(r["content_tokens"] for r in records) / max(1, sum(r["critical_path"] for r in records))
     return f"| {name} | {family} | {kind} | {len(records)} | {exact} | {fork} | {ideal:.2f}x |"
