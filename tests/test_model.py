@@ -132,6 +132,7 @@ def test_attention_against_brute_force(
 ) -> None:
     """Each implementation against a softmax in float64 over just the keys that `visible` allows."""
     monkeypatch.setattr("aspd_jax.model.attention.QUERY_CHUNK", 16)
+    monkeypatch.setattr("aspd_jax.model.attention.GROUPS", 2)
     random = np.random.default_rng(3)
     tokens = np.array([BLOCK * 3, [9] * 2 + BLOCK * 2 + [0] * 18])
     owner = np.array([[1] * 40 + [2] * 20, [1] * 42 + [0] * 18])
@@ -154,7 +155,8 @@ def test_attention_against_brute_force(
 
 
 def test_chunked_gradients_equal_dense(monkeypatch: Any) -> None:
-    monkeypatch.setattr("aspd_jax.model.attention.QUERY_CHUNK", 8)
+    monkeypatch.setattr("aspd_jax.model.attention.QUERY_CHUNK", 4)
+    monkeypatch.setattr("aspd_jax.model.attention.GROUPS", 2)
     tokens = np.array([BLOCK])
     layout = build_layout(tokens, SPECIAL)
     reference, in_chunks = Transformer(BASE), Transformer(BASE, attention=chunked)

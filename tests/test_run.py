@@ -429,5 +429,5 @@ def test_memory_of_attention_grows_with_the_length() -> None:
         lowered = jax.jit(jax.grad(loss)).lower(params, tokens, Layout(tokens, tokens, tokens, tokens))
         return int(lowered.compile().memory_analysis().temp_size_in_bytes)
 
-    assert bytes_of(8192, chunked) <= 2.0 * bytes_of(4096, chunked)
+    assert bytes_of(8192, chunked) <= 2.001 * bytes_of(4096, chunked)  # arrays are aligned
     assert bytes_of(4096, dense) > 3.5 * bytes_of(2048, dense), "the measure sees what is quadratic"

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from aspd_jax.layout import Siblings
-from aspd_jax.model.attention import QUERY_CHUNK, View, Window, attend, chunked
+from aspd_jax.layout import Layout, Siblings
+from aspd_jax.model.attention import View, Window, attend, by_chunks, chunked
 from aspd_jax.shapes import benchmark_model
 from aspd_jax.sharding import make_mesh
 from aspd_jax.tokens import SpecialTokens
@@ -41,14 +41,13 @@ def causal(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
     """`chunked` of a plain language model, which knows nothing of sequences, blocks and branches: the baseline."""
-    out = []
-    for start in range(0, query.shape[1], QUERY_CHUNK):
-        here, behind = slice(start, start + QUERY_CHUNK), slice(start + QUERY_CHUNK)
-        keys, values = key[:, :, behind], value[:, :, behind]
-        size = min(QUERY_CHUNK, query.shape[1] - start)
-        mask = jnp.arange(keys.shape[2])[None, None] <= jnp.arange(start, start + size)[None, :, None]
-        out.append(jax.checkpoint(attend)(query[:, here], keys, values, mask))
-    return jnp.concatenate(out, axis=1)
+    slots = jnp.broadcast_to(jnp.arange(query.shape[1]), query.shape[:2])
+    plain = Layout(slots, slots, slots, slots)
+
+    def one(query: jax.Array, key: jax.Array, value: jax.Array, view: View) -> jax.Array:
+        return attend(query, key, value, view.key.position[:, None] <= view.query.position[:, :, None])
+
+    return by_chunks(one, query, key, value, View(plain, plain))
 
 
 def branched_batch(special: SpecialTokens, vocabulary: int, rows: int, length: int) -> Batch:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from math import ceil
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from aspd_jax.layout import Layout, Siblings, visible
 
 HIDDEN = -1e30  # finite, so that a row that sees nothing (padding) gives no NaN
 QUERY_CHUNK = 128
+GROUPS = 8
 
 
 # Sliding window in positions; an array where layers that differ share one program.
@@ -70,14 +72,46 @@ def chunked(
     """The one for training: chunks of queries one after another, each recomputed in the backward pass.
 
     Exact for full passes, in which keys and queries are the same tokens in the order of the linearisation:
-    a chunk looks at no key behind its own last token. Memory grows with C, not with Q x C.
+    a chunk looks at no key behind its group. Memory grows with C, not with Q x C.
     """
-    one = jax.checkpoint(partial(dense, siblings=siblings, window=window))
+    return by_chunks(partial(dense, siblings=siblings, window=window), query, key, value, view)
+
+
+def by_chunks(
+    attention: Callable[[jax.Array, jax.Array, jax.Array, View], jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    view: View,
+) -> jax.Array:
+    """Attention of a full pass, `QUERY_CHUNK` queries at a time, in at most `GROUPS` groups.
+
+    A group looks at the keys up to its own end, so that little is computed that lies ahead. Its chunks are a loop,
+    which no compiler can run side by side: scores of one chunk exist per group.
+    """
+    one = jax.checkpoint(attention)
+    length = query.shape[1]
+    group = QUERY_CHUNK * ceil(ceil(length / QUERY_CHUNK) / GROUPS)
     out = []
-    for start in range(0, query.shape[1], QUERY_CHUNK):
-        here, behind = slice(start, start + QUERY_CHUNK), slice(start + QUERY_CHUNK)
-        seen = View(_part(view.query, here), _part(view.key, behind))
-        out.append(one(query[:, here], key[:, :, behind], value[:, :, behind], seen))
+    for start in range(0, length, group):
+        end = min(start + group, length)
+        queries, own = query[:, start:end], _part(view.query, slice(start, end))
+        keys, values, seen = key[:, :, :end], value[:, :, :end], _part(view.key, slice(end))
+        if end - start <= QUERY_CHUNK:
+            out.append(one(queries, keys, values, View(own, seen)))
+            continue
+        chunks = ceil((end - start) / QUERY_CHUNK)
+
+        def split(x: jax.Array, chunks: int = chunks) -> jax.Array:
+            x = jnp.pad(x, [(0, 0), (0, chunks * QUERY_CHUNK - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+            return jnp.moveaxis(x.reshape(x.shape[0], chunks, QUERY_CHUNK, *x.shape[2:]), 1, 0)
+
+        def step(chunk: Any, keys: Any = keys, values: Any = values, seen: Layout = seen) -> jax.Array:
+            return one(chunk[0], keys, values, View(chunk[1], seen))
+
+        parts = jax.lax.map(step, (split(queries), Layout(*(split(field) for field in own))))
+        joined = jnp.moveaxis(parts, 0, 1)
+        out.append(joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, : end - start])
     return jnp.concatenate(out, axis=1)
 
 
