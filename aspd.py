@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ from aspd_jax.errors import AspdError, RequestError
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+if version("jaxlib").startswith("0.10.") and "ynn_fusion" not in os.environ.get("XLA_FLAGS", ""):
+    # On CPU this version merges products with their surroundings in a way that doubles their time (docs/benchmarks.md).
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
+
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "aspd_jax"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    generate = command("generate", run_generate, "Answer a prompt.")
+    generate = command("generate", run_generate, "Answer a prompt, or a file of prompts.")
     _model_options(generate)
     asked = generate.add_mutually_exclusive_group(required=True)
     asked.add_argument(
@@ -55,8 +61,16 @@ def build_parser() -> argparse.ArgumentParser:
     asked.add_argument(
         "--messages", metavar="FILE", help='JSON file with a list of {"role", "content"} messages; - is standard input'
     )
+    asked.add_argument("--input", type=Path, metavar="FILE", help='JSONL file of {"prompt"} or {"messages"} records')
+    generate.add_argument("--output", type=Path, metavar="FILE", help="JSONL file for the answers to --input")
+    generate.add_argument("--weights", choices=("float", "int8"), default="float", help="of the layers' kernels")
+    generate.add_argument("--mesh", metavar="AXIS=N,…", help="devices for each axis: data=2,tensor=4; default: one")
+    generate.add_argument("--batch", type=int, default=8, help="requests of --input that decode together")
     generate.add_argument(
-        "--raw", action="store_true", help="give the prompt to the model as it stands, without the chat template"
+        "--branch-policy", default="all", metavar="POLICY", help="all, cap:N branches, or slo:MS milliseconds a pass"
+    )
+    generate.add_argument(
+        "--raw", action="store_true", help="give prompts to the model as they stand, without the chat template"
     )
     generate.add_argument("--mode", choices=("adaptive", "serial"), default="adaptive")
     generate.add_argument("--stream", action="store_true", help="print the answer as it grows")
@@ -99,24 +113,39 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--batch", type=int, default=16)
     evaluate.add_argument("--output", type=Path, help="JSON file for every answer")
 
-    bench = command(
-        "bench",
-        run_bench,
-        "passes: time forward passes by width, against width 1 (serial decoding). "
-        "train: time training steps, against plain causal attention.",
+    bench = commands.add_parser("bench", help="Measure speed, baselines in the same run.")
+    kinds = bench.add_subparsers(required=True, metavar="WHAT")
+
+    decode = kinds.add_parser("decode", help="passes by width, and whole answers in adaptive and in serial mode")
+    decode.set_defaults(run=run_bench_decode)
+    decode.add_argument("--model", metavar="DIR|demo", help="a checkpoint; default: a random model of --shape")
+    _shape_options(decode)
+    decode.add_argument("--weights", choices=("float", "int8"), default="float", help="of the layers' kernels")
+    decode.add_argument("--context", type=int, nargs="+", default=[128], help="prompt tokens")
+    decode.add_argument("--batch", type=int, nargs="+", default=[1], help="requests at a time")
+    decode.add_argument("--widths", type=int, nargs="*", default=[1, 2, 4, 8, 16], help="powers of two, 1 first")
+    decode.add_argument(
+        "--answers",
+        nargs="*",
+        default=["2x240", "4x120", "8x60", "16x30"],
+        metavar="NxT",
+        help="branches x tokens of each",
     )
-    bench.add_argument("what", nargs="?", choices=("passes", "train"), default="passes")
-    bench.add_argument("--shape", default="27m", help="of a random model: 27m, 1b or 7b")
-    bench.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    bench.add_argument("--context", type=int, default=128, help="prompt tokens (passes)")
-    bench.add_argument(
-        "--widths", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="powers of two, 1 first (passes)"
-    )
-    bench.add_argument("--rows", type=int, default=1, help="rows of a batch (train)")
-    bench.add_argument("--length", type=int, default=1024, help="tokens of a row (train)")
-    bench.add_argument("--repeats", type=int, default=7)
-    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    decode.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (.svg, .png, .pdf)")
+
+    steps = kinds.add_parser("train", help="training steps, beside plain causal attention")
+    steps.set_defaults(run=run_bench_train)
+    _shape_options(steps)
+    steps.add_argument("--rows", type=int, default=1, help="rows of a batch")
+    steps.add_argument("--length", type=int, default=1024, help="tokens of a row")
     return parser
+
+
+def _shape_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", default="27m", help="of a random model: 27m, 1b or 7b")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--repeats", type=int, default=7, help="runs of each kind; the median counts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
 
 
 def _model_options(parser: argparse.ArgumentParser) -> None:
@@ -160,11 +189,24 @@ def run_generate(options: argparse.Namespace) -> None:
         stop=tuple(options.stop),
         seed=options.seed,
     )
+    if (options.input is None) != (options.output is None):
+        raise RequestError("--input and --output go together")
+    _positive(options, "batch")
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
-    lm = load_model(options.model, options.dtype)
-    if options.prompt is not None and not options.raw and getattr(lm.tokenizer, "chat_template", None):
+    lm = load_model(options.model, options.dtype, _mesh(options.mesh), options.weights)
+    rows = options.batch if options.input else 1
+    engine = Engine(lm, max_length=options.max_length, max_batch=rows, branch_policy=options.branch_policy)
+    chat = not options.raw and bool(getattr(lm.tokenizer, "chat_template", None))
+    if options.input is not None:
+        from infer.batch import generate_file
+
+        outcome = generate_file(engine, options.input, options.output, params, options.mode, chat)
+        there = f", {outcome.resumed} of them there already" if outcome.resumed else ""
+        errors = f"; {outcome.errors} hold an error" if outcome.errors else ""
+        print(f"{outcome.records} records written to {options.output}{there}{errors}")
+        return
+    if options.prompt is not None and chat:
         prompt = [{"role": "user", "content": options.prompt}]
-    engine = Engine(lm, max_length=options.max_length)
     if options.stream and not options.json:
         print_growing(engine.stream(prompt, params, options.mode))
         return
@@ -182,6 +224,21 @@ def run_generate(options: argparse.Namespace) -> None:
         "stats": stats,
     }
     print(json.dumps(output, ensure_ascii=False))
+
+
+def _mesh(text: str | None) -> Any:
+    """A mesh from its axes, such as `data=2,tensor=4`."""
+    if text is None:
+        return None
+    from aspd_jax.sharding import make_mesh
+
+    shape = {}
+    for part in text.split(","):
+        axis, found, size = part.partition("=")
+        if not found or not size.isdigit() or int(size) < 1:
+            raise RequestError(f"--mesh takes axes and numbers of devices, such as data=2,tensor=4, got {text!r}")
+        shape[axis] = int(size)
+    return make_mesh(shape)
 
 
 def _read_messages(name: str) -> list[dict[str, str]]:
@@ -251,23 +308,24 @@ def run_train(options: argparse.Namespace) -> None:
 def run_ablate(options: argparse.Namespace) -> None:
     """`aspd ablate`."""
     from aspd_jax import load_model
-    from infer.evaluate import evaluate
-    from train.ablation import table, variants
+    from infer.evaluate import evaluate, summarise
+    from train.ablation import MAX_BRANCH_TOKENS, table, variants
     from train.config import load_config
     from train.loop import train
     from train.tasks import held_out
 
     problems = list(held_out(options.problems))
-    records: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for name, config in variants(load_config(options.config, options.overrides)).items():
         run = options.output / name
         answers = run / f"answers_{options.problems}.json"
         if not answers.exists():
             train(config, run)
-            evaluated = evaluate(load_model(run / "model"), problems, options.batch, name)
+            evaluated = evaluate(load_model(run / "model"), problems, options.batch, name, MAX_BRANCH_TOKENS)
             answers.write_text(json.dumps(evaluated))
-        records[name] = json.loads(answers.read_text())
-    text = table(records)
+        records = json.loads(answers.read_text())
+        outcomes[name] = summarise(records), summarise([record for record in records if record["should_fork"]])
+    text = table(outcomes)
     (options.output / "ablation.md").write_text(text + "\n")
     print(text)
 
@@ -295,44 +353,106 @@ def run_eval(options: argparse.Namespace) -> None:
         options.output.write_text(json.dumps(records, indent=1))
 
 
-def run_bench(options: argparse.Namespace) -> None:
-    """`aspd bench`."""
+def _where() -> str:
     import jax
 
-    if options.widths[0] != 1 or any(width < 1 or width & (width - 1) for width in options.widths):
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
+
+
+def _positive(options: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value], default=1) < 1:
+            raise RequestError(f"--{name} must be at least 1, got {value}")
+
+
+def run_bench_decode(options: argparse.Namespace) -> None:
+    """`aspd bench decode`."""
+    from aspd_jax import load_model
+    from aspd_jax.language_model import as_int8
+    from aspd_jax.shapes import benchmark_model
+    from infer.benchmark import (
+        answer_table,
+        answer_times,
+        copy_bandwidth,
+        logit_error,
+        pass_table,
+        pass_times,
+        peak_bytes,
+        published,
+        transformers_time,
+    )
+
+    _positive(options, "context", "batch", "repeats")
+    if options.widths and (options.widths[0] != 1 or any(w < 1 or w & (w - 1) for w in options.widths)):
         raise RequestError(f"--widths must be powers of two and start with 1, got {options.widths}")
-    for name in ("context", "repeats", "rows", "length"):
-        if getattr(options, name) < 1:
-            raise RequestError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    device = jax.devices()[0]
-    where = f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}"
-    record = {key: value for key, value in vars(options).items() if isinstance(value, (str, int, float, list))}
-    record |= {"device": device.device_kind, "jax": jax.__version__}
-    results: Any
-    if options.what == "train":
-        from train.benchmark import step_times
-        from train.benchmark import table as steps_table
-
-        results = step_times(options.shape, options.dtype, options.rows, options.length, options.repeats)
+    answers = []
+    for text in options.answers:
+        branches, found, length = text.partition("x")
+        if not found or not branches.isdigit() or not length.isdigit():
+            raise RequestError(f"--answers takes branches x tokens, such as 8x60, got {text!r}")
+        answers.append((int(branches), int(length)))
+    lm = load_model(options.model, options.dtype) if options.model else benchmark_model(options.shape, options.dtype)
+    if options.weights == "int8":
+        exact, lm = lm, as_int8(lm)
+        error = logit_error(exact, lm)
         print(
-            f"{options.shape}, {options.dtype}, {options.rows} x {options.length} tokens, {options.repeats} steps; "
-            f"{where}\n"
+            f"int8: logits are {error.relative:.2%} off (root mean square, of {options.dtype} ones), "
+            f"the likeliest token is the same in {error.same_likeliest:.1%} of 256 places\n"
         )
-        print(steps_table(results))
-    else:
-        from aspd_jax.shapes import benchmark_model
-        from infer.benchmark import copy_bandwidth, pass_times, table
+        del exact
+    name, where, copied = options.model or options.shape, _where(), copy_bandwidth(options.repeats)
+    runs = []
+    for context in options.context:
+        title = f"{name}, {options.dtype}, context {context}; {where}; copy {copied / 1e9:.1f} GB/s"
+        print(f"{title}\n")
+        passes = pass_times(lm, options.widths, context, options.repeats) if options.widths else []
+        if passes:
+            print(f"Passes, batch 1, {options.repeats} runs of 16:\n\n{pass_table(passes, copied)}\n")
+        pairs = []
+        for batch in options.batch:
+            for branches, length in answers:
+                pair = answer_times(lm, branches, length, context, batch, options.repeats)
+                torch = transformers_time(lm, pair[0].content, context, batch, options.repeats)
+                pairs.append([*pair, torch] if torch else pair)
+        if pairs:
+            print(f"Answers, {options.repeats} runs of each in turn:\n\n{answer_table(pairs)}\n")
+        if beside := published("" if options.model else options.shape, options.dtype, context):
+            print(f"{beside}\n")
+        if options.plot is not None:
+            from infer.plots import plot_decoding
 
-        lm = benchmark_model(options.shape, options.dtype)
-        record["copy_bandwidth"] = copied = copy_bandwidth(options.repeats)
-        results = pass_times(lm, options.widths, options.context, options.repeats)
-        print(
-            f"{options.shape}, {options.dtype}, context {options.context}, batch 1, "
-            f"{options.repeats} runs of 16 passes; {where}; copy {copied / 1e9:.1f} GB/s\n"
-        )
-        print(table(results, copied))
+            file = options.plot
+            several = len(options.context) > 1
+            plot_decoding(passes, pairs, copied, title, file.with_stem(f"{file.stem}-{context}") if several else file)
+        flat = [vars(answer) for pair in pairs for answer in pair]
+        runs.append({"context": context, "passes": [vars(p) for p in passes], "answers": flat})
+    print(f"peak memory {peak_bytes() / 1e9:.2f} GB")
     if options.json is not None:
-        options.json.write_text(json.dumps(record | {options.what: [vars(result) for result in results]}, indent=1))
+        record = {
+            "model": name,
+            "dtype": options.dtype,
+            "weights": options.weights,
+            "where": where,
+            "copy_bandwidth": copied,
+        }
+        record |= {"repeats": options.repeats, "peak_bytes": peak_bytes(), "runs": runs}
+        options.json.write_text(json.dumps(record, indent=1))
+
+
+def run_bench_train(options: argparse.Namespace) -> None:
+    """`aspd bench train`."""
+    from train.benchmark import step_times, table
+
+    _positive(options, "rows", "length", "repeats")
+    results = step_times(options.shape, options.dtype, options.rows, options.length, options.repeats)
+    where = _where()
+    of = f"{options.shape}, {options.dtype}, {options.rows} x {options.length} tokens, {options.repeats} steps"
+    print(f"{of}; {where}\n")
+    print(table(results))
+    if options.json is not None:
+        record = {"shape": options.shape, "dtype": options.dtype, "rows": options.rows, "length": options.length}
+        options.json.write_text(json.dumps(record | {"where": where, "steps": [vars(r) for r in results]}, indent=1))
 
 
 if __name__ == "__main__":

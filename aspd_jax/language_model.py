@@ -20,7 +20,7 @@ from aspd_jax.errors import CheckpointError
 from aspd_jax.layout import Layout
 from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face
 from aspd_jax.model.transformer import Transformer
-from aspd_jax.model.weights import load_parameters, merge_adapters, save_parameters
+from aspd_jax.model.weights import load_parameters, merge_adapters, quantise_layers, save_parameters
 from aspd_jax.tokens import Codec, SpecialTokens, add_special_tokens
 
 # The models that ship inside the package: `demo` forks, `demo-seq` was trained on the same data, all serial.
@@ -175,6 +175,12 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str]) -> None:
     if target.exists():
         target.rmdir()
     partial.rename(target)
+
+
+def as_int8(lm: LanguageModel) -> LanguageModel:
+    """A model with the kernels of its layers rounded to int8, a scale per output; as `load_model(weights="int8")`."""
+    config = replace(lm.config, weights="int8")
+    return replace(lm, config=config, model=Transformer(config), params=quantise_layers(lm.params))
 
 
 def random_model(

@@ -18,7 +18,7 @@ SHAPES = {
 
 
 def benchmark_model(shape: str, dtype: str) -> LanguageModel:
-    """A random model of a named shape, without a tokenizer; its last six tokens are the tags.
+    """A random model of a named shape, without a tokenizer; its last six tokens are the tags, its first ends a text.
 
     Raises:
         RequestError: unknown shape.
@@ -26,7 +26,7 @@ def benchmark_model(shape: str, dtype: str) -> LanguageModel:
     if shape not in SHAPES:
         raise RequestError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
     config = replace(SHAPES[shape], dtype=dtype)
-    lm = random_model(config, None, {"max_position_embeddings": 1 << 20})
+    lm = random_model(config, None, {"max_position_embeddings": 1 << 20}, end_ids=(0,))
     last = config.vocabulary
     lm.special_tokens = SpecialTokens(*range(last - 6, last))
     return lm

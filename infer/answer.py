@@ -12,8 +12,20 @@ from aspd_jax.layout import Layout
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_text
 from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, split
 from infer.request import Job
-from infer.state import FORK, LENGTH, PARALLEL, RUNNING, STOP, TITLE, TITLED, DecodeState, Protocol, widest_feed
-from infer.step import pending
+from infer.state import (
+    FORK,
+    LENGTH,
+    PARALLEL,
+    RUNNING,
+    STOP,
+    TITLE,
+    TITLED,
+    DecodeState,
+    Protocol,
+    widest_feed,
+    width_bucket,
+)
+from infer.step import Snapshot, snapshot
 
 
 @dataclass(frozen=True)
@@ -22,16 +34,19 @@ class Statistics:
 
     Attributes:
         prompt_tokens: tokens of the prompt.
+        reused_tokens: of these, so many were in the cache already.
         generated_tokens: tokens of the answer: all branches, tags and heads included.
         content_tokens: tokens of the plain text.
         passes: forward passes after prefill.
         critical_path: passes that had to follow one another, plus one.
         blocks, branches: of the answer.
-        seconds: wall time by phase: prefill, serial, parallel (fork and merge included), total. In a batch,
-            a pass counts in full for every sequence in it.
+        seconds: wall time since the request by phase: queued, prefill, serial, parallel (fork and merge included),
+            and total; and first_token, when the first token was there. In a batch, a pass counts in full for every
+            sequence in it.
     """
 
     prompt_tokens: int
+    reused_tokens: int
     generated_tokens: int
     content_tokens: int
     passes: int
@@ -76,12 +91,33 @@ class Answer:
         items: stretches and blocks, the open block as if it were closed now; titles under way and end of text left out.
         phase: of the sequence.
         finish: of the sequence.
+        open_branches: numbers, from 1, of the branches of the open block that still grow.
     """
 
     token_ids: np.ndarray
     items: tuple[ItemIds, ...]
     phase: int
     finish: int
+    open_branches: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the host read of a sequence.
+
+    Attributes:
+        answer: as far as it is.
+        passes: forward passes after prefill.
+        critical_path: of the answer as far as it is.
+        cached: tokens in the cache, prompt included, in the order of the linearisation.
+        in_order: so many slots of the cache hold the first tokens in this order.
+    """
+
+    answer: Answer
+    passes: int
+    critical_path: int
+    cached: np.ndarray
+    in_order: int
 
 
 def linear_order(layout: Layout) -> np.ndarray:
@@ -93,24 +129,40 @@ def linear_order(layout: Layout) -> np.ndarray:
     return np.lexsort((layout.position, layout.branch, anchor))
 
 
-def read_answers(state: DecodeState, protocol: Protocol, count: int) -> list[Answer]:
-    """The answers of the first `count` sequences, from what was fed and what is pending."""
-    feed = pending(state, protocol, widest_feed(protocol))
-    cache = state.cache
-    small = (cache.tokens, cache.layout, cache.length, state.prompt_length, state.phase, state.finish, feed)
-    tokens, layout, length, prompt_length, phase, finish, feed = jax.device_get(small)
-    answers = []
-    for row in range(count):
-        fed, due = slice(prompt_length[row], length[row]), feed.layout.sequence[row] > 0
-        ids = np.concatenate([tokens[row, fed], feed.tokens[row, due]])
-        own = Layout(*(np.concatenate([a[row, fed], b[row, due]]) for a, b in zip(layout, feed.layout, strict=True)))
-        order = linear_order(own)
-        ids, branch = ids[order], own.branch[order]
-        answers.append(_answer(ids, branch, int(phase[row]), int(finish[row]), protocol))
-    return answers
+def read(state: DecodeState, protocol: Protocol, rows: Sequence[int]) -> list[Reading]:
+    """Sequences as far as they are, from what was fed and what is pending."""
+    size = width_bucket(len(rows))
+    padded = np.asarray([*rows, *[rows[0]] * (size - len(rows))], np.int32)
+    shot: Snapshot = jax.device_get(snapshot(state, padded, protocol, widest_feed(protocol)))
+    return [_reading(shot, index, protocol) for index in range(len(rows))]
 
 
-def _answer(ids: np.ndarray, branch: np.ndarray, phase: int, finish: int, protocol: Protocol) -> Answer:
+def _reading(shot: Snapshot, index: int, protocol: Protocol) -> Reading:
+    of = jax.tree.map(lambda field: field[index], shot)
+    state, feed, slots = of.state, of.pending, int(of.length)
+    phase, start = int(state.phase), int(state.prompt_length)
+    written = np.flatnonzero(of.layout.sequence[:slots] > 0)
+    cached = written[linear_order(Layout(*(field[written] for field in of.layout)))]
+    out_of_order = np.flatnonzero(cached != np.arange(cached.size))
+    due = feed.layout.sequence > 0
+    fed = written[written >= start]
+    ids = np.concatenate([of.tokens[fed], feed.tokens[due]])
+    own = Layout(*(np.concatenate([a[fed], b[due]]) for a, b in zip(of.layout, feed.layout, strict=True)))
+    order = linear_order(own)
+    in_block = phase in (FORK, PARALLEL)
+    still_open = frozenset((np.flatnonzero(state.branch_live) + 1).tolist()) if in_block else frozenset()
+    return Reading(
+        answer=_answer(ids[order], own.branch[order], phase, int(state.finish), protocol, still_open),
+        passes=int(state.passes),
+        critical_path=int(state.critical_path) + (int(state.branch_sampled.max()) if in_block else 0),
+        cached=of.tokens[cached],
+        in_order=int(out_of_order[0]) if out_of_order.size else cached.size,
+    )
+
+
+def _answer(
+    ids: np.ndarray, branch: np.ndarray, phase: int, finish: int, protocol: Protocol, still_open: frozenset[int]
+) -> Answer:
     special = protocol.special
     whole = ids
     if finish == STOP and ids.size and int(ids[-1]) in protocol.end:
@@ -121,9 +173,9 @@ def _answer(ids: np.ndarray, branch: np.ndarray, phase: int, finish: int, protoc
         whole = ids[: after + int(np.argmax(ids[after:] == special.title_start))]
     elif phase in (FORK, PARALLEL):
         ends = np.flatnonzero((branch > 0) & (np.append(branch[1:], 0) != branch))
-        still_open = ends[ids[ends] != special.branch_end]
-        whole = np.append(np.insert(ids, still_open + 1, special.branch_end), special.parallel_end)
-    return Answer(ids, split(whole, special), phase, finish)
+        unclosed = ends[ids[ends] != special.branch_end]
+        whole = np.append(np.insert(ids, unclosed + 1, special.branch_end), special.parallel_end)
+    return Answer(ids, split(whole, special), phase, finish, still_open)
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
@@ -133,9 +185,10 @@ def cut(text: str, stop: Sequence[str]) -> str:
 
 
 def result(
-    answer: Answer, job: Job, codec: Codec | None, protocol: Protocol, passes: int, path: int, seconds: dict[str, float]
+    reading: Reading, job: Job, codec: Codec | None, protocol: Protocol, reused: int, seconds: dict[str, float]
 ) -> Result:
     """An answer as the user gets it; without a tokenizer, texts are empty."""
+    answer = reading.answer
     stop, head = job.params.stop, len(protocol.separator)
     structure: list[Item] = []
     content = 0
@@ -159,10 +212,11 @@ def result(
     blocks = [item for item in answer.items if isinstance(item, BlockIds)]
     stats = Statistics(
         prompt_tokens=len(job.prompt),
+        reused_tokens=reused,
         generated_tokens=len(answer.token_ids),
         content_tokens=content,
-        passes=passes,
-        critical_path=path,
+        passes=reading.passes,
+        critical_path=reading.critical_path,
         blocks=len(blocks),
         branches=sum(len(block.branches) for block in blocks),
         seconds=dict(seconds),

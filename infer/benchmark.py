@@ -1,16 +1,19 @@
-"""How long a forward pass takes by width: what every speed-up of parallel decoding rests on.
+"""What decoding costs: passes by width, and whole answers of a given structure, serial mode beside adaptive mode.
 
-The engine's own programs run on a prompt of the given length, with all branches kept open. Width 1 is a serial
-step: the baseline. Weights are random, which changes no time.
+Both modes are the engine's own, with the same weights, in turn in one run. Structure is scripted, so that lengths are
+exact; everything else, sampling included, is computed as always.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import resource
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +21,18 @@ import numpy as np
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
-from infer.decoding import feed_prompts, start_state
-from infer.engine import NO_TOKENS
-from infer.request import Job, SamplingParams
+from aspd_jax.layout import build_layout
+from infer.answer import Result
+from infer.engine import NO_TOKENS, Engine
+from infer.prefill import start
+from infer.request import Job, Mode, SamplingParams
 from infer.state import PARALLEL, DecodeState, Protocol
-from infer.step import run
+from infer.step import Extent, Limits, Script, run
 
 COPY_BYTES = 1 << 28
+SERIAL_TEXT = 32  # tokens before and after the block together
+TITLE = 2  # tokens of a title
+SEPARATOR = (1,)
 
 
 @dataclass(frozen=True)
@@ -38,24 +46,92 @@ class PassTime:
     bandwidth: float
 
 
+@dataclass(frozen=True)
+class AnswerTime:
+    """Whole answers of one structure, by one engine and mode; medians over runs.
+
+    Attributes:
+        name: `adaptive`, `serial` or `transformers`.
+        branches, length: of the block; length counts head and closing tag. 0 branches: no block.
+        content, raw: tokens of an answer.
+        passes: forward passes after prefill.
+        seconds: from request to last token, median; `fastest` and `slowest` run. Of a batch: until all have ended.
+        latency: seconds of one request, median over requests.
+        first_token: seconds until the first token.
+        ideal: content tokens by critical path.
+        compile_seconds: the first run's time beyond the median.
+    """
+
+    name: str
+    batch: int
+    branches: int
+    length: int
+    content: int
+    raw: int
+    passes: int
+    seconds: float
+    fastest: float
+    slowest: float
+    latency: float
+    first_token: float
+    ideal: float
+    compile_seconds: float
+
+
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes per second that a large copy reads and writes."""
-    copy = jax.jit(lambda array: array + 1)
-    array = jnp.zeros(COPY_BYTES // 4, jnp.int32)
-    copy(array).block_until_ready()
+    """Bytes per second that a pass over a large array reads and writes."""
+    passes = 8
+    copy = jax.jit(lambda array: jax.lax.fori_loop(0, passes, lambda _, a: a + 1, array), donate_argnums=0)
+    array = copy(jnp.zeros(COPY_BYTES // 4, jnp.int32)).block_until_ready()
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
-        copy(array).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return 2 * COPY_BYTES / median(times)
+        begun = time.perf_counter()
+        array = copy(array).block_until_ready()
+        times.append(time.perf_counter() - begun)
+    return passes * 2 * COPY_BYTES / median(times)
+
+
+def peak_bytes() -> float:
+    """Most memory used so far: of the device where it counts it, else of this process."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return float(stats["peak_bytes_in_use"])
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
+
+
+def weight_bytes(lm: LanguageModel) -> int:
+    """Bytes of parameters that every pass reads."""
+    looked_up = 0 if lm.config.tied else lm.params["embedding"]["embedding"].nbytes
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params)) - looked_up
+
+
+class LogitError(NamedTuple):
+    """How far logits are from exact ones: root mean square relative to theirs, and share of equal likeliest tokens."""
+
+    relative: float
+    same_likeliest: float
+
+
+def logit_error(exact: LanguageModel, other: LanguageModel, tokens: int = 256) -> LogitError:
+    """Of one model beside another, over a prompt of random tokens; logits are centred first."""
+    prompt = np.asarray([random_prompt(exact, tokens)])
+    layout = build_layout(prompt, exact.special_tokens or NO_TOKENS, exact.config.positions)
+    a, b = (np.asarray(lm.model.apply({"params": lm.params}, prompt, layout))[0] for lm in (exact, other))
+    a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
+    same = float((a.argmax(axis=1) == b.argmax(axis=1)).mean())
+    return LogitError(float(np.sqrt(((a - b) ** 2).mean() / (a**2).mean())), same)
+
+
+def random_prompt(lm: LanguageModel, tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Token ids without tags."""
+    return tuple(np.random.default_rng(seed).integers(1, lm.config.vocabulary - 6, tokens).tolist())
 
 
 def _decoding_state(lm: LanguageModel, protocol: Protocol, context: int, width: int, tokens: int) -> DecodeState:
     """A sequence after its prompt, as if it had just forked into `width` branches (1: in a serial stretch)."""
-    prompt = tuple(np.random.default_rng(0).integers(1, lm.config.vocabulary - 6, context).tolist())
-    job = Job(prompt, SamplingParams(max_branch_tokens=(1 << 24) - 1), "serial", tokens, seed=0)
-    state = feed_prompts(lm, protocol, start_state(lm, protocol, [job]), [prompt])
+    params = SamplingParams(max_branch_tokens=(1 << 24) - 1)
+    job = Job(random_prompt(lm, context), params, "serial", tokens, seed=0)
+    state = start(lm, protocol, [job])
     if width == 1:
         return state
     live = jnp.arange(protocol.max_branches)[None] < width
@@ -65,13 +141,14 @@ def _decoding_state(lm: LanguageModel, protocol: Protocol, context: int, width: 
         titles=jnp.full_like(state.titles, width),
         branch_live=live,
         branch_token=jnp.where(live, jnp.arange(protocol.max_branches)[None] + 1, 0),
+        block_budget=jnp.copy(state.remaining),
     )
 
 
 def pass_times(
     lm: LanguageModel, widths: Sequence[int], context: int, repeats: int = 7, steps: int = 16
 ) -> list[PassTime]:
-    """Time `repeats` runs of `steps` passes at every width, batch 1.
+    """Time `repeats` runs of `steps` passes at every width, batch 1; the widths take turns.
 
     Raises:
         RequestError: a random branch closed itself, so that the width changed under way.
@@ -85,34 +162,172 @@ def pass_times(
         max_branches=max(2, *widths),
         max_title_tokens=1,
     )
-    looked_up = 0 if lm.config.tied else lm.params["embedding"]["embedding"].nbytes
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params)) - looked_up
+    limits = Limits(np.int32(steps), Extent(*[np.int32(-1)] * 4), np.bool_(False))
+    longest = 2 * (repeats + 1) * steps * max(widths)
+    states = {width: _decoding_state(lm, protocol, context, width, longest + width) for width in widths}
+    times: dict[int, list[float]] = {width: [] for width in widths}
+    for _ in range(repeats + 1):  # the first runs compile
+        for width in widths:
+            state = states[width]
+            within = Extent(0, 1, width, state.cache.tokens.shape[1])
+            begun = time.perf_counter()
+            state, needed, _ = run(lm.params, state, limits, protocol, within, greedy=True)
+            jax.block_until_ready(needed)
+            times[width].append((time.perf_counter() - begun) / steps)
+            states[width] = state
+            if int(needed.size) != width:
+                raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")
     results = []
     for width in widths:
-        state: Any = _decoding_state(lm, protocol, context, width, 2 * (repeats + 1) * steps * width + width)
-        cache = sum(layer.key.nbytes + layer.value.nbytes for layer in state.cache.layers)
-        times = []
-        for _ in range(repeats + 1):  # the first run compiles
-            start = time.perf_counter()
-            state, needed = run(lm.params, state, steps, protocol, width)
-            jax.block_until_ready(needed)
-            times.append((time.perf_counter() - start) / steps)
-        if int(needed[0]) != width or int(state.passes[0]) != (repeats + 1) * steps:
-            raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")
-        times = times[1:]
+        cache = sum(layer.key.nbytes + layer.value.nbytes for layer in states[width].cache.layers)
+        measured = times[width][1:]
         results.append(
             PassTime(
                 width=width,
-                median=1000 * median(times),
-                fastest=1000 * min(times),
-                slowest=1000 * max(times),
-                bandwidth=(weights + cache) / median(times),
+                median=1000 * median(measured),
+                fastest=1000 * min(measured),
+                slowest=1000 * max(measured),
+                bandwidth=(weight_bytes(lm) + cache) / median(measured),
             )
         )
     return results
 
 
-def table(results: Sequence[PassTime], copied: float) -> str:
+def scripted_answer(lm: LanguageModel, branches: int, length: int, text: int) -> tuple[list[int], list[list[int]]]:
+    """Serial tokens and tokens of each branch, as they have to be sampled.
+
+    Args:
+        branches: 0: no block.
+        length: tokens of a branch, head and closing tag included.
+        text: serial text, half of it before the block.
+    """
+    special = lm.special_tokens or NO_TOKENS
+    tokens = iter(random_prompt(lm, text + branches * (TITLE + length), seed=1))
+    serial = [next(tokens) for _ in range(text // 2 if branches else text)]
+    for _ in range(branches):
+        serial += [special.title_start, *(next(tokens) for _ in range(TITLE)), special.title_end]
+    if branches:
+        serial.append(special.parallel_start)
+        serial += [next(tokens) for _ in range(text - text // 2)]
+    head = 1 + TITLE + len(SEPARATOR)
+    written = [[*(next(tokens) for _ in range(length - head - 1)), special.branch_end] for _ in range(branches)]
+    return [*serial, *lm.end_ids[:1]], written
+
+
+def _script(serial: Sequence[int], branches: Sequence[Sequence[int]], batch: int, limit: int) -> Script:
+    longest = max([len(serial), *map(len, branches)]) + 1
+    of_serial = np.full((batch, longest), -1, np.int32)
+    of_branch = np.full((batch, limit, longest), -1, np.int32)
+    of_serial[:, : len(serial)] = serial
+    for number, tokens in enumerate(branches):
+        of_branch[:, number, : len(tokens)] = tokens
+    return Script(jnp.asarray(of_serial), jnp.asarray(of_branch))
+
+
+def answer_times(
+    lm: LanguageModel, branches: int, length: int, context: int, batch: int = 1, repeats: int = 5
+) -> list[AnswerTime]:
+    """Time answers with a block of so many branches, and serial answers of as many content tokens, in turn.
+
+    Raises:
+        RequestError: a branch is too short for its head.
+    """
+    head = 1 + TITLE + len(SEPARATOR)
+    if branches < 2 or length < head + 2:
+        raise RequestError(f"an answer needs 2 branches of at least {head + 2} tokens, got {branches} of {length}")
+    serial, written = scripted_answer(lm, branches, length, SERIAL_TEXT)
+    content = SERIAL_TEXT + branches * (length - head - 1)
+    raw = len(serial) + branches * length + 1
+    engine = Engine(
+        lm,
+        max_length=context + raw + 4 * branches + 8,  # the grammar's reserve
+        max_batch=batch,
+        max_branches=branches,
+        max_title_tokens=TITLE,
+        separator_ids=SEPARATOR,
+        reuse=False,
+    )
+    scripts: dict[Mode, Script] = {
+        "adaptive": _script(serial, written, batch, branches),
+        "serial": _script(scripted_answer(lm, 0, length, content)[0], [], batch, branches),
+    }
+    prompts = [random_prompt(lm, context, seed) for seed in range(batch)]
+    params = SamplingParams(max_new_tokens=raw + 4 * branches + 8, max_branch_tokens=length)
+    seconds: dict[Mode, list[float]] = {"adaptive": [], "serial": []}
+    results: dict[Mode, list[Result]] = {"adaptive": [], "serial": []}
+    for repeat in range(repeats + 1):
+        for mode, script in scripts.items():
+            engine.scheduler.script = script
+            begun = time.perf_counter()
+            answers = engine.generate(prompts, params, mode)
+            seconds[mode].append(time.perf_counter() - begun)
+            results[mode] += answers if repeat else []
+            if any(answer.stats.content_tokens != content for answer in answers):
+                raise RequestError("the script was not followed; this is a mistake of the benchmark")
+    found = []
+    for mode in scripts:
+        first, *measured = seconds[mode]
+        stats = [result.stats for result in results[mode]]
+        found.append(
+            AnswerTime(
+                name=mode,
+                batch=batch,
+                branches=branches if mode == "adaptive" else 0,
+                length=length if mode == "adaptive" else 0,
+                content=content,
+                raw=stats[0].generated_tokens,
+                passes=stats[0].passes,
+                seconds=median(measured),
+                fastest=min(measured),
+                slowest=max(measured),
+                latency=median(s.seconds["total"] for s in stats),
+                first_token=median(s.seconds["first_token"] for s in stats),
+                ideal=stats[0].ideal_speedup,
+                compile_seconds=max(0.0, first - median(measured)),
+            )
+        )
+    return found
+
+
+def transformers_time(lm: LanguageModel, content: int, context: int, batch: int, repeats: int) -> AnswerTime | None:
+    """`transformers`' own greedy generate, for a random Llama of the same shape; None where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    of = lm.config
+    shape = LlamaConfig(
+        vocab_size=of.vocabulary,
+        hidden_size=of.embed,
+        intermediate_size=of.feed_forward,
+        num_hidden_layers=of.layers,
+        num_attention_heads=of.heads,
+        num_key_value_heads=of.kv_heads,
+        head_dim=of.head,
+        max_position_embeddings=context + content,
+        tie_word_embeddings=of.tied,
+        eos_token_id=None,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = LlamaForCausalLM(shape)
+    model = model.to(device, getattr(torch, of.dtype)).eval()
+    prompts = torch.tensor([random_prompt(lm, context, seed) for seed in range(batch)], device=device)
+    times = []
+    with torch.inference_mode():
+        for _ in range(repeats + 1):
+            begun = time.perf_counter()
+            model.generate(prompts, max_new_tokens=content, min_new_tokens=content, do_sample=False)
+            times.append(time.perf_counter() - begun)
+    first, *measured = times
+    middle = median(measured)
+    return AnswerTime(
+        "transformers", batch, 0, 0, content, content, content - 1, middle, min(measured), max(measured), middle,
+        float("nan"), 1.0, max(0.0, first - middle),
+    )  # fmt: skip
+
+
+def pass_table(results: Sequence[PassTime], copied: float) -> str:
     """Markdown; every width beside width 1, and bandwidth beside the measured copy."""
     base = results[0].median
     lines = [
@@ -125,3 +340,53 @@ def table(results: Sequence[PassTime], copied: float) -> str:
             f"| {r.bandwidth / 1e9:.1f} | {100 * r.bandwidth / copied:.0f} % |"
         )
     return "\n".join(lines)
+
+
+def answer_table(pairs: Sequence[Sequence[AnswerTime]]) -> str:
+    """Markdown: adaptive answers, each above the serial one of as many content tokens, its baseline."""
+    lines = [
+        "| batch | answer | content tokens | passes | s (median) | fastest - slowest | content tokens/s | raw tokens/s "
+        "| latency, ms | first token, ms | ideal | realised | efficiency | compiling, s |",
+        "|---" * 14 + "|",
+    ]
+    for pair in pairs:
+        serial = next(r for r in pair if r.name == "serial")
+        for r in pair:
+            realised = serial.seconds / r.seconds
+            what = f"{r.branches} branches of {r.length}" if r.branches else r.name
+            cells = [
+                str(r.batch),
+                what,
+                str(r.content),
+                str(r.passes),
+                f"{r.seconds:.3f}",
+                f"{r.fastest:.3f} - {r.slowest:.3f}",
+                f"{r.batch * r.content / r.seconds:.0f}",
+                f"{r.batch * r.raw / r.seconds:.0f}",
+                f"{1000 * r.latency:.0f}",
+                f"{1000 * r.first_token:.1f}",
+                f"{r.ideal:.2f}x",
+                f"{realised:.2f}x",
+                f"{realised / r.ideal:.2f}",
+                f"{r.compile_seconds:.1f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def published(shape: str, dtype: str, context: int) -> str:
+    """What the authors' engine and `transformers` reach on one shape, if it is this one: raw tokens per second on 2
+    cores (AMD EPYC), torch 2.13, float32, batch 1, prompt 128; medians of 6 runs.
+    """
+    if (shape, dtype, context) != ("27m", "float32", 128):
+        return ""
+    rows: dict[str, Any] = {
+        "transformers generate, 512 tokens": (106, ""),
+        "authors' engine, serial, 512 tokens": (103, "1.00x"),
+        "authors' engine, 2 branches of 240": (154, "1.49x of 1.86x"),
+        "authors' engine, 4 branches of 120": (243, "2.37x of 3.14x"),
+        "authors' engine, 8 branches of 60": (351, "3.41x of 4.38x"),
+        "authors' engine, 16 branches of 30": (380, "3.69x of 4.56x"),
+    }
+    lines = ["| published for this shape | raw tokens/s | speed-up, of ideal (raw) |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {name} | {speed} | {of} |" for name, (speed, of) in rows.items()])

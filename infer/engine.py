@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from aspd_jax.chat import encode_turns
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import SpecialTokens
 from infer.answer import Result
-from infer.decoding import Decoding
+from infer.policy import Policy
+from infer.prefill import capacity_for, prompt_layout
 from infer.replay import Trace, replay
 from infer.request import Job, Mode, SamplingParams
-from infer.state import Protocol
+from infer.scheduler import NO_LIMIT, Handle, Scheduler
+from infer.state import MOST_BRANCHES, Protocol
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
 
+KNOWN_ANSWERS = 4096  # that are kept for follow-up turns
 NO_TOKENS = SpecialTokens(-1, -2, -3, -4, -5, -6)  # of a model that has no tokenizer to add them to
 
 
@@ -28,10 +33,12 @@ class Engine:
     Args:
         lm: the model.
         max_length: prompt and answer tokens of a sequence; at most the model's context length.
-        max_batch: sequences that decode together; more prompts are decoded in turns.
+        max_batch: sequences that decode together; further requests wait for one of them to end.
         max_branches: branches of a block.
         max_title_tokens: tokens of a title.
         separator_ids: what follows the title at the head of a branch; default: the tokenizer's ids of `": "`.
+        branch_policy: `all`, `cap:N` or `slo:MS` (`infer.policy.Policy`).
+        reuse: let a prompt begin with what the cache still holds of it: an earlier turn, or a shared beginning.
     """
 
     def __init__(
@@ -42,6 +49,8 @@ class Engine:
         max_branches: int = 16,
         max_title_tokens: int = 24,
         separator_ids: Sequence[int] | None = None,
+        branch_policy: str = "all",
+        reuse: bool = True,
     ) -> None:
         for name, value, least in (
             ("max_length", max_length, 2),
@@ -51,6 +60,8 @@ class Engine:
         ):
             if value < least:
                 raise RequestError(f"{name} must be at least {least}, got {value}")
+        if max_branches >= MOST_BRANCHES:
+            raise RequestError(f"max_branches must be below {MOST_BRANCHES}, got {max_branches}")
         self.lm = lm
         self.max_length = min(max_length, lm.context_length)
         self.max_batch = max_batch
@@ -68,6 +79,11 @@ class Engine:
             max_branches=max_branches,
             max_title_tokens=max_title_tokens,
         )
+        policy = Policy.parse(branch_policy)
+        self._answers: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
+        self.scheduler = Scheduler(
+            lm, self.protocol, max_batch, capacity_for(self.max_length), policy, reuse, self._remember
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are."""
@@ -75,12 +91,7 @@ class Engine:
             return list(self._tokenizer()(prompt)["input_ids"])
         items = list(prompt)
         if items and all(isinstance(item, dict) for item in items):
-            tokenizer = self._tokenizer()
-            if tokenizer.chat_template is None:
-                raise RequestError("this model's tokenizer has no chat template; pass the prompt as text")
-            return list(
-                tokenizer.apply_chat_template(items, add_generation_prompt=True, tokenize=True, return_dict=False)
-            )
+            return self._encode_messages(items)  # type: ignore[arg-type]
         if not all(isinstance(item, (int, np.integer)) for item in items):
             raise RequestError("a prompt is text, a list of {'role', 'content'} messages, or a list of token ids")
         ids = [int(item) for item in items]  # type: ignore[call-overload]
@@ -88,6 +99,38 @@ class Engine:
         if any(not 0 <= token < vocabulary for token in ids):
             raise RequestError(f"token ids must be between 0 and {vocabulary - 1}")
         return ids
+
+    def _encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """A conversation. Answers of this engine go in with the tokens they were decoded as, blocks included, so that a
+        follow-up turn goes on with what the cache still holds; other answers go in as plain text.
+        """
+        tokenizer = self._tokenizer()
+        if tokenizer.chat_template is None:
+            raise RequestError("this model's tokenizer has no chat template; pass the prompt as text")
+        for number, message in enumerate(messages):
+            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                raise RequestError(f"message {number}: 'role' and 'content' must be strings")
+        if messages[-1]["role"] == "assistant":
+            raise RequestError("the last message is an answer; a prompt ends with a message of the user")
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        ends = self.lm.end_ids
+        if answers and not ends:
+            raise RequestError("this model names no end of text, so a conversation cannot go on after an answer")
+        ids, *stretches = encode_turns(tokenizer, ends, messages, prompt=True)
+        for answer, after in zip(answers, stretches, strict=True):
+            known = self._answers.get((tuple(ids), answer))
+            ids = [*ids, *(self.lm.codec.text.encode(answer) if known is None else known), *after]
+        return ids
+
+    def _remember(self, result: Result) -> None:
+        """Keep the tokens of an answer for the turn after it."""
+        ids = result.token_ids
+        if result.finish_reason == "cancelled" or not ids:
+            return
+        whole = ids[:-1] if ids[-1] in self.protocol.end else ids
+        self._answers[tuple(result.prompt_token_ids), result.text] = whole
+        while len(self._answers) > KNOWN_ANSWERS:
+            self._answers.popitem(last=False)
 
     def _tokenizer(self) -> Any:
         if self.lm.tokenizer is None:
@@ -110,14 +153,31 @@ class Engine:
         Raises:
             RequestError: which request breaks which limit; nothing has been decoded then.
         """
-        jobs = self._jobs(prompts, params, mode)
-        results: list[Result] = []
-        for first in range(0, len(jobs), self.max_batch):
-            decoding = Decoding(self.lm, self.protocol, jobs[first : first + self.max_batch])
-            for _ in decoding.advance():
-                pass
-            results.extend(decoding.results())
-        return results
+        handles = [self.scheduler.submit(job) for job in self._jobs(prompts, params, mode)]
+        return [handle.wait() for handle in handles]
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", steps: int = NO_LIMIT
+    ) -> Handle:
+        """Queue a request, whatever else is under way.
+
+        Args:
+            steps: forward passes between two looks at the answer, when its events are iterated over.
+
+        Raises:
+            RequestError: which limit it breaks.
+        """
+        if steps < 1:
+            raise RequestError(f"steps must be at least 1, got {steps}")
+        return self.scheduler.submit(self._jobs([prompt], params, mode)[0], steps)
+
+    def pump(self, steps: int = NO_LIMIT) -> bool:
+        """Do a chunk of what was submitted; false if there is nothing to do. Handles that are waited for do it too."""
+        return self.scheduler.pump(steps)
+
+    def warm_up(self) -> float:
+        """Compile every program that requests may need, and measure what a pass costs; returns the seconds it took."""
+        return self.scheduler.warm_up()
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", steps: int = 1
@@ -129,12 +189,10 @@ class Engine:
         Args:
             steps: forward passes between two partial results.
         """
-        if steps < 1:
-            raise RequestError(f"steps must be at least 1, got {steps}")
-        decoding = Decoding(self.lm, self.protocol, self._jobs([prompt], params, mode))
-        yield decoding.results()[0]
-        for _ in decoding.advance(steps):
-            yield decoding.results()[0]
+        handle = self.submit(prompt, params, mode)
+        while handle.result is None:
+            handle.advance(steps)
+            yield handle.partial()
 
     def replay(self, prompt_token_ids: Sequence[int], answer_token_ids: Sequence[int]) -> Trace:
         """Drive the stepwise engine, branches side by side, through a given linearisation.
@@ -195,5 +253,6 @@ class Engine:
                 f"the prompt has {len(ids)} tokens, which leaves no room for an answer: "
                 f"max_length (prompt and answer) is {self.max_length}"
             )
+        prompt_layout(self.lm, self.protocol, ids)
         seed = secrets.randbits(32) if params.seed is None else params.seed
         return Job(tuple(ids), params, mode, min(params.max_new_tokens, room), seed)

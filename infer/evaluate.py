@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from tqdm import tqdm
 
@@ -28,31 +28,56 @@ class Problem(Protocol):
     def forks(self) -> bool: ...
 
 
-def evaluate(lm: LanguageModel, problems: Sequence[Problem], batch: int, name: str) -> list[dict[str, Any]]:
-    """Answer problems greedily in adaptive mode; one record per problem."""
+def evaluate(
+    lm: LanguageModel, problems: Sequence[Problem], batch: int, name: str, max_branch_tokens: int = 1024
+) -> list[dict[str, Any]]:
+    """Answer problems greedily in adaptive mode; one record per problem.
+
+    Args:
+        max_branch_tokens: see `SamplingParams`; in the position scheme `predict` it spaces the branches.
+    """
     engine = Engine(lm, max_batch=batch)
-    params = SamplingParams(max_new_tokens=1024)
+    params = SamplingParams(max_new_tokens=1024, max_branch_tokens=max_branch_tokens)
+    handles = [engine.submit([{"role": "user", "content": problem.question}], params) for problem in problems]
     records = []
-    for first in tqdm(range(0, len(problems), batch), desc=name, unit="batch"):
-        some = problems[first : first + batch]
-        prompts = [[{"role": "user", "content": problem.question}] for problem in some]
-        for problem, result in zip(some, engine.generate(prompts, params), strict=True):
-            records.append(
-                {
-                    "family": problem.family,
-                    "kind": problem.kind,
-                    "question": problem.question,
-                    "expected": problem.answer,
-                    "answer": result.text,
-                    "exact": result.text == problem.answer,
-                    "forked": result.stats.blocks > 0,
-                    "should_fork": problem.forks,
-                    "content_tokens": result.stats.content_tokens,
-                    "critical_path": result.stats.critical_path,
-                    "passes": result.stats.passes,
-                }
-            )
+    for problem, handle in zip(problems, tqdm(handles, desc=name, unit="answer"), strict=True):
+        result = handle.wait()
+        records.append(
+            {
+                "family": problem.family,
+                "kind": problem.kind,
+                "question": problem.question,
+                "expected": problem.answer,
+                "answer": result.text,
+                "exact": result.text == problem.answer,
+                "forked": result.stats.blocks > 0,
+                "should_fork": problem.forks,
+                "content_tokens": result.stats.content_tokens,
+                "critical_path": result.stats.critical_path,
+                "passes": result.stats.passes,
+            }
+        )
     return records
+
+
+class Summary(NamedTuple):
+    """Of a group of records: how many, shares of exact answers and right fork decisions, and ideal speed-up."""
+
+    problems: int
+    exact: float
+    fork_right: float
+    ideal_speedup: float
+
+
+def summarise(records: Sequence[Mapping[str, Any]]) -> Summary:
+    """What records of `evaluate` say together; the speed-up is that of all their content over all their paths."""
+    count = max(1, len(records))
+    return Summary(
+        problems=len(records),
+        exact=sum(r["exact"] for r in records) / count,
+        fork_right=sum(r["forked"] == r["should_fork"] for r in records) / count,
+        ideal_speedup=sum(r["content_tokens"] for r in records) / max(1, sum(r["critical_path"] for r in records)),
+    )
 
 
 def table(models: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
@@ -73,10 +98,6 @@ def table(models: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def _row(name: str, family: str, kind: str, records: Sequence[Mapping[str, Any]], forks: bool) -> str:
-    def share(values: Iterable[bool]) -> str:
-        return f"{100 * sum(values) / len(records):.1f} %"
-
-    exact = share(record["exact"] for record in records)
-    fork = share(record["forked"] == record["should_fork"] for record in records) if forks else "(never forks)"
-    ideal = sum(r["content_tokens"] for r in records) / max(1, sum(r["critical_path"] for r in records))
-    return f"| {name} | {family} | {kind} | {len(records)} | {exact} | {fork} | {ideal:.2f}x |"
+    of = summarise(records)
+    fork = f"{100 * of.fork_right:.1f} %" if forks else "(never forks)"
+    return f"| {name} | {family} | {kind} | {of.problems} | {100 * of.exact:.1f} % | {fork} | {of.ideal_speedup:.2f}x |"

@@ -1,6 +1,6 @@
 """Which tokens may come next: only well-formed structure that still fits the budget (spec, section 5).
 
-B sequences, W lanes, V vocabulary.
+B sequences, L lanes, V vocabulary.
 
 Every token belongs to one class; a rule allows or forbids whole classes. A block is opened only if the
 smallest block fits what the answer may still grow by, and every further title or branch token only if
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer.state import MERGE, SERIAL, TITLE, TITLED, DecodeState, Feed, Protocol
+from infer.state import MERGE, SERIAL, TITLE, TITLED, DecodeState, Lanes, Protocol, branch_budget
 
 TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
 CLASSES = 9
@@ -30,10 +30,10 @@ def token_classes(protocol: Protocol) -> np.ndarray:
     return classes
 
 
-def allowed(state: DecodeState, protocol: Protocol, feed: Feed) -> jax.Array:
-    """Bool [B, W, 9]: the classes that may come next in each lane."""
-    serial, branch = _serial_rule(state, protocol), _branch_rule(state, feed)
-    return jnp.where((feed.lane == 0)[..., None], serial[:, None], branch)
+def allowed(state: DecodeState, protocol: Protocol, lanes: Lanes) -> jax.Array:
+    """Bool [L, 9]: the classes that may come next in each lane."""
+    serial, branch = _serial_rule(state, protocol)[lanes.row], _branch_rule(state, lanes)
+    return jnp.where((lanes.lane == 0)[:, None], serial, branch)
 
 
 def _close_cost(titles: jax.Array, title_tokens: jax.Array, separator: int) -> jax.Array:
@@ -76,17 +76,14 @@ def _serial_rule(state: DecodeState, protocol: Protocol) -> jax.Array:
     return jnp.stack(columns, axis=1)
 
 
-def _branch_rule(state: DecodeState, feed: Feed) -> jax.Array:
-    """Bool [B, W, 9], for lanes that continue branches."""
-    branch = jnp.maximum(feed.lane - 1, 0)
-    sampled = jnp.take_along_axis(state.branch_sampled, branch, axis=1)
-    closing = jnp.take_along_axis(state.branch_closing, branch, axis=1)
-    live = jnp.sum(state.branch_live, axis=1)
-    # Every live branch takes one token now, and needs one more for its closing tag.
-    affordable = (state.remaining - live >= live)[:, None]
-    free = affordable & ~closing & (sampled + 1 < state.request.max_branch_tokens[:, None])
+def _branch_rule(state: DecodeState, lanes: Lanes) -> jax.Array:
+    """Bool [L, 9], for lanes that continue branches."""
+    at = (lanes.row, jnp.maximum(lanes.lane - 1, 0))
+    affordable = branch_budget(state).affordable[at]
+    within = state.branch_sampled[at] + 1 < state.request.max_branch_tokens[lanes.row]
+    free = affordable & ~state.branch_closing[at] & within
     never, always = jnp.zeros_like(free), jnp.ones_like(free)
     columns = [never] * CLASSES
     columns[TEXT] = free
     columns[BRANCH_END] = columns[END] = always  # end of text in a branch counts as its closing tag
-    return jnp.stack(columns, axis=2)
+    return jnp.stack(columns, axis=1)

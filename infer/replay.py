@@ -12,10 +12,10 @@ from aspd_jax.errors import StructureError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, split
-from infer.decoding import feed_prompts, start_state
+from infer.prefill import start
 from infer.request import Job, SamplingParams
-from infer.state import FORK, RUNNING, DecodeState, Protocol, width, width_bucket
-from infer.step import pending, replay_advance, replay_pass
+from infer.state import FORK, RUNNING, DecodeState, Protocol, plan, width, width_bucket
+from infer.step import replay_advance, replay_pass
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def replay(lm: LanguageModel, protocol: Protocol, prompt: Sequence[int], answer:
 
     # A budget of one token more than the answer has, so that its last token does not end the sequence.
     job = Job(tuple(prompt), SamplingParams(), "adaptive", len(answer) + 1, seed=0)
-    state = feed_prompts(lm, protocol, start_state(lm, protocol, [job]), [prompt], scripted=True)
+    state = start(lm, protocol, [job], scripted=True)
     logits = np.full((len(answer), lm.config.vocabulary), np.nan, np.float32)
     lanes, block, widths = [0], -1, []
-    feed = pending(state, protocol, 1)  # its lane is the one that the prompt's last token left
+    feed = plan(state, protocol, 1)  # its lane is the one that the prompt's last token left
     while True:
         sampled = [script.next(block, lane) for lane in lanes]
         state = replay_advance(state, protocol, feed, jnp.asarray([sampled], jnp.int32))

@@ -55,6 +55,11 @@ class SamplingParams:
             if not good:
                 raise RequestError(f"{name} must be {right}, got {getattr(self, name)!r}")
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken as it is."""
+        return self.temperature == 0 and self.repetition_penalty == 1
+
 
 @dataclass(frozen=True)
 class Job:

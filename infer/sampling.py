@@ -1,6 +1,6 @@
 """From logits to tokens: greedy, temperature, top-k, top-p, min-p and repetition penalty.
 
-B sequences, W lanes, V vocabulary, C cache slots.
+B sequences, L lanes, V vocabulary, C cache slots.
 
 Every lane draws from its own random stream, derived from (seed, block, branch, place in the stretch), so
 what a lane draws depends on nothing else in the batch.
@@ -11,76 +11,74 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from aspd_jax.layout import visible
-from infer.state import DecodeState, Feed, Protocol
+from aspd_jax.layout import Layout, visible
+from infer.state import MOST_BRANCHES, DecodeState, Lanes, Protocol, Request
 
 
-def penalise_repetition(logits: jax.Array, state: DecodeState, protocol: Protocol, feed: Feed) -> jax.Array:
+def penalise_repetition(
+    logits: jax.Array, request: Request, state: DecodeState, protocol: Protocol, lanes: Lanes
+) -> jax.Array:
     """Divide positive logits, and multiply negative ones, of tokens that the lane can see in the answer."""
     cache = state.cache
-    looking = jax.tree.map(lambda field: jnp.take_along_axis(field, feed.rows, axis=1), feed.layout)
-    in_answer = jnp.arange(cache.tokens.shape[1])[None] >= state.prompt_length[:, None]
-    seen = visible(looking, cache.layout, protocol.model.config.siblings) & in_answer[:, None]
-    batch, lanes = jnp.ogrid[: logits.shape[0], : logits.shape[1]]
-    tokens = jnp.where(seen, cache.tokens[:, None], logits.shape[-1])
-    present = jnp.zeros(logits.shape, bool).at[batch[..., None], lanes[..., None], tokens].set(True, mode="drop")
-    penalty = state.request.repetition_penalty[:, None, None]
+    seen_from = Layout(*(field[:, None] for field in lanes.layout))
+    of_lane = Layout(*(field[lanes.row] for field in cache.layout))
+    in_answer = jnp.arange(cache.tokens.shape[1])[None] >= state.prompt_length[lanes.row][:, None]
+    seen = visible(seen_from, of_lane, protocol.model.config.siblings)[:, 0] & in_answer
+    tokens = jnp.where(seen, cache.tokens[lanes.row], logits.shape[-1])
+    which = jnp.arange(logits.shape[0])[:, None]
+    present = jnp.zeros(logits.shape, bool).at[which, tokens].set(True, mode="drop")
+    penalty = request.repetition_penalty[:, None]
     return jnp.where(present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def restrict(logits: jax.Array, state: DecodeState) -> jax.Array:
-    """Drop what top-k, top-p and min-p exclude, in this order; logits are at temperature already."""
-    request = state.request
+def restrict(logits: jax.Array, request: Request) -> jax.Array:
+    """Drop what top-k, top-p and min-p exclude, in this order; logits [L, V] are at temperature already."""
     size = logits.shape[-1]
     ordered = jnp.sort(logits, axis=-1, descending=True)
-    top_k = jnp.where(request.top_k > 0, jnp.minimum(request.top_k, size), size)[:, None, None]
-    bound = jnp.take_along_axis(ordered, jnp.broadcast_to(top_k - 1, (*logits.shape[:2], 1)), axis=-1)
+    top_k = jnp.where(request.top_k > 0, jnp.minimum(request.top_k, size), size)[:, None]
+    bound = jnp.take_along_axis(ordered, top_k - 1, axis=-1)
     ordered = jnp.where(ordered >= bound, ordered, -jnp.inf)
     share = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(share, axis=-1) - share
-    top_p = request.top_p[:, None, None]
+    top_p = request.top_p[:, None]
     kept = (before < top_p) | (top_p >= 1.0)  # rounding can bring the sum to 1 before the last token
-    kept = kept.at[..., 0].set(True) & (share >= request.min_p[:, None, None] * share[..., :1]) & (ordered > -jnp.inf)
+    kept = kept.at[..., 0].set(True) & (share >= request.min_p[:, None] * share[..., :1]) & (ordered > -jnp.inf)
     bound = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= bound, logits, -jnp.inf)
 
 
-def lane_keys(state: DecodeState, feed: Feed) -> jax.Array:
-    """Typed PRNG keys [B, W]."""
-    branch = jnp.maximum(feed.lane, 0)
-    in_branch = branch > 0
-    place = jnp.where(
-        in_branch,
-        jnp.take_along_axis(state.branch_sampled, jnp.maximum(branch - 1, 0), axis=1),
-        state.sampled[:, None],
-    )
-    block = jnp.where(in_branch, state.block[:, None], 0)
+def lane_keys(state: DecodeState, lanes: Lanes) -> jax.Array:
+    """Typed PRNG keys [L]."""
+    in_branch = lanes.lane > 0
+    branch = jnp.maximum(lanes.lane, 0)
+    place = jnp.where(in_branch, state.branch_sampled[lanes.row, jnp.maximum(branch - 1, 0)], state.sampled[lanes.row])
+    block = jnp.where(in_branch, state.block[lanes.row], 0)
 
-    def one(key: jax.Array, block: jax.Array, branch: jax.Array, place: jax.Array) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, block), branch), place)
+    def one(key: jax.Array, stretch: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, stretch), place)
 
-    return jax.vmap(jax.vmap(one, (None, 0, 0, 0)))(state.request.key, block, branch, place)
+    return jax.vmap(one)(state.request.key[lanes.row], block * MOST_BRANCHES + branch, place)
 
 
-def sample(logits: jax.Array, state: DecodeState, protocol: Protocol, feed: Feed) -> jax.Array:
-    """int32 [B, W]: one token per lane; lanes at temperature 0 take the likeliest.
+def sample(logits: jax.Array, state: DecodeState, protocol: Protocol, lanes: Lanes) -> jax.Array:
+    """int32 [L]: one token per lane; lanes at temperature 0 take the likeliest.
 
     Args:
-        logits: float32 [B, W, V], -inf where the grammar forbids a token.
+        logits: float32 [L, V], -inf where the grammar forbids a token.
     """
-    request = state.request
+    request = Request(*(field[lanes.row] for field in state.request))
     logits = jax.lax.cond(
         jnp.any(request.repetition_penalty != 1.0),
-        lambda: penalise_repetition(logits, state, protocol, feed),
+        lambda: penalise_repetition(logits, request, state, protocol, lanes),
         lambda: logits,
     )
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> jax.Array:
-        warm = logits / jnp.where(request.temperature > 0, request.temperature, 1.0)[:, None, None]
+        warm = logits / jnp.where(request.temperature > 0, request.temperature, 1.0)[:, None]
         limited = jnp.any((request.top_k > 0) | (request.top_p < 1.0) | (request.min_p > 0.0))
-        warm = jax.lax.cond(limited, lambda: restrict(warm, state), lambda: warm)
-        drawn = jax.vmap(jax.vmap(jax.random.categorical))(lane_keys(state, feed), warm).astype(jnp.int32)
-        return jnp.where((request.temperature > 0)[:, None], drawn, greedy)
+        warm = jax.lax.cond(limited, lambda: restrict(warm, request), lambda: warm)
+        drawn = jax.vmap(jax.random.categorical)(lane_keys(state, lanes), warm).astype(jnp.int32)
+        return jnp.where(request.temperature > 0, drawn, greedy)
 
     return jax.lax.cond(jnp.any(request.temperature > 0), draw, lambda: greedy)

@@ -1,7 +1,7 @@
 """The decoding state: a pytree of one sequence per row, and what each of its phases feeds next.
 
-B sequences, N branches at most, T title tokens at most, F tokens fed in a pass, W lanes (tokens that get
-logits in a pass), C cache slots.
+B sequences, M some of them, N branches at most, T title tokens at most, F tokens fed in a pass, W lanes (tokens
+that get logits in a pass), C cache slots.
 
 A token is *pending* from when it is sampled (or due, for tokens that the engine feeds by itself) until a
 pass feeds it. `plan` says which tokens are pending and where they stand; `advance` takes what was sampled
@@ -31,6 +31,7 @@ PARALLEL = 4  # one token of every live branch
 MERGE = 5  # the closing tags of all branches, and `<|/para|>`
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of `DecodeState.finish`
+MOST_BRANCHES = 1 << 12  # that an engine can be made for; blocks and branches share one number in random streams
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Request(NamedTuple):
     min_p: jax.Array
     repetition_penalty: jax.Array
     max_branch_tokens: jax.Array
+    branch_cap: jax.Array
 
 
 class DecodeState(NamedTuple):
@@ -74,7 +76,7 @@ class DecodeState(NamedTuple):
 
     Attributes:
         cache: all tokens fed so far, prompt included.
-        request: constant per sequence.
+        request: what was asked for; `branch_cap` alone may change under way.
         prompt_length: int32 [B].
         phase: int32 [B].
         finish: int32 [B], RUNNING, STOP or LENGTH. Rows without a request are finished.
@@ -91,6 +93,7 @@ class DecodeState(NamedTuple):
         branch_closing: bool [B, N], the next sample of the branch must be its closing tag.
         stride: int32 [B], positions between the starts of sibling branches in scheme `predict`.
         remaining: int32 [B], tokens the answer may still grow by; due heads and `<|/para|>` are taken off already.
+        block_budget: int32 [B], `remaining` when the current block forked.
         sampled: int32 [B], serial tokens sampled.
         passes: int32 [B], forward passes after prefill.
         parallel_passes: int32 [B], those that forked, fed branches or merged.
@@ -117,6 +120,7 @@ class DecodeState(NamedTuple):
     branch_closing: jax.Array
     stride: jax.Array
     remaining: jax.Array
+    block_budget: jax.Array
     sampled: jax.Array
     passes: jax.Array
     parallel_passes: jax.Array
@@ -139,6 +143,28 @@ class Feed(NamedTuple):
     layout: Layout
     rows: jax.Array
     lane: jax.Array
+
+
+class Lanes(NamedTuple):
+    """Stretches that get a next token, of whatever sequences; [L] each.
+
+    Attributes:
+        row: the sequence.
+        lane: as in `Feed`.
+        layout: of the token that the next one follows.
+    """
+
+    row: jax.Array
+    lane: jax.Array
+    layout: Layout
+
+
+def lanes_of(feed: Feed, rows: jax.Array | None) -> Lanes:
+    """The lanes of a feed of some rows (None: of all), [M * W]; rows past the end stand for none."""
+    of_rows = jnp.arange(feed.lane.shape[0]) if rows is None else rows
+    row = jnp.broadcast_to(of_rows[:, None], feed.lane.shape)
+    layout = Layout(*(jnp.take_along_axis(field, feed.rows, axis=1).reshape(-1) for field in feed.layout))
+    return Lanes(row.reshape(-1), feed.lane.reshape(-1), layout)
 
 
 def empty_state(protocol: Protocol, cache: Cache, request: Request) -> DecodeState:
@@ -171,6 +197,7 @@ def empty_state(protocol: Protocol, cache: Cache, request: Request) -> DecodeSta
         branch_closing=per_branch(bool),
         stride=zeros(),
         remaining=zeros(),
+        block_budget=zeros(),
         sampled=zeros(),
         passes=zeros(),
         parallel_passes=zeros(),
@@ -186,10 +213,51 @@ def head_lengths(state: DecodeState, protocol: Protocol) -> jax.Array:
     return jnp.where(number < state.titles[:, None], 1 + state.title_length + len(protocol.separator), 0)
 
 
+def take(state: DecodeState, rows: jax.Array) -> DecodeState:
+    """Some sequences, [M], without the layers of their cache."""
+    whole = state._replace(cache=state.cache._replace(layers=()))
+    some: DecodeState = jax.tree.map(lambda field: jnp.take(field, rows, axis=0, mode="clip"), whole)
+    return some
+
+
+class BranchBudget(NamedTuple):
+    """Whether each branch may take another free token, and whether that is known yet; bool [B, N] each."""
+
+    affordable: jax.Array
+    known: jax.Array
+
+
+def branch_budget(state: DecodeState) -> BranchBudget:
+    """The budget of a block, spent in lockstep order whatever order its branches are really decoded in.
+
+    Branches that wait (`branch_cap`) or run ahead must not change an answer. So whether a branch may take its s-th
+    token freely is decided as if every branch took one token per pass: all of them have taken s - 1, as far as they
+    are that long, those that are long enough take one now, and each of these still needs its closing tag. Branches
+    behind are taken to be long enough; where that decides, it is not known yet, and the branch has to wait.
+    """
+    exists = jnp.arange(state.branch_live.shape[1])[None] < state.titles[:, None]
+    taken = state.branch_sampled[:, :, None]  # of the branch whose token it is
+    others = state.branch_sampled[:, None, :]
+    still = (state.branch_live & exists)[:, None, :]
+    before = jnp.where(still, taken, jnp.minimum(others, taken))
+    now = still | (others > taken)
+    spent = jnp.sum(jnp.where(exists[:, None, :], before, 0), axis=2)
+    needed = 2 * jnp.sum(now & exists[:, None, :], axis=2)
+    affordable = state.block_budget[:, None] - spent >= needed
+    behind = jnp.any(still & (others < taken), axis=2)
+    return BranchBudget(affordable, affordable | ~behind)
+
+
+def ready_branches(state: DecodeState) -> jax.Array:
+    """Bool [B, N]: the live branches that the next pass may feed: the first `branch_cap` that need not wait."""
+    able = state.branch_live & branch_budget(state).known
+    return able & (jnp.cumsum(able, axis=1) <= state.request.branch_cap[:, None])
+
+
 def width(state: DecodeState, protocol: Protocol) -> jax.Array:
     """int32 [B]: how many tokens each sequence feeds in its next pass; 0 if it is finished."""
     fork = 1 + jnp.sum(head_lengths(state, protocol), axis=1)
-    parallel = jnp.sum(state.branch_live, axis=1)
+    parallel = jnp.sum(ready_branches(state), axis=1)
     pending = jnp.select(
         [state.phase == FORK, state.phase == PARALLEL, state.phase == MERGE], [fork, parallel, state.titles + 1], 1
     )
@@ -216,11 +284,12 @@ def merge_position(state: DecodeState, protocol: Protocol) -> jax.Array:
     return state.position + 1 + span
 
 
-def plan(state: DecodeState, protocol: Protocol, size: int) -> Feed:
-    """The pending tokens of every sequence, whether it is finished or not.
+def plan(state: DecodeState, protocol: Protocol, size: int, everything: bool = False) -> Feed:
+    """The tokens that every sequence feeds next, whether it is finished or not.
 
     Args:
-        size: F. Sequences that have more than F tokens pending get a meaningless feed; see `width`.
+        size: F. Sequences that have more than F tokens to feed get a meaningless feed; see `width`.
+        everything: the pending tokens of branches that have to wait, too.
     """
     special, limit = protocol.special, protocol.max_branches
     predict = protocol.model.config.positions == "predict"
@@ -263,8 +332,9 @@ def plan(state: DecodeState, protocol: Protocol, size: int) -> Feed:
         lane = jnp.where(is_fork, jnp.where(lane_place < titles, lane_place + 1, -1), lane)
 
     is_parallel = phase == PARALLEL
-    order = jnp.argsort(~state.branch_live, axis=1, stable=True)[:, :lanes]  # live branches first
-    live = jnp.sum(state.branch_live, axis=1, keepdims=True)
+    ready = state.branch_live if everything else ready_branches(state)
+    order = jnp.argsort(~ready, axis=1, stable=True)[:, :lanes]  # ready branches first
+    live = jnp.sum(ready, axis=1, keepdims=True)
 
     def widen(values: jax.Array) -> jax.Array:
         return jnp.pad(values, ((0, 0), (0, size - lanes)))
@@ -299,28 +369,29 @@ def plan(state: DecodeState, protocol: Protocol, size: int) -> Feed:
     return Feed(jnp.where(fed, tokens, 0), layout, jnp.minimum(rows, size - 1), lane)
 
 
-def active_only(feed: Feed, state: DecodeState) -> Feed:
-    """The feed without the tokens and lanes of finished sequences."""
-    active = (state.finish == RUNNING)[:, None]
-    sequence = jnp.where(active, feed.layout.sequence, 0)
-    return feed._replace(layout=feed.layout._replace(sequence=sequence), lane=jnp.where(active, feed.lane, -1))
+def only(feed: Feed, active: jax.Array) -> Feed:
+    """The feed without the tokens and lanes of sequences that are not active, bool [B]."""
+    sequence = jnp.where(active[:, None], feed.layout.sequence, 0)
+    lane = jnp.where(active[:, None], feed.lane, -1)
+    return feed._replace(layout=feed.layout._replace(sequence=sequence), lane=lane)
 
 
-def advance(state: DecodeState, protocol: Protocol, feed: Feed, sampled: jax.Array) -> DecodeState:
-    """Take what was sampled from a feed (already in the cache).
+def advance(state: DecodeState, protocol: Protocol, lane: jax.Array, sampled: jax.Array) -> DecodeState:
+    """Take what was sampled from a feed (already in the cache); sequences without a lane stand still.
 
     Args:
+        lane: int32 [B, W], as in `Feed`.
         sampled: int32 [B, W], one token per lane; end of text in a branch has become its closing tag.
     """
-    running = state.finish == RUNNING
+    fed = (state.finish == RUNNING) & jnp.any(lane >= 0, axis=1)
     in_block = (state.phase == FORK) | (state.phase == PARALLEL)
     after_serial = _advance_serial(state, protocol, sampled[:, 0])
-    after_block = _advance_block(state, protocol, feed, sampled)
+    after_block = _advance_block(state, protocol, lane, sampled)
 
     def choose(old: jax.Array, serial: jax.Array, block: jax.Array) -> jax.Array:
         shape = (-1,) + (1,) * (old.ndim - 1)
         new = jnp.where(in_block.reshape(shape), block, serial)
-        return jnp.where(running.reshape(shape), new, old)
+        return jnp.where(fed.reshape(shape), new, old)
 
     fixed = {"cache", "request"}
     changed: dict[str, Any] = {
@@ -372,6 +443,7 @@ def _advance_serial(state: DecodeState, protocol: Protocol, token: jax.Array) ->
         branch_live=(number < titles[:, None]) & forks[:, None],
         branch_closing=none_yet.astype(bool),
         remaining=remaining,
+        block_budget=jnp.where(forks, remaining, state.block_budget),
         sampled=state.sampled + 1,
         critical_path=state.critical_path + 1,
         blocks=state.blocks + forks,
@@ -379,10 +451,10 @@ def _advance_serial(state: DecodeState, protocol: Protocol, token: jax.Array) ->
     )
 
 
-def _advance_block(state: DecodeState, protocol: Protocol, feed: Feed, sampled: jax.Array) -> DecodeState:
+def _advance_block(state: DecodeState, protocol: Protocol, lane: jax.Array, sampled: jax.Array) -> DecodeState:
     limit = protocol.max_branches
     # By branch instead of by lane: what it sampled, and whether it did.
-    lane_of = feed.lane[:, None] == jnp.arange(1, limit + 1)[None, :, None]
+    lane_of = lane[:, None] == jnp.arange(1, limit + 1)[None, :, None]
     did = jnp.any(lane_of, axis=2)
     token = jnp.sum(jnp.where(lane_of, sampled[:, None], 0), axis=2)
     closes = did & (token == protocol.special.branch_end)

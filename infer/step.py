@@ -1,17 +1,19 @@
 """The one pure decoding step, and the programs built from it.
 
-B sequences, F tokens fed, W lanes, V vocabulary.
+B sequences, M some of them, F tokens fed, W lanes, S prompt tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout
+from aspd_jax.model.cache import Group
 from infer.grammar import END, allowed, token_classes
 from infer.sampling import sample
 from infer.state import (
@@ -22,131 +24,350 @@ from infer.state import (
     STOP,
     DecodeState,
     Feed,
+    Lanes,
     Protocol,
-    active_only,
+    Request,
     advance,
+    lanes_of,
+    only,
     plan,
+    take,
     width,
 )
 
 
-def forward(
-    params: Any, state: DecodeState, protocol: Protocol, feed: Feed, every: bool = False
-) -> tuple[jax.Array, DecodeState]:
-    """One forward pass over a feed.
+class Extent(NamedTuple):
+    """How large a pass is, or has to be.
 
-    Returns:
-        Logits, float32 [B, W, V] of the lanes (of all fed tokens, [B, F, V], if `every`), and the state
-        with the tokens in its cache.
+    A pass feeds one token to each narrow sequence and up to `size` tokens to each wide one.
+
+    Attributes:
+        narrow: sequences that feed one token.
+        wide: sequences that feed more.
+        size: F, most tokens that a sequence feeds.
+        slots: slots of the cache that are in use after the pass.
     """
-    rows = None if every else feed.rows
-    logits, cache = cast(Any, protocol.model.apply)({"params": params}, feed.tokens, feed.layout, state.cache, rows)
+
+    narrow: Any
+    wide: Any
+    size: Any
+    slots: Any
+
+
+def forward(
+    params: Any, state: DecodeState, protocol: Protocol, groups: Sequence[Group], used: int | None = None
+) -> tuple[list[jax.Array], DecodeState]:
+    """One forward pass over groups of tokens (`Transformer.decode`); logits of each, and the state with its cache."""
+    logits, cache = cast(Any, protocol.model.apply)({"params": params}, groups, state.cache, used, method="decode")
     return logits, state._replace(cache=cache)
 
 
-def choose(logits: jax.Array, state: DecodeState, protocol: Protocol, feed: Feed) -> jax.Array:
-    """int32 [B, W]: the next token of every lane, under the grammar; end of text closes a branch."""
+class Script(NamedTuple):
+    """Tokens to take in place of those that were sampled, for benchmarks and tests; negative: the sampled one.
+
+    Attributes:
+        serial: int32 [B, S], by place among the serial tokens that are sampled (titles and tags included).
+        branch: int32 [B, N, S], by branch and place in it; every block of a sequence has the same.
+    """
+
+    serial: jax.Array
+    branch: jax.Array
+
+
+def choose(
+    logits: jax.Array,
+    state: DecodeState,
+    protocol: Protocol,
+    lanes: Lanes,
+    greedy: bool = False,
+    script: Script | None = None,
+) -> jax.Array:
+    """int32 [L]: the next token of every lane, under the grammar; end of text closes a branch.
+
+    Args:
+        greedy: the likeliest token, whatever was asked for: a program without sampling compiles twice as fast.
+        script: see `Script`.
+    """
     classes = jnp.asarray(token_classes(protocol))
-    legal = jnp.take(allowed(state, protocol, feed), classes, axis=-1)
-    token = sample(jnp.where(legal, logits, -jnp.inf), state, protocol, feed)
-    ends_branch = (feed.lane > 0) & (classes[token] == END)
+    legal = jnp.take(allowed(state, protocol, lanes), classes, axis=-1)
+    logits = jnp.where(legal, logits, -jnp.inf)
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32) if greedy else sample(logits, state, protocol, lanes)
+    if script is not None:
+        branch = jnp.maximum(lanes.lane - 1, 0)
+        serial = script.serial[lanes.row, state.sampled[lanes.row]]
+        in_branch = script.branch[lanes.row, branch, state.branch_sampled[lanes.row, branch]]
+        scripted = jnp.where(lanes.lane > 0, in_branch, serial)
+        token = jnp.where(scripted >= 0, scripted, token)
+    ends_branch = (lanes.lane > 0) & (classes[token] == END)
     return jnp.where(ends_branch, protocol.special.branch_end, token)
 
 
-def step(params: Any, state: DecodeState, protocol: Protocol, size: int) -> DecodeState:
+def extent(state: DecodeState, protocol: Protocol) -> Extent:
+    """What the next pass needs; int32 scalars."""
+    widths = width(state, protocol)
+    wide = widths > 1
+    return Extent(
+        narrow=jnp.sum(widths == 1, dtype=jnp.int32),
+        wide=jnp.sum(wide, dtype=jnp.int32),
+        size=jnp.max(widths),
+        slots=jnp.max(jnp.where(widths > 0, state.cache.length + widths, 0)),
+    )
+
+
+def step(
+    params: Any,
+    state: DecodeState,
+    protocol: Protocol,
+    within: Extent,
+    greedy: bool = False,
+    script: Script | None = None,
+) -> DecodeState:
     """Feed all pending tokens of every running sequence, and sample what follows.
 
     Args:
-        size: F, at least `width(state)` of every sequence.
+        within: ints, at least `extent(state)`. Where `narrow` or `wide` is the number of all sequences, the pass takes
+            them in place; else it gathers those it needs.
+        greedy, script: see `choose`.
     """
-    feed = active_only(plan(state, protocol, size), state)
-    logits, state = forward(params, state, protocol, feed)
-    state = count_pass(state)
-    return advance(state, protocol, feed, choose(logits, state, protocol, feed))
+    batch = state.finish.shape[0]
+    widths = width(state, protocol)
+    whole = plan(state, protocol, within.size)
+    feeds: list[tuple[jax.Array | None, Feed]] = []
+    if within.narrow:
+        first = Feed(
+            whole.tokens[:, :1], Layout(*(f[:, :1] for f in whole.layout)), whole.rows[:, :1], whole.lane[:, :1]
+        )
+        feeds.append(_some(first, widths == 1, within.narrow))
+    if within.wide:
+        feeds.append(_some(whole, widths > (1 if within.narrow else 0), within.wide))
+    groups = [Group(feed.tokens, feed.layout, rows, feed.rows) for rows, feed in feeds]
+    logits, state = forward(params, state, protocol, groups, within.slots)
+    state = count_pass(state, widths)
+    flat = [lanes_of(feed, rows) for rows, feed in feeds]
+    lanes: Lanes = jax.tree.map(lambda *parts: jnp.concatenate(parts), *flat)
+    every = jnp.concatenate([part.reshape(lane.row.size, -1) for part, lane in zip(logits, flat, strict=True)])
+    sampled = choose(every, state, protocol, lanes, greedy, script)
+    return advance(state, protocol, *_by_row(batch, feeds, sampled))
 
 
-def count_pass(state: DecodeState) -> DecodeState:
-    """Count a pass for every running sequence, by what it fed."""
-    running = state.finish == RUNNING
+def _some(feed: Feed, mine: jax.Array, count: int) -> tuple[jax.Array | None, Feed]:
+    """The part of a feed that at most so many sequences feed, `mine` [B], and their rows (None: all, in place)."""
+    batch = mine.shape[0]
+    if count == batch:
+        return None, only(feed, mine)
+    rows = jnp.nonzero(mine, size=count, fill_value=batch)[0].astype(jnp.int32)
+    part: Feed = jax.tree.map(lambda field: jnp.take(field, rows, axis=0, mode="clip"), feed)
+    return rows, only(part, rows < batch)
+
+
+def _by_row(
+    batch: int, feeds: Sequence[tuple[jax.Array | None, Feed]], sampled: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Lanes, and what was sampled in each, int32 [B, W], from groups of rows."""
+    lanes = max(feed.lane.shape[1] for _, feed in feeds)
+    lane, token = jnp.full((batch, lanes), -1, jnp.int32), jnp.zeros((batch, lanes), jnp.int32)
+    start = 0
+    for rows, feed in feeds:
+        own = sampled[start : start + feed.lane.size].reshape(feed.lane.shape)
+        start += feed.lane.size
+        at = jnp.arange(batch) if rows is None else rows
+        used = jnp.where(jnp.any(feed.lane >= 0, axis=1), at, batch)[:, None]
+        places = jnp.arange(feed.lane.shape[1])[None]
+        lane = lane.at[used, places].set(feed.lane, mode="drop")
+        token = token.at[used, places].set(own, mode="drop")
+    return lane, token
+
+
+def count_pass(state: DecodeState, widths: jax.Array) -> DecodeState:
+    """Count a pass for every sequence that feeds something, by what it feeds."""
+    fed = widths > 0
     in_block = (state.phase == FORK) | (state.phase == PARALLEL) | (state.phase == MERGE)
-    return state._replace(passes=state.passes + running, parallel_passes=state.parallel_passes + (running & in_block))
+    return state._replace(passes=state.passes + fed, parallel_passes=state.parallel_passes + (fed & in_block))
 
 
-@partial(jax.jit, static_argnames=("protocol", "size"), donate_argnames="state")
+class Limits(NamedTuple):
+    """When `run` gives control back to the host; int32 scalars, `join` bool.
+
+    Attributes:
+        steps: after so many steps.
+        least: when a pass would need no more than this of everything, so that a smaller program would do.
+        join: as soon as a sequence finishes, because another waits for its place.
+    """
+
+    steps: Any
+    least: Extent
+    join: Any
+
+
+@partial(jax.jit, static_argnames=("protocol", "within", "greedy"), donate_argnames="state")
 def run(
-    params: Any, state: DecodeState, steps: jax.Array, protocol: Protocol, size: int
-) -> tuple[DecodeState, jax.Array]:
-    """Up to `steps` steps on the device, as long as the widest sequence needs `size` and no less than half of it.
+    params: Any,
+    state: DecodeState,
+    limits: Limits,
+    protocol: Protocol,
+    within: Extent,
+    greedy: bool = False,
+    script: Script | None = None,
+) -> tuple[DecodeState, Extent, jax.Array]:
+    """Steps on the device, as long as `within` holds what they need.
 
     Returns:
-        The state, and int32 [B] of the widths needed next (0: finished).
+        The state, what the next step will need, and how many of `limits.steps` are left.
     """
+    running = jnp.sum(state.finish == RUNNING)
 
     def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
         state, left = carry
-        widest = jnp.max(width(state, protocol))
-        return (left > 0) & (widest <= size) & (2 * widest > size)
+        needs = extent(state, protocol)
+        wide = needs.wide if within.narrow else needs.wide + needs.narrow
+        fits = (wide <= within.wide) & (needs.size <= within.size) & (needs.slots <= within.slots)
+        fits &= (needs.narrow <= within.narrow) | (within.narrow == 0)
+        smaller = jnp.stack([needs.wide <= limits.least.wide, needs.size <= limits.least.size])
+        finished = jnp.sum(state.finish == RUNNING) < running
+        return (left > 0) & (needs.size > 0) & fits & ~jnp.any(smaller) & ~(limits.join & finished)
 
     def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
         state, left = carry
-        return step(params, state, protocol, size), left - 1
+        return step(params, state, protocol, within, greedy, script), left - 1
 
-    state, _ = jax.lax.while_loop(more, body, (state, steps))
-    return state, width(state, protocol)
+    state, left = jax.lax.while_loop(more, body, (state, jnp.int32(limits.steps)))
+    return state, extent(state, protocol), left
 
 
-@partial(jax.jit, static_argnames=("protocol", "scripted"), donate_argnames="state")
+@partial(jax.jit, static_argnames="protocol")
+def next_extent(state: DecodeState, protocol: Protocol) -> Extent:
+    """`extent`, for the host."""
+    return extent(state, protocol)
+
+
+class Admission(NamedTuple):
+    """Where new requests begin; int32 [M] each.
+
+    Attributes:
+        kept: slots of the row's cache that the prompt begins with; they are not fed again.
+        prompt_length: slots that are in use when the prompt has been fed.
+        position, block: of the last prompt token, and blocks of the prompt.
+        budget: tokens of the answer.
+        stride: see `DecodeState`.
+    """
+
+    kept: Any
+    prompt_length: Any
+    position: Any
+    block: Any
+    budget: Any
+    stride: Any
+
+
+@partial(jax.jit, donate_argnames="state")
+def admit(state: DecodeState, rows: jax.Array, request: Request, begin: Admission) -> DecodeState:
+    """Give rows [M] to new requests; they stand still until their prompt has been fed. Rows past the end are dropped.
+
+    What the rows held is forgotten, but for the first `begin.kept` slots of their cache.
+    """
+    cache = state.cache
+    kept = jnp.arange(cache.tokens.shape[1])[None] < begin.kept[:, None]
+    sequence = jnp.where(kept, jnp.take(cache.layout.sequence, rows, axis=0, mode="clip"), 0)
+    cache = cache._replace(
+        length=cache.length.at[rows].set(begin.kept, mode="drop"),
+        layout=cache.layout._replace(sequence=cache.layout.sequence.at[rows].set(sequence, mode="drop")),
+    )
+    asked = Request(*(old.at[rows].set(new, mode="drop") for old, new in zip(state.request, request, strict=True)))
+    initial = {
+        "finish": STOP,
+        "prompt_length": begin.prompt_length,
+        "position": begin.position,
+        "block": begin.block,
+        "remaining": begin.budget,
+        "stride": begin.stride,
+    }
+    fresh: dict[str, Any] = {
+        name: old.at[rows].set(jnp.asarray(initial.get(name, 0), old.dtype), mode="drop")
+        for name, old in state._asdict().items()
+        if name not in ("cache", "request")
+    }
+    return state._replace(**fresh)._replace(cache=cache, request=asked)
+
+
+@partial(jax.jit, donate_argnames="state")
+def copy_row(state: DecodeState, source: jax.Array, target: jax.Array) -> DecodeState:
+    """Copy what is in the cache of one row to another."""
+
+    def copied(array: jax.Array) -> jax.Array:
+        return array.at[target].set(array[source])
+
+    return state._replace(cache=jax.tree.map(copied, state.cache))
+
+
+@partial(jax.jit, static_argnames=("protocol", "used", "greedy", "scripted"), donate_argnames="state")
 def prefill(
     params: Any,
     state: DecodeState,
+    rows: jax.Array | None,
     tokens: jax.Array,
     layout: Layout,
     last: jax.Array,
     protocol: Protocol,
+    used: int | None = None,
+    greedy: bool = False,
+    script: Script | None = None,
     scripted: bool = False,
 ) -> DecodeState:
     """Feed prompts, or a chunk of them, and sample the first token of the sequences whose prompt ends in it.
 
     Args:
-        tokens: int32 [B, S], padded.
+        rows: int32 [M], where they go; None: to all rows.
+        tokens: int32 [M, S], padded.
         layout: of the tokens.
-        last: int32 [B], place of the last prompt token in this chunk, or -1.
+        last: int32 [M], place of the last prompt token in this chunk, or -1.
+        used: slots of the cache that are in use afterwards, or more; None: all.
+        greedy, script: see `choose`.
         scripted: sample nothing; the caller goes on with `replay_advance`.
     """
     ends = last >= 0
     feed = Feed(tokens, layout, jnp.maximum(last, 0)[:, None], jnp.where(ends, 0, -1)[:, None])
-    before = state.finish
-    logits, state = forward(params, state, protocol, feed)
-    if not scripted:
-        state = state._replace(finish=jnp.where(ends, RUNNING, STOP))  # rows that decode already stand still
-        state = advance(state, protocol, feed, choose(logits, state, protocol, feed))
-    return state._replace(finish=jnp.where(ends, RUNNING if scripted else state.finish, before))
+    (logits,), state = forward(params, state, protocol, [Group(tokens, layout, rows, feed.rows)], used)
+    at = jnp.arange(last.shape[0]) if rows is None else rows
+    batch = state.finish.shape[0]
+    state = state._replace(finish=state.finish.at[jnp.where(ends, at, batch)].set(RUNNING, mode="drop"))
+    if scripted:
+        return state
+    sampled = choose(logits[:, 0], state, protocol, lanes_of(feed, rows), greedy, script)
+    return advance(state, protocol, *_by_row(batch, [(rows, feed)], sampled))
 
 
-@partial(jax.jit, static_argnames="protocol")
-def next_widths(state: DecodeState, protocol: Protocol) -> jax.Array:
-    """`infer.state.width`, for the host."""
-    return width(state, protocol)
+class Snapshot(NamedTuple):
+    """What the host reads of some sequences: their part of the cache, what is pending, and counts; [M, …] each."""
+
+    tokens: jax.Array
+    layout: Layout
+    length: jax.Array
+    pending: Feed
+    state: DecodeState
 
 
 @partial(jax.jit, static_argnames=("protocol", "size"))
-def pending(state: DecodeState, protocol: Protocol, size: int) -> Feed:
-    """The tokens sampled or due but not fed, of finished sequences too."""
-    return plan(state, protocol, size)
+def snapshot(state: DecodeState, rows: jax.Array, protocol: Protocol, size: int) -> Snapshot:
+    """A copy of rows, with the tokens sampled or due but not fed, of finished sequences too."""
+    some, nothing = take(state, rows), cast(Any, ())
+    feed = plan(some, protocol, size, everything=True)
+    cache = some.cache
+    rest = some._replace(cache=nothing, request=nothing)
+    return Snapshot(cache.tokens, cache.layout, cache.length, feed, rest)
 
 
 @partial(jax.jit, static_argnames=("protocol", "size"), donate_argnames="state")
 def replay_pass(params: Any, state: DecodeState, protocol: Protocol, size: int) -> tuple[jax.Array, Feed, DecodeState]:
     """One pass without sampling: logits of every fed token, float32 [B, F, V], the feed, and the state."""
-    feed = active_only(plan(state, protocol, size), state)
-    logits, state = forward(params, state, protocol, feed, every=True)
-    return logits, feed, count_pass(state)
+    feed = only(plan(state, protocol, size), state.finish == RUNNING)
+    (logits,), after = forward(params, state, protocol, [Group(feed.tokens, feed.layout)])
+    return logits, feed, count_pass(after, width(state, protocol))
 
 
 @partial(jax.jit, static_argnames="protocol", donate_argnames="state")
 def replay_advance(state: DecodeState, protocol: Protocol, feed: Feed, sampled: jax.Array) -> DecodeState:
     """Take scripted tokens, one per lane, in place of sampled ones."""
-    return advance(state, protocol, feed, sampled)
+    return advance(state, protocol, feed.lane, sampled)
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -156,3 +377,9 @@ def stop_stretches(state: DecodeState, answers: jax.Array, branches: jax.Array) 
         finish=jnp.where(answers & (state.finish == RUNNING), STOP, state.finish),
         branch_closing=state.branch_closing | (branches & state.branch_live),
     )
+
+
+@partial(jax.jit, donate_argnames="state")
+def set_branch_cap(state: DecodeState, cap: jax.Array) -> DecodeState:
+    """Bound the branches that a sequence may feed in a pass; int32 [B]."""
+    return state._replace(request=state.request._replace(branch_cap=cap))

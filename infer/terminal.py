@@ -82,7 +82,7 @@ class _Timing:
 def demonstrate(lm: LanguageModel, questions: Sequence[tuple[str, str]], max_length: int) -> None:
     """Answer questions, given with their right answers, in adaptive and in serial mode, and compare."""
     console = Console()
-    engine = Engine(lm, max_length=max_length)
+    engine = Engine(lm, max_length=max_length, max_batch=1, reuse=False)
     params = SamplingParams(max_new_tokens=1024)
     table = Table(title="both modes, the same weights", title_justify="left")
     for column in ("question", "right", "mode", "content tokens", "passes", "ms", "speed-up", "ideal"):

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Eight devices; and most of the time of these tests goes into compiling, so little optimisation is best, and what one
+# process has compiled, the others need not.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    + " --xla_backend_optimization_level=0"
+)
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    compiled = tempfile.TemporaryDirectory()
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 import numpy as np
 import pytest
@@ -15,6 +26,7 @@ from hypothesis import settings
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
+import aspd  # noqa: F401 (the door sets XLA's flags; processes that tests start come through it)
 from aspd_jax import LanguageModel, SpecialTokens, load_model
 from infer import Engine
 from train.tasks import problem
@@ -131,4 +143,4 @@ def bare_lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 @pytest.fixture(scope="session")
 def engine(bare_lm: LanguageModel) -> Engine:
     """An engine over the tiny model without a tokenizer."""
-    return Engine(bare_lm, max_length=512, max_batch=32, max_branches=5, max_title_tokens=3, separator_ids=(15, 16))
+    return Engine(bare_lm, max_length=256, max_batch=4, max_branches=5, max_title_tokens=3, separator_ids=(15, 16))

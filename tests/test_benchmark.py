@@ -1,31 +1,97 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+import aspd
+from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import RequestError
+from aspd_jax.language_model import as_int8
 from aspd_jax.shapes import SHAPES, benchmark_model
 from infer import benchmark
-from infer.benchmark import copy_bandwidth, pass_times, table
+from infer.benchmark import answer_table, answer_times, copy_bandwidth, logit_error, pass_table, pass_times, published
+from tests.conftest import tiny_config, write_checkpoint
 from train.benchmark import step_times
 from train.benchmark import table as steps_table
 
 
-def test_it_times_the_widths_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`pass_times` itself raises when a width changed under way; here: what it reports."""
-    tiny = replace(SHAPES["27m"], embed=64, feed_forward=64, layers=1, vocabulary=2048)
-    monkeypatch.setitem(SHAPES, "tiny", tiny)
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
+    shape = replace(SHAPES["27m"], embed=64, feed_forward=64, layers=1, vocabulary=2048)
+    monkeypatch.setitem(SHAPES, "tiny", shape)
     monkeypatch.setattr(benchmark, "COPY_BYTES", 1 << 20)
-    results = pass_times(benchmark_model("tiny", "float32"), [1, 4], context=16, repeats=3, steps=4)
+    return benchmark_model("tiny", "float32")
+
+
+def test_it_times_the_widths_it_says(tiny: LanguageModel) -> None:
+    """`pass_times` itself raises when a width changed under way; here: what it reports."""
+    results = pass_times(tiny, [1, 4], context=16, repeats=3, steps=4)
     assert [result.width for result in results] == [1, 4]
     for result in results:
         assert 0 < result.fastest <= result.median <= result.slowest
     weights = 4 * (64 * (8 + 2 + 2 + 8) * 64 + 3 * 64 * 64 + 3 * 64 + 64 * 2048)
-    cache = 4 * 2 * 128 * 2 * 64
+    cache = 4 * 2 * 256 * 2 * 64
     assert results[0].bandwidth * results[0].median / 1000 == pytest.approx(weights + cache, rel=1e-6)
-    text = table(results, copy_bandwidth(2))
+    text = pass_table(results, copy_bandwidth(2))
     assert "| 1 | " in text and "| 1.00 |" in text and "| 4 | " in text
+
+
+def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
+    """Tokens and passes by the definitions of spec, section 8: 3 branches of 10 tokens, 2 requests at a time."""
+    adaptive, serial = answer_times(tiny, branches=3, length=10, context=16, batch=2, repeats=2)
+    head, tags = 1 + 2 + 1, 3 * 4 + 1
+    content = 32 + 3 * (10 - head - 1)
+    assert (adaptive.name, serial.name) == ("adaptive", "serial")
+    assert adaptive.content == serial.content == content
+    assert adaptive.raw == 32 + tags + 3 * 10 + 1 + 1 and serial.raw == content + 1
+    path = 32 + tags + (10 - head) + 1
+    assert adaptive.passes == path - 1 and serial.passes == content
+    assert adaptive.ideal == pytest.approx(content / path) and serial.ideal == pytest.approx(content / (content + 1))
+    for result in (adaptive, serial):
+        assert 0 < result.first_token < result.latency <= result.slowest
+        assert 0 < result.fastest <= result.seconds <= result.slowest
+    text = answer_table([[adaptive, serial]])
+    assert f"| 2 | 3 branches of 10 | {content} | {path - 1} |" in text
+    assert f"| {serial.seconds / adaptive.seconds:.2f}x |" in text
+    with pytest.raises(RequestError, match="2 branches of at least 6 tokens, got 3 of 5"):
+        answer_times(tiny, branches=3, length=5, context=16)
+
+
+def test_the_command_prints_writes_and_draws(tiny: LanguageModel, capsys: Any, tmp_path: Path) -> None:
+    out, plot = tmp_path / "bench.json", tmp_path / "bench.svg"
+    arguments = ["bench", "decode", "--shape", "tiny", "--widths", "1", "2", "--answers", "2x8", "--repeats", "1"]
+    arguments += ["--context", "16", "24", "--json", str(out), "--plot", str(plot)]
+    assert aspd.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("2 branches of 8") == 2 and "peak memory" in printed
+    record = json.loads(out.read_text())
+    assert [run["context"] for run in record["runs"]] == [16, 24]
+    assert [p["width"] for p in record["runs"][0]["passes"]] == [1, 2]
+    for context in (16, 24):
+        assert "<svg" in (tmp_path / f"bench-{context}.svg").read_text()
+    assert "authors" in published("27m", "float32", 128) and not published("27m", "float32", 256)
+
+
+def test_int8_says_how_far_its_logits_are_off(tiny: LanguageModel, tmp_path: Path, capsys: Any) -> None:
+    rounded = as_int8(tiny)
+    kernel = rounded.params["layer_0"]["feed_forward"]["down"]["kernel"]
+    assert kernel.dtype == np.int8 and rounded.params["head"]["kernel"].dtype == np.float32
+    error = logit_error(tiny, rounded, tokens=32)
+    assert 1e-4 < error.relative < 0.1 and error.same_likeliest > 0.7
+    assert logit_error(tiny, tiny, tokens=32) == (0.0, 1.0), "negative control"
+    arguments = ["bench", "decode", "--shape", "tiny", "--widths", "--answers", "--repeats", "1", "--weights", "int8"]
+    assert aspd.main(arguments) == 0
+    assert "int8: logits are " in capsys.readouterr().out
+    # The same as when a checkpoint is read with int8 kernels.
+    folder = write_checkpoint(tmp_path, tiny_config())
+    twin, loaded = as_int8(load_model(folder)).params, load_model(folder, weights="int8").params
+    jax.tree.map(np.testing.assert_array_equal, twin, loaded)
 
 
 def test_unknown_shapes_are_refused() -> None:

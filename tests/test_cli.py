@@ -71,7 +71,10 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["train", "configs/vicuna_7b.yaml", "stepps=3", "--plan"], "unknown key 'stepps'; did you mean 'steps'"),
         (["export", "nowhere", "--output", "x"], "aspd: nowhere holds no training run"),
         (["bench", "train", "--length", "0"], "--length must be at least 1, got 0"),
-        (["bench", "--widths", "2", "4"], "--widths must be powers of two and start with 1, got [2, 4]"),
+        (["bench", "decode", "--batch", "0"], "--batch must be at least 1, got [0]"),
+        (["bench", "decode", "--answers", "8by60"], "--answers takes branches x tokens, such as 8x60, got '8by60'"),
+        (["bench", "decode", "--shape", "70b"], "unknown shape '70b'; known are 27m, 1b, 7b"),
+        (["bench", "decode", "--widths", "2", "4"], "--widths must be powers of two and start with 1, got [2, 4]"),
         (["demo", "--questions", "0"], "--questions must be at least 1"),
     ],
 )

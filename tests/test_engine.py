@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,12 +15,14 @@ from aspd_jax import LanguageModel, SpecialTokens, load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
-from infer.decoding import feed_prompts, start_state
+from infer.prefill import start
 from infer.request import Job
 from infer.state import width_bucket
-from infer.step import next_widths, run
+from infer.step import Extent, next_extent, step
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
 from tests.conftest import GOLDEN, SHARED, tiny_config, write_checkpoint
+
+one_step = jax.jit(step, static_argnums=(2, 3))
 
 
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams], list[Any]]:
@@ -57,19 +60,23 @@ def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
         tmp_path, tiny_config(vocab_size=24, num_attention_heads=8, num_key_value_heads=8, hidden_size=64), seed=2
     )
     prompts, params, modes = mixed_requests()
-    params = [replace(p, temperature=0.0) for p in params]
+    prompts, params, modes = (
+        prompts[:4],
+        [replace(p, temperature=0.0, max_new_tokens=40) for p in params[:4]],
+        modes[:4],
+    )
     results, logits = [], []
     for mesh in (None, make_mesh({"tensor": 8}), make_mesh({"data": 2, "fsdp": 2, "tensor": 2})):
         lm = load_model(folder, mesh=mesh)
         lm.special_tokens = SpecialTokens(17, 18, 19, 20, 21, 22)
-        own = Engine(lm, max_length=512, max_batch=8, separator_ids=SEPARATOR)
+        own = Engine(lm, max_length=128, max_batch=2, max_branches=3, separator_ids=SEPARATOR)
         results.append(own.generate(prompts, params, modes))
         logits.append(own.replay([1], linearise(own.protocol.special, EXAMPLE)).logits)
     for other, other_logits in zip(results[1:], logits[1:], strict=True):
         assert [r.token_ids for r in other] == [r.token_ids for r in results[0]]
         np.testing.assert_allclose(other_logits, logits[0], atol=1e-3)
     jobs = [Job((1, 2), SamplingParams(), "serial", 10, 0)]
-    state = start_state(lm, own.protocol, jobs)
+    state = start(lm, own.protocol, jobs)
     assert state.cache.layers[0].key.sharding.spec[1] == "tensor", "the cache is split by kv heads"
 
 
@@ -79,11 +86,11 @@ def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
     forks = 0
     for seed in range(4):
         job = Job((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 100, seed)
-        state = feed_prompts(lm, protocol, start_state(lm, protocol, [job]), [job.prompt])
+        state = start(lm, protocol, [job])
         history: list[tuple[int, np.ndarray]] = []
-        while (widest := int(np.max(next_widths(state, protocol)))) > 0:
+        while (widest := int(next_extent(state, protocol).size)) > 0:
             forks += widest >= 7
-            state, _ = run(lm.params, state, 1, protocol, width_bucket(widest))
+            state = one_step(lm.params, state, protocol, Extent(0, 1, width_bucket(widest), 128))
             history.append((int(state.cache.length[0]), np.asarray(state.cache.layers[-1].key)[0]))
         lengths = [length for length, _ in history]
         assert lengths == sorted(lengths)
@@ -95,7 +102,7 @@ def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
 
 def test_budgets_and_limits_have_errors_that_name_them(engine: Engine) -> None:
     with pytest.raises(
-        RequestError, match=r"request 1: the prompt has 600 tokens.*max_length \(prompt and answer\) is 512"
+        RequestError, match=r"request 1: the prompt has 600 tokens.*max_length \(prompt and answer\) is 256"
     ):
         engine.generate([[1], [1] * 600])
     with pytest.raises(RequestError, match="request 0: the prompt is empty"):
@@ -108,8 +115,8 @@ def test_budgets_and_limits_have_errors_that_name_them(engine: Engine) -> None:
         engine.generate(["hello"])
     with pytest.raises(RequestError, match="params has 1 entries for 2 prompts"):
         engine.generate([[1], [2]], [SamplingParams()])
-    with pytest.raises(RequestError, match="prompt and answer have 513 tokens, max_length is 512"):
-        engine.replay([1], [1] * 512)
+    with pytest.raises(RequestError, match="prompt and answer have 257 tokens, max_length is 256"):
+        engine.replay([1], [1] * 256)
     with pytest.raises(RequestError, match="ends inside a branch"):
         engine.generate([[1, engine.protocol.special.branch_start, 2]])
 

@@ -62,8 +62,8 @@ def path_of(engine: Engine, ids: list[int]) -> int:
 
 def test_a_thousand_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
     random = np.random.default_rng(0)
-    wave, blocks, reasons = 32, 0, set()
-    for seed in range(32):
+    wave, blocks, reasons = 64, 0, set()
+    for seed in range(16):
         budgets = [int(b) for b in random.integers(1, 90, wave)]
         params = [
             SamplingParams(
@@ -100,7 +100,7 @@ def test_without_the_grammar_answers_are_malformed(engine: Engine, monkeypatch: 
     import infer.step
 
     jax.clear_caches()
-    monkeypatch.setattr(infer.step, "allowed", lambda state, protocol, feed: np.ones((*feed.lane.shape, 9), bool))
+    monkeypatch.setattr(infer.step, "allowed", lambda state, protocol, lanes: np.ones((*lanes.lane.shape, 9), bool))
     params = [SamplingParams(temperature=100.0, max_new_tokens=60, seed=seed) for seed in range(8)]
     try:
         malformed = 0
@@ -125,7 +125,9 @@ def test_serial_mode_never_forks(engine: Engine) -> None:
 def test_end_of_text_in_a_branch_is_its_closing_tag(bare_lm: LanguageModel, engine: Engine) -> None:
     """With half of the vocabulary ending the text, branches end by their tag and hold none of it."""
     ends = set(TEXT[1:])
-    ending = Engine(replace(bare_lm, end_ids=tuple(ends)), max_length=512, max_batch=16, separator_ids=SEPARATOR)
+    ending = Engine(
+        replace(bare_lm, end_ids=tuple(ends)), max_length=256, max_batch=4, max_branches=5, separator_ids=SEPARATOR
+    )
     params = [SamplingParams(temperature=100.0, max_new_tokens=120, seed=seed) for seed in range(16)]
     contents: dict[Engine, list[set[int]]] = {ending: [], engine: []}
     for own in contents:

@@ -15,7 +15,7 @@ from aspd_jax import LanguageModel, SpecialTokens, build_layout, load_model, vis
 from aspd_jax.errors import CheckpointError
 from aspd_jax.layout import Layout
 from aspd_jax.model.attention import Attention, View, chunked, dense
-from aspd_jax.model.cache import empty_cache
+from aspd_jax.model.cache import Group, empty_cache
 from aspd_jax.model.config import ModelConfig, RopeConfig
 from aspd_jax.model.transformer import Transformer, head_kernel, stack_layers, unstack_layers
 from aspd_jax.model.weights import abstract_parameters
@@ -246,7 +246,8 @@ def test_cached_pass_equals_full_pass_in_any_order(tmp_path: Path) -> None:
         feed = np.concatenate([piece, [0, 0]])
         real = np.array([[True] * len(piece) + [False] * 2])
         fed = Layout(*(np.where(real, field[:, feed], 0) for field in layout))
-        logits, cache = lm.model.apply({"params": lm.params}, tokens[:, feed], fed, cache)
+        group = Group(tokens[:, feed], fed)
+        (logits,), cache = lm.model.apply({"params": lm.params}, [group], cache, method="decode")
         got[piece] = np.asarray(logits)[0, : len(piece)]
     np.testing.assert_allclose(got, expected, atol=1e-4)
     assert int(cache.length[0]) == 20

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from aspd_jax.sharding import MESH_AXES, make_mesh
+from aspd_jax.sharding import make_mesh
 from tests.conftest import ROOT
 from tests.test_train import changed
 from train.batches import synthetic_batch
@@ -30,7 +30,7 @@ SMALL = TrainConfig(
 def test_state_is_counted_to_the_byte(sizes: dict[str, int]) -> None:
     config = changed(SMALL, **{f"mesh__{axis}": size for axis, size in sizes.items()})
     made = plan(config)
-    mesh = make_mesh({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
+    mesh = make_mesh(vars(config.mesh))
     setup = set_up(config, load(config, mesh), mesh, 4)
 
     def local(tree: object) -> int:

@@ -31,7 +31,7 @@ from aspd_jax.model.attention import Attention, chunked, dense
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
-from aspd_jax.sharding import MESH_AXES, make_mesh
+from aspd_jax.sharding import make_mesh
 from aspd_jax.structure import to_json
 from tests.conftest import ROOT
 from tests.test_train import SMALL, changed
@@ -41,7 +41,7 @@ from train.config import TrainConfig
 from train.loop import export
 from train.loop import train as run_training
 from train.setup import Setup, initial_model, load, set_up
-from train.step import rounded, train_step
+from train.step import TrainState, rounded, train_step
 from train.tasks import problem
 
 WIDE = changed(
@@ -58,23 +58,29 @@ def losses(run: Path) -> list[float]:
 
 
 def prepared(config: TrainConfig) -> Setup:
-    mesh = make_mesh({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
+    mesh = make_mesh(vars(config.mesh))
     return set_up(config, load(config, mesh), mesh, config.steps)
+
+
+def interrupt(config: TrainConfig, run: Path, step: int, monkeypatch: Any) -> None:
+    """Train until the data of a step is asked for."""
+
+    def failing(*args: Any) -> Any:
+        if args[-1] == step:
+            raise KeyboardInterrupt
+        return synthetic_batch(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.batches, "synthetic_batch", failing)
+        with pytest.raises(KeyboardInterrupt):
+            run_training(config, run, progress=False)
 
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: Any) -> None:
     small = changed(SMALL, log_every=1)
     whole = run_training(small, tmp_path / "whole", progress=False)
 
-    def failing(*args: Any) -> Any:
-        if args[-1] == 3:
-            raise KeyboardInterrupt
-        return synthetic_batch(*args)
-
-    monkeypatch.setattr(train.batches, "synthetic_batch", failing)
-    with pytest.raises(KeyboardInterrupt):
-        run_training(small, tmp_path / "cut", progress=False)
-    monkeypatch.undo()
+    interrupt(small, tmp_path / "cut", 3, monkeypatch)
     seen = []
     monkeypatch.setattr(train.batches, "synthetic_batch", lambda *args: seen.append(args[-1]) or synthetic_batch(*args))
     resumed = run_training(small, tmp_path / "cut", progress=False)
@@ -92,6 +98,20 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkey
         export(tmp_path / "cut", tmp_path / "none", step=3)
     with pytest.raises(CheckpointError, match="holds no training run"):
         export(tmp_path, tmp_path / "none")
+
+
+def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
+    state = TrainState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), {"a": jnp.ones(2)}, {"b": jnp.ones(2)})
+    with Checkpoints(tmp_path / "both", keep=1, best=True) as checkpoints:
+        for step, loss in enumerate((3.0, 1.0, 2.0, 4.0), 1):
+            checkpoints.save(step, state, {"step": step}, loss)
+    with Checkpoints(tmp_path / "both", read_only=True) as checkpoints:
+        assert checkpoints.steps == [2, 4]
+    with Checkpoints(tmp_path / "last", keep=2) as checkpoints:
+        for step in range(1, 5):
+            checkpoints.save(step, state, {"step": step})
+    with Checkpoints(tmp_path / "last", read_only=True) as checkpoints:
+        assert checkpoints.steps == [3, 4]
 
 
 def test_kill_9_at_any_moment(tmp_path: Path) -> None:
@@ -163,15 +183,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path: Path, monkeypatch: Any) -> None
     config = changed(WIDE, save_every=2)
     run_training(config, tmp_path / "whole", progress=False)
 
-    def failing(*args: Any) -> Any:
-        if args[-1] == 2:
-            raise KeyboardInterrupt
-        return synthetic_batch(*args)
-
-    monkeypatch.setattr(train.batches, "synthetic_batch", failing)
-    with pytest.raises(KeyboardInterrupt):
-        run_training(changed(config, mesh__fsdp=8), tmp_path / "moved", progress=False)
-    monkeypatch.undo()
+    interrupt(changed(config, mesh__fsdp=8), tmp_path / "moved", 2, monkeypatch)
     run_training(changed(config, mesh__data=2, mesh__tensor=2), tmp_path / "moved", progress=False)
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from aspd_jax import LanguageModel
 from infer import Engine, SamplingParams
-from infer.decoding import start_state
+from infer.prefill import start
 from infer.request import Job
 from infer.sampling import lane_keys, penalise_repetition, restrict, sample
-from infer.state import DecodeState, Feed, Protocol, plan
+from infer.state import DecodeState, Lanes, Protocol, Request, lanes_of, plan
 from tests.test_engine import SEPARATOR
 
 
@@ -26,7 +26,7 @@ def protocol(bare_lm: LanguageModel) -> Protocol:
 
 def state_for(lm: LanguageModel, protocol: Protocol, *params: SamplingParams) -> DecodeState:
     jobs = [Job((1, 2), each, "adaptive", 50, seed=each.seed or 0) for each in params]
-    return start_state(lm, protocol, jobs)
+    return start(lm, protocol, jobs)
 
 
 def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
@@ -56,11 +56,12 @@ def test_restrict_keeps_what_the_definitions_keep(
 ) -> None:
     asked = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
     state = state_for(bare_lm, protocol, asked, SamplingParams())
-    logits = np.random.default_rng(seed).standard_normal((2, 3, 24)).astype(np.float32) * 2
-    out = np.asarray(restrict(jnp.asarray(logits), state))
+    logits = np.random.default_rng(seed).standard_normal((4, 24)).astype(np.float32) * 2
+    of_lanes = Request(*(field[jnp.array([0, 0, 0, 1])] for field in state.request))
+    out = np.asarray(restrict(jnp.asarray(logits), of_lanes))
     for lane in range(3):
-        assert set(np.flatnonzero(np.isfinite(out[0, lane])).tolist()) == kept_by_definition(logits[0, lane], asked)
-    np.testing.assert_array_equal(out[1], logits[1])  # a neighbour without limits keeps everything
+        assert set(np.flatnonzero(np.isfinite(out[lane])).tolist()) == kept_by_definition(logits[lane], asked)
+    np.testing.assert_array_equal(out[3], logits[3])  # a neighbour without limits keeps everything
 
 
 def test_repetition_penalty_sees_what_the_row_sees(bare_lm: LanguageModel, protocol: Protocol) -> None:
@@ -77,26 +78,27 @@ def test_repetition_penalty_sees_what_the_row_sees(bare_lm: LanguageModel, proto
         array[0, :8] = values
     layout = type(cache.layout)(*put[1:])
     state = state._replace(cache=cache._replace(tokens=put[0], layout=layout, length=jnp.array([8])))
-    looking = type(layout)(*(field[:, 6:8] for field in layout))
-    feed = Feed(put[0][:, 6:8], looking, jnp.array([[0, 1]]), jnp.array([[1, 2]]))
-    logits = jnp.where(jnp.arange(24) % 2 == 0, 1.0, -1.0) * jnp.ones((1, 2, 24))
-    out = np.asarray(penalise_repetition(logits, state, protocol, feed))
+    looking = type(layout)(*(jnp.asarray(field[0, 6:8]) for field in layout))
+    lanes = Lanes(jnp.array([0, 0]), jnp.array([1, 2]), looking)
+    of_lanes = Request(*(field[lanes.row] for field in state.request))
+    logits = jnp.where(jnp.arange(24) % 2 == 0, 1.0, -1.0) * jnp.ones((2, 24))
+    out = np.asarray(penalise_repetition(logits, of_lanes, state, protocol, lanes))
     for lane, seen in enumerate([{3, 4, 5, 7}, {3, 4, 6, 8}]):
-        expected = [(v / 2 if v > 0 else v * 2) if t in seen else v for t, v in enumerate(np.asarray(logits)[0, lane])]
-        np.testing.assert_allclose(out[0, lane], expected)
+        expected = [(v / 2 if v > 0 else v * 2) if t in seen else v for t, v in enumerate(np.asarray(logits)[lane])]
+        np.testing.assert_allclose(out[lane], expected)
 
 
 def test_samples_follow_the_distribution(bare_lm: LanguageModel, protocol: Protocol) -> None:
     params = SamplingParams(temperature=0.7)
     state = state_for(bare_lm, protocol, params)
-    feed = plan(state, protocol, 1)
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1, 24)), jnp.float32)
+    lanes = lanes_of(plan(state, protocol, 1), None)
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 24)), jnp.float32)
 
     def draw(place: Any) -> Any:
-        return sample(logits, state._replace(sampled=place[None]), protocol, feed)[0, 0]
+        return sample(logits, state._replace(sampled=place[None]), protocol, lanes)[0]
 
     drawn = np.asarray(jax.vmap(draw)(jnp.arange(20_000)))
-    expected = np.asarray(jax.nn.softmax(logits[0, 0] / 0.7))
+    expected = np.asarray(jax.nn.softmax(logits[0] / 0.7))
     counts = np.bincount(drawn, minlength=24)
     chi_square = float(((counts - 20_000 * expected) ** 2 / (20_000 * expected)).sum())
     assert chi_square < 60  # 23 degrees of freedom: exceeded once in 30,000 draws of this test
@@ -108,11 +110,11 @@ def test_temperature_zero_takes_the_likeliest_beside_sampled_neighbours(
     bare_lm: LanguageModel, protocol: Protocol
 ) -> None:
     state = state_for(bare_lm, protocol, SamplingParams(), SamplingParams(temperature=50.0))
-    logits = jnp.asarray(np.random.default_rng(1).standard_normal((2, 1, 24)), jnp.float32)
-    feed = plan(state, protocol, 1)
-    picks = [np.asarray(sample(logits, state._replace(sampled=jnp.array([i, i])), protocol, feed)) for i in range(30)]
-    assert {int(pick[0, 0]) for pick in picks} == {int(np.argmax(logits[0, 0]))}
-    assert len({int(pick[1, 0]) for pick in picks}) > 5
+    logits = jnp.asarray(np.random.default_rng(1).standard_normal((2, 24)), jnp.float32)
+    lanes = lanes_of(plan(state, protocol, 1), None)
+    picks = [np.asarray(sample(logits, state._replace(sampled=jnp.array([i, i])), protocol, lanes)) for i in range(30)]
+    assert {int(pick[0]) for pick in picks} == {int(np.argmax(logits[0]))}
+    assert len({int(pick[1]) for pick in picks}) > 5
 
 
 def test_every_place_has_its_own_stream(bare_lm: LanguageModel, protocol: Protocol) -> None:
@@ -127,7 +129,7 @@ def test_every_place_has_its_own_stream(bare_lm: LanguageModel, protocol: Protoc
                 sampled=jnp.full_like(state.sampled, 10 * block + place),
                 branch_sampled=jnp.full_like(state.branch_sampled, place),
             )
-            feed = plan(now, protocol, 3)._replace(lane=lanes)
-            data = np.asarray(jax.random.key_data(lane_keys(now, feed)))
+            of_feed = lanes_of(plan(now, protocol, 3)._replace(lane=lanes), None)
+            data = np.asarray(jax.random.key_data(lane_keys(now, of_feed)))
             keys |= {tuple(key) for key in data.reshape(-1, 2).tolist()}
     assert len(keys) == 2 * 2 * 2 * 3

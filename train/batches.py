@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 class Batches(Protocol):
-    """An endless, resumable stream of batches; `state` is JSON and says where it stands."""
+    """A resumable stream of batches; `state` is JSON and says where it stands."""
 
     def __next__(self) -> Batch: ...
     @property
@@ -56,7 +56,7 @@ def make_batch(
     layout = build_layout(tokens, special, positions, sequence=sequence)
     opened = np.cumsum(tokens == special.title_start, axis=1) - np.cumsum(tokens == special.title_end, axis=1)
     title = (opened > 0) | (tokens == special.title_end)
-    part = np.where(layout.branch > 0, 2, title.astype(np.int32)).astype(np.int32)
+    part = np.where(layout.branch > 0, 2, title).astype(np.int32)
     return Batch(tokens, layout, loss.astype(np.float32), part)
 
 
@@ -71,8 +71,7 @@ def example(codec: Codec, tokenizer: Any, problem: Problem, structured: bool, fe
     prompt = prompt_ids(tokenizer, problem.question)
     answer = codec.linearise(problem.structure if structured else (Serial(problem.answer),))
     tokens = np.asarray([*prompt, *answer.tokens, tokenizer.eos_token_id], np.int32)
-    learned = np.ones_like(answer.fed) if fed_loss else ~answer.fed
-    return Example(tokens, np.concatenate([np.zeros(len(prompt), bool), learned, [True]]))
+    return Example(tokens, np.concatenate([np.zeros(len(prompt), bool), ~answer.fed | fed_loss, [True]]))
 
 
 def first_fit(sizes: Sequence[int], rows: int, length: int) -> list[int | None]:
@@ -196,14 +195,11 @@ class RecordBatches:
     def __init__(
         self, records: Records, special: SpecialTokens, config: TrainConfig, epochs: int | None = None
     ) -> None:
-        self._special, self._positions = special, config.model.positions
+        self._special, self._config = special, config
         self._iterator = iter(_packed(records, config, epochs, shuffle=True))
 
     def __next__(self) -> Batch:
-        rows = next(self._iterator)
-        return make_batch(
-            rows["tokens"], rows["tokens_segment_ids"], rows["loss"] * 1.0, self._special, self._positions
-        )
+        return _as_batch(next(self._iterator), self._special, self._config)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -233,16 +229,19 @@ def record_held_out(records: Records, special: SpecialTokens, config: TrainConfi
     """The first `evaluate_batches` batches of held-out records, in their order."""
     batches = []
     for rows in _packed(records, config, 1, shuffle=False, whole=False):
-        tokens, sequence, loss = (_rows(rows[name], config) for name in ("tokens", "tokens_segment_ids", "loss"))
-        batches.append(make_batch(tokens, sequence, loss * 1.0, special, config.model.positions))
+        batches.append(_as_batch(rows, special, config))
         if len(batches) == config.evaluate_batches:
             break
     return batches
 
 
-def _rows(array: np.ndarray, config: TrainConfig) -> np.ndarray:
-    """Fill a last, smaller batch up with empty rows."""
-    return np.pad(array, [(0, config.data.rows - len(array)), (0, 0)])
+def _as_batch(packed: dict[str, np.ndarray], special: SpecialTokens, config: TrainConfig) -> Batch:
+    """Rows from Grain as a batch; a last, smaller one is filled up with empty rows."""
+    missing = config.data.rows - len(packed["tokens"])
+    tokens, sequence, loss = (
+        np.pad(packed[name], [(0, missing), (0, 0)]) for name in ("tokens", "tokens_segment_ids", "loss")
+    )
+    return make_batch(tokens, sequence, loss, special, config.model.positions)
 
 
 def _packed(records: Any, config: TrainConfig, epochs: int | None, shuffle: bool, whole: bool = True) -> Any:

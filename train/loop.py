@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.language_model import LanguageModel, save_model
-from aspd_jax.sharding import MESH_AXES, make_mesh
+from aspd_jax.sharding import make_mesh
 from train.batches import (
     Batch,
     Batches,
@@ -54,7 +54,7 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
         DataError, CheckpointError: what is wrong with the data or the checkpoint to start from.
     """
     first_process = jax.process_index() == 0
-    mesh = make_mesh({axis: getattr(config.mesh, axis) for axis in MESH_AXES})
+    mesh = make_mesh(vars(config.mesh))
     output.mkdir(parents=True, exist_ok=True)
     if first_process:
         _claim(output, config)
@@ -163,7 +163,7 @@ def export(run: Path, output: Path, step: int | None = None) -> int:
     if not file.exists():
         raise CheckpointError(f"{run} holds no training run (it has no config.json)")
     config = config_from_dict(json.loads(file.read_text()), str(file))
-    mesh = make_mesh(dict.fromkeys(MESH_AXES, 1))
+    mesh = make_mesh({})
     lm = load(config, mesh)
     setup = set_up(config, lm, mesh, 1)
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:

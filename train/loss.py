@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from aspd_jax.layout import Array
+
 CHUNK = 256  # tokens of each row whose logits exist at a time
 
 
@@ -27,7 +29,7 @@ class Sums(NamedTuple):
 
 
 def next_token_loss(
-    hidden: jax.Array, kernel: jax.Array, tokens: jax.Array, weight: jax.Array, part: jax.Array, parts: int
+    hidden: jax.Array, kernel: jax.Array, tokens: Array, weight: Array, part: Array, parts: int
 ) -> Sums:
     """Cross-entropies of weighted targets, with the logits of one chunk at a time.
 
@@ -45,7 +47,7 @@ def next_token_loss(
     C = ceil(S / chunks)
     kernel = kernel.astype(hidden.dtype)
 
-    def shifted(x: jax.Array) -> jax.Array:
+    def shifted(x: Array) -> jax.Array:
         return jnp.pad(x[:, 1:], [(0, 0), (0, chunks * C - S + 1)])
 
     def in_chunks(x: jax.Array) -> jax.Array:

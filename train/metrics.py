@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict
 from tensorboardX import SummaryWriter
 
 from aspd_jax.model.config import ModelConfig
+from aspd_jax.model.weights import ADAPTERS
 
 # Peak of dense bfloat16 products, in FLOP/s, by the start of `device_kind` (makers' data sheets).
 PEAK_FLOPS = {
@@ -38,11 +39,7 @@ def model_flops(config: ModelConfig, params: Any, length: int) -> float:
     """FLOPs that training needs for a token, nothing recomputed: 6 a weight of a product, and attention over half of
     a row (Chowdhery et al., 2022, appendix B).
     """
-    weights = sum(
-        prod(leaf.shape)
-        for path, leaf in flatten_dict(params).items()
-        if path[-1] in ("kernel", "lora_down", "lora_up")
-    )
+    weights = sum(prod(leaf.shape) for path, leaf in flatten_dict(params).items() if path[-1] in ("kernel", *ADAPTERS))
     weights += config.vocabulary * config.embed if config.tied else 0
     return 6.0 * weights + 6.0 * config.layers * config.heads * config.head * length
 

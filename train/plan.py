@@ -5,7 +5,7 @@ B rows on a device at a time, S tokens of a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, partition_spec
 from train.config import TrainConfig
 from train.loss import CHUNK
-from train.setup import is_trained, scratch_shape
+from train.setup import as_configured, is_trained, scratch_shape
 
 MOMENTS = 2  # of AdamW, float32
 
@@ -56,8 +56,7 @@ def planned_shape(config: TrainConfig) -> ModelConfig:
     """The shape of the checkpoint's config.json, or, where that is not there yet, the one in the configuration."""
     of = config.model
     if of.checkpoint and (Path(of.checkpoint) / "config.json").exists():
-        shape = from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype)
-        return replace(shape, weights=of.weights, lora_rank=of.lora_rank, lora_alpha=of.lora_alpha)
+        return as_configured(from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype), config)
     return scratch_shape(config)
 
 

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
+from aspd_jax.chat import encode_turns
 from aspd_jax.errors import AspdError, ConfigError, DataError
 from aspd_jax.language_model import LanguageModel
-from aspd_jax.structure import Serial, Structure, from_json, plain_text
+from aspd_jax.structure import Serial, from_json, plain_text
 from train.config import DataSection
 
 SHOWN = 5  # problems that are printed; all of them go to the report
@@ -85,54 +86,19 @@ def encode_conversation(
 ) -> Example:
     """Tokens of a conversation, every turn kept; loss on the answers and on what ends them.
 
-    The template is rendered around placeholders, so that answers are encoded stretch by stretch (spec, section 2)
-    and what stands before the first one is what the engine is prompted with.
-
     Raises:
-        DataError: the chat template does not put answers into the text as they stand.
+        ConfigError: the chat template does not put answers into the text as they stand.
+        DataError: an answer is empty.
     """
-    marks = {n: f"\ue000{n}\ue001" for n, message in enumerate(messages) if message["role"] == "assistant"}
-    shown = [
-        {"role": message["role"], "content": marks.get(number) or message["content"]}
-        for number, message in enumerate(messages)
-    ]
-
-    def render(some: Sequence[dict[str, Any]], prompt: bool) -> str:
-        return str(lm.tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=prompt))
-
-    rest = render(shown, False)
-    pieces = []
-    for mark in marks.values():
-        piece, found, rest = rest.partition(mark)
-        if not found:
-            raise DataError("the chat template does not show every answer as it stands; use another chat_template")
-        pieces.append(piece)
-    prompt = render(shown[: next(iter(marks))], True)
-    if not pieces[0].startswith(prompt):
-        raise DataError("the chat template's generation prompt is not how it begins an answer; use another template")
-    extra = pieces[0][len(prompt) :]  # such as an empty thought, which the engine is not prompted with
-    tokens: list[int] = []
-    loss: list[bool] = []
-
-    def put(ids: Sequence[int], learned: Sequence[bool] | None = None) -> None:
-        tokens.extend(ids)
-        loss.extend(learned if learned is not None else [False] * len(ids))
-
-    ends = set(lm.end_ids)
-    for piece, number in zip(pieces, marks, strict=True):
-        ids = lm.tokenizer.encode(piece.removesuffix(extra), add_special_tokens=False)
-        if tokens:
-            ended = bool(ids) and ids[0] in ends
-            put([ids[0] if ended else lm.end_ids[0]], [True])
-            ids = ids[1:] if ended else ids
-        put(ids)
-        structure: Structure = messages[number]["structure"]
+    first, *others = encode_turns(lm.tokenizer, lm.end_ids, messages, prompt=False)
+    tokens, loss = list(first), [False] * len(first)
+    answers = [(n, message["structure"]) for n, message in enumerate(messages) if message["role"] == "assistant"]
+    for (number, structure), after in zip(answers, others, strict=True):
         answer = lm.codec.linearise(structure if structured else (Serial(plain_text(structure)),))
         if not answer.tokens.size:
             raise DataError(f"message {number}: the answer is empty")
-        put(answer.tokens.tolist(), np.ones_like(answer.fed).tolist() if fed_loss else (~answer.fed).tolist())
-    last = lm.tokenizer.encode(rest, add_special_tokens=False)[:1]
-    put([last[0] if last and last[0] in ends else lm.end_ids[0]], [True])
+        tokens += [*answer.tokens.tolist(), *after]
+        loss += [*(~answer.fed | fed_loss).tolist(), True, *[False] * (len(after) - 1)]
     return Example(np.asarray(tokens, np.int32), np.asarray(loss, bool))
 
 

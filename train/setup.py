@@ -16,12 +16,12 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from aspd_jax.errors import ConfigError
 from aspd_jax.language_model import LanguageModel, load_model, random_model
 from aspd_jax.model.attention import chunked
-from aspd_jax.model.config import ModelConfig
+from aspd_jax.model.config import ModelConfig, from_hugging_face
 from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
 from aspd_jax.model.weights import ADAPTERS, abstract_parameters
 from aspd_jax.sharding import named_sharding, shardings
@@ -83,27 +83,26 @@ def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
         ConfigError, CheckpointError: what cannot work.
     """
     of = config.model
-    if of.checkpoint:
-        lm = load_model(of.checkpoint, of.dtype, mesh, of.weights, of.lora_rank, of.lora_alpha)
-        if lm.tokenizer is None:
-            raise ConfigError(f"{of.checkpoint} has no tokenizer; put tokenizer.json into the folder")
-        if config.data.chat_template:
-            lm.tokenizer.chat_template = Path(config.data.chat_template).read_text()
-    else:
-        lm = initial_model(config)
-    shape = replace(lm.config, positions=of.positions, siblings=of.siblings)
+    if not of.checkpoint:
+        return initial_model(config)
+    lm = load_model(of.checkpoint, of.dtype, mesh, of.weights, of.lora_rank, of.lora_alpha)
+    if lm.tokenizer is None:
+        raise ConfigError(f"{of.checkpoint} has no tokenizer; put tokenizer.json into the folder")
+    if config.data.chat_template:
+        lm.tokenizer.chat_template = Path(config.data.chat_template).read_text()
+    shape = as_configured(lm.config, config)
     return replace(lm, config=shape, model=Transformer(shape))
 
 
 def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Setup:
     """Split the parameters into what is trained and what is not, and make the state of step 0.
 
-    The parameters of `lm` are used up: they are moved, not copied, where they can be.
+    The parameters are taken out of `lm`, so that nothing holds the ones that were read while others are trained.
     """
     of = config.model
     model = Transformer(lm.config, attention=chunked, scan=of.scan, remat=of.remat, mesh=mesh)
-    params = stack_layers(lm.params, lm.config.layers) if of.scan else lm.params
-    lm = replace(lm, params=None)
+    params, lm.params = lm.params, None
+    params = stack_layers(params, lm.config.layers) if of.scan else params
     places = flatten_dict(shardings(abstract_parameters(model), mesh))
     trained, frozen = {}, {}
     for path, leaf in flatten_dict(params).items():
@@ -160,9 +159,16 @@ def task_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 def initial_model(config: TrainConfig) -> LanguageModel:
     """A random Qwen3-style model and a tokenizer made for the tasks."""
+    tokenizer = deepcopy(task_tokenizer(config.model.vocabulary))
+    end = tokenizer.eos_token_id
+    hf_config = {**scratch_config(config), "bos_token_id": None, "eos_token_id": end}
+    return random_model(scratch_shape(config), tokenizer, hf_config, config.seed, (end,))
+
+
+def scratch_config(config: TrainConfig) -> dict[str, Any]:
+    """The Hugging Face configuration of a model from scratch."""
     of = config.model
-    tokenizer = deepcopy(task_tokenizer(of.vocabulary))
-    hf_config = {
+    return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "hidden_size": of.embed,
@@ -177,27 +183,22 @@ def initial_model(config: TrainConfig) -> LanguageModel:
         "rope_theta": 10000.0,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
     }
-    return random_model(scratch_shape(config), tokenizer, hf_config, config.seed, (tokenizer.eos_token_id,))
 
 
 def scratch_shape(config: TrainConfig) -> ModelConfig:
     """The shape that the configuration gives, for a model from scratch."""
+    hf = AutoConfig.for_model(**scratch_config(config))
+    return as_configured(from_hugging_face(hf, config.model.dtype), config)
+
+
+def as_configured(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
+    """A shape with what a configuration decides about it."""
     of = config.model
-    return ModelConfig(
-        vocabulary=of.vocabulary,
-        embed=of.embed,
-        feed_forward=of.feed_forward,
-        layers=of.layers,
-        heads=of.heads,
-        kv_heads=of.kv_heads,
-        head=of.head,
-        query_norm=True,
+    return replace(
+        shape,
         positions=of.positions,
         siblings=of.siblings,
-        dtype=of.dtype,
         weights=of.weights,
         lora_rank=of.lora_rank,
         lora_alpha=of.lora_alpha,

@@ -14,11 +14,12 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from aspd_jax.model.transformer import Transformer, head_kernel
+from aspd_jax.model.weights import ADAPTERS
 from train.batches import PARTS, Batch
 from train.config import OptimiserSection
 from train.loss import Sums, next_token_loss
 
-DECAYING = ("kernel", "embedding", "lora_down", "lora_up")
+DECAYING = ("kernel", "embedding", *ADAPTERS)
 
 
 class TrainState(NamedTuple):
@@ -79,11 +80,9 @@ def rounded(new: Any, old: Any, key: jax.Array) -> Any:
 
 def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
     """Loss of a batch by part."""
-    hidden: Any = model.apply({"params": params}, jnp.asarray(batch.tokens), batch.layout, head=False)
+    hidden: Any = model.apply({"params": params}, batch.tokens, batch.layout, head=False)
     kernel = head_kernel(model.config, params)
-    return next_token_loss(
-        hidden, kernel, jnp.asarray(batch.tokens), jnp.asarray(batch.loss), jnp.asarray(batch.part), len(PARTS)
-    )
+    return next_token_loss(hidden, kernel, batch.tokens, batch.loss, batch.part, len(PARTS))
 
 
 @partial(jax.jit, static_argnames=("model", "optimiser", "accumulate"), donate_argnames="state")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -89,30 +89,40 @@ def by_chunks(
     A group looks at the keys up to its own end, so that little is computed that lies ahead. Its chunks are a loop,
     which no compiler can run side by side: scores of one chunk exist per group.
     """
-    one = jax.checkpoint(attention)
     length = query.shape[1]
     group = QUERY_CHUNK * ceil(ceil(length / QUERY_CHUNK) / GROUPS)
     out = []
     for start in range(0, length, group):
         end = min(start + group, length)
-        queries, own = query[:, start:end], _part(view.query, slice(start, end))
-        keys, values, seen = key[:, :, :end], value[:, :, :end], _part(view.key, slice(end))
-        if end - start <= QUERY_CHUNK:
-            out.append(one(queries, keys, values, View(own, seen)))
-            continue
-        chunks = ceil((end - start) / QUERY_CHUNK)
-
-        def split(x: jax.Array, chunks: int = chunks) -> jax.Array:
-            x = jnp.pad(x, [(0, 0), (0, chunks * QUERY_CHUNK - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-            return jnp.moveaxis(x.reshape(x.shape[0], chunks, QUERY_CHUNK, *x.shape[2:]), 1, 0)
-
-        def step(chunk: Any, keys: Any = keys, values: Any = values, seen: Layout = seen) -> jax.Array:
-            return one(chunk[0], keys, values, View(chunk[1], seen))
-
-        parts = jax.lax.map(step, (split(queries), Layout(*(split(field) for field in own))))
-        joined = jnp.moveaxis(parts, 0, 1)
-        out.append(joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, : end - start])
+        ours = View(_part(view.query, slice(start, end)), _part(view.key, slice(end)))
+        out.append(_one_by_one(attention, query[:, start:end], key[:, :, :end], value[:, :, :end], ours))
     return jnp.concatenate(out, axis=1)
+
+
+def _one_by_one(
+    attention: Callable[[jax.Array, jax.Array, jax.Array, View], jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    view: View,
+) -> jax.Array:
+    """Attention of one group: a loop over its chunks of queries."""
+    one = jax.checkpoint(attention)
+    length = query.shape[1]
+    chunks = ceil(length / QUERY_CHUNK)
+    if chunks == 1:
+        return one(query, key, value, view)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, chunks * QUERY_CHUNK - length)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, QUERY_CHUNK, *x.shape[2:]), 1, 0)
+
+    def step(chunk: tuple[jax.Array, Layout]) -> jax.Array:
+        return one(chunk[0], key, value, View(chunk[1], view.key))
+
+    parts = jax.lax.map(step, (split(query), Layout(*(split(jnp.asarray(field)) for field in view.query))))
+    joined = jnp.moveaxis(parts, 0, 1)
+    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]
 
 
 def _part(layout: Layout, tokens: slice) -> Layout:

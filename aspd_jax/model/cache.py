@@ -1,6 +1,6 @@
 """The key-value cache: one preallocated pytree, written in place, never moved (spec, section 5).
 
-B batch, C cache slots, F tokens fed, K kv heads, H head size.
+B rows (sequences) of the cache, C slots of a row, M rows fed, F tokens fed, K kv heads, H head size.
 """
 
 from __future__ import annotations
@@ -58,31 +58,61 @@ def empty_cache(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | Non
     )
 
 
-def feed_slots(cache: Cache, fed: Layout) -> jax.Array:
-    """int32 [B, F]: the slot each fed token goes to; padding gets one past the end, where writes are dropped."""
-    capacity = cache.tokens.shape[1]
-    real = fed.sequence > 0
-    return jnp.where(real, cache.length[:, None] + jnp.cumsum(real, axis=1) - 1, capacity)
+class Group(NamedTuple):
+    """Tokens that are fed to some rows of the cache, the same number of places for each.
+
+    Attributes:
+        tokens: int32 [M, F].
+        layout: int32 [M, F] each; `sequence` is 0 where nothing is fed.
+        rows: int32 [M], the row of the cache that each goes to, past the end for none; None: to all rows, in order.
+        out: int32 [M, W], which of the F tokens get logits; None: all.
+    """
+
+    tokens: jax.Array
+    layout: Layout
+    rows: jax.Array | None = None
+    out: jax.Array | None = None
 
 
-def record(cache: Cache, tokens: jax.Array, fed: Layout, slots: jax.Array) -> Cache:
-    """Note which tokens are being fed, and where they stand; the layers follow with `write`."""
-    rows = jnp.arange(tokens.shape[0])[:, None]
+class Place(NamedTuple):
+    """Where a group stands in the cache: its rows int32 [M] (None: all) and its slots int32 [M, F]."""
 
-    def put(array: jax.Array, values: jax.Array) -> jax.Array:
-        return array.at[rows, slots].set(values, mode="drop")
+    rows: jax.Array | None
+    slots: jax.Array
 
-    return cache._replace(
-        tokens=put(cache.tokens, tokens),
-        layout=Layout(*(put(old, new) for old, new in zip(cache.layout, fed, strict=True))),
-        length=cache.length + jnp.sum(fed.sequence > 0, axis=1, dtype=jnp.int32),
-    )
+    def pick(self, array: jax.Array) -> jax.Array:
+        """The group's rows of an array [B, …]."""
+        return array if self.rows is None else jnp.take(array, self.rows, axis=0, mode="clip")
+
+    def put(self, array: jax.Array, values: jax.Array) -> jax.Array:
+        """An array [B, C] with values [M, F] in the group's slots; those past the end are dropped."""
+        return array.at[self._rows(), self.slots].set(values, mode="drop")
+
+    def write(self, layer: LayerCache, key: jax.Array, value: jax.Array) -> LayerCache:
+        """A layer with keys and values [M, F, K, H] in the group's slots."""
+        rows, slots = self._rows(), self.slots
+        if slots.size == 1:
+            # A write of one slot becomes an update that XLA on CPU merges with the reading of the cache, for which it
+            # copies the cache several times a pass. So a second one, past the end, goes with it.
+            beyond = jnp.full_like(slots, layer.key.shape[2])
+            slots = jnp.concatenate([slots, beyond], axis=1)
+            key, value = (jnp.concatenate([x, x], axis=1) for x in (key, value))
+        return LayerCache(
+            layer.key.at[rows, :, slots].set(key.astype(layer.key.dtype), mode="drop"),
+            layer.value.at[rows, :, slots].set(value.astype(layer.value.dtype), mode="drop"),
+        )
+
+    def _rows(self) -> jax.Array:
+        return (jnp.arange(self.slots.shape[0]) if self.rows is None else self.rows)[:, None]
 
 
-def write(layer: LayerCache, key: jax.Array, value: jax.Array, slots: jax.Array) -> LayerCache:
-    """Write the keys and values [B, F, K, H] of fed tokens to their slots [B, F]."""
-    rows = jnp.arange(key.shape[0])[:, None]
-    return LayerCache(
-        layer.key.at[rows, :, slots].set(key.astype(layer.key.dtype), mode="drop"),
-        layer.value.at[rows, :, slots].set(value.astype(layer.value.dtype), mode="drop"),
-    )
+def record(cache: Cache, group: Group) -> tuple[Cache, Place]:
+    """Note which tokens are being fed, and where they stand; the layers follow with `Place.write`."""
+    real = group.layout.sequence > 0
+    length = cache.length if group.rows is None else jnp.take(cache.length, group.rows, mode="clip")
+    slots = jnp.where(real, length[:, None] + jnp.cumsum(real, axis=1) - 1, cache.tokens.shape[1])
+    place = Place(group.rows, slots)
+    fed = jnp.sum(real, axis=1, dtype=jnp.int32)
+    grown = cache.length + fed if group.rows is None else cache.length.at[group.rows].add(fed, mode="drop")
+    layout = Layout(*(place.put(old, new) for old, new in zip(cache.layout, group.layout, strict=True)))
+    return cache._replace(tokens=place.put(cache.tokens, group.tokens), layout=layout, length=grown), place

@@ -1,6 +1,6 @@
 """The decoder: Llama 2/3, Vicuna, Mistral, Qwen2/2.5 and Qwen3 in one Flax Linen module.
 
-B batch, S tokens, W rows that get logits, D embed, N heads, K kv heads, G = N / K, H head size,
+B batch, S tokens, W tokens that get logits, D embed, N heads, K kv heads, G = N / K, H head size,
 F feed-forward, V vocabulary, C cache slots.
 
 Pure in (parameters, tokens, layout, cache): nothing about positions or visibility is inferred inside.
@@ -8,8 +8,9 @@ Pure in (parameters, tokens, layout, cache): nothing about positions or visibili
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, floor, log, pi, prod
-from typing import Any, overload
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -19,7 +20,7 @@ from jax.sharding import Mesh
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.attention import Attention, View, Window, dense
-from aspd_jax.model.cache import Cache, LayerCache, feed_slots, record, write
+from aspd_jax.model.cache import Cache, Group, LayerCache, Place, record
 from aspd_jax.model.config import ModelConfig, RopeConfig
 from aspd_jax.sharding import named_sharding
 
@@ -143,8 +144,22 @@ def fan_in_normal(inputs: int) -> Any:
     return make
 
 
+class Seat(NamedTuple):
+    """A group of fed tokens in a layer: who looks at whom, where it stands in the cache, and which tokens it is.
+
+    Attributes:
+        view: of the group, [M, F] over [M, C'], where only the first C' slots of the cache are in use.
+        place: its rows and slots.
+        tokens: which of the tokens of the pass are the group's.
+    """
+
+    view: View
+    place: Place
+    tokens: slice
+
+
 class AttentionLayer(nn.Module):
-    """Grouped-query attention with RoPE, optionally over a cache."""
+    """Grouped-query attention with RoPE: of tokens among themselves, or of groups of tokens over a cache."""
 
     config: ModelConfig
     attention: Attention
@@ -154,7 +169,7 @@ class AttentionLayer(nn.Module):
         self,
         x: jax.Array,
         turn: tuple[jax.Array, jax.Array],
-        view: View,
+        view: View | Sequence[Seat],
         cache: LayerCache | None,
         window: Window,
     ) -> tuple[jax.Array, LayerCache | None]:
@@ -167,17 +182,28 @@ class AttentionLayer(nn.Module):
             query = RMSNorm(c.norm_epsilon, name="query_norm")(query)
             key = RMSNorm(c.norm_epsilon, name="key_norm")(key)
         query, key = rotate(query, *turn), rotate(key, *turn)
-        if cache is None:
-            keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        else:
-            assert view.query_slot is not None
-            cache = write(cache, key, value, view.query_slot)
-            keys, values = cache
         grouped = query.reshape(*query.shape[:2], c.kv_heads, c.heads // c.kv_heads, c.head)
-        out = self.attention(grouped, keys, values, view, c.siblings, window)
+        if isinstance(view, View):
+            out = self.attention(grouped, key.swapaxes(1, 2), value.swapaxes(1, 2), view, c.siblings, window)
+        else:
+            assert cache is not None
+            for seat in view:
+                cache = seat.place.write(cache, *(of_group(x, seat) for x in (key, value)))
+            outs = []
+            for seat in view:
+                used = seat.view.key.position.shape[1]
+                keys, values = (seat.place.pick(x[:, :, :used]) for x in cache)
+                outs.append(self.attention(of_group(grouped, seat), keys, values, seat.view, c.siblings, window))
+            out = outs[0] if len(outs) == 1 else jnp.concatenate([o.reshape(1, -1, *o.shape[2:]) for o in outs], 1)
         out = out.reshape(query.shape)
         output = Projection(c, (c.embed,), ("heads", "head", "embed"), 2, c.output_bias, name="output")
         return output(out), cache
+
+
+def of_group(x: jax.Array, seat: Seat) -> jax.Array:
+    """The group's part [M, F, …] of all tokens, [1, S, …], or [M, F, …] where it is the only group."""
+    shape = seat.place.slots.shape
+    return x if x.shape[:2] == shape else x[0, seat.tokens].reshape(*shape, *x.shape[2:])
 
 
 class FeedForward(nn.Module):
@@ -206,7 +232,7 @@ class Layer(nn.Module):
         self,
         x: jax.Array,
         turn: tuple[jax.Array, jax.Array],
-        view: View,
+        view: View | Sequence[Seat],
         cache: LayerCache | None,
         window: Window,
     ) -> tuple[jax.Array, LayerCache | None]:
@@ -223,7 +249,7 @@ class Transformer(nn.Module):
 
     Attributes:
         config: shape and arithmetic.
-        attention: one of `aspd_jax.model.attention`, for passes without a cache.
+        attention: one of `aspd_jax.model.attention`; with a cache, `dense`.
         scan: layers as one program run `config.layers` times over parameters stacked along a first axis, as
             `stack_layers` makes them. For training: it compiles once, however deep the model is.
         remat: keep only the input of each layer for the backward pass, and compute the rest again.
@@ -236,81 +262,106 @@ class Transformer(nn.Module):
     remat: bool = False
     mesh: Mesh | None = None
 
-    @overload
-    def __call__(self, tokens: jax.Array, layout: Layout, *, head: bool = True) -> jax.Array: ...
-    @overload
-    def __call__(
-        self, tokens: jax.Array, layout: Layout, cache: Cache, rows: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache]: ...
-    @nn.compact
-    def __call__(
-        self,
-        tokens: jax.Array,
-        layout: Layout,
-        cache: Cache | None = None,
-        rows: jax.Array | None = None,
-        *,
-        head: bool = True,
-    ) -> jax.Array | tuple[jax.Array, Cache]:
-        """Logits of every token, or, with a cache, of the tokens asked for.
-
-        Args:
-            tokens: int32 [B, S].
-            layout: of the tokens, int32 [B, S] each.
-            cache: what was fed before. The tokens are added to it (padding excepted) and see it.
-            rows: int32 [B, W], which of the S tokens get logits; default: all.
-            head: false: stop before the head, for a loss that multiplies with `head_kernel` a part at a time.
-
-        Returns:
-            float32 [B, S, V] (without the head: [B, S, D]); with a cache, (float32 [B, W, V], the cache with these
-            tokens in it).
-        """
+    def setup(self) -> None:
+        """Embedding, layers (one by one, or as one scanned over), norm and an untied head."""
         c = self.config
-        layout = Layout(*(jnp.asarray(field) for field in layout))
-        embedding = nn.Embed(
+        # An untied embedding starts as large as what the layers add to it, or they drown it.
+        initial = nn.initializers.normal(0.02 if c.tied else 1.0)
+        self.embedding = nn.Embed(
             c.vocabulary,
             c.embed,
             dtype=c.dtype,
             param_dtype=c.dtype,
-            # An untied embedding starts as large as what the layers add to it, or they drown it.
-            embedding_init=nn.with_partitioning(
-                nn.initializers.normal(0.02 if c.tied else 1.0), ("vocabulary", "embed")
-            ),
-            name="embedding",
+            embedding_init=nn.with_partitioning(initial, ("vocabulary", "embed")),
         )
-        x = self.spread(embedding(jnp.asarray(tokens)))
-        turn = rotation(c.rope, c.head, layout.position)
-        layers: list[Any] = []
-        if cache is None:
-            view = View(layout, layout)
-            layer = nn.remat(Layer, prevent_cse=not self.scan) if self.remat else Layer
-            if self.scan:
-                x = self.scanned(layer, x, turn, view)
-            else:
-                for number in range(c.layers):
-                    window = c.layer_window(number)
-                    x, _ = layer(c, self.attention, name=f"layer_{number}")(x, turn, view, None, window)
-                    x = self.spread(x)
+        layer: Any = nn.remat(Layer, prevent_cse=not self.scan) if self.remat else Layer
+        if self.scan:
+            setattr(self, LAYERS, layer(c, self.attention))
         else:
-            slots = feed_slots(cache, layout)
-            cache = record(cache, tokens, layout, slots)
-            view = View(layout, cache.layout, slots, jnp.arange(cache.tokens.shape[1])[None])
             for number in range(c.layers):
-                window = c.layer_window(number)
-                x, after = Layer(c, dense, name=f"layer_{number}")(x, turn, view, cache.layers[number], window)
-                layers.append(after)
-        if rows is not None:
-            x = jnp.take_along_axis(x, rows[:, :, None], axis=1)
-        x = RMSNorm(c.norm_epsilon, name="norm")(x)
-        if c.tied:
-            x = embedding.attend(x) if head else x
-        elif head or self.is_initializing():
-            logits = Projection(c, (c.vocabulary,), ("embed", "vocabulary"), adapted=False, name="head")(x)
-            x = logits if head else x
-        x = x.astype(jnp.float32) if head else x
-        return x if cache is None else (x, cache._replace(layers=tuple(layers)))
+                setattr(self, f"layer_{number}", layer(c, self.attention))
+        self.norm = RMSNorm(c.norm_epsilon)
+        if not c.tied:
+            self.head = Projection(c, (c.vocabulary,), ("embed", "vocabulary"), adapted=False)
 
-    def scanned(self, layer: Any, x: jax.Array, turn: tuple[jax.Array, jax.Array], view: View) -> jax.Array:
+    def __call__(self, tokens: jax.Array, layout: Layout, *, head: bool = True) -> jax.Array:
+        """A full pass: logits of every token.
+
+        Args:
+            tokens: int32 [B, S].
+            layout: of the tokens, int32 [B, S] each.
+            head: false: stop before the head, for a loss that multiplies with `head_kernel` a part at a time.
+
+        Returns:
+            float32 [B, S, V]; without the head, [B, S, D].
+        """
+        c = self.config
+        layout = Layout(*(jnp.asarray(field) for field in layout))
+        x = self.spread(self.embedding(jnp.asarray(tokens)))
+        turn = rotation(c.rope, c.head, layout.position)
+        view = View(layout, layout)
+        if self.scan:
+            x = self.scanned(x, turn, view)
+        else:
+            for number in range(c.layers):
+                x, _ = self._layer(number)(x, turn, view, None, c.layer_window(number))
+                x = self.spread(x)
+        x = self.norm(x)
+        return self.logits(x) if head or self.is_initializing() else x
+
+    def decode(self, groups: Sequence[Group], cache: Cache, used: int | None = None) -> tuple[list[jax.Array], Cache]:
+        """A pass over new tokens on top of a cache; they are added to it, and see it.
+
+        The groups go through the linear layers together, so that rows with many tokens cost the others nothing.
+
+        Args:
+            groups: no row of the cache may be in two of them.
+            cache: what was fed before.
+            used: only the first so many slots are in use, these tokens included; default: all.
+
+        Returns:
+            Logits float32 [M, W, V] of each group, and the cache.
+        """
+        c = self.config
+        key_slot = jnp.arange(cache.tokens.shape[1] if used is None else used)[None]
+        places = []
+        for group in groups:
+            cache, place = record(cache, group)
+            places.append(place)
+        seats, start = [], 0
+        for group, place in zip(groups, places, strict=True):
+            seen = Layout(*(place.pick(field[:, : key_slot.size]) for field in cache.layout))
+            tokens = slice(start, start + group.tokens.size)
+            seats.append(Seat(View(group.layout, seen, place.slots, key_slot), place, tokens))
+            start = tokens.stop
+
+        def together(arrays: list[jax.Array]) -> jax.Array:
+            return arrays[0] if len(arrays) == 1 else jnp.concatenate([a.reshape(1, -1) for a in arrays], axis=1)
+
+        x = self.embedding(together([group.tokens for group in groups]))
+        turn = rotation(c.rope, c.head, together([group.layout.position for group in groups]))
+        layers = []
+        for number in range(c.layers):
+            x, layer = self._layer(number)(x, turn, seats, cache.layers[number], c.layer_window(number))
+            layers.append(layer)
+        asked = []
+        for group, seat in zip(groups, seats, strict=True):
+            own = of_group(x, seat)
+            asked.append(own if group.out is None else jnp.take_along_axis(own, group.out[:, :, None], axis=1))
+        logits = self.logits(self.norm(jnp.concatenate([a.reshape(1, -1, c.embed) for a in asked], axis=1)))[0]
+        ends = np.cumsum([a.shape[0] * a.shape[1] for a in asked])[:-1]
+        parts = jnp.split(logits, ends)
+        split = [part.reshape(*a.shape[:2], -1) for part, a in zip(parts, asked, strict=True)]
+        return split, cache._replace(layers=tuple(layers))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Float32 [..., V] of normed activations [..., D]."""
+        return (self.embedding.attend(x) if self.config.tied else self.head(x)).astype(jnp.float32)
+
+    def _layer(self, number: int) -> Any:
+        return getattr(self, f"layer_{number}")
+
+    def scanned(self, x: jax.Array, turn: tuple[jax.Array, jax.Array], view: View) -> jax.Array:
         """All layers, over stacked parameters."""
         c = self.config
         windows = [c.layer_window(number) for number in range(c.layers)]
@@ -328,7 +379,7 @@ class Transformer(nn.Module):
             split_rngs={"params": True},
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, _ = run(layer(c, self.attention, name=LAYERS), x, limits)
+        x, _ = run(getattr(self, LAYERS), x, limits)
         return x
 
     def spread(self, x: jax.Array) -> jax.Array:

@@ -75,6 +75,11 @@ def tensor_names(config: ModelConfig, paths: Iterator[Path_] | Any) -> dict[str,
     return {known[path]: path for path in paths}
 
 
+def input_axes(path: Path_) -> int:
+    """How many of the first axes of a kernel are its inputs: heads and head after attention, else one."""
+    return 2 if path[-2] == "output" else 1
+
+
 def to_parameter(tensor: np.ndarray, path: Path_, shape: tuple[int, ...]) -> np.ndarray:
     """A Hugging Face tensor as the parameter at `path`: kernels are stored [inputs, outputs] here."""
     if path[-1] == "kernel":
@@ -85,7 +90,7 @@ def to_parameter(tensor: np.ndarray, path: Path_, shape: tuple[int, ...]) -> np.
 def to_tensor(parameter: np.ndarray, path: Path_) -> np.ndarray:
     """Inverse of `to_parameter`."""
     if path[-1] == "kernel":
-        inputs = prod(parameter.shape[:-1]) if path[-2] == "output" else parameter.shape[0]
+        inputs = prod(parameter.shape[: input_axes(path)])
         return np.ascontiguousarray(parameter.reshape(inputs, -1).T)
     return parameter.reshape(-1) if path[-1] == "bias" else parameter
 
@@ -93,7 +98,7 @@ def to_tensor(parameter: np.ndarray, path: Path_) -> np.ndarray:
 def _tensor_size(path: Path_, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the Hugging Face tensor of a parameter."""
     if path[-1] == "kernel":
-        inputs = prod(shape[:-1]) if path[-2] == "output" else shape[0]
+        inputs = prod(shape[: input_axes(path)])
         return (prod(shape) // inputs, inputs)
     return (prod(shape),) if path[-1] == "bias" else shape
 
@@ -164,7 +169,7 @@ def load_parameters(
                     tensor = _with_new_rows(tensor, model.config.vocabulary, new_rows or {})
                 parameter = to_parameter(tensor, path, shape)
                 if leaves[path].dtype == jnp.int8:
-                    parameter, scale = quantise(parameter, 2 if path[-2] == "output" else 1)
+                    parameter, scale = quantise(parameter, input_axes(path))
                     scale_path = (*path[:-1], "kernel_scale")
                     loaded[scale_path] = _place(scale, places[scale_path])
                 loaded[path] = _place(parameter.astype(leaves[path].dtype), places[path])
@@ -186,6 +191,17 @@ def quantise(kernel: np.ndarray, inputs: int) -> tuple[np.ndarray, np.ndarray]:
     kernel = kernel.astype(np.float32)
     scale = np.maximum(np.abs(kernel).max(axis=tuple(range(inputs))), 1e-12) / 127
     return np.rint(kernel / scale).astype(np.int8), scale
+
+
+def quantise_layers(parameters: Any) -> Any:
+    """Float parameters of a model with those of its int8 twin: the kernels of all layers rounded, with their scales."""
+    leaves: dict[Path_, Any] = {}
+    for path, leaf in flatten_dict(parameters).items():
+        leaves[path] = leaf
+        if path[-1] == "kernel" and path[0] != "head":
+            kernel, scale = quantise(np.asarray(jax.device_get(leaf)), input_axes(path))
+            leaves[path], leaves[(*path[:-1], "kernel_scale")] = jnp.asarray(kernel), jnp.asarray(scale)
+    return unflatten_dict(leaves)
 
 
 def _adapter(path: Path_, leaf: Any, sharding: Any) -> jax.Array:

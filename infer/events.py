@@ -1,0 +1,105 @@
+"""What happens to an answer while it grows, as events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from aspd_jax.tokens import Codec, SerialIds
+from infer.answer import Answer, Result, cut
+
+Kind = Literal["token", "fork", "branch", "merge", "done"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        kind: `token`: text was added to a stretch. `fork`: a block began. `branch`: a branch ended.
+            `merge`: a block ended. `done`: the answer ended.
+        block: number of the block from 1; 0 in serial text.
+        branch: number of the branch from 1; 0 in serial text.
+        text: of a `token`: what was added, whole characters only. Of a `branch`: all of it.
+        token_ids: of a `token`: the new tokens.
+        titles: of a `fork`.
+        result: of `done`: the answer with finish reason and statistics.
+    """
+
+    kind: Kind
+    block: int = 0
+    branch: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    titles: tuple[str, ...] = ()
+    result: Result | None = None
+
+
+class EventReader:
+    """Compares what is there of an answer with what was told of it."""
+
+    def __init__(self, codec: Codec | None, head: int, stop: Sequence[str]) -> None:
+        self._codec, self._head, self._stop = codec, head, stop
+        self._tokens: dict[tuple[int, int], int] = {}  # (item, branch) -> tokens told of
+        self._text: dict[tuple[int, int], int] = {}
+        self._forked: set[int] = set()
+        self._merged: set[int] = set()
+        self._ended: set[tuple[int, int]] = set()
+
+    def news(self, answer: Answer, result: Result | None = None) -> list[Event]:
+        """What is new.
+
+        Args:
+            answer: as far as it is.
+            result: of an answer that has ended.
+        """
+        events: list[Event] = []
+        block = 0
+        for number, item in enumerate(answer.items):
+            last = number + 1 == len(answer.items) and result is None
+            if isinstance(item, SerialIds):
+                events += self._stretch((number, 0), 0, item.ids, growing=last)
+                continue
+            block += 1
+            if number not in self._forked:
+                self._forked.add(number)
+                events.append(Event("fork", block, titles=tuple(self._title(title) for title in item.titles)))
+            growing = answer.open_branches if last else ()
+            for branch, (title, ids) in enumerate(zip(item.titles, item.branches, strict=True), 1):
+                key, text = (number, branch), ids[len(title) + self._head :]
+                events += self._stretch(key, block, text, growing=branch in growing)
+                if branch not in growing and key not in self._ended:
+                    self._ended.add(key)
+                    events.append(Event("branch", block, branch, text=self._final(text)))
+            if not growing and number not in self._merged:
+                self._merged.add(number)
+                events.append(Event("merge", block))
+        if result is not None:
+            events.append(Event("done", result=result))
+        return events
+
+    def _stretch(self, key: tuple[int, int], block: int, ids: np.ndarray, growing: bool) -> list[Event]:
+        told, shown = self._tokens.get(key, 0), self._text.get(key, 0)
+        text = self._final(ids)
+        if growing:
+            text = text[: len(text) - self._unsure(text)]
+        if len(ids) <= told and len(text) <= shown:
+            return []
+        self._tokens[key], self._text[key] = len(ids), max(shown, len(text))
+        new = tuple(int(token) for token in ids[told:])
+        return [Event("token", block, key[1], text=text[shown:], token_ids=new)]
+
+    def _final(self, ids: np.ndarray) -> str:
+        return "" if self._codec is None else cut(self._codec.text.decode(ids), self._stop)
+
+    def _title(self, ids: np.ndarray) -> str:
+        return "" if self._codec is None else self._codec.text.decode(ids) or self._codec.text.spell(ids)
+
+    def _unsure(self, text: str) -> int:
+        """Characters at the end that may still change: half a character, or the beginning of a stop string."""
+        whole = text.rstrip("\ufffd")
+        starts = [n for stop in self._stop for n in range(1, len(stop)) if whole.endswith(stop[:n])]
+        return len(text) - len(whole) + max(starts, default=0)

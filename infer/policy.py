@@ -1,0 +1,96 @@
+"""Branch admission: how many branches of a sequence a pass may feed when the batch is loaded.
+
+Holding branches back changes when tokens come, never which: a block's budget is spent as if none had been held back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from aspd_jax.errors import RequestError
+
+
+class Sample(NamedTuple):
+    """One timed pass: tokens fed, slots of the cache looked at (over all sequences), milliseconds."""
+
+    tokens: int
+    context: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Milliseconds of a pass: `base + per_token * tokens + per_slot * context`."""
+
+    base: float
+    per_token: float
+    per_slot: float
+
+    def milliseconds(self, tokens: int, context: int) -> float:
+        """Of a pass that feeds so many tokens and looks at so many slots."""
+        return self.base + self.per_token * tokens + self.per_slot * context
+
+    def tokens_within(self, milliseconds: float, context: int) -> int:
+        """Most tokens that a pass may feed to stay within a time."""
+        if self.per_token <= 0:
+            return 1 << 30
+        return int((milliseconds - self.base - self.per_slot * context) / self.per_token)
+
+
+def fit(samples: Sequence[Sample]) -> StepCost:
+    """The cost that fits best in relative terms; no part of it is negative."""
+    rows = np.asarray([[1.0, s.tokens, s.context] for s in samples])
+    times = np.asarray([s.milliseconds for s in samples])
+    chosen = [0, 1, 2]
+    while True:
+        values = np.zeros(3)
+        values[chosen] = np.linalg.lstsq(rows[:, chosen] / times[:, None], np.ones(len(times)), rcond=None)[0]
+        if (values >= 0).all() or len(chosen) == 1:
+            return StepCost(*(float(value) for value in np.maximum(values, 0)))
+        chosen.remove(int(np.argmin(values)))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`all`: every branch in every pass. `cap:N`: at most N branches of a sequence. `slo:MS`: as many as keep a pass
+    within so many milliseconds, by the measured cost of a pass; at least one.
+    """
+
+    cap: int | None = None
+    milliseconds: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Policy:
+        """From its name.
+
+        Raises:
+            RequestError: it is none of the three.
+        """
+        if text == "all":
+            return Policy()
+        if found := re.fullmatch(r"cap:(\d+)", text):
+            if int(found[1]) >= 1:
+                return Policy(cap=int(found[1]))
+        elif (found := re.fullmatch(r"slo:(\d+(?:\.\d+)?)", text)) and float(found[1]) > 0:
+            return Policy(milliseconds=float(found[1]))
+        raise RequestError(f"branch policy {text!r} is unknown; it is all, cap:N (branches) or slo:MS (milliseconds)")
+
+    def branches(self, cost: StepCost | None, serial: int, parallel: int, context: int) -> int | None:
+        """Branches that a sequence may feed in a pass; None: all.
+
+        Args:
+            cost: of a pass; needed by `slo`.
+            serial: sequences that feed one token.
+            parallel: sequences in a block.
+            context: slots that a pass looks at.
+        """
+        if self.cap is not None:
+            return self.cap
+        if self.milliseconds is None or cost is None or not parallel:
+            return None
+        return max(1, (cost.tokens_within(self.milliseconds, context) - serial) // parallel)

@@ -1,0 +1,454 @@
+"""Continuous batching: requests join and leave a running batch between chunks of passes.
+
+B rows of the cache, one for each request that is under way.
+
+First come, first served: a request starts when a row is free, and none overtakes another. The host prepares prompts
+and picks the program that fits what the next passes need; tokens are chosen on the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+import numpy as np
+
+from aspd_jax.errors import RequestError
+from aspd_jax.language_model import LanguageModel
+from infer.answer import Answer, Reading, Result, cut, read, result
+from infer.events import Event, EventReader
+from infer.policy import Policy, StepCost, fit
+from infer.prefill import NO_CAP, Prompt, begin, feed_chunk, new_state, next_chunk, used_slots
+from infer.request import Job
+from infer.reuse import LEAST_COPIED, RowMemory, best_match, common_prefix
+from infer.state import FORK, PARALLEL, RUNNING, SERIAL, DecodeState, Protocol, widest_feed, width_bucket
+from infer.step import Extent, Limits, Script, copy_row, next_extent, run, set_branch_cap, stop_stretches
+from infer.warm_up import compile_all, time_passes
+
+NO_LIMIT = np.iinfo(np.int32).max
+STEPS_BESIDE_PREFILL = 4  # passes of the running requests between two chunks of a prompt
+STEPS_BETWEEN_CAPS = 16  # passes between two looks at how loaded the batch is
+
+
+class Handle:
+    """A request under way. Iterating over it gives its events, and keeps the engine going.
+
+    Attributes:
+        job: what was asked.
+        result: the answer, once it has ended.
+        cancelled: whether it was given up.
+        failed: whether it was under way when the engine failed; it has no result then.
+    """
+
+    def __init__(self, scheduler: Scheduler, job: Job, steps: int) -> None:
+        self.job = job
+        self.result: Result | None = None
+        self.cancelled = self.failed = False
+        self._scheduler, self.steps = scheduler, steps
+        self.row: int | None = None
+        self.reused = 0
+        self.seconds: dict[str, float] = {}
+        self.submitted = time.perf_counter()
+        self.passes = np.zeros(2, np.int64)
+        self.wanted = False
+        self._events: deque[Event] = deque()
+        self._reader: EventReader | None = None
+
+    def events(self) -> Iterator[Event]:
+        """What happens to the answer, until it is done; see `Event`."""
+        self.wanted = True
+        while self._events or self.result is None:
+            while self._events:
+                yield self._events.popleft()
+            if self.result is None:
+                self.advance(self.steps)
+
+    __iter__ = events
+
+    def wait(self) -> Result:
+        """The answer, when it has ended."""
+        while self.result is None:
+            self.advance()
+        return self.result
+
+    def advance(self, steps: int = NO_LIMIT) -> None:
+        """Let the engine do a chunk of at most so many passes."""
+        if self.failed:
+            raise RuntimeError("the engine failed while this request was under way; submit it again")
+        self._scheduler.pump(steps)
+
+    def partial(self) -> Result:
+        """The answer as far as it is."""
+        return self.result or self._scheduler.partial(self)
+
+    def cancel(self) -> None:
+        """Give the request up; its result is what there is of the answer, with finish reason `cancelled`."""
+        self._scheduler.cancel(self)
+
+    def note(self, answer: Answer, final: Result | None) -> None:
+        """Take what the scheduler read of the answer."""
+        if self.wanted or final is not None:
+            if self._reader is None:
+                self._reader = EventReader(self._scheduler.codec, self._scheduler.head, self.job.params.stop)
+            self._events.extend(self._reader.news(answer, final))
+        self.result = final or self.result
+
+
+@dataclass
+class _Row:
+    """A row of the cache, and the request that holds it."""
+
+    handle: Handle | None = None
+    prompt: Prompt | None = None  # while it is being fed
+    memory: RowMemory = field(default_factory=RowMemory)
+
+    @property
+    def decoding(self) -> bool:
+        return self.handle is not None and self.prompt is None
+
+
+class Scheduler:
+    """Requests in a batch that others join and leave.
+
+    Args:
+        rows: B.
+        capacity: slots of a row: for prompt and answer.
+        policy: which branches of a loaded batch have to wait.
+        reuse: let a prompt begin with what a row still holds of it.
+        ended: called with every result.
+
+    Attributes:
+        cost: of a pass, once it has been measured; `slo` needs it.
+        script: tokens to take in place of sampled ones, for benchmarks and tests.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        protocol: Protocol,
+        rows: int,
+        capacity: int,
+        policy: Policy,
+        reuse: bool,
+        ended: Callable[[Result], None],
+    ) -> None:
+        self._lm, self._protocol, self._capacity = lm, protocol, capacity
+        self._policy, self._reuse, self._ended = policy, reuse, ended
+        self.cost: StepCost | None = None
+        self.script: Script | None = None
+        self.codec = None if lm.tokenizer is None else lm.codec
+        self.head = len(protocol.separator)
+        self._rows = [_Row() for _ in range(rows)]
+        self._waiting: deque[Handle] = deque()
+        self._state: DecodeState | None = None
+        self._cap: int | None = None
+        self._stamp = 0
+        self._lock = threading.RLock()
+
+    def submit(self, job: Job, steps: int = NO_LIMIT) -> Handle:
+        """Queue a request; something has to `pump` until it is done."""
+        handle = Handle(self, job, steps)
+        self._waiting.append(handle)
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """Give a request up, and its row free."""
+        with self._lock:
+            if handle.result is not None:
+                return
+            handle.cancelled = True
+            if handle.row is None:
+                self._waiting.remove(handle)
+                self._end(handle, None)
+                return
+            row = self._rows[handle.row]
+            started = row.prompt is None
+            row.prompt = None
+            reading = read(self._state_now(), self._protocol, [handle.row])[0]
+            mask = np.arange(len(self._rows)) == handle.row
+            self._state = stop_stretches(self._state_now(), mask, np.zeros(self._state_now().branch_live.shape, bool))
+            self._end(handle, reading if started else None)
+
+    def pump(self, steps: int = NO_LIMIT) -> bool:
+        """Admit who waits, feed a chunk of their prompts, run a chunk of passes; false if there was nothing to do.
+
+        Args:
+            steps: most passes of the chunk. It ends earlier where a request finishes and another waits for its row.
+        """
+        with self._lock:
+            try:
+                self._admit()
+                if not any(row.handle for row in self._rows):
+                    return False
+                self._feed()
+                self._decode(steps)
+            except BaseException:
+                # The state may be lost half-way. Who waits goes on with a new one; who ran does not.
+                self._state, self._cap = None, None
+                for row in self._rows:
+                    if row.handle is not None:
+                        row.handle.failed = True
+                    row.handle, row.prompt, row.memory = None, None, RowMemory()
+                raise
+            return True
+
+    def warm_up(self) -> float:
+        """Compile every program that requests may need, and measure what a pass costs; returns the seconds it took."""
+        with self._lock:
+            if any(row.handle for row in self._rows):
+                raise RequestError("warm_up is for an engine at rest; requests are under way")
+            before = time.perf_counter()
+            self._state = compile_all(self._lm, self._protocol, self._state_now(), self.programs())
+            self._state, samples = time_passes(self._lm, self._protocol, self._state)
+            self.cost = fit(samples)
+            return time.perf_counter() - before
+
+    def programs(self) -> list[Extent]:
+        """Every program that `program` can choose."""
+        rows = len(self._rows)
+        counts = sorted({_rows_bucket(count, rows) for count in range(1, rows + 1)})
+        widest, sizes = widest_feed(self._protocol), [2 if rows == 1 else 4]
+        while sizes[-1] < widest:
+            sizes.append(sizes[-1] * (2 if rows == 1 else 4))
+        found = []
+        for slots in sorted({used_slots(self._capacity, needed) for needed in range(1, self._capacity + 1)}):
+            for everyone in counts:
+                found.append(Extent(everyone, 0, 1, slots))
+                for wide in (count for count in counts if count <= everyone):
+                    narrow = 0 if wide == everyone else everyone
+                    found += [Extent(narrow, wide, size, slots) for size in sizes]
+        return found
+
+    def partial(self, handle: Handle) -> Result:
+        """A request's answer as far as it is."""
+        with self._lock:
+            if handle.row is None or not self._rows[handle.row].decoding:
+                return self._result(handle, None)
+            return self._result(handle, read(self._state_now(), self._protocol, [handle.row])[0])
+
+    def _state_now(self) -> DecodeState:
+        if self._state is None:
+            self._state = new_state(self._lm, self._protocol, len(self._rows), self._capacity)
+            if self._policy.milliseconds is not None and self.cost is None:
+                self._state, samples = time_passes(self._lm, self._protocol, self._state)
+                self.cost = fit(samples)
+        return self._state
+
+    def _admit(self) -> None:
+        free = [number for number, row in enumerate(self._rows) if row.handle is None]
+        admitted = []
+        state = self._state_now()
+        while free and self._waiting:
+            handle = self._waiting[0]
+            job = handle.job
+            whole = self._lm.config.positions != "predict"
+            memories = [row.memory for row in self._rows] if self._reuse else [RowMemory()] * len(self._rows)
+            match = best_match(memories, free, job.prompt, self._capacity - len(job.prompt) - job.budget, whole)
+            if self._reuse and self._soon_shared(job.prompt) > match.tokens:
+                break  # what it begins with is being fed for another
+            self._waiting.popleft()
+            if match.source != match.row:
+                state = copy_row(state, match.source, match.row)
+            row = self._rows[match.row]
+            prompt = Prompt(job, match.row, match.tokens, match.slots, match.in_order)
+            row.handle, row.prompt = handle, prompt
+            row.memory = RowMemory(row.memory.ids[:0], 0, 0, self._stamp)
+            handle.row, handle.reused = match.row, match.tokens
+            handle.seconds = {"queued": time.perf_counter() - handle.submitted}
+            free.remove(match.row)
+            admitted.append(prompt)
+        if admitted:
+            state = begin(self._lm, self._protocol, state, admitted)
+            self._cap = None  # those that are new have none yet
+        self._state = state
+
+    def _soon_shared(self, prompt: Sequence[int]) -> int:
+        """Tokens that a prompt will be able to copy when those that are being fed are there."""
+        ids = np.asarray(prompt[:-1], np.int32)
+        fed = [np.asarray(row.prompt.job.prompt, np.int32) for row in self._rows if row.prompt is not None]
+        shared = max((common_prefix(other, ids) for other in fed), default=0)
+        return shared if shared >= LEAST_COPIED else 0
+
+    def _feed(self) -> None:
+        fed = [(row.handle.submitted, row.prompt) for row in self._rows if row.handle and row.prompt]
+        prompts = next_chunk([prompt for _, prompt in sorted(fed, key=lambda pair: pair[0])])
+        if not prompts:
+            return
+        state = feed_chunk(self._lm, self._protocol, self._state_now(), prompts, self.script)
+        self._state = state
+        done = [prompt for prompt in prompts if prompt.done]
+        if not done:
+            return
+        finish = np.asarray(state.finish)
+        now = time.perf_counter()
+        for prompt in done:
+            row = self._rows[prompt.row]
+            assert row.handle is not None
+            row.prompt = None
+            tokens = np.asarray(prompt.job.prompt, np.int32)
+            in_order = tokens.size if prompt.in_order == prompt.kept_slots else prompt.in_order
+            row.memory = RowMemory(tokens, in_order, prompt.slots, self._stamp)
+            seconds = row.handle.seconds
+            total = now - row.handle.submitted
+            seconds |= {"prefill": total - seconds["queued"], "serial": 0.0, "parallel": 0.0, "first_token": total}
+            seconds["total"] = total
+        self._look(finish)
+
+    def _decode(self, steps: int) -> None:
+        rows = [number for number, row in enumerate(self._rows) if row.decoding]
+        if not rows:
+            return
+        handles = [self._handle(number) for number in rows]
+        if any(row.prompt is not None for row in self._rows):
+            steps = min(steps, STEPS_BESIDE_PREFILL)
+        if any(handle.job.params.stop for handle in handles):
+            steps = 1  # stop strings are found by the host
+        if self._policy.milliseconds is not None:
+            steps = min(steps, STEPS_BETWEEN_CAPS)
+        before = time.perf_counter()
+        self._hold_back()
+        state = self._state_now()
+        needs = _ints(next_extent(state, self._protocol))
+        left, join = steps, bool(self._waiting)
+        greedy = all(handle.job.params.greedy for handle in handles)
+        finish = np.full(len(self._rows), RUNNING)
+        total = parallel = np.zeros(len(self._rows), np.int64)
+        while left > 0 and needs.size > 0 and not (join and (finish[rows] != RUNNING).any()):
+            within, least = self.program(needs)
+            limits = Limits(np.int32(left), least, np.bool_(join))
+            state, next_needs, steps_left = run(
+                self._lm.params, state, limits, self._protocol, within, greedy, self.script
+            )
+            self._state = state
+            got, finish, total, parallel = jax.device_get(
+                ((next_needs, steps_left), state.finish, state.passes, state.parallel_passes)
+            )
+            needs, left = _ints(got[0]), int(got[1])
+        now = time.perf_counter()
+        for number, handle in zip(rows, handles, strict=True):
+            done = np.asarray([total[number] - parallel[number], parallel[number]])
+            serial, in_block = (done - handle.passes) / max(1, (done - handle.passes).sum()) * (now - before)
+            handle.passes = done
+            handle.seconds["serial"] += float(serial)
+            handle.seconds["parallel"] += float(in_block)
+            handle.seconds["total"] = now - handle.submitted
+        self._look(finish)
+
+    def program(self, needs: Extent) -> tuple[Extent, Extent]:
+        """The smallest program that does what is needed, and how little may be needed while it is kept."""
+        rows = len(self._rows)
+        slots = used_slots(self._capacity, needs.slots)
+        everyone = _rows_bucket(needs.narrow + needs.wide, rows)
+        if needs.wide == 0:
+            return Extent(everyone, 0, 1, slots), _least(-1, 0)
+        size = width_bucket(needs.size) if rows == 1 else _fourfold(needs.size)
+        wide = _rows_bucket(needs.wide, rows)
+        if wide >= everyone:
+            # A lone sequence changes to the next smaller width at once; in a batch the next wide one is never far.
+            least = _least(-1, size // 2) if rows == 1 else _least(everyone // 8, size // 8)
+            return Extent(0, everyone, size, slots), least
+        return Extent(everyone, wide, size, slots), _least(wide // 8, size // 8)
+
+    def _hold_back(self) -> None:
+        """Set how many branches a sequence may feed in a pass."""
+        cap = None
+        if self._policy != Policy():
+            state = self._state_now()
+            phase, finish, length = jax.device_get((state.phase, state.finish, state.cache.length))
+            running = finish == RUNNING
+            in_block = running & np.isin(phase, (FORK, PARALLEL))
+            slots = used_slots(self._capacity, int(length[running].max(initial=0)) + 1) * len(self._rows)
+            cap = self._policy.branches(self.cost, int((running & ~in_block).sum()), int(in_block.sum()), slots)
+        if cap != self._cap:
+            self._cap = cap
+            caps = np.full(len(self._rows), NO_CAP if cap is None else cap, np.int32)
+            self._state = set_branch_cap(self._state_now(), caps)
+
+    def _look(self, finish: np.ndarray) -> None:
+        """Read the requests that have ended, have stop strings, or are listened to."""
+        self._stamp += 1
+        decoding = [number for number, row in enumerate(self._rows) if row.decoding]
+        looked_at = [handle.wanted or bool(handle.job.params.stop) for handle in map(self._handle, decoding)]
+        asked = [row for row, wanted in zip(decoding, looked_at, strict=True) if wanted or finish[row] != RUNNING]
+        if not asked:
+            return
+        readings = dict(zip(asked, read(self._state_now(), self._protocol, asked), strict=True))
+        if stopped := self._close_at_stop_strings(readings):
+            finish = np.asarray(self._state_now().finish)
+            readings |= zip(stopped, read(self._state_now(), self._protocol, stopped), strict=True)
+        for number, reading in readings.items():
+            handle = self._handle(number)
+            if finish[number] != RUNNING:
+                self._end(handle, reading)
+            elif handle.wanted:
+                handle.note(reading.answer, None)
+
+    def _close_at_stop_strings(self, readings: dict[int, Reading]) -> list[int]:
+        """End every stretch that holds a stop string of its request; returns the rows in which one did."""
+        answers = np.zeros(len(self._rows), bool)
+        branches = np.zeros((len(self._rows), self._protocol.max_branches), bool)
+        for number, reading in readings.items():
+            stop, answer = self._handle(number).job.params.stop, reading.answer
+            if not stop or not answer.items or self.codec is None:
+                continue
+            last, decode = answer.items[-1], self.codec.text.decode
+            if answer.phase == SERIAL and len(last) == 1:
+                text = decode(last[0])
+                answers[number] = cut(text, stop) != text
+            elif answer.phase in (FORK, PARALLEL):
+                for branch, (title, ids) in enumerate(zip(*last, strict=True)):
+                    text = decode(ids[len(title) + self.head :])
+                    branches[number, branch] = cut(text, stop) != text
+        found = np.flatnonzero(answers | branches.any(axis=1)).tolist()
+        if found:
+            self._state = stop_stretches(self._state_now(), answers, branches)
+        return found
+
+    def _end(self, handle: Handle, reading: Reading | None) -> None:
+        if handle.row is not None:
+            row = self._rows[handle.row]
+            row.handle = None
+            if reading is not None:
+                slots = int(self._state_now().cache.length[handle.row])
+                row.memory = RowMemory(reading.cached, reading.in_order, slots, self._stamp)
+        final = self._result(handle, reading)
+        self._ended(final)
+        handle.note(reading.answer if reading else Answer(np.zeros(0, np.int32), (), SERIAL, RUNNING), final)
+
+    def _result(self, handle: Handle, reading: Reading | None) -> Result:
+        if reading is None:
+            nothing = np.zeros(0, np.int32)
+            reading = Reading(Answer(nothing, (), SERIAL, RUNNING), 0, 0, nothing, 0)
+        made = result(reading, handle.job, self.codec, self._protocol, handle.reused, handle.seconds)
+        return replace(made, finish_reason="cancelled") if handle.cancelled else made
+
+    def _handle(self, row: int) -> Handle:
+        handle = self._rows[row].handle
+        assert handle is not None
+        return handle
+
+
+def _fourfold(count: int) -> int:
+    """1, 4, 16, …: the first that is enough. In a batch, few programs are worth more than a close fit."""
+    size = 1
+    while size < count:
+        size *= 4
+    return size
+
+
+def _rows_bucket(count: int, rows: int) -> int:
+    """1, 4, 16, … rows where that is at most half of them, else all, which need not be gathered."""
+    size = _fourfold(count)
+    return size if 2 * size <= rows else rows
+
+
+def _least(wide: int, size: int) -> Extent:
+    return Extent(*(np.int32(value) for value in (0, wide, size, 0)))
+
+
+def _ints(needs: Extent) -> Extent:
+    return Extent(*(int(value) for value in jax.device_get(needs)))

@@ -1,0 +1,149 @@
+"""Offline batches: order, errors by line, and resumption after kill -9; conversations by their text."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infer.batch
+from aspd_jax import LanguageModel
+from aspd_jax.errors import DataError, RequestError
+from aspd_jax.language_model import save_model
+from infer import Engine, SamplingParams
+from infer.batch import generate_file, read_prompts
+from tests.conftest import ROOT
+
+PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def own(lm: LanguageModel) -> Engine:
+    return Engine(lm, max_length=96, max_batch=2, max_branches=3, max_title_tokens=2)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    lines: list[dict[str, Any]] = [{"prompt": f"Run {number}", "id": f"q{number}"} for number in range(7)]
+    lines[3] = {"messages": [{"role": "user", "content": "Hi"}]}
+    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n" + json.dumps({"prompt": "x" * 400}) + "\n")
+    return file
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    for record in found:
+        record.get("stats", {}).pop("seconds", None)
+        record.get("stats", {}).pop("reused_tokens", None)
+    return found
+
+
+def test_answers_come_in_the_order_of_the_input(own: Engine, source: Path, tmp_path: Path) -> None:
+    outcome = generate_file(own, source, tmp_path / "out.jsonl", PARAMS, "adaptive", False, progress=False)
+    found = records(tmp_path / "out.jsonl")
+    assert outcome == (8, 0, 1)
+    assert [record["id"] for record in found] == ["q0", "q1", "q2", 4, "q4", "q5", "q6", 9]
+    assert "leaves no room for an answer" in found[-1]["error"]
+    for number in (0, 5):
+        alone = own.generate([f"Run {number}"], SamplingParams(temperature=1.0, max_new_tokens=24, seed=number + 1))[0]
+        assert found[number]["text"] == alone.text and found[number]["finish_reason"] == alone.finish_reason
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "out.jsonl"}
+    with pytest.raises(RequestError, match="exists; delete it"):
+        generate_file(own, source, tmp_path / "out.jsonl", PARAMS, "adaptive", False)
+
+
+def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    generate_file(own, source, tmp_path / "whole.jsonl", PARAMS, "adaptive", False, progress=False)
+    append, written = infer.batch._append, []
+
+    def failing(log: Any, value: dict[str, Any]) -> None:
+        if len(written) == 4:
+            log.write('{"line": 5, "id"')  # what a kill leaves of a record
+            log.flush()
+            raise KeyboardInterrupt
+        written.append(value)
+        append(log, value)
+
+    cut = tmp_path / "cut.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(infer.batch, "_append", failing)
+        with pytest.raises(KeyboardInterrupt):
+            generate_file(own, source, cut, PARAMS, "adaptive", False, progress=False)
+    for handle_row in own.scheduler._rows:  # what was under way died with the process
+        if handle_row.handle is not None:
+            handle_row.handle.cancel()
+    while own.pump():
+        pass
+    assert not cut.exists() and len(written) == 4
+    with pytest.raises(RequestError, match=r"journal holds answers with another mode, temperature; delete it"):
+        generate_file(own, source, cut, SamplingParams(max_new_tokens=24), "serial", False, progress=False)
+    seen: list[str] = []
+    submit = own.submit
+    monkeypatch.setattr(own, "submit", lambda prompt, *rest: seen.append(prompt) or submit(prompt, *rest))
+    outcome = generate_file(own, source, cut, PARAMS, "adaptive", False, progress=False)
+    assert outcome == (8, 3, 1) and len(seen) == 5, "what was there is not done again"
+    assert records(cut) == records(tmp_path / "whole.jsonl")
+
+
+def test_kill_9(lm: LanguageModel, source: Path, tmp_path: Path) -> None:
+    save_model(lm, tmp_path / "model")
+    cut = tmp_path / "cut.jsonl"
+    command = [sys.executable, str(ROOT / "aspd.py"), "generate", "--model", str(tmp_path / "model"), "--raw"]
+    command += ["--input", str(source), "--max-length", "96", "--max-new-tokens", "24", "--batch", "1"]
+    journal = tmp_path / "cut.jsonl.journal"
+    process = subprocess.Popen([*command, "--output", str(cut)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and (not journal.exists() or journal.read_text().count("\n") < 3):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not cut.exists()
+    done = journal.read_text().count("\n") - 1
+    again = subprocess.run([*command, "--output", str(cut)], capture_output=True, text=True, env=os.environ)
+    assert f"8 records written to {cut}, {done} of them there already; 1 hold an error" in again.stdout, again.stderr
+    subprocess.run([*command, "--output", str(tmp_path / "whole.jsonl")], capture_output=True)
+    assert records(cut) == records(tmp_path / "whole.jsonl") and len(records(cut)) == 8
+
+
+def test_bad_lines_are_named_before_anything_is_decoded(tmp_path: Path) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": 1}\n\n{"prompt": "b"\n[]\n')
+    with pytest.raises(DataError, match=r'bad.jsonl, line 2: it must hold "prompt".*line 4: not JSON.*line 5: it must'):
+        read_prompts(file, chat=False)
+    file.write_text("\n")
+    with pytest.raises(DataError, match="holds no prompt"):
+        read_prompts(file, chat=False)
+    with pytest.raises(DataError, match="No such file"):
+        read_prompts(tmp_path / "none.jsonl", chat=False)
+
+
+def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
+    """By text alone, as a client sends it: the answer's blocks and tags are found again, and nothing is fed twice."""
+    from aspd_jax import load_model
+    from train.tasks import problem
+
+    demo = Engine(load_model("demo"), max_length=1024, max_batch=1)
+    question = problem(3, True, "orders", "conclusion").question
+    messages = [{"role": "user", "content": question}]
+    first = demo.generate([messages], SamplingParams(max_new_tokens=400))[0]
+    assert first.stats.blocks == 1
+    follow = [*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Again?"}]
+    ids = demo.encode(follow)
+    assert ids[: len(first.prompt_token_ids) + len(first.token_ids)] == first.prompt_token_ids + first.token_ids
+    second = demo.generate([follow], SamplingParams(max_new_tokens=10))[0]
+    assert second.stats.reused_tokens == len(first.prompt_token_ids) + len(first.token_ids) - 1
+    # Another text is none of its answers: it goes in as plain text, and only what comes before it is there already.
+    follow[1] = {"role": "assistant", "content": first.text + " No."}
+    special = demo.protocol.special
+    assert special.branch_start not in demo.encode(follow)
+    with pytest.raises(RequestError, match="the last message is an answer"):
+        demo.encode(follow[:2])
+    with pytest.raises(RequestError, match="message 0: 'role' and 'content' must be strings"):
+        demo.encode([{"role": "user"}])
