@@ -163,18 +163,17 @@ def pass_times(
         max_title_tokens=1,
     )
     limits = Limits(np.int32(steps), Extent(*[np.int32(-1)] * 4), np.bool_(False))
-    longest = 2 * (repeats + 1) * steps * max(widths)
-    states = {width: _decoding_state(lm, protocol, context, width, longest + width) for width in widths}
+    tokens = 2 * (steps + 1) * max(widths)  # each needs one for its closing tag
+    states = {width: _decoding_state(lm, protocol, context, width, tokens) for width in widths}
     times: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(repeats + 1):  # the first runs compile
         for width in widths:
-            state = states[width]
+            state = jax.block_until_ready(jax.tree.map(jnp.copy, states[width]))  # every run starts with the same cache
             within = Extent(0, 1, width, state.cache.tokens.shape[1])
             begun = time.perf_counter()
-            state, needed, _ = run(lm.params, state, limits, protocol, within, greedy=True)
+            _, needed, _ = run(lm.params, state, limits, protocol, within, greedy=True)
             jax.block_until_ready(needed)
             times[width].append((time.perf_counter() - begun) / steps)
-            states[width] = state
             if int(needed.size) != width:
                 raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")
     results = []

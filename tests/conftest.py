@@ -143,4 +143,4 @@ def bare_lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 @pytest.fixture(scope="session")
 def engine(bare_lm: LanguageModel) -> Engine:
     """An engine over the tiny model without a tokenizer."""
-    return Engine(bare_lm, max_length=256, max_batch=4, max_branches=5, max_title_tokens=3, separator_ids=(15, 16))
+    return Engine(bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=(15, 16))

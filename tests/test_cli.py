@@ -115,7 +115,16 @@ def test_demo_prints_plainly_without_a_terminal(capsys: Any) -> None:
 
 def test_eval_prints_a_table_and_keeps_every_answer(capsys: Any, tmp_path: Path) -> None:
     code, out, _ = run(
-        capsys, "eval", "--models", "demo", "--problems", "12", "--output", str(tmp_path / "answers.json")
+        capsys,
+        "eval",
+        "--models",
+        "demo",
+        "--problems",
+        "12",
+        "--batch",
+        "4",
+        "--output",
+        str(tmp_path / "answers.json"),
     )
     assert code == 0 and out.count("| demo |") == 13
     records = json.loads((tmp_path / "answers.json").read_text())["demo"]

@@ -18,7 +18,7 @@ def test_they_are_small() -> None:
 @pytest.mark.parametrize("name", ["demo", "demo-seq"])
 def test_they_answer_rightly_and_fork_where_they_should(name: str) -> None:
     """A small sample of what docs/embedded_models.md reports."""
-    records = evaluate(load_model(name), list(held_out(48, seed=5)), 16, name)
+    records = evaluate(load_model(name), list(held_out(48, seed=5)), 4, name)
     forks = [record["should_fork"] if name == "demo" else False for record in records]
     assert [record["forked"] for record in records] == forks
     assert sum(record["exact"] for record in records) >= 44

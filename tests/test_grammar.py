@@ -126,7 +126,12 @@ def test_end_of_text_in_a_branch_is_its_closing_tag(bare_lm: LanguageModel, engi
     """With half of the vocabulary ending the text, branches end by their tag and hold none of it."""
     ends = set(TEXT[1:])
     ending = Engine(
-        replace(bare_lm, end_ids=tuple(ends)), max_length=256, max_batch=4, max_branches=5, separator_ids=SEPARATOR
+        replace(bare_lm, end_ids=tuple(ends)),
+        max_length=256,
+        max_batch=2,
+        max_branches=3,
+        max_title_tokens=2,
+        separator_ids=SEPARATOR,
     )
     params = [SamplingParams(temperature=100.0, max_new_tokens=120, seed=seed) for seed in range(16)]
     contents: dict[Engine, list[set[int]]] = {ending: [], engine: []}

@@ -25,7 +25,7 @@ HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
 
 
 def seeds_that_fork(engine: Engine, count: int) -> list[SamplingParams]:
-    params = [replace(HOT, seed=seed) for seed in range(40)]
+    params = [replace(HOT, seed=seed) for seed in range(30)]
     results = engine.generate([[1, 2]] * len(params), params)
     chosen = [p for p, result in zip(params, results, strict=True) if result.stats.branches >= 3]
     assert len(chosen) >= count
@@ -118,9 +118,9 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine) -> None:
 
 def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, monkeypatch: Any) -> None:
     """The second turn goes on in the row of the first, branches included, and gives what a fresh engine gives."""
-    own = Engine(bare_lm, max_length=256, max_batch=2, max_branches=5, max_title_tokens=3, separator_ids=SEPARATOR)
+    own = Engine(bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR)
     fresh = Engine(
-        bare_lm, max_length=256, max_batch=2, max_branches=5, max_title_tokens=3, separator_ids=SEPARATOR, reuse=False
+        bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR, reuse=False
     )
     fed: list[int] = []
     prefill = infer.prefill.prefill
@@ -150,8 +150,10 @@ def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, monkeypatc
 
 
 def test_a_shared_beginning_is_copied(bare_lm: LanguageModel) -> None:
-    own = Engine(bare_lm, max_length=512, max_batch=3, separator_ids=SEPARATOR)
-    fresh = Engine(bare_lm, max_length=512, max_batch=3, separator_ids=SEPARATOR, reuse=False)
+    own = Engine(bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR)
+    fresh = Engine(
+        bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR, reuse=False
+    )
     random = np.random.default_rng(0)
     system = random.integers(1, 15, 60).tolist()
     prompts = [system + random.integers(1, 15, 5).tolist() for _ in range(5)]
@@ -191,7 +193,7 @@ def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, prompt: list
 def test_branches_held_back_change_no_answer(bare_lm: LanguageModel, engine: Engine, policy: str) -> None:
     """Not even where the budget ends inside a block: it is spent as if no branch had waited."""
     own = Engine(
-        bare_lm, max_length=256, max_batch=4, max_branches=5, max_title_tokens=3, separator_ids=SEPARATOR,
+        bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
         branch_policy=policy,
     )  # fmt: skip
     own.scheduler.cost = StepCost(base=1.0, per_token=1.0, per_slot=0.0)
@@ -224,7 +226,7 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
     params = [replace(HOT, seed=seed, max_new_tokens=30 + seed) for seed in range(40)]
     free = engine.generate([[1, 2]] * 40, params)
     own = Engine(
-        bare_lm, max_length=256, max_batch=4, max_branches=5, max_title_tokens=3, separator_ids=SEPARATOR,
+        bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
         branch_policy="cap:1",
     )  # fmt: skip
     monkeypatch.setattr(infer.state, "branch_budget", spent_as_decoded)
