@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import product
 from statistics import median
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
 from infer.policy import Sample
-from infer.prefill import PREFILL_CHUNK, used_slots
+from infer.prefill import PREFILL_CHUNK, PREFILL_TOKENS, used_slots
 from infer.state import DecodeState, Protocol, width_bucket
 from infer.step import Extent, Limits, prefill, run
 
@@ -24,17 +25,18 @@ TIMED_SIZES = (1, 4, 16)  # tokens of a sequence in the passes that are timed
 
 
 def compile_all(lm: LanguageModel, protocol: Protocol, state: DecodeState, programs: Sequence[Extent]) -> DecodeState:
-    """Compile programs of `run`, greedy and sampling, and prefill for one prompt and for a full batch."""
+    """Compile programs of `run`, and prefill for as many prompts, as long chunks and as full rows as there may be."""
     nothing = Limits(np.int32(0), Extent(*[np.int32(0)] * 4), np.bool_(False))
     batch, capacity = state.cache.tokens.shape
+    levels = sorted({used_slots(capacity, needed) for needed in (1, capacity // 8, capacity)})
+    sizes = [1 << n for n in range(width_bucket(min(PREFILL_CHUNK, capacity)).bit_length())]
+    counts = sorted({min(batch, 1 << n) for n in range(width_bucket(batch).bit_length())})
     for greedy in (True, False):
         for within in programs:
             state, _, _ = run(lm.params, state, nothing, protocol, within, greedy)
-        size = 1
-        while size <= min(PREFILL_CHUNK, capacity):
-            for rows in sorted({1, batch}):
-                state = _padding(lm, protocol, state, rows, size, used_slots(capacity, size), greedy)
-            size *= 2
+        for rows, size, used in product(counts, sizes, levels):
+            if size <= used and (rows == 1 or rows * size <= PREFILL_TOKENS):
+                state = _padding(lm, protocol, state, rows, size, used, greedy)
     return state
 
 

@@ -23,7 +23,7 @@ block = st.lists(st.tuples(title, text), min_size=2, max_size=5)
 parts = st.lists(st.one_of(text, block), min_size=1, max_size=4)
 
 
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(parts=parts, prompt=st.lists(st.sampled_from(TEXT), min_size=1, max_size=5))
 def test_stepwise_logits_equal_the_full_pass(engine: Engine, parts: list, prompt: list[int]) -> None:
     special = engine.protocol.special

@@ -296,9 +296,10 @@ def test_warm_up_leaves_nothing_to_compile(bare_lm: LanguageModel) -> None:
     own = Engine(bare_lm, max_length=128, max_batch=1, max_branches=2, max_title_tokens=1, separator_ids=())
     assert own.warm_up() > 0
     assert own.scheduler.cost is not None and own.scheduler.cost.milliseconds(1, 128) > 0
-    before = infer.scheduler.run._cache_size()
-    results = own.generate([[1, 2]] * 6, [SamplingParams(temperature=t, seed=s) for t in (0.0, 9.0) for s in range(3)])
-    assert infer.scheduler.run._cache_size() == before
+    before = infer.scheduler.run._cache_size(), infer.prefill.prefill._cache_size()
+    params = [SamplingParams(temperature=t, seed=s) for t in (0.0, 9.0) for s in range(3)]
+    results = own.generate([[1] * size for size in (1, 2, 5, 40, 90, 3)], params)
+    assert (infer.scheduler.run._cache_size(), infer.prefill.prefill._cache_size()) == before
     assert any(result.stats.blocks for result in results)
     handle = own.submit([1])
     own.pump(1)
