@@ -20,8 +20,6 @@ if version("jaxlib").startswith("0.10.") and "ynn_fusion" not in os.environ.get(
     # On CPU this version merges products with their surroundings in a way that doubles their time (docs/benchmarks.md).
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
 
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path.home() / ".cache" / "aspd_jax"))
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 2 for a mistake of the user, 130 when interrupted."""

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-# Eight devices; and most of the time of these tests goes into compiling, so little optimisation is best, and what one
-# process has compiled, the others need not.
+# Eight devices; and most of the time of these tests goes into compiling, so little optimisation is best.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
     + " --xla_backend_optimization_level=0"
 )
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    compiled = tempfile.TemporaryDirectory()
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-
 import numpy as np
 import pytest
 from hypothesis import settings
