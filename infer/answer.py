@@ -11,7 +11,10 @@ import numpy as np
 from aspd_jax.layout import Layout
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_text
 from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, split
+from infer.feed import widest_feed
+from infer.programs import width_bucket
 from infer.request import Job
+from infer.rows import Snapshot, snapshot
 from infer.state import (
     FORK,
     LENGTH,
@@ -22,10 +25,7 @@ from infer.state import (
     TITLED,
     DecodeState,
     Protocol,
-    widest_feed,
-    width_bucket,
 )
-from infer.step import Snapshot, snapshot
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ class Reading:
         critical_path: of the answer as far as it is.
         cached: tokens in the cache, prompt included, in the order of the linearisation.
         in_order: so many slots of the cache hold the first tokens in this order.
+        slots: of the cache that are in use.
     """
 
     answer: Answer
@@ -118,6 +119,7 @@ class Reading:
     critical_path: int
     cached: np.ndarray
     in_order: int
+    slots: int
 
 
 def linear_order(layout: Layout) -> np.ndarray:
@@ -157,6 +159,7 @@ def _reading(shot: Snapshot, index: int, protocol: Protocol) -> Reading:
         critical_path=int(state.critical_path) + (int(state.branch_sampled.max()) if in_block else 0),
         cached=of.tokens[cached],
         in_order=int(out_of_order[0]) if out_of_order.size else cached.size,
+        slots=slots,
     )
 
 

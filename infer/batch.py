@@ -20,8 +20,8 @@ from aspd_jax.errors import DataError, RequestError
 from aspd_jax.structure import to_json
 from infer.answer import Result
 from infer.engine import Engine, Prompt
+from infer.handle import Handle
 from infer.request import Mode, SamplingParams
-from infer.scheduler import Handle
 
 STEPS = 256  # passes between two looks at who has ended
 SHOWN = 5  # problems that are told at once

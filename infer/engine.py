@@ -14,11 +14,13 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import SpecialTokens
 from infer.answer import Result
+from infer.handle import NO_LIMIT, Handle
 from infer.policy import Policy
-from infer.prefill import capacity_for, prompt_layout
+from infer.prefill import prompt_layout
+from infer.programs import capacity_for
 from infer.replay import Trace, replay
 from infer.request import Job, Mode, SamplingParams
-from infer.scheduler import NO_LIMIT, Handle, Scheduler
+from infer.scheduler import Scheduler
 from infer.state import MOST_BRANCHES, Protocol
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]

@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer.state import MERGE, SERIAL, TITLE, TITLED, DecodeState, Lanes, Protocol, branch_budget
+from infer.budget import branch_budget
+from infer.feed import Lanes
+from infer.state import MERGE, SERIAL, TITLE, TITLED, DecodeState, Protocol
 
 TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
 CLASSES = 9

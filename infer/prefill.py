@@ -17,13 +17,14 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import empty_cache
+from infer.programs import capacity_for, used_slots, width_bucket
 from infer.request import Job
-from infer.state import DecodeState, Protocol, Request, empty_state, width_bucket
-from infer.step import Admission, Script, admit, prefill
+from infer.rows import Admission, admit
+from infer.state import DecodeState, Protocol, Request, empty_state
+from infer.step import Script, prefill
 
 PREFILL_CHUNK = 512  # tokens of a prompt in a pass
 PREFILL_TOKENS = 4096  # tokens of all prompts in a pass, padding included: their attention scores have to fit
-SMALLEST_CAPACITY = 128
 NO_CAP = np.iinfo(np.int32).max
 
 
@@ -73,53 +74,42 @@ def prompt_layout(lm: LanguageModel, protocol: Protocol, prompt: Sequence[int]) 
     return layout
 
 
-def capacity_for(tokens: int) -> int:
-    """Slots of a row that holds so many tokens."""
-    return max(SMALLEST_CAPACITY, width_bucket(tokens))
-
-
-def used_slots(capacity: int, needed: int) -> int:
-    """How many of a row's slots a pass looks at: a sixteenth or a quarter of them where that is enough, or all.
-
-    A part of a row has to be copied before it can be looked at, so that finer steps would cost more than they save.
-    """
-    for parts in (16, 4):
-        if max(needed, SMALLEST_CAPACITY) <= capacity // parts:
-            return capacity // parts
-    return capacity
-
-
 def new_state(lm: LanguageModel, protocol: Protocol, batch: int, capacity: int) -> DecodeState:
     """A state of empty rows with so many slots each."""
-    return empty_state(protocol, empty_cache(lm.config, batch, capacity, lm.mesh), _request([], batch))
-
-
-def _request(jobs: Sequence[Job], size: int) -> Request:
-    """What was asked for, by request; filled up to `size` entries."""
-
-    def column(values: Callable[[Job], Any], dtype: Any) -> jax.Array:
-        return jnp.asarray([values(job) for job in jobs] + [0] * (size - len(jobs)), dtype)
-
-    def param(name: str, dtype: Any) -> jax.Array:
-        return column(lambda job: getattr(job.params, name), dtype)
-
-    return Request(
-        adaptive=column(lambda job: job.mode == "adaptive", bool),
-        key=jax.vmap(jax.random.key)(column(lambda job: job.seed, jnp.uint32)),
-        temperature=param("temperature", jnp.float32),
-        top_k=param("top_k", jnp.int32),
-        top_p=param("top_p", jnp.float32),
-        min_p=param("min_p", jnp.float32),
-        repetition_penalty=param("repetition_penalty", jnp.float32),
-        max_branch_tokens=param("max_branch_tokens", jnp.int32),
-        branch_cap=jnp.full(size, NO_CAP, jnp.int32),
+    return empty_state(
+        protocol, empty_cache(lm.config, batch, capacity, lm.mesh), jax.tree.map(jnp.asarray, _request([], batch))
     )
 
 
-def begin(lm: LanguageModel, protocol: Protocol, state: DecodeState, prompts: Sequence[Prompt]) -> DecodeState:
-    """Give prompts their rows; nothing is fed yet."""
+def _request(jobs: Sequence[Job], size: int) -> Request:
+    """A `Request` of NumPy arrays, by job; filled up to `size` entries."""
+
+    def column(values: Callable[[Job], Any], dtype: Any) -> np.ndarray:
+        return np.asarray([values(job) for job in jobs] + [0] * (size - len(jobs)), dtype)
+
+    def param(name: str, dtype: Any) -> np.ndarray:
+        return column(lambda job: getattr(job.params, name), dtype)
+
+    columns: dict[str, Any] = {
+        "adaptive": column(lambda job: job.mode == "adaptive", bool),
+        "seed": column(lambda job: job.seed, np.uint32),
+        "temperature": param("temperature", np.float32),
+        "top_k": param("top_k", np.int32),
+        "top_p": param("top_p", np.float32),
+        "min_p": param("min_p", np.float32),
+        "repetition_penalty": param("repetition_penalty", np.float32),
+        "max_branch_tokens": param("max_branch_tokens", np.int32),
+        "branch_cap": np.full(size, NO_CAP, np.int32),
+    }
+    return Request(**columns)
+
+
+def begin(
+    lm: LanguageModel, protocol: Protocol, state: DecodeState, prompts: Sequence[Prompt], at_least: int = 1
+) -> DecodeState:
+    """Give prompts their rows, by a program for `at_least` so many; nothing is fed yet."""
     batch = state.finish.shape[0]
-    size = min(batch, width_bucket(len(prompts)))
+    size = min(batch, width_bucket(max(at_least, len(prompts))))
     for prompt in prompts:
         prompt.place(lm, protocol)
     longest_head = 1 + protocol.max_title_tokens + len(protocol.separator)

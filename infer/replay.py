@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from aspd_jax.errors import StructureError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
+from aspd_jax.model.cache import Group
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, split
+from infer.advance import advance
+from infer.feed import Feed, only, plan, width
 from infer.prefill import start
+from infer.programs import width_bucket
 from infer.request import Job, SamplingParams
-from infer.state import FORK, RUNNING, DecodeState, Protocol, plan, width, width_bucket
-from infer.step import replay_advance, replay_pass
+from infer.state import FORK, RUNNING, DecodeState, Protocol
+from infer.step import count_pass, forward
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,20 @@ class _Script:
     @property
     def done(self) -> bool:
         return not self._serial and not any(branch for block in self._branches for branch in block)
+
+
+@partial(jax.jit, static_argnames=("protocol", "size"), donate_argnames="state")
+def replay_pass(params: Any, state: DecodeState, protocol: Protocol, size: int) -> tuple[jax.Array, Feed, DecodeState]:
+    """One pass without sampling: logits of every fed token, float32 [B, F, V], the feed, and the state."""
+    feed = only(plan(state, protocol, size), state.finish == RUNNING)
+    (logits,), after = forward(params, state, protocol, [Group(feed.tokens, feed.layout)])
+    return logits, feed, count_pass(after, width(state, protocol))
+
+
+@partial(jax.jit, static_argnames="protocol", donate_argnames="state")
+def replay_advance(state: DecodeState, protocol: Protocol, feed: Feed, sampled: jax.Array) -> DecodeState:
+    """Take scripted tokens, one per lane, in place of sampled ones."""
+    return advance(state, protocol, feed.lane, sampled)
 
 
 def replay(lm: LanguageModel, protocol: Protocol, prompt: Sequence[int], answer: Sequence[int]) -> Trace:

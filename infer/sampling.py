@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout, visible
-from infer.state import MOST_BRANCHES, DecodeState, Lanes, Protocol, Request
+from infer.feed import Lanes
+from infer.state import MOST_BRANCHES, DecodeState, Protocol, Request
 
 
 def penalise_repetition(
@@ -54,10 +55,10 @@ def lane_keys(state: DecodeState, lanes: Lanes) -> jax.Array:
     place = jnp.where(in_branch, state.branch_sampled[lanes.row, jnp.maximum(branch - 1, 0)], state.sampled[lanes.row])
     block = jnp.where(in_branch, state.block[lanes.row], 0)
 
-    def one(key: jax.Array, stretch: jax.Array, place: jax.Array) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(key, stretch), place)
+    def one(seed: jax.Array, stretch: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stretch), place)
 
-    return jax.vmap(one)(state.request.key[lanes.row], block * MOST_BRANCHES + branch, place)
+    return jax.vmap(one)(state.request.seed[lanes.row], block * MOST_BRANCHES + branch, place)
 
 
 def sample(logits: jax.Array, state: DecodeState, protocol: Protocol, lanes: Lanes) -> jax.Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -20,82 +20,20 @@ import numpy as np
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from infer.answer import Answer, Reading, Result, cut, read, result
-from infer.events import Event, EventReader
-from infer.policy import Policy, StepCost, fit
-from infer.prefill import NO_CAP, Prompt, begin, feed_chunk, new_state, next_chunk, used_slots
+from infer.feed import widest_feed
+from infer.handle import NO_LIMIT, Handle
+from infer.policy import Policy, StepCost
+from infer.prefill import NO_CAP, Prompt, begin, feed_chunk, new_state, next_chunk
+from infer.programs import Programs, used_slots
 from infer.request import Job
 from infer.reuse import LEAST_COPIED, RowMemory, best_match, common_prefix
-from infer.state import FORK, PARALLEL, RUNNING, SERIAL, DecodeState, Protocol, widest_feed, width_bucket
-from infer.step import Extent, Limits, Script, copy_row, next_extent, run, set_branch_cap, stop_stretches
-from infer.warm_up import compile_all, time_passes
+from infer.rows import copy_row, set_branch_cap, stop_stretches
+from infer.state import FORK, PARALLEL, RUNNING, SERIAL, DecodeState, Protocol
+from infer.step import Extent, Limits, Script, next_extent, run
+from infer.warm_up import compile_all, measure_cost
 
-NO_LIMIT = np.iinfo(np.int32).max
 STEPS_BESIDE_PREFILL = 4  # passes of the running requests between two chunks of a prompt
 STEPS_BETWEEN_CAPS = 16  # passes between two looks at how loaded the batch is
-
-
-class Handle:
-    """A request under way. Iterating over it gives its events, and keeps the engine going.
-
-    Attributes:
-        job: what was asked.
-        result: the answer, once it has ended.
-        cancelled: whether it was given up.
-        failed: whether it was under way when the engine failed; it has no result then.
-    """
-
-    def __init__(self, scheduler: Scheduler, job: Job, steps: int) -> None:
-        self.job = job
-        self.result: Result | None = None
-        self.cancelled = self.failed = False
-        self._scheduler, self.steps = scheduler, steps
-        self.row: int | None = None
-        self.reused = 0
-        self.seconds: dict[str, float] = {}
-        self.submitted = time.perf_counter()
-        self.passes = np.zeros(2, np.int64)
-        self.wanted = False
-        self._events: deque[Event] = deque()
-        self._reader: EventReader | None = None
-
-    def events(self) -> Iterator[Event]:
-        """What happens to the answer, until it is done; see `Event`."""
-        self.wanted = True
-        while self._events or self.result is None:
-            while self._events:
-                yield self._events.popleft()
-            if self.result is None:
-                self.advance(self.steps)
-
-    __iter__ = events
-
-    def wait(self) -> Result:
-        """The answer, when it has ended."""
-        while self.result is None:
-            self.advance()
-        return self.result
-
-    def advance(self, steps: int = NO_LIMIT) -> None:
-        """Let the engine do a chunk of at most so many passes."""
-        if self.failed:
-            raise RuntimeError("the engine failed while this request was under way; submit it again")
-        self._scheduler.pump(steps)
-
-    def partial(self) -> Result:
-        """The answer as far as it is."""
-        return self.result or self._scheduler.partial(self)
-
-    def cancel(self) -> None:
-        """Give the request up; its result is what there is of the answer, with finish reason `cancelled`."""
-        self._scheduler.cancel(self)
-
-    def note(self, answer: Answer, final: Result | None) -> None:
-        """Take what the scheduler read of the answer."""
-        if self.wanted or final is not None:
-            if self._reader is None:
-                self._reader = EventReader(self._scheduler.codec, self._scheduler.head, self.job.params.stop)
-            self._events.extend(self._reader.news(answer, final))
-        self.result = final or self.result
 
 
 @dataclass
@@ -148,6 +86,7 @@ class Scheduler:
         self._cap: int | None = None
         self._stamp = 0
         self._lock = threading.RLock()
+        self._programs = Programs(rows, capacity, widest_feed(protocol))
 
     def submit(self, job: Job, steps: int = NO_LIMIT) -> Handle:
         """Queue a request; something has to `pump` until it is done."""
@@ -202,26 +141,9 @@ class Scheduler:
             if any(row.handle for row in self._rows):
                 raise RequestError("warm_up is for an engine at rest; requests are under way")
             before = time.perf_counter()
-            self._state = compile_all(self._lm, self._protocol, self._state_now(), self.programs())
-            self._state, samples = time_passes(self._lm, self._protocol, self._state)
-            self.cost = fit(samples)
+            self._state = compile_all(self._lm, self._protocol, self._state_now(), self._programs)
+            self._state, self.cost = measure_cost(self._lm, self._protocol, self._state)
             return time.perf_counter() - before
-
-    def programs(self) -> list[Extent]:
-        """Every program that `program` can choose."""
-        rows = len(self._rows)
-        counts = sorted({_rows_bucket(count, rows) for count in range(1, rows + 1)})
-        widest, sizes = widest_feed(self._protocol), [2 if rows == 1 else 4]
-        while sizes[-1] < widest:
-            sizes.append(sizes[-1] * (2 if rows == 1 else 4))
-        found = []
-        for slots in sorted({used_slots(self._capacity, needed) for needed in range(1, self._capacity + 1)}):
-            for everyone in counts:
-                found.append(Extent(everyone, 0, 1, slots))
-                for wide in (count for count in counts if count <= everyone):
-                    narrow = 0 if wide == everyone else everyone
-                    found += [Extent(narrow, wide, size, slots) for size in sizes]
-        return found
 
     def partial(self, handle: Handle) -> Result:
         """A request's answer as far as it is."""
@@ -234,8 +156,7 @@ class Scheduler:
         if self._state is None:
             self._state = new_state(self._lm, self._protocol, len(self._rows), self._capacity)
             if self._policy.milliseconds is not None and self.cost is None:
-                self._state, samples = time_passes(self._lm, self._protocol, self._state)
-                self.cost = fit(samples)
+                self._state, self.cost = measure_cost(self._lm, self._protocol, self._state)
         return self._state
 
     def _admit(self) -> None:
@@ -312,13 +233,13 @@ class Scheduler:
         before = time.perf_counter()
         self._hold_back()
         state = self._state_now()
-        needs = _ints(next_extent(state, self._protocol))
+        needs = Extent(*map(int, jax.device_get(next_extent(state, self._protocol))))
         left, join = steps, bool(self._waiting)
         greedy = all(handle.job.params.greedy for handle in handles)
         finish = np.full(len(self._rows), RUNNING)
         total = parallel = np.zeros(len(self._rows), np.int64)
         while left > 0 and needs.size > 0 and not (join and (finish[rows] != RUNNING).any()):
-            within, least = self.program(needs)
+            within, least = self._programs.choose(needs)
             limits = Limits(np.int32(left), least, np.bool_(join))
             state, next_needs, steps_left = run(
                 self._lm.params, state, limits, self._protocol, within, greedy, self.script
@@ -327,7 +248,7 @@ class Scheduler:
             got, finish, total, parallel = jax.device_get(
                 ((next_needs, steps_left), state.finish, state.passes, state.parallel_passes)
             )
-            needs, left = _ints(got[0]), int(got[1])
+            needs, left = Extent(*map(int, got[0])), int(got[1])
         now = time.perf_counter()
         for number, handle in zip(rows, handles, strict=True):
             done = np.asarray([total[number] - parallel[number], parallel[number]])
@@ -337,21 +258,6 @@ class Scheduler:
             handle.seconds["parallel"] += float(in_block)
             handle.seconds["total"] = now - handle.submitted
         self._look(finish)
-
-    def program(self, needs: Extent) -> tuple[Extent, Extent]:
-        """The smallest program that does what is needed, and how little may be needed while it is kept."""
-        rows = len(self._rows)
-        slots = used_slots(self._capacity, needs.slots)
-        everyone = _rows_bucket(needs.narrow + needs.wide, rows)
-        if needs.wide == 0:
-            return Extent(everyone, 0, 1, slots), _least(-1, 0)
-        size = width_bucket(needs.size) if rows == 1 else _fourfold(needs.size)
-        wide = _rows_bucket(needs.wide, rows)
-        if wide >= everyone:
-            # A lone sequence changes to the next smaller width at once; in a batch the next wide one is never far.
-            least = _least(-1, size // 2) if rows == 1 else _least(everyone // 8, size // 8)
-            return Extent(0, everyone, size, slots), least
-        return Extent(everyone, wide, size, slots), _least(wide // 8, size // 8)
 
     def _hold_back(self) -> None:
         """Set how many branches a sequence may feed in a pass."""
@@ -413,8 +319,7 @@ class Scheduler:
             row = self._rows[handle.row]
             row.handle = None
             if reading is not None:
-                slots = int(self._state_now().cache.length[handle.row])
-                row.memory = RowMemory(reading.cached, reading.in_order, slots, self._stamp)
+                row.memory = RowMemory(reading.cached, reading.in_order, reading.slots, self._stamp)
         final = self._result(handle, reading)
         self._ended(final)
         handle.note(reading.answer if reading else Answer(np.zeros(0, np.int32), (), SERIAL, RUNNING), final)
@@ -422,7 +327,7 @@ class Scheduler:
     def _result(self, handle: Handle, reading: Reading | None) -> Result:
         if reading is None:
             nothing = np.zeros(0, np.int32)
-            reading = Reading(Answer(nothing, (), SERIAL, RUNNING), 0, 0, nothing, 0)
+            reading = Reading(Answer(nothing, (), SERIAL, RUNNING), 0, 0, nothing, 0, 0)
         made = result(reading, handle.job, self.codec, self._protocol, handle.reused, handle.seconds)
         return replace(made, finish_reason="cancelled") if handle.cancelled else made
 
@@ -430,25 +335,3 @@ class Scheduler:
         handle = self._rows[row].handle
         assert handle is not None
         return handle
-
-
-def _fourfold(count: int) -> int:
-    """1, 4, 16, …: the first that is enough. In a batch, few programs are worth more than a close fit."""
-    size = 1
-    while size < count:
-        size *= 4
-    return size
-
-
-def _rows_bucket(count: int, rows: int) -> int:
-    """1, 4, 16, … rows where that is at most half of them, else all, which need not be gathered."""
-    size = _fourfold(count)
-    return size if 2 * size <= rows else rows
-
-
-def _least(wide: int, size: int) -> Extent:
-    return Extent(*(np.int32(value) for value in (0, wide, size, 0)))
-
-
-def _ints(needs: Extent) -> Extent:
-    return Extent(*(int(value) for value in jax.device_get(needs)))

@@ -14,26 +14,11 @@ import jax.numpy as jnp
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import Group
+from infer.advance import advance
+from infer.feed import Feed, Lanes, lanes_of, only, plan, width
 from infer.grammar import END, allowed, token_classes
 from infer.sampling import sample
-from infer.state import (
-    FORK,
-    MERGE,
-    PARALLEL,
-    RUNNING,
-    STOP,
-    DecodeState,
-    Feed,
-    Lanes,
-    Protocol,
-    Request,
-    advance,
-    lanes_of,
-    only,
-    plan,
-    take,
-    width,
-)
+from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol
 
 
 class Extent(NamedTuple):
@@ -134,9 +119,7 @@ def step(
     whole = plan(state, protocol, within.size)
     feeds: list[tuple[jax.Array | None, Feed]] = []
     if within.narrow:
-        first = Feed(
-            whole.tokens[:, :1], Layout(*(f[:, :1] for f in whole.layout)), whole.rows[:, :1], whole.lane[:, :1]
-        )
+        first: Feed = jax.tree.map(lambda field: field[:, :1], whole)
         feeds.append(_some(first, widths == 1, within.narrow))
     if within.wide:
         feeds.append(_some(whole, widths > (1 if within.narrow else 0), within.wide))
@@ -206,8 +189,8 @@ def run(
     limits: Limits,
     protocol: Protocol,
     within: Extent,
-    greedy: bool = False,
-    script: Script | None = None,
+    greedy: bool,
+    script: Script | None,
 ) -> tuple[DecodeState, Extent, jax.Array]:
     """Steps on the device, as long as `within` holds what they need.
 
@@ -240,65 +223,6 @@ def next_extent(state: DecodeState, protocol: Protocol) -> Extent:
     return extent(state, protocol)
 
 
-class Admission(NamedTuple):
-    """Where new requests begin; int32 [M] each.
-
-    Attributes:
-        kept: slots of the row's cache that the prompt begins with; they are not fed again.
-        prompt_length: slots that are in use when the prompt has been fed.
-        position, block: of the last prompt token, and blocks of the prompt.
-        budget: tokens of the answer.
-        stride: see `DecodeState`.
-    """
-
-    kept: Any
-    prompt_length: Any
-    position: Any
-    block: Any
-    budget: Any
-    stride: Any
-
-
-@partial(jax.jit, donate_argnames="state")
-def admit(state: DecodeState, rows: jax.Array, request: Request, begin: Admission) -> DecodeState:
-    """Give rows [M] to new requests; they stand still until their prompt has been fed. Rows past the end are dropped.
-
-    What the rows held is forgotten, but for the first `begin.kept` slots of their cache.
-    """
-    cache = state.cache
-    kept = jnp.arange(cache.tokens.shape[1])[None] < begin.kept[:, None]
-    sequence = jnp.where(kept, jnp.take(cache.layout.sequence, rows, axis=0, mode="clip"), 0)
-    cache = cache._replace(
-        length=cache.length.at[rows].set(begin.kept, mode="drop"),
-        layout=cache.layout._replace(sequence=cache.layout.sequence.at[rows].set(sequence, mode="drop")),
-    )
-    asked = Request(*(old.at[rows].set(new, mode="drop") for old, new in zip(state.request, request, strict=True)))
-    initial = {
-        "finish": STOP,
-        "prompt_length": begin.prompt_length,
-        "position": begin.position,
-        "block": begin.block,
-        "remaining": begin.budget,
-        "stride": begin.stride,
-    }
-    fresh: dict[str, Any] = {
-        name: old.at[rows].set(jnp.asarray(initial.get(name, 0), old.dtype), mode="drop")
-        for name, old in state._asdict().items()
-        if name not in ("cache", "request")
-    }
-    return state._replace(**fresh)._replace(cache=cache, request=asked)
-
-
-@partial(jax.jit, donate_argnames="state")
-def copy_row(state: DecodeState, source: jax.Array, target: jax.Array) -> DecodeState:
-    """Copy what is in the cache of one row to another."""
-
-    def copied(array: jax.Array) -> jax.Array:
-        return array.at[target].set(array[source])
-
-    return state._replace(cache=jax.tree.map(copied, state.cache))
-
-
 @partial(jax.jit, static_argnames=("protocol", "used", "greedy", "scripted"), donate_argnames="state")
 def prefill(
     params: Any,
@@ -308,10 +232,10 @@ def prefill(
     layout: Layout,
     last: jax.Array,
     protocol: Protocol,
-    used: int | None = None,
-    greedy: bool = False,
-    script: Script | None = None,
-    scripted: bool = False,
+    used: int | None,
+    greedy: bool,
+    script: Script | None,
+    scripted: bool,
 ) -> DecodeState:
     """Feed prompts, or a chunk of them, and sample the first token of the sequences whose prompt ends in it.
 
@@ -334,52 +258,3 @@ def prefill(
         return state
     sampled = choose(logits[:, 0], state, protocol, lanes_of(feed, rows), greedy, script)
     return advance(state, protocol, *_by_row(batch, [(rows, feed)], sampled))
-
-
-class Snapshot(NamedTuple):
-    """What the host reads of some sequences: their part of the cache, what is pending, and counts; [M, …] each."""
-
-    tokens: jax.Array
-    layout: Layout
-    length: jax.Array
-    pending: Feed
-    state: DecodeState
-
-
-@partial(jax.jit, static_argnames=("protocol", "size"))
-def snapshot(state: DecodeState, rows: jax.Array, protocol: Protocol, size: int) -> Snapshot:
-    """A copy of rows, with the tokens sampled or due but not fed, of finished sequences too."""
-    some, nothing = take(state, rows), cast(Any, ())
-    feed = plan(some, protocol, size, everything=True)
-    cache = some.cache
-    rest = some._replace(cache=nothing, request=nothing)
-    return Snapshot(cache.tokens, cache.layout, cache.length, feed, rest)
-
-
-@partial(jax.jit, static_argnames=("protocol", "size"), donate_argnames="state")
-def replay_pass(params: Any, state: DecodeState, protocol: Protocol, size: int) -> tuple[jax.Array, Feed, DecodeState]:
-    """One pass without sampling: logits of every fed token, float32 [B, F, V], the feed, and the state."""
-    feed = only(plan(state, protocol, size), state.finish == RUNNING)
-    (logits,), after = forward(params, state, protocol, [Group(feed.tokens, feed.layout)])
-    return logits, feed, count_pass(after, width(state, protocol))
-
-
-@partial(jax.jit, static_argnames="protocol", donate_argnames="state")
-def replay_advance(state: DecodeState, protocol: Protocol, feed: Feed, sampled: jax.Array) -> DecodeState:
-    """Take scripted tokens, one per lane, in place of sampled ones."""
-    return advance(state, protocol, feed.lane, sampled)
-
-
-@partial(jax.jit, donate_argnames="state")
-def stop_stretches(state: DecodeState, answers: jax.Array, branches: jax.Array) -> DecodeState:
-    """End stretches in which a stop string was found: answers [B] at once, branches [B, N] by their closing tag."""
-    return state._replace(
-        finish=jnp.where(answers & (state.finish == RUNNING), STOP, state.finish),
-        branch_closing=state.branch_closing | (branches & state.branch_live),
-    )
-
-
-@partial(jax.jit, donate_argnames="state")
-def set_branch_cap(state: DecodeState, cap: jax.Array) -> DecodeState:
-    """Bound the branches that a sequence may feed in a pass; int32 [B]."""
-    return state._replace(request=state.request._replace(branch_cap=cap))

@@ -16,8 +16,8 @@ from aspd_jax.errors import RequestError
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
 from infer.prefill import start
+from infer.programs import width_bucket
 from infer.request import Job
-from infer.state import width_bucket
 from infer.step import Extent, next_extent, step
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
 from tests.conftest import GOLDEN, SHARED, tiny_config, write_checkpoint

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from aspd_jax import LanguageModel
 from infer import Engine, SamplingParams
+from infer.feed import Lanes, lanes_of, plan
 from infer.prefill import start
 from infer.request import Job
 from infer.sampling import lane_keys, penalise_repetition, restrict, sample
-from infer.state import DecodeState, Lanes, Protocol, Request, lanes_of, plan
+from infer.state import DecodeState, Protocol, Request
 from tests.test_engine import SEPARATOR
 
 

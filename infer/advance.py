@@ -1,0 +1,126 @@
+"""What a sampled token does to a sequence: titles, forks, branches, merges, budgets and ends.
+
+B sequences, N branches at most, W lanes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from infer.state import (
+    FORK,
+    LENGTH,
+    MERGE,
+    PARALLEL,
+    RUNNING,
+    SERIAL,
+    STOP,
+    TITLE,
+    TITLED,
+    DecodeState,
+    Protocol,
+    head_lengths,
+    merge_position,
+)
+
+
+def advance(state: DecodeState, protocol: Protocol, lane: jax.Array, sampled: jax.Array) -> DecodeState:
+    """Take what was sampled from a feed (already in the cache); sequences without a lane stand still.
+
+    Args:
+        lane: int32 [B, W], as in `Feed`.
+        sampled: int32 [B, W], one token per lane; end of text in a branch has become its closing tag.
+    """
+    fed = (state.finish == RUNNING) & jnp.any(lane >= 0, axis=1)
+    in_block = (state.phase == FORK) | (state.phase == PARALLEL)
+    after_serial = _advance_serial(state, protocol, sampled[:, 0])
+    after_block = _advance_block(state, protocol, lane, sampled)
+
+    def choose(old: jax.Array, serial: jax.Array, block: jax.Array) -> jax.Array:
+        shape = (-1,) + (1,) * (old.ndim - 1)
+        new = jnp.where(in_block.reshape(shape), block, serial)
+        return jnp.where(fed.reshape(shape), new, old)
+
+    fixed = {"cache", "request"}
+    changed: dict[str, Any] = {
+        name: choose(getattr(state, name), getattr(after_serial, name), getattr(after_block, name))
+        for name in state._fields
+        if name not in fixed
+    }
+    return state._replace(**changed)
+
+
+def _advance_serial(state: DecodeState, protocol: Protocol, token: jax.Array) -> DecodeState:
+    special = protocol.special
+    merging = state.phase == MERGE
+    rule = jnp.where(merging, SERIAL, state.phase)
+    position = jnp.where(merging, merge_position(state, protocol), state.position) + 1
+    opens_title = token == special.title_start
+    closes_title = (rule == TITLE) & (token == special.title_end)
+    forks = (rule == TITLED) & (token == special.parallel_start)
+    extends_title = (rule == TITLE) & ~closes_title
+    ends = (rule == SERIAL) & jnp.isin(token, jnp.asarray(protocol.end or (-1,)))
+
+    opens_block = opens_title & (rule == SERIAL)
+    titles = jnp.where(opens_block, 0, state.titles) + closes_title
+    number = jnp.arange(protocol.max_branches)[None]
+    title_length = jnp.where(
+        (opens_block[:, None]) | (number >= titles[:, None]) & opens_title[:, None], 0, state.title_length
+    )
+    current = (number == state.titles[:, None]) & extends_title[:, None]
+    place = jnp.arange(protocol.max_title_tokens)
+    writes = current[..., None] & (place == title_length[..., None])
+    title_tokens = jnp.where(writes, token[:, None, None], state.title_tokens)
+    title_length = title_length + current
+
+    after = state._replace(titles=titles, title_length=title_length)
+    due = jnp.sum(head_lengths(after, protocol), axis=1) + 1  # heads and `<|/para|>`
+    remaining = state.remaining - 1 - jnp.where(forks, due, 0)
+    out_of_budget = (remaining <= 0) & ~ends & ~forks
+    phase = jnp.select([opens_title | extends_title, closes_title, forks], [TITLE, TITLED, FORK], SERIAL)
+    none_yet = jnp.zeros_like(state.branch_offset)
+    return after._replace(
+        phase=phase,
+        finish=jnp.select([ends, out_of_budget], [STOP, LENGTH], RUNNING),
+        token=token,
+        position=position,
+        block=state.block + forks,
+        title_tokens=title_tokens,
+        branch_offset=none_yet,
+        branch_sampled=none_yet,
+        branch_live=(number < titles[:, None]) & forks[:, None],
+        branch_closing=none_yet.astype(bool),
+        remaining=remaining,
+        block_budget=jnp.where(forks, remaining, state.block_budget),
+        sampled=state.sampled + 1,
+        critical_path=state.critical_path + 1,
+        blocks=state.blocks + forks,
+        branches=state.branches + jnp.where(forks, titles, 0),
+    )
+
+
+def _advance_block(state: DecodeState, protocol: Protocol, lane: jax.Array, sampled: jax.Array) -> DecodeState:
+    limit = protocol.max_branches
+    # By branch instead of by lane: what it sampled, and whether it did.
+    lane_of = lane[:, None] == jnp.arange(1, limit + 1)[None, :, None]
+    did = jnp.any(lane_of, axis=2)
+    token = jnp.sum(jnp.where(lane_of, sampled[:, None], 0), axis=2)
+    closes = did & (token == protocol.special.branch_end)
+    fed = jnp.where((state.phase == FORK)[:, None], head_lengths(state, protocol), did.astype(jnp.int32))
+    live = state.branch_live & ~closes
+    branch_sampled = state.branch_sampled + did
+    done = ~jnp.any(live, axis=1)
+    remaining = state.remaining - jnp.sum(did, axis=1)
+    return state._replace(
+        phase=jnp.where(done, MERGE, PARALLEL),
+        finish=jnp.where(done & (remaining <= 0), LENGTH, RUNNING),
+        branch_token=jnp.where(did, token, state.branch_token),
+        branch_offset=state.branch_offset + fed,
+        branch_sampled=branch_sampled,
+        branch_live=live,
+        remaining=remaining,
+        critical_path=state.critical_path + jnp.where(done, jnp.max(branch_sampled, axis=1), 0),
+    )

@@ -1,0 +1,97 @@
+"""Which compiled program a pass runs in: few, so that little is compiled, and each close to what is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from infer.step import Extent
+
+SMALLEST_CAPACITY = 128
+
+
+def width_bucket(tokens: int) -> int:
+    """The smallest power of two that holds so many tokens."""
+    return 1 << max(0, int(np.ceil(np.log2(max(tokens, 1)))))
+
+
+def capacity_for(tokens: int) -> int:
+    """Slots of a row that holds so many tokens."""
+    return max(SMALLEST_CAPACITY, width_bucket(tokens))
+
+
+def used_slots(capacity: int, needed: int) -> int:
+    """How many of a row's slots a pass looks at: a sixteenth or a quarter of them where that is enough, or all.
+
+    A part of a row has to be copied before it can be looked at, so that finer steps would cost more than they save.
+    """
+    for parts in (16, 4):
+        if max(needed, SMALLEST_CAPACITY) <= capacity // parts:
+            return capacity // parts
+    return capacity
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs of an engine.
+
+    Attributes:
+        rows: of the cache.
+        capacity: slots of a row.
+        widest: most tokens that a sequence feeds in a pass.
+    """
+
+    rows: int
+    capacity: int
+    widest: int
+
+    def choose(self, needs: Extent) -> tuple[Extent, Extent]:
+        """The smallest program that does what is needed, and how little may be needed while it is kept."""
+        slots = used_slots(self.capacity, needs.slots)
+        everyone = self._rows(needs.narrow + needs.wide)
+        if needs.wide == 0:
+            return Extent(everyone, 0, 1, slots), _least(-1, 0)
+        size, wide = self._size(needs.size), self._rows(needs.wide)
+        if wide >= everyone:
+            # A lone sequence changes to the next smaller width at once; in a batch the next wide one is never far.
+            least = _least(-1, size // 2) if self.rows == 1 else _least(everyone // 8, size // 8)
+            return Extent(0, everyone, size, slots), least
+        return Extent(everyone, wide, size, slots), _least(wide // 8, size // 8)
+
+    def every(self) -> list[Extent]:
+        """All that `choose` can choose."""
+        counts = sorted({self._rows(count) for count in range(1, self.rows + 1)})
+        sizes = sorted({self._size(size) for size in range(2, self.widest + 1)})
+        found = []
+        for slots in self.slots():
+            for everyone in counts:
+                found.append(Extent(everyone, 0, 1, slots))
+                for wide in (count for count in counts if count <= everyone):
+                    narrow = 0 if wide == everyone else everyone
+                    found += [Extent(narrow, wide, size, slots) for size in sizes]
+        return found
+
+    def slots(self) -> list[int]:
+        """How many slots a pass may look at."""
+        return sorted({used_slots(self.capacity, needed) for needed in range(1, self.capacity + 1)})
+
+    def _size(self, tokens: int) -> int:
+        return width_bucket(tokens) if self.rows == 1 else _fourfold(tokens)
+
+    def _rows(self, count: int) -> int:
+        """1, 4, 16, … rows where that is at most half of them, else all, which need not be gathered."""
+        size = _fourfold(count)
+        return size if 2 * size <= self.rows else self.rows
+
+
+def _fourfold(count: int) -> int:
+    """1, 4, 16, …: the first that is enough. In a batch, few programs are worth more than a close fit."""
+    size = 1
+    while size < count:
+        size *= 4
+    return size
+
+
+def _least(wide: int, size: int) -> Extent:
+    return Extent(*(np.int32(value) for value in (0, wide, size, 0)))
