@@ -68,6 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--branch-policy", default="all", metavar="POLICY", help="all, cap:N branches, or slo:MS milliseconds a pass"
     )
     generate.add_argument(
+        "--draft-tokens", type=int, default=0, help="guesses per stretch and pass, looked up in what was said before"
+    )
+    generate.add_argument(
         "--raw", action="store_true", help="give prompts to the model as they stand, without the chat template"
     )
     generate.add_argument("--mode", choices=("adaptive", "serial"), default="adaptive")
@@ -193,7 +196,13 @@ def run_generate(options: argparse.Namespace) -> None:
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
     lm = load_model(options.model, options.dtype, _mesh(options.mesh), options.weights)
     rows = options.batch if options.input else 1
-    engine = Engine(lm, max_length=options.max_length, max_batch=rows, branch_policy=options.branch_policy)
+    engine = Engine(
+        lm,
+        max_length=options.max_length,
+        max_batch=rows,
+        branch_policy=options.branch_policy,
+        draft_tokens=options.draft_tokens,
+    )
     chat = not options.raw and bool(getattr(lm.tokenizer, "chat_template", None))
     if options.input is not None:
         from infer.batch import generate_file

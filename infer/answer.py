@@ -40,6 +40,7 @@ class Statistics:
         passes: forward passes after prefill.
         critical_path: passes that had to follow one another, plus one.
         blocks, branches: of the answer.
+        drafted_tokens, accepted_tokens: guesses fed, and those of them that were right.
         seconds: wall time since the request by phase: queued, prefill, serial, parallel (fork and merge included),
             and total; and first_token, when the first token was there. In a batch, a pass counts in full for every
             sequence in it.
@@ -53,6 +54,8 @@ class Statistics:
     critical_path: int
     blocks: int
     branches: int
+    drafted_tokens: int
+    accepted_tokens: int
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -112,6 +115,7 @@ class Reading:
         cached: tokens in the cache, prompt included, in the order of the linearisation.
         in_order: so many slots of the cache hold the first tokens in this order.
         slots: of the cache that are in use.
+        drafted, accepted: guesses fed, and those of them that were right.
     """
 
     answer: Answer
@@ -120,6 +124,8 @@ class Reading:
     cached: np.ndarray
     in_order: int
     slots: int
+    drafted: int
+    accepted: int
 
 
 def linear_order(layout: Layout) -> np.ndarray:
@@ -160,6 +166,8 @@ def _reading(shot: Snapshot, index: int, protocol: Protocol) -> Reading:
         cached=of.tokens[cached],
         in_order=int(out_of_order[0]) if out_of_order.size else cached.size,
         slots=slots,
+        drafted=int(state.drafted),
+        accepted=int(state.accepted),
     )
 
 
@@ -222,6 +230,8 @@ def result(
         critical_path=reading.critical_path,
         blocks=len(blocks),
         branches=sum(len(block.branches) for block in blocks),
+        drafted_tokens=reading.drafted,
+        accepted_tokens=reading.accepted,
         seconds=dict(seconds),
     )
     reason = {RUNNING: None, STOP: "stop", LENGTH: "length"}[answer.finish]

@@ -41,6 +41,8 @@ class Engine:
         separator_ids: what follows the title at the head of a branch; default: the tokenizer's ids of `": "`.
         branch_policy: `all`, `cap:N` or `slo:MS` (`infer.policy.Policy`).
         reuse: let a prompt begin with what the cache still holds of it: an earlier turn, or a shared beginning.
+        draft_tokens: guesses per stretch and pass, looked up in what was said before, and verified; 0: none. Answers
+            are the same token by token; where guesses do not pay for the wider passes, they are left out.
     """
 
     def __init__(
@@ -53,17 +55,21 @@ class Engine:
         separator_ids: Sequence[int] | None = None,
         branch_policy: str = "all",
         reuse: bool = True,
+        draft_tokens: int = 0,
     ) -> None:
         for name, value, least in (
             ("max_length", max_length, 2),
             ("max_batch", max_batch, 1),
             ("max_branches", max_branches, 2),
             ("max_title_tokens", max_title_tokens, 1),
+            ("draft_tokens", draft_tokens, 0),
         ):
             if value < least:
                 raise RequestError(f"{name} must be at least {least}, got {value}")
         if max_branches >= MOST_BRANCHES:
             raise RequestError(f"max_branches must be below {MOST_BRANCHES}, got {max_branches}")
+        if draft_tokens and lm.config.siblings == "shared":
+            raise RequestError("draft_tokens must be 0 for this model: its branches would see each other's guesses")
         self.lm = lm
         self.max_length = min(max_length, lm.context_length)
         self.max_batch = max_batch
@@ -80,6 +86,7 @@ class Engine:
             forbidden=tuple(sorted(int(i) for i in known if i < vocabulary)),
             max_branches=max_branches,
             max_title_tokens=max_title_tokens,
+            draft_tokens=draft_tokens,
         )
         policy = Policy.parse(branch_policy)
         self._answers: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()

@@ -1,6 +1,7 @@
 """What every sequence feeds next: its pending tokens, where they stand, and which stretches get a next token.
 
-B sequences, M some of them, N branches at most, F tokens fed in a pass, W lanes (stretches that get a next token).
+B sequences, M some of them, N branches at most, F tokens fed in a pass, W lanes (stretches that get a next token),
+D draft tokens of a stretch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,18 @@ from infer.budget import ready_branches
 from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol, head_lengths, merge_position
 
 
+class Drafts(NamedTuple):
+    """Guessed tokens of a feed; int32 [B, W, D] each.
+
+    Attributes:
+        rows: which fed token each is.
+        tokens: what it is; -1: there is none.
+    """
+
+    rows: jax.Array
+    tokens: jax.Array
+
+
 class Feed(NamedTuple):
     """The tokens of one pass.
 
@@ -23,12 +36,22 @@ class Feed(NamedTuple):
         layout: int32 [B, F] each; `sequence` is 0 where nothing is fed.
         rows: int32 [B, W], which fed token each lane samples from.
         lane: int32 [B, W], what a lane continues: 0 the serial stretch, k branch k, -1 nothing.
+        drafts: guesses of what the lanes sample, fed with them.
     """
 
     tokens: jax.Array
     layout: Layout
     rows: jax.Array
     lane: jax.Array
+    drafts: Drafts | None = None
+
+    @property
+    def asked(self) -> jax.Array:
+        """int32 [B, W x (1 + D)]: the fed tokens that need logits: those that the lanes sample from, then drafts."""
+        if self.drafts is None:
+            return self.rows
+        ahead = jnp.moveaxis(self.drafts.rows, 2, 1)
+        return jnp.concatenate([self.rows, ahead.reshape(ahead.shape[0], -1)], axis=1)
 
 
 class Lanes(NamedTuple):
@@ -56,17 +79,33 @@ def lanes_of(feed: Feed, rows: jax.Array | None) -> Lanes:
 def width(state: DecodeState, protocol: Protocol) -> jax.Array:
     """int32 [B]: how many tokens each sequence feeds in its next pass; 0 if it is finished."""
     fork = 1 + jnp.sum(head_lengths(state, protocol), axis=1)
-    parallel = jnp.sum(ready_branches(state), axis=1)
+    ready = ready_branches(state)
+    drafted = state.draft[:, :, :1] >= 0
+    parallel = jnp.sum(ready, axis=1)
+    serial = 1 + state.draft.shape[2] * jnp.any(drafted[:, 0], axis=1)
+    parallel *= 1 + state.draft.shape[2] * jnp.any(drafted & ready[..., None], axis=(1, 2))
     pending = jnp.select(
-        [state.phase == FORK, state.phase == PARALLEL, state.phase == MERGE], [fork, parallel, state.titles + 1], 1
+        [state.phase == FORK, state.phase == PARALLEL, state.phase == MERGE], [fork, parallel, state.titles + 1], serial
     )
     return jnp.where(state.finish == RUNNING, pending, 0)
 
 
 def widest_feed(protocol: Protocol) -> int:
-    """The largest number of tokens that one sequence can feed in a pass: a fork with the longest titles."""
+    """Most tokens that one sequence can feed in a pass: a fork with the longest titles, or branches with drafts."""
     head = 1 + protocol.max_title_tokens + len(protocol.separator)
-    return 1 + protocol.max_branches * head
+    return max(1 + protocol.max_branches * head, protocol.max_branches * (1 + protocol.draft_tokens))
+
+
+def branch_position(state: DecodeState, protocol: Protocol, branch: jax.Array, offset: jax.Array) -> jax.Array:
+    """Positions of tokens `offset` tokens into branches (from 0) of the current block; int32 [B, …]."""
+    before = branch * state.stride[:, None] if protocol.model.config.positions == "predict" else 0
+    return state.position[:, None] + 1 + offset + before
+
+
+def pending_position(state: DecodeState, protocol: Protocol) -> jax.Array:
+    """int32 [B, N]: position of the pending token of each branch."""
+    number = jnp.arange(protocol.max_branches)[None]
+    return branch_position(state, protocol, number, state.branch_offset)
 
 
 def plan(state: DecodeState, protocol: Protocol, size: int, everything: bool = False) -> Feed:
@@ -77,22 +116,16 @@ def plan(state: DecodeState, protocol: Protocol, size: int, everything: bool = F
         everything: the pending tokens of branches that have to wait, too.
     """
     special, limit = protocol.special, protocol.max_branches
-    predict = protocol.model.config.positions == "predict"
     lanes = min(size, limit)
     place = jnp.arange(size)[None]
     lane_place = jnp.arange(lanes)[None]
     zero = jnp.zeros_like(state.phase)[:, None] + jnp.zeros_like(place)
     zero_lanes = zero[:, :lanes]
-    column = {name: getattr(state, name)[:, None] for name in ("phase", "position", "block", "titles", "stride")}
-    phase, titles, start = column["phase"], column["titles"], column["position"] + 1
-
-    def branch_position(branch: jax.Array, offset: jax.Array) -> jax.Array:
-        """Of a token `offset` tokens into branch number `branch` (from 0)."""
-        return start + offset + (branch * column["stride"] if predict else 0)
+    phase, titles = state.phase[:, None], state.titles[:, None]
 
     # One token: a serial stretch or a title.
     tokens = zero + state.token[:, None]
-    position, branch, count = zero + column["position"], zero, zero[:, :1] + 1
+    position, branch, count = zero + state.position[:, None], zero, zero[:, :1] + 1
     rows, lane = zero_lanes, jnp.where(lane_place == 0, 0, -1) + zero_lanes
 
     if size >= 7:  # the smallest fork: `<|para|>` and two heads of three tokens
@@ -110,7 +143,7 @@ def plan(state: DecodeState, protocol: Protocol, size: int, everything: bool = F
         text = jnp.where(offset == 0, special.branch_start, jnp.where(offset <= length, title, separated))
         is_fork, is_para = phase == FORK, place == 0
         tokens = jnp.where(is_fork, jnp.where(is_para, special.parallel_start, text), tokens)
-        position = jnp.where(is_fork & ~is_para, branch_position(own, offset), position)
+        position = jnp.where(is_fork & ~is_para, branch_position(state, protocol, own, offset), position)
         branch = jnp.where(is_fork & ~is_para, own + 1, branch)
         count = jnp.where(is_fork, 1 + ends[:, -1:], count)
         rows = jnp.where(is_fork, ends[:, :lanes], rows)
@@ -127,7 +160,7 @@ def plan(state: DecodeState, protocol: Protocol, size: int, everything: bool = F
     pending = widen(jnp.take_along_axis(state.branch_token, order, axis=1))
     offset = widen(jnp.take_along_axis(state.branch_offset, order, axis=1))
     tokens = jnp.where(is_parallel, pending, tokens)
-    position = jnp.where(is_parallel, branch_position(widen(order), offset), position)
+    position = jnp.where(is_parallel, branch_position(state, protocol, widen(order), offset), position)
     branch = jnp.where(is_parallel, widen(order) + 1, branch)
     count = jnp.where(is_parallel, live, count)
     rows = jnp.where(is_parallel, lane_place, rows)
@@ -138,8 +171,9 @@ def plan(state: DecodeState, protocol: Protocol, size: int, everything: bool = F
         own = jnp.minimum(place, limit - 1) + zero
         offset = jnp.take_along_axis(state.branch_offset, own, axis=1)
         last_position = merge_position(state, protocol)[:, None]
+        in_branch = branch_position(state, protocol, own, offset)
         tokens = jnp.where(is_merge, jnp.where(is_last, special.parallel_end, special.branch_end), tokens)
-        position = jnp.where(is_merge, jnp.where(is_last, last_position, branch_position(own, offset)), position)
+        position = jnp.where(is_merge, jnp.where(is_last, last_position, in_branch), position)
         branch = jnp.where(is_merge, jnp.where(is_last, 0, own + 1), branch)
         count = jnp.where(is_merge, titles + 1, count)
         rows = jnp.where(is_merge, titles, rows)
@@ -148,7 +182,7 @@ def plan(state: DecodeState, protocol: Protocol, size: int, everything: bool = F
     layout = Layout(
         position=jnp.where(fed, position, 0),
         sequence=fed.astype(jnp.int32),
-        block=jnp.where(fed & (branch > 0), column["block"], 0),
+        block=jnp.where(fed & (branch > 0), state.block[:, None], 0),
         branch=jnp.where(fed, branch, 0),
     )
     return Feed(jnp.where(fed, tokens, 0), layout, jnp.minimum(rows, size - 1), lane)
@@ -158,4 +192,7 @@ def only(feed: Feed, active: jax.Array) -> Feed:
     """The feed without the tokens and lanes of sequences that are not active, bool [B]."""
     sequence = jnp.where(active[:, None], feed.layout.sequence, 0)
     lane = jnp.where(active[:, None], feed.lane, -1)
-    return feed._replace(layout=feed.layout._replace(sequence=sequence), lane=lane)
+    drafts = feed.drafts
+    if drafts is not None:
+        drafts = drafts._replace(tokens=jnp.where(active[:, None, None], drafts.tokens, -1))
+    return feed._replace(layout=feed.layout._replace(sequence=sequence), lane=lane, drafts=drafts)

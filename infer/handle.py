@@ -12,9 +12,8 @@ import numpy as np
 from aspd_jax.tokens import Codec
 from infer.answer import Answer, Result
 from infer.events import Event, EventReader
+from infer.policy import NO_LIMIT
 from infer.request import Job
-
-NO_LIMIT = np.iinfo(np.int32).max
 
 
 class Driver(Protocol):

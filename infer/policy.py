@@ -1,6 +1,6 @@
-"""Branch admission: how many branches of a sequence a pass may feed when the batch is loaded.
+"""What the host decides by the cost of a pass: how many branches of a loaded batch it feeds, and whether drafts pay.
 
-Holding branches back changes when tokens come, never which: a block's budget is spent as if none had been held back.
+Neither changes which tokens come, only when.
 """
 
 from __future__ import annotations
@@ -94,3 +94,58 @@ class Policy:
         if self.milliseconds is None or cost is None or not parallel:
             return None
         return max(1, (cost.tokens_within(self.milliseconds, context) - serial) // parallel)
+
+
+NO_LIMIT = np.iinfo(np.int32).max
+DRAFTING_PASSES = 32  # that show whether drafts pay
+PLAIN_PASSES = 512  # before they are tried again where they did not
+
+
+class DraftControl:
+    """Whether passes feed drafts: as long as these bring more than the wider passes cost.
+
+    Args:
+        draft_tokens: D; 0: never.
+
+    Attributes:
+        on: whether the next pass feeds drafts.
+    """
+
+    def __init__(self, draft_tokens: int) -> None:
+        self._possible = self.on = draft_tokens > 0
+        self._begin(0)
+
+    def _begin(self, wait: int) -> None:
+        self._wait, self._passes, self._stretches, self._accepted, self._wider = wait, 0, 0, 0, 0.0
+        self.on = self._possible and not wait
+
+    @property
+    def passes(self) -> int:
+        """Until drafts are judged, or tried again."""
+        if not self._possible:
+            return NO_LIMIT
+        return DRAFTING_PASSES - self._passes if self.on else self._wait
+
+    def note_plain(self, passes: int) -> None:
+        """Take note of passes without drafts."""
+        if self._possible and not self.on:
+            self._begin(max(0, self._wait - passes))
+
+    def note(self, cost: StepCost, passes: int, fed: int, context: int, stretches: int, accepted: int) -> None:
+        """Take what passes with drafts have brought, and judge when there were enough.
+
+        Args:
+            passes: how many.
+            fed: places for tokens in each.
+            context: slots that each looked at.
+            stretches: stretches that took tokens, over all passes; without drafts each would have taken one.
+            accepted: tokens that they took beside.
+        """
+        without = cost.milliseconds(max(1, round(stretches / max(1, passes))), context)
+        self._wider += passes * cost.milliseconds(fed, context) / max(without, 1e-9)
+        self._passes += passes
+        self._stretches += stretches
+        self._accepted += accepted
+        if self._passes >= DRAFTING_PASSES:
+            pays = 1 + self._accepted / max(1, self._stretches) > self._wider / self._passes
+            self._begin(0 if pays else PLAIN_PASSES)

@@ -46,18 +46,24 @@ class Programs:
     capacity: int
     widest: int
 
-    def choose(self, needs: Extent) -> tuple[Extent, Extent]:
-        """The smallest program that does what is needed, and how little may be needed while it is kept."""
+    def choose(self, needs: Extent, keep: bool = False) -> tuple[Extent, Extent]:
+        """The smallest program that does what is needed, and how little may be needed while it is left for a smaller.
+
+        Args:
+            keep: however little that is; where drafts come and go.
+        """
         slots = used_slots(self.capacity, needs.slots)
         everyone = self._rows(needs.narrow + needs.wide)
         if needs.wide == 0:
             return Extent(everyone, 0, 1, slots), _least(-1, 0)
         size, wide = self._size(needs.size), self._rows(needs.wide)
-        if wide >= everyone:
-            # A lone sequence changes to the next smaller width at once; in a batch the next wide one is never far.
-            least = _least(-1, size // 2) if self.rows == 1 else _least(everyone // 8, size // 8)
-            return Extent(0, everyone, size, slots), least
-        return Extent(everyone, wide, size, slots), _least(wide // 8, size // 8)
+        if wide < everyone:
+            within, least = Extent(everyone, wide, size, slots), _least(wide // 8, size // 8)
+        elif self.rows > 1:
+            within, least = Extent(0, everyone, size, slots), _least(everyone // 8, size // 8)
+        else:  # a lone sequence changes to the next smaller width at once; in a batch the next wide one is never far
+            within, least = Extent(0, everyone, size, slots), _least(-1, size // 2)
+        return within, _least(-1, 0) if keep else least
 
     def every(self) -> list[Extent]:
         """All that `choose` can choose."""

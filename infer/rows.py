@@ -56,6 +56,7 @@ def admit(state: DecodeState, rows: jax.Array, request: Request, begin: Admissio
         "block": begin.block,
         "remaining": begin.budget,
         "stride": begin.stride,
+        "draft": -1,
     }
     fresh: dict[str, Any] = {
         name: old.at[rows].set(jnp.asarray(initial.get(name, 0), old.dtype), mode="drop")

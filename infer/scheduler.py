@@ -22,9 +22,9 @@ from aspd_jax.language_model import LanguageModel
 from infer.answer import Answer, Reading, Result, cut, read, result
 from infer.feed import widest_feed
 from infer.handle import NO_LIMIT, Handle
-from infer.policy import Policy, StepCost
+from infer.policy import DraftControl, Policy, StepCost
 from infer.prefill import NO_CAP, Prompt, begin, feed_chunk, new_state, next_chunk
-from infer.programs import Programs, used_slots
+from infer.programs import SMALLEST_CAPACITY, Programs, used_slots
 from infer.request import Job
 from infer.reuse import LEAST_COPIED, RowMemory, best_match, common_prefix
 from infer.rows import copy_row, set_branch_cap, stop_stretches
@@ -74,7 +74,9 @@ class Scheduler:
         reuse: bool,
         ended: Callable[[Result], None],
     ) -> None:
-        self._lm, self._protocol, self._capacity = lm, protocol, capacity
+        # Drafts under way, and slots of rejected ones that are not filled again yet.
+        reserve = -(-protocol.max_branches * protocol.draft_tokens // SMALLEST_CAPACITY) * SMALLEST_CAPACITY
+        self._lm, self._protocol, self._capacity, self._room = lm, protocol, capacity + reserve, capacity
         self._policy, self._reuse, self._ended = policy, reuse, ended
         self.cost: StepCost | None = None
         self.script: Script | None = None
@@ -85,8 +87,9 @@ class Scheduler:
         self._state: DecodeState | None = None
         self._cap: int | None = None
         self._stamp = 0
+        self._drafts = DraftControl(protocol.draft_tokens)
         self._lock = threading.RLock()
-        self._programs = Programs(rows, capacity, widest_feed(protocol))
+        self._programs = Programs(rows, self._capacity, widest_feed(protocol))
 
     def submit(self, job: Job, steps: int = NO_LIMIT) -> Handle:
         """Queue a request; something has to `pump` until it is done."""
@@ -155,7 +158,8 @@ class Scheduler:
     def _state_now(self) -> DecodeState:
         if self._state is None:
             self._state = new_state(self._lm, self._protocol, len(self._rows), self._capacity)
-            if self._policy.milliseconds is not None and self.cost is None:
+            costly = self._policy.milliseconds is not None or self._drafts.on
+            if costly and self.cost is None:
                 self._state, self.cost = measure_cost(self._lm, self._protocol, self._state)
         return self._state
 
@@ -168,7 +172,7 @@ class Scheduler:
             job = handle.job
             whole = self._lm.config.positions != "predict"
             memories = [row.memory for row in self._rows] if self._reuse else [RowMemory()] * len(self._rows)
-            match = best_match(memories, free, job.prompt, self._capacity - len(job.prompt) - job.budget, whole)
+            match = best_match(memories, free, job.prompt, self._room - len(job.prompt) - job.budget, whole)
             if self._reuse and self._soon_shared(job.prompt) > match.tokens:
                 break  # what it begins with is being fed for another
             self._waiting.popleft()
@@ -226,38 +230,51 @@ class Scheduler:
         handles = [self._handle(number) for number in rows]
         if any(row.prompt is not None for row in self._rows):
             steps = min(steps, STEPS_BESIDE_PREFILL)
-        if any(handle.job.params.stop for handle in handles):
+        stops = any(handle.job.params.stop for handle in handles)
+        if stops:
             steps = 1  # stop strings are found by the host
         if self._policy.milliseconds is not None:
             steps = min(steps, STEPS_BETWEEN_CAPS)
         before = time.perf_counter()
         self._hold_back()
         state = self._state_now()
-        needs = Extent(*map(int, jax.device_get(next_extent(state, self._protocol))))
+        needed, brought = jax.device_get((next_extent(state, self._protocol), (state.stretches, state.accepted)))
+        needs = Extent(*map(int, needed))
         left, join = steps, bool(self._waiting)
         greedy = all(handle.job.params.greedy for handle in handles)
         finish = np.full(len(self._rows), RUNNING)
         total = parallel = np.zeros(len(self._rows), np.int64)
         while left > 0 and needs.size > 0 and not (join and (finish[rows] != RUNNING).any()):
-            within, least = self._programs.choose(needs)
-            limits = Limits(np.int32(left), least, np.bool_(join))
-            state, next_needs, steps_left = run(
-                self._lm.params, state, limits, self._protocol, within, greedy, self.script
-            )
+            # Where stop strings are looked for, a pass takes one token of a stretch: none may follow such a string.
+            drafting = self._drafts.on and not stops
+            most = min(left, self._drafts.passes)
+            within, least = self._programs.choose(needs, keep=drafting)
+            limits = Limits(np.int32(most), least, np.bool_(join))
+            state, *after = run(self._lm.params, state, limits, self._protocol, within, greedy, self.script, drafting)
             self._state = state
-            got, finish, total, parallel = jax.device_get(
-                ((next_needs, steps_left), state.finish, state.passes, state.parallel_passes)
+            before_it = np.sum(brought, axis=1)
+            (needed, unused), finish, total, parallel, brought = jax.device_get(
+                (after, state.finish, state.passes, state.parallel_passes, (state.stretches, state.accepted))
             )
-            needs, left = Extent(*map(int, got[0])), int(got[1])
+            needs, done = Extent(*map(int, needed)), most - int(unused)
+            left -= done
+            self._judge_drafts(within, done, drafting, *(np.sum(brought, axis=1) - before_it).tolist())
         now = time.perf_counter()
         for number, handle in zip(rows, handles, strict=True):
-            done = np.asarray([total[number] - parallel[number], parallel[number]])
-            serial, in_block = (done - handle.passes) / max(1, (done - handle.passes).sum()) * (now - before)
-            handle.passes = done
+            passes = np.asarray([total[number] - parallel[number], parallel[number]])
+            serial, in_block = (passes - handle.passes) / max(1, (passes - handle.passes).sum()) * (now - before)
+            handle.passes = passes
             handle.seconds["serial"] += float(serial)
             handle.seconds["parallel"] += float(in_block)
             handle.seconds["total"] = now - handle.submitted
         self._look(finish)
+
+    def _judge_drafts(self, within: Extent, passes: int, drafting: bool, stretches: int, accepted: int) -> None:
+        if not drafting:
+            self._drafts.note_plain(passes)
+        elif self.cost is not None:
+            fed, slots = within.narrow + within.wide * within.size, len(self._rows) * within.slots
+            self._drafts.note(self.cost, passes, fed, slots, stretches, accepted)
 
     def _hold_back(self) -> None:
         """Set how many branches a sequence may feed in a pass."""
@@ -327,7 +344,7 @@ class Scheduler:
     def _result(self, handle: Handle, reading: Reading | None) -> Result:
         if reading is None:
             nothing = np.zeros(0, np.int32)
-            reading = Reading(Answer(nothing, (), SERIAL, RUNNING), 0, 0, nothing, 0, 0)
+            reading = Reading(Answer(nothing, (), SERIAL, RUNNING), 0, 0, nothing, *[0] * 4)
         made = result(reading, handle.job, self.codec, self._protocol, handle.reused, handle.seconds)
         return replace(made, finish_reason="cancelled") if handle.cancelled else made
 

@@ -1,7 +1,7 @@
 """The decoding state: a pytree of one sequence per row, and what each of its phases feeds next.
 
-B sequences, M some of them, N branches at most, T title tokens at most, F tokens fed in a pass, W lanes (tokens
-that get logits in a pass), C cache slots.
+B sequences, M some of them, N branches at most, T title tokens at most, F tokens fed in a pass, W lanes (stretches
+that get a next token in a pass), D draft tokens of a stretch, C cache slots.
 
 A token is *pending* from when it is sampled (or due, for tokens that the engine feeds by itself) until a
 pass feeds it. `plan` says which tokens are pending and where they stand; `advance` takes what was sampled
@@ -44,6 +44,7 @@ class Protocol:
         forbidden: further ids that may not occur inside titles and branches.
         max_branches: N.
         max_title_tokens: T.
+        draft_tokens: D, guessed tokens that a stretch may be fed with its pending one; 0: no speculation.
     """
 
     model: Transformer
@@ -53,6 +54,7 @@ class Protocol:
     forbidden: tuple[int, ...]
     max_branches: int
     max_title_tokens: int
+    draft_tokens: int = 0
 
 
 class Request(NamedTuple):
@@ -98,6 +100,10 @@ class DecodeState(NamedTuple):
         critical_path: int32 [B], of the answer so far, finished blocks only (spec, section 8).
         blocks: int32 [B], blocks of the answer merged or merging.
         branches: int32 [B], branches of these.
+        draft: int32 [B, N, D], guesses of what follows the pending token of each stretch (serial: the first); -1: none.
+        drafted: int32 [B], draft tokens fed.
+        accepted: int32 [B], those that were taken.
+        stretches: int32 [B], stretches that took tokens, counted in every pass.
     """
 
     cache: Cache
@@ -125,6 +131,10 @@ class DecodeState(NamedTuple):
     critical_path: jax.Array
     blocks: jax.Array
     branches: jax.Array
+    draft: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    stretches: jax.Array
 
 
 def empty_state(protocol: Protocol, cache: Cache, request: Request) -> DecodeState:
@@ -164,7 +174,16 @@ def empty_state(protocol: Protocol, cache: Cache, request: Request) -> DecodeSta
         critical_path=zeros(),
         blocks=zeros(),
         branches=zeros(),
+        draft=no_drafts(batch, protocol),
+        drafted=zeros(),
+        accepted=zeros(),
+        stretches=zeros(),
     )
+
+
+def no_drafts(batch: int, protocol: Protocol) -> jax.Array:
+    """`DecodeState.draft` without any."""
+    return jnp.full((batch, protocol.max_branches, protocol.draft_tokens), -1, jnp.int32)
 
 
 def head_lengths(state: DecodeState, protocol: Protocol) -> jax.Array:

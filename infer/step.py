@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout
-from aspd_jax.model.cache import Group
+from aspd_jax.model.cache import Group, seat
 from infer.advance import advance
 from infer.feed import Feed, Lanes, lanes_of, only, plan, width
 from infer.grammar import END, allowed, token_classes
 from infer.sampling import sample
-from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol
+from infer.speculation import add_drafts, goes_on, hide_rejected, look_up
+from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol, no_drafts
+
+# Tokens that some rows of the state feed: the rows (None: all, in place), and what they feed.
+Part: TypeAlias = tuple[jax.Array | None, Feed]
 
 
 class Extent(NamedTuple):
@@ -106,6 +110,7 @@ def step(
     within: Extent,
     greedy: bool = False,
     script: Script | None = None,
+    drafting: bool = False,
 ) -> DecodeState:
     """Feed all pending tokens of every running sequence, and sample what follows.
 
@@ -113,27 +118,95 @@ def step(
         within: ints, at least `extent(state)`. Where `narrow` or `wide` is the number of all sequences, the pass takes
             them in place; else it gathers those it needs.
         greedy, script: see `choose`.
+        drafting: feed the drafts of the state, too, and look up those of the next pass; else there must be none.
     """
     batch = state.finish.shape[0]
     widths = width(state, protocol)
     whole = plan(state, protocol, within.size)
-    feeds: list[tuple[jax.Array | None, Feed]] = []
+    feeds: list[Part] = []
     if within.narrow:
         first: Feed = jax.tree.map(lambda field: field[:, :1], whole)
         feeds.append(_some(first, widths == 1, within.narrow))
     if within.wide:
+        whole = add_drafts(whole, state) if drafting else whole
         feeds.append(_some(whole, widths > (1 if within.narrow else 0), within.wide))
-    groups = [Group(feed.tokens, feed.layout, rows, feed.rows) for rows, feed in feeds]
-    logits, state = forward(params, state, protocol, groups, within.slots)
-    state = count_pass(state, widths)
+    groups = [_group(state, part, drafting) for part in feeds]
+    logits, after = forward(params, state, protocol, groups, within.slots)
+    after = count_pass(after, widths)
+    if not drafting:
+        flat = [lanes_of(feed, rows) for rows, feed in feeds]
+        lanes: Lanes = jax.tree.map(lambda *parts: jnp.concatenate(parts), *flat)
+        every = jnp.concatenate([part.reshape(lane.row.size, -1) for part, lane in zip(logits, flat, strict=True)])
+        sampled = choose(every, after, protocol, lanes, greedy, script)
+        return advance(after, protocol, *_by_row(batch, feeds, lanes.lane, sampled))
+    after, taken = _verify(after, protocol, feeds, logits, greedy, script)
+    start = 0
+    for (rows, feed), group in zip(feeds, groups, strict=True):
+        of_group = taken[start : start + feed.lane.size].reshape(feed.lane.shape)
+        start += feed.lane.size
+        if feed.drafts is not None:
+            after = hide_rejected(after, rows, seat(state.cache, group, within.slots).slots, feed, of_group)
+    return after._replace(draft=look_up(after, protocol, within.slots))
+
+
+def _group(state: DecodeState, part: Part, drafting: bool) -> Group:
+    rows, feed = part
+    floor = None
+    if drafting:
+        floor = state.prompt_length if rows is None else jnp.take(state.prompt_length, rows, mode="clip")
+    return Group(feed.tokens, feed.layout, rows, feed.asked, floor)
+
+
+def _verify(
+    state: DecodeState,
+    protocol: Protocol,
+    feeds: Sequence[Part],
+    logits: Sequence[jax.Array],
+    greedy: bool,
+    script: Script | None,
+) -> tuple[DecodeState, jax.Array]:
+    """Let every lane take tokens as long as they are what was drafted, and one more.
+
+    Returns:
+        The state, and how many tokens each lane took, int32 [L].
+    """
+    batch, length = state.finish.shape[0], protocol.draft_tokens
     flat = [lanes_of(feed, rows) for rows, feed in feeds]
     lanes: Lanes = jax.tree.map(lambda *parts: jnp.concatenate(parts), *flat)
-    every = jnp.concatenate([part.reshape(lane.row.size, -1) for part, lane in zip(logits, flat, strict=True)])
-    sampled = choose(every, state, protocol, lanes, greedy, script)
-    return advance(state, protocol, *_by_row(batch, feeds, sampled))
+    of_lanes, drafted = [], []
+    for (_, feed), part in zip(feeds, logits, strict=True):
+        M, W = feed.lane.shape
+        if feed.drafts is None:
+            of_lanes.append(part.reshape(1, M * W, -1))
+            drafted.append(jnp.full((M * W, length + 1), -1))
+        else:
+            of_lanes.append(jnp.moveaxis(part.reshape(M, 1 + length, W, -1), 1, 0).reshape(1 + length, M * W, -1))
+            drafted.append(jnp.pad(feed.drafts.tokens.reshape(M * W, length), ((0, 0), (0, 1)), constant_values=-1))
+    drafts = jnp.concatenate(drafted)
+    cache, nothing = state.cache, cast(Any, ())  # no round changes it, so it stays out of the loop
+
+    def more(carry: tuple[Any, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        return jnp.any(carry[2])
+
+    def body(carry: tuple[Any, jax.Array, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+        state, nth, active, taken = carry
+        state = state._replace(cache=cache)
+        at = jnp.concatenate([part[jnp.minimum(nth, part.shape[0] - 1)] for part in of_lanes])
+        here = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
+        token = choose(at, state, protocol, here, greedy, script)
+        state = advance(state, protocol, *_by_row(batch, feeds, jnp.where(active, lanes.lane, -1), token))
+        taken = taken + active
+        active = active & (token == drafts[:, nth]) & goes_on(state, lanes)
+        return state._replace(cache=nothing), nth + 1, active, taken
+
+    began = lanes.lane >= 0
+    start = (state._replace(cache=nothing), jnp.int32(0), began, jnp.zeros(began.shape, jnp.int32))
+    state, _, _, taken = jax.lax.while_loop(more, body, start)
+    stretches = state.stretches.at[lanes.row].add(began, mode="drop")
+    return state._replace(cache=cache, stretches=stretches), taken
 
 
-def _some(feed: Feed, mine: jax.Array, count: int) -> tuple[jax.Array | None, Feed]:
+def _some(feed: Feed, mine: jax.Array, count: int) -> Part:
     """The part of a feed that at most so many sequences feed, `mine` [B], and their rows (None: all, in place)."""
     batch = mine.shape[0]
     if count == batch:
@@ -143,21 +216,20 @@ def _some(feed: Feed, mine: jax.Array, count: int) -> tuple[jax.Array | None, Fe
     return rows, only(part, rows < batch)
 
 
-def _by_row(
-    batch: int, feeds: Sequence[tuple[jax.Array | None, Feed]], sampled: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Lanes, and what was sampled in each, int32 [B, W], from groups of rows."""
-    lanes = max(feed.lane.shape[1] for _, feed in feeds)
-    lane, token = jnp.full((batch, lanes), -1, jnp.int32), jnp.zeros((batch, lanes), jnp.int32)
+def _by_row(batch: int, feeds: Sequence[Part], lanes: jax.Array, sampled: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lanes, and what was sampled in each, int32 [B, W], from those of groups of rows, int32 [L]."""
+    most = max(feed.lane.shape[1] for _, feed in feeds)
+    lane, token = jnp.full((batch, most), -1, jnp.int32), jnp.zeros((batch, most), jnp.int32)
     start = 0
     for rows, feed in feeds:
-        own = sampled[start : start + feed.lane.size].reshape(feed.lane.shape)
-        start += feed.lane.size
+        part = slice(start, start + feed.lane.size)
+        start = part.stop
+        own, own_sampled = (values[part].reshape(feed.lane.shape) for values in (lanes, sampled))
         at = jnp.arange(batch) if rows is None else rows
-        used = jnp.where(jnp.any(feed.lane >= 0, axis=1), at, batch)[:, None]
-        places = jnp.arange(feed.lane.shape[1])[None]
-        lane = lane.at[used, places].set(feed.lane, mode="drop")
-        token = token.at[used, places].set(own, mode="drop")
+        used = jnp.where(jnp.any(own >= 0, axis=1), at, batch)[:, None]
+        places = jnp.arange(own.shape[1])[None]
+        lane = lane.at[used, places].set(own, mode="drop")
+        token = token.at[used, places].set(own_sampled, mode="drop")
     return lane, token
 
 
@@ -182,7 +254,7 @@ class Limits(NamedTuple):
     join: Any
 
 
-@partial(jax.jit, static_argnames=("protocol", "within", "greedy"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("protocol", "within", "greedy", "drafting"), donate_argnames="state")
 def run(
     params: Any,
     state: DecodeState,
@@ -191,12 +263,15 @@ def run(
     within: Extent,
     greedy: bool,
     script: Script | None,
+    drafting: bool,
 ) -> tuple[DecodeState, Extent, jax.Array]:
     """Steps on the device, as long as `within` holds what they need.
 
     Returns:
         The state, what the next step will need, and how many of `limits.steps` are left.
     """
+    if not drafting:
+        state = state._replace(draft=no_drafts(state.finish.shape[0], protocol))
     running = jnp.sum(state.finish == RUNNING)
 
     def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
@@ -211,7 +286,7 @@ def run(
 
     def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
         state, left = carry
-        return step(params, state, protocol, within, greedy, script), left - 1
+        return step(params, state, protocol, within, greedy, script, drafting), left - 1
 
     state, left = jax.lax.while_loop(more, body, (state, jnp.int32(limits.steps)))
     return state, extent(state, protocol), left
@@ -257,4 +332,4 @@ def prefill(
     if scripted:
         return state
     sampled = choose(logits[:, 0], state, protocol, lanes_of(feed, rows), greedy, script)
-    return advance(state, protocol, *_by_row(batch, [(rows, feed)], sampled))
+    return advance(state, protocol, *_by_row(batch, [(rows, feed)], feed.lane.reshape(-1), sampled))

@@ -36,7 +36,8 @@ def compile_all(lm: LanguageModel, protocol: Protocol, state: DecodeState, progr
     counts = sorted({min(batch, 1 << n) for n in range(width_bucket(batch).bit_length())})
     for greedy in (True, False):
         for within in programs.every():
-            state, _, _ = run(lm.params, state, nothing, protocol, within, greedy, None)
+            for drafting in {False, protocol.draft_tokens > 0}:
+                state, _, _ = run(lm.params, state, nothing, protocol, within, greedy, None, drafting)
         for rows, size, used in product(counts, sizes, programs.slots()):
             if size <= used and (rows == 1 or rows * size <= PREFILL_TOKENS):
                 state = _padding(lm, protocol, state, rows, size, used, greedy)

@@ -66,12 +66,15 @@ class Group(NamedTuple):
         layout: int32 [M, F] each; `sequence` is 0 where nothing is fed.
         rows: int32 [M], the row of the cache that each goes to, past the end for none; None: to all rows, in order.
         out: int32 [M, W], which of the F tokens get logits; None: all.
+        floor: int32 [M], fill the first empty slots from this one on, those of hidden tokens too; None: those behind
+            all that were written.
     """
 
     tokens: jax.Array
     layout: Layout
     rows: jax.Array | None = None
     out: jax.Array | None = None
+    floor: jax.Array | None = None
 
 
 class Place(NamedTuple):
@@ -106,13 +109,31 @@ class Place(NamedTuple):
         return (jnp.arange(self.slots.shape[0]) if self.rows is None else self.rows)[:, None]
 
 
-def record(cache: Cache, group: Group) -> tuple[Cache, Place]:
-    """Note which tokens are being fed, and where they stand; the layers follow with `Place.write`."""
+def seat(cache: Cache, group: Group, used: int | None = None) -> Place:
+    """Where the tokens of a group will stand; `used`: they all stand in the first so many slots."""
     real = group.layout.sequence > 0
     length = cache.length if group.rows is None else jnp.take(cache.length, group.rows, mode="clip")
-    slots = jnp.where(real, length[:, None] + jnp.cumsum(real, axis=1) - 1, cache.tokens.shape[1])
-    place = Place(group.rows, slots)
-    fed = jnp.sum(real, axis=1, dtype=jnp.int32)
-    grown = cache.length + fed if group.rows is None else cache.length.at[group.rows].add(fed, mode="drop")
+    nth = jnp.cumsum(real, axis=1)
+    slots = length[:, None] + nth - 1
+    if group.floor is not None:
+        written = (
+            cache.layout.sequence[:, :used]
+            if group.rows is None
+            else jnp.take(cache.layout.sequence[:, :used], group.rows, axis=0, mode="clip")
+        )
+        empty = (written == 0) & (jnp.arange(written.shape[1])[None] >= group.floor[:, None])
+        slots = jax.vmap(jnp.searchsorted)(jnp.cumsum(empty, axis=1), nth)
+    return Place(group.rows, jnp.where(real, slots, cache.tokens.shape[1]))
+
+
+def record(cache: Cache, group: Group, used: int | None = None) -> tuple[Cache, Place]:
+    """Note which tokens are being fed, and where they stand; the layers follow with `Place.write`."""
+    place = seat(cache, group, used)
+    written = place.slots < cache.tokens.shape[1]
+    ends = jnp.max(jnp.where(written, place.slots + 1, 0), axis=1)
+    if group.rows is None:
+        grown = jnp.maximum(cache.length, ends)
+    else:
+        grown = cache.length.at[group.rows].max(ends, mode="drop")
     layout = Layout(*(place.put(old, new) for old, new in zip(cache.layout, group.layout, strict=True)))
     return cache._replace(tokens=place.put(cache.tokens, group.tokens), layout=layout, length=grown), place

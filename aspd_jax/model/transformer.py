@@ -326,7 +326,7 @@ class Transformer(nn.Module):
         key_slot = jnp.arange(cache.tokens.shape[1] if used is None else used)[None]
         places = []
         for group in groups:
-            cache, place = record(cache, group)
+            cache, place = record(cache, group, used)
             places.append(place)
         seats, start = [], 0
         for group, place in zip(groups, places, strict=True):

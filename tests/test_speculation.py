@@ -1,0 +1,259 @@
+"""Drafts change no answer; where they come from; when they are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import infer.policy
+import infer.step
+from aspd_jax import LanguageModel, build_layout
+from aspd_jax.errors import RequestError, StructureError
+from infer import Engine, SamplingParams
+from infer.policy import DRAFTING_PASSES, PLAIN_PASSES, DraftControl, StepCost
+from infer.prefill import start
+from infer.request import Job, Mode
+from infer.speculation import look_up
+from infer.state import PARALLEL, DecodeState, Protocol
+from infer.step import Script
+from tests.answers import SEPARATOR, critical_path, linearise
+
+DRAFT = 3
+HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
+
+
+def drafting_engine(lm: LanguageModel, draft_tokens: int = DRAFT) -> Engine:
+    return Engine(
+        lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
+        draft_tokens=draft_tokens,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def never_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infer.policy, "DRAFTING_PASSES", 1 << 30)
+
+
+@contextmanager
+def patched(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Other functions in the step; programs compiled before and with them are forgotten."""
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in functions.items():
+            patch.setattr(infer.step, name, function)
+        yield
+    jax.clear_caches()
+
+
+def script_of(engine: Engine, parts: list, batch: int) -> tuple[Script, list[int]]:
+    """An answer as a script, and as its linearisation."""
+    special = engine.protocol.special
+    serial: list[int] = []
+    branches: list[list[int]] = [[] for _ in range(engine.protocol.max_branches)]
+    for part in parts:
+        if isinstance(part[0], tuple):
+            for title, _ in part:
+                serial += [special.title_start, *title, special.title_end]
+            serial.append(special.parallel_start)
+            for number, (_, text) in enumerate(part):
+                assert branches[number] in ([], [*text, special.branch_end])
+                branches[number] = [*text, special.branch_end]
+        else:
+            serial += part
+    serial.append(0)
+    of_serial, of_branch = np.full((batch, 80), -1, np.int32), np.full((batch, len(branches), 80), -1, np.int32)
+    of_serial[:, : len(serial)] = serial
+    for number, ids in enumerate(branches):
+        of_branch[:, number, : len(ids)] = ids
+    return Script(jnp.asarray(of_serial), jnp.asarray(of_branch)), linearise(special, parts)
+
+
+def knowing(script: Script, wrong: int = 0) -> Callable[..., jax.Array]:
+    """A `look_up` that knows the script; every so many places (0: never) it is wrong."""
+
+    def guess(state: DecodeState, protocol: Protocol, used: int) -> jax.Array:
+        ahead = jnp.arange(protocol.draft_tokens)
+        batch = jnp.arange(state.phase.size)[:, None, None]
+        place = state.branch_sampled[..., None] + ahead
+        number = jnp.arange(protocol.max_branches)[None, :, None]
+        in_branch = script.branch[batch, number, place]
+        next_serial = state.sampled[:, None, None] + ahead
+        serial = script.serial[batch, jnp.broadcast_to(next_serial, in_branch.shape)]
+        in_block = (state.phase == PARALLEL)[:, None, None]
+        found = jnp.where(in_block, jnp.where(state.branch_live[..., None], in_branch, -1), serial)
+        found = jnp.where(in_block | (number == 0), found, -1)
+        if wrong:
+            found = jnp.where((jnp.where(in_block, place, next_serial) % wrong == 1) & (found >= 0), 11, found)
+        return jnp.where(jnp.cumprod(found >= 0, axis=2) > 0, found, -1)
+
+    return guess
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong: int) -> None:
+    """The answer is scripted, and the guesses know it: titles, forks, branches of unequal length, merges."""
+    # All blocks of a scripted answer have the same texts in their branches.
+    first, second = [6, 7, 8, 6, 7, 1, 1, 2], [1]
+    one, other = [([5], first), ([9, 2], second), ([5], [])], [([1], first), ([2], second)]
+    parts = [[3, 4, 4, 9, 8, 7], one, [4, 2], other, [7, 7, 7]]
+    own = drafting_engine(bare_lm)
+    script, expected = script_of(own, parts, 2)
+    own.scheduler.script, special = script, own.protocol.special
+    with patched(look_up=knowing(script, wrong)):
+        results = own.generate([[1, 2, 3]] * 3)
+    for result in results:
+        assert result.token_ids == expected and result.finish_reason == "stop"
+        stats = result.stats
+        assert stats.critical_path == critical_path(special, parts)
+        # What is guessed beyond the end of a stretch is never taken.
+        assert (stats.accepted_tokens > 0.75 * stats.drafted_tokens) == (wrong == 0)
+        assert stats.passes < (0.5 if wrong == 0 else 0.8) * stats.critical_path
+
+
+def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine) -> None:
+    """Token by token, greedy and sampled, whatever is guessed."""
+    prompts = [[1, 2, 3, 4, 1, 2, 5, 6, seed % 3 + 1] for seed in range(24)]
+    params = [
+        replace(HOT, temperature=t, seed=seed, max_new_tokens=40 + seed)
+        for seed, t in enumerate([0.0, 0.7, 2.0, 100.0] * 6)
+    ]
+    mode: list[Mode] = ["serial", *["adaptive"] * 3] * 6
+    expected = engine.generate(prompts, params, mode)
+    assert sum(result.stats.blocks for result in expected) >= 3
+
+    def check(results: Any) -> bool:
+        pairs = zip(results, expected, strict=True)
+        return all(a.token_ids == b.token_ids and a.finish_reason == b.finish_reason for a, b in pairs)
+
+    own = drafting_engine(bare_lm)
+    results = own.generate(prompts, params, mode)
+    assert check(results)
+    assert sum(result.stats.accepted_tokens for result in results) > 0
+    for a, b in zip(results, expected, strict=True):
+        assert a.stats.critical_path == b.stats.critical_path and a.stats.passes <= b.stats.passes
+
+    random = np.random.default_rng(0).integers(1, 15, (2, 3, DRAFT))
+
+    def anything(state: DecodeState, protocol: Protocol, used: int) -> jax.Array:
+        shifted = (jnp.asarray(random, jnp.int32) + state.passes[:, None, None]) % 14 + 1
+        return jnp.broadcast_to(shifted, state.draft.shape)
+
+    with patched(look_up=anything):
+        results = drafting_engine(bare_lm).generate(prompts, params, mode)
+    assert check(results)
+    assert sum(result.stats.drafted_tokens for result in results) > 100
+
+    same_still = True
+    with patched(look_up=anything, hide_rejected=lambda state, *_: state):
+        try:
+            same_still = check(drafting_engine(bare_lm).generate(prompts, params, mode))
+        except StructureError:
+            same_still = False
+    assert not same_still, "negative control: rejected guesses that stay visible change answers"
+
+
+def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
+    """The fourth token of an answer, against its exact distribution; the third is guessed, as the likeliest."""
+    prompt, words = [1, 2, 3], 24
+    own = Engine(bare_lm, max_length=128, max_batch=32, max_branches=2, max_title_tokens=1, draft_tokens=1)
+    every = np.stack(np.meshgrid(*[np.arange(words)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
+    tokens = np.concatenate([np.tile(prompt, (len(every), 1)), every], axis=1)
+    layout = build_layout(tokens, own.protocol.special, bare_lm.config.positions)
+    logits = np.array(bare_lm.model.apply({"params": bare_lm.params}, tokens, layout))[:, len(prompt) - 1 :]
+    logits[..., list(own.protocol.special.ids)] = -np.inf  # serial mode has no tags
+    share = np.asarray(jax.nn.softmax(logits, axis=-1)).reshape(words, words, words, 4, words)
+    beginning = share[0, 0, 0, 0][:, None, None] * share[:, 0, 0, 1][:, :, None] * share[:, :, 0, 2]
+    likeliest = int(beginning[1:, 1:, 1:].sum(axis=(0, 1)).argmax()) + 1
+    goes_on = np.zeros((words, words, words))
+    goes_on[1:, 1:, 1:] = 1  # 0 is end of text
+    exact = np.einsum("abc,abcd->d", beginning * goes_on, share[..., 3, :])
+    exact[0] += 1 - exact.sum()  # an answer that ended before counts as ended
+
+    def guess(state: DecodeState, protocol: Protocol, used: int) -> jax.Array:
+        return jnp.full_like(state.draft, likeliest)
+
+    count = 3000
+    params = [SamplingParams(temperature=1.0, max_new_tokens=4, seed=seed) for seed in range(count)]
+    with patched(look_up=guess):
+        results = own.generate([prompt] * count, params, "serial")
+    assert sum(result.stats.accepted_tokens for result in results) > 50
+    seen = np.bincount([(*result.token_ids, 0, 0, 0, 0)[3] for result in results], minlength=words)
+    likely = exact * count >= 5
+    observed, expected = (np.append(of[likely], of[~likely].sum()) for of in (seen, exact * count))
+    chi_square = float(((observed - expected) ** 2 / np.maximum(expected, 1e-9)).sum())
+    assert chi_square < 60, chi_square  # at most 23 degrees of freedom: exceeded once in 30,000 draws of this test
+
+
+@settings(max_examples=40)
+@given(prompt=st.lists(st.integers(1, 3), min_size=1, max_size=60), pending=st.integers(1, 3))
+def test_guesses_are_what_followed_before(bare_lm: LanguageModel, prompt: list[int], pending: int) -> None:
+    protocol = replace(drafting_engine(bare_lm).protocol, draft_tokens=DRAFT)
+    state = state_after(bare_lm, protocol, tuple(prompt), pending)
+    found = np.asarray(look_up(state, protocol, 128))[0]
+    assert (found[1:] == -1).all()
+    expected: list[int] = []
+    text = [*prompt, pending]
+    for length in (3, 2):
+        ends = [n for n in range(length, len(prompt)) if prompt[n - length : n] == text[-length:]]
+        if ends and not expected and len(text) >= length:
+            expected = (prompt[ends[-1] : ends[-1] + DRAFT] + [-1] * DRAFT)[:DRAFT]
+            break
+    assert found[0].tolist() == (expected or [-1] * DRAFT)
+
+
+def state_after(lm: LanguageModel, protocol: Protocol, prompt: tuple[int, ...], pending: int) -> DecodeState:
+    """A state whose cache holds a prompt, without running the model."""
+    state = _blank(lm, protocol)
+    length = len(prompt)
+    tokens, sequence, position = (np.zeros((1, 128), np.int32) for _ in range(3))
+    tokens[0, :length], sequence[0, :length], position[0, :length] = prompt, 1, np.arange(length)
+    layout = state.cache.layout._replace(sequence=jnp.asarray(sequence), position=jnp.asarray(position))
+    cache = state.cache._replace(tokens=jnp.asarray(tokens), layout=layout, length=jnp.asarray([length]))
+    return state._replace(
+        cache=cache, phase=state.phase * 0, token=jnp.asarray([pending]), position=jnp.asarray([length])
+    )
+
+
+_BLANK: dict[Protocol, DecodeState] = {}
+
+
+def _blank(lm: LanguageModel, protocol: Protocol) -> DecodeState:
+    if protocol not in _BLANK:
+        _BLANK[protocol] = start(lm, protocol, [Job((1,), SamplingParams(), "serial", 100, 0)])
+    return _BLANK[protocol]
+
+
+def test_guesses_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infer.policy, "DRAFTING_PASSES", DRAFTING_PASSES)
+    cost = StepCost(base=1.0, per_token=0.25, per_slot=0.0)  # 1.25 ms with one token, 2.0 ms with four: 1.6 times
+    for accepted, pays in ((24, True), (16, False)):  # 1.75 and 1.5 tokens a pass
+        control = DraftControl(3)
+        assert control.on and control.passes == DRAFTING_PASSES
+        control.note(cost, DRAFTING_PASSES, 4, 0, DRAFTING_PASSES, accepted)
+        assert control.on == pays
+        if not pays:
+            assert control.passes == PLAIN_PASSES
+            control.note_plain(PLAIN_PASSES)
+            assert control.on, "they are tried again"
+    never = DraftControl(0)
+    never.note_plain(10)
+    assert not never.on
+
+
+def test_drafts_have_limits(bare_lm: LanguageModel) -> None:
+    with pytest.raises(RequestError, match="draft_tokens must be at least 0"):
+        drafting_engine(bare_lm, -1)
+    config = replace(bare_lm.config, siblings="shared")
+    shared = replace(bare_lm, config=config, model=bare_lm.model.clone(config=config))
+    with pytest.raises(RequestError, match="see each other's guesses"):
+        drafting_engine(shared)
+    assert drafting_engine(shared, 0).generate([[1]], SamplingParams(max_new_tokens=2))
