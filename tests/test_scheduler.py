@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import infer.budget
 import infer.grammar
 import infer.prefill
 import infer.scheduler
-import infer.state
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.tokens import SerialIds, split
@@ -217,10 +217,10 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
 ) -> None:
     """Negative control: a budget spent in the order of decoding."""
 
-    def spent_as_decoded(state: Any) -> infer.state.BranchBudget:
+    def spent_as_decoded(state: Any) -> infer.budget.BranchBudget:
         live = state.branch_live.sum(axis=1)[:, None]
         affordable = (state.remaining[:, None] >= 2 * live) | (state.branch_live & False)
-        return infer.state.BranchBudget(affordable, affordable | True)
+        return infer.budget.BranchBudget(affordable, affordable | True)
 
     params = [replace(HOT, seed=seed, max_new_tokens=30 + seed) for seed in range(40)]
     free = engine.generate([[1, 2]] * 40, params)
@@ -228,7 +228,7 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
         bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
         branch_policy="cap:1",
     )  # fmt: skip
-    monkeypatch.setattr(infer.state, "branch_budget", spent_as_decoded)
+    monkeypatch.setattr(infer.budget, "branch_budget", spent_as_decoded)
     monkeypatch.setattr(infer.grammar, "branch_budget", spent_as_decoded)
     jax.clear_caches()
     try:
