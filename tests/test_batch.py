@@ -19,7 +19,6 @@ from aspd_jax.errors import DataError, RequestError
 from aspd_jax.language_model import save_model
 from infer import Engine, SamplingParams
 from infer.batch import generate_file, read_prompts
-from tests.conftest import ROOT
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24)
 
@@ -96,7 +95,7 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
 def test_kill_9(lm: LanguageModel, source: Path, tmp_path: Path) -> None:
     save_model(lm, tmp_path / "model")
     cut = tmp_path / "cut.jsonl"
-    command = [sys.executable, str(ROOT / "aspd.py"), "generate", "--model", str(tmp_path / "model"), "--raw"]
+    command = [sys.executable, "-m", "aspd", "generate", "--model", str(tmp_path / "model"), "--raw"]
     command += ["--input", str(source), "--max-length", "96", "--max-new-tokens", "24", "--batch", "1"]
     journal = tmp_path / "cut.jsonl.journal"
     process = subprocess.Popen([*command, "--output", str(cut)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

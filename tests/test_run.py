@@ -119,7 +119,7 @@ def test_kill_9_at_any_moment(tmp_path: Path) -> None:
     config = changed(SMALL, steps=24, save_every=1, keep=2, log_every=1)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config.as_dict()))))
     run_training(config, tmp_path / "whole", progress=False)
-    command = [sys.executable, str(ROOT / "aspd.py"), "train", str(tmp_path / "config.yaml"), "--output"]
+    command = [sys.executable, "-m", "aspd", "train", str(tmp_path / "config.yaml"), "--output"]
     killed, chance = 0, random.Random(0)
     cut = tmp_path / "cut"
     while True:
@@ -197,7 +197,7 @@ def test_two_processes_train_together(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
             [
-                *(sys.executable, str(ROOT / "aspd.py"), "train", str(tmp_path / "config.yaml")),
+                *(sys.executable, "-m", "aspd", "train", str(tmp_path / "config.yaml")),
                 *("--output", str(tmp_path / "two"), "--coordinator", f"127.0.0.1:{port}"),
                 *("--processes", "2", "--process", str(number)),
             ],

@@ -1,0 +1,7 @@
+"""`python -m aspd`."""
+
+import sys
+
+from aspd import main
+
+sys.exit(main())

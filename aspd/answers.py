@@ -1,0 +1,165 @@
+"""`aspd generate` and `aspd demo`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from aspd.options import command, model_options, positive, sampling_options
+from aspd_jax.errors import RequestError
+
+
+def add(commands: Any) -> None:
+    """Add these commands."""
+    generate = command(commands, "generate", run_generate, "Answer a prompt, or a file of prompts.")
+    model_options(generate)
+    asked = generate.add_mutually_exclusive_group(required=True)
+    asked.add_argument(
+        "--prompt", metavar="TEXT", help="a question; goes through the chat template if the model has one"
+    )
+    asked.add_argument(
+        "--messages", metavar="FILE", help='JSON file with a list of {"role", "content"} messages; - is standard input'
+    )
+    asked.add_argument("--input", type=Path, metavar="FILE", help='JSONL file of {"prompt"} or {"messages"} records')
+    generate.add_argument("--output", type=Path, metavar="FILE", help="JSONL file for the answers to --input")
+    generate.add_argument("--weights", choices=("float", "int8"), default="float", help="of the layers' kernels")
+    generate.add_argument("--mesh", metavar="AXIS=N,…", help="devices for each axis: data=2,tensor=4; default: one")
+    generate.add_argument("--batch", type=int, default=8, help="requests of --input that decode together")
+    generate.add_argument(
+        "--branch-policy", default="all", metavar="POLICY", help="all, cap:N branches, or slo:MS milliseconds a pass"
+    )
+    generate.add_argument(
+        "--draft-tokens", type=int, default=0, help="guesses per stretch and pass, looked up in what was said before"
+    )
+    generate.add_argument(
+        "--raw", action="store_true", help="give prompts to the model as they stand, without the chat template"
+    )
+    generate.add_argument("--mode", choices=("adaptive", "serial"), default="adaptive")
+    generate.add_argument("--stream", action="store_true", help="print the answer as it grows")
+    generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
+    sampling_options(generate)
+
+    demo = command(commands, "demo", run_demo, "Answer a few questions in both modes, and compare.")
+    model_options(demo)
+    demo.add_argument("--questions", type=int, default=3, help="how many")
+    demo.add_argument("--seed", type=int, default=0, help="which questions")
+
+
+def run_generate(options: argparse.Namespace) -> None:
+    """`aspd generate`."""
+    from aspd_jax import load_model
+    from aspd_jax.structure import to_json
+    from infer import Engine, SamplingParams
+    from infer.terminal import print_growing
+
+    params = SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        max_new_tokens=options.max_new_tokens,
+        max_branch_tokens=options.max_branch_tokens,
+        stop=tuple(options.stop),
+        seed=options.seed,
+    )
+    if (options.input is None) != (options.output is None):
+        raise RequestError("--input and --output go together")
+    positive(options, "batch")
+    prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
+    lm = load_model(options.model, options.dtype, _mesh(options.mesh), options.weights)
+    rows = options.batch if options.input else 1
+    engine = Engine(
+        lm,
+        max_length=options.max_length,
+        max_batch=rows,
+        branch_policy=options.branch_policy,
+        draft_tokens=options.draft_tokens,
+    )
+    chat = not options.raw and bool(getattr(lm.tokenizer, "chat_template", None))
+    if options.input is not None:
+        from infer.batch import generate_file
+
+        outcome = generate_file(engine, options.input, options.output, params, options.mode, chat)
+        there = f", {outcome.resumed} of them there already" if outcome.resumed else ""
+        errors = f"; {outcome.errors} hold an error" if outcome.errors else ""
+        print(f"{outcome.records} records written to {options.output}{there}{errors}")
+        return
+    if options.prompt is not None and chat:
+        prompt = [{"role": "user", "content": options.prompt}]
+    if options.stream and not options.json:
+        print_growing(engine.stream(prompt, params, options.mode))
+        return
+    result = engine.generate([prompt], params, options.mode)[0]
+    if not options.json:
+        print(result.text)
+        return
+    stats = vars(result.stats) | {"ideal_speedup": result.stats.ideal_speedup}
+    output = {
+        "text": result.text,
+        "structure": to_json(result.structure),
+        "prompt_token_ids": result.prompt_token_ids,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "stats": stats,
+    }
+    print(json.dumps(output, ensure_ascii=False))
+
+
+def _mesh(text: str | None) -> Any:
+    """A mesh from its axes, such as `data=2,tensor=4`."""
+    if text is None:
+        return None
+    from aspd_jax.sharding import make_mesh
+
+    shape = {}
+    for part in text.split(","):
+        axis, found, size = part.partition("=")
+        if not found or not size.isdigit() or int(size) < 1:
+            raise RequestError(f"--mesh takes axes and numbers of devices, such as data=2,tensor=4, got {text!r}")
+        shape[axis] = int(size)
+    return make_mesh(shape)
+
+
+def _read_messages(name: str) -> list[dict[str, str]]:
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{name}: {error}") from None
+    try:
+        messages = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RequestError(f"{name}, line {error.lineno}: {error.msg}") from None
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(f'{name} must hold a list of {{"role", "content"}} messages')
+    for number, message in enumerate(messages):
+        for key in ("role", "content"):
+            if not isinstance(message, dict) or not isinstance(message.get(key), str):
+                raise RequestError(f"{name}, message {number}: {key!r} must be a string")
+    return messages
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    """`aspd demo`."""
+    from aspd_jax import load_model
+    from infer.terminal import demonstrate
+    from train.tasks import KINDS, problem
+
+    if options.questions < 1:
+        raise RequestError(f"--questions must be at least 1, got {options.questions}")
+    # Blocks first, and a chain that must stay serial; then the other families and kinds.
+    order = [("machines", "conclusion"), ("orders", "conclusion"), ("machines", "chain"), ("machines", "parallel")]
+    order += [
+        (family, kind) for family in ("records", "orders", "machines") for kind in KINDS if (family, kind) not in order
+    ]
+    problems = [
+        problem(options.seed * 1000 + number, True, *order[number % len(order)]) for number in range(options.questions)
+    ]
+    demonstrate(
+        load_model(options.model, options.dtype),
+        [(item.question, item.answer) for item in problems],
+        options.max_length,
+    )

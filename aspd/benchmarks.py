@@ -1,0 +1,129 @@
+"""`aspd bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from aspd.options import positive, shape_options, where
+from aspd_jax.errors import RequestError
+
+
+def add(commands: Any) -> None:
+    """Add these commands."""
+    bench = commands.add_parser("bench", help="Measure speed, baselines in the same run.")
+    kinds = bench.add_subparsers(required=True, metavar="WHAT")
+
+    decode = kinds.add_parser("decode", help="passes by width, and whole answers in adaptive and in serial mode")
+    decode.set_defaults(run=run_bench_decode)
+    decode.add_argument("--model", metavar="DIR|demo", help="a checkpoint; default: a random model of --shape")
+    shape_options(decode)
+    decode.add_argument("--weights", choices=("float", "int8"), default="float", help="of the layers' kernels")
+    decode.add_argument("--context", type=int, nargs="+", default=[128], help="prompt tokens")
+    decode.add_argument("--batch", type=int, nargs="+", default=[1], help="requests at a time")
+    decode.add_argument("--widths", type=int, nargs="*", default=[1, 2, 4, 8, 16], help="powers of two, 1 first")
+    decode.add_argument(
+        "--answers",
+        nargs="*",
+        default=["2x240", "4x120", "8x60", "16x30"],
+        metavar="NxT",
+        help="branches x tokens of each",
+    )
+    decode.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (.svg, .png, .pdf)")
+
+    steps = kinds.add_parser("train", help="training steps, beside plain causal attention")
+    steps.set_defaults(run=run_bench_train)
+    shape_options(steps)
+    steps.add_argument("--rows", type=int, default=1, help="rows of a batch")
+    steps.add_argument("--length", type=int, default=1024, help="tokens of a row")
+
+
+def run_bench_decode(options: argparse.Namespace) -> None:
+    """`aspd bench decode`."""
+    from aspd_jax import load_model
+    from aspd_jax.language_model import as_int8
+    from aspd_jax.shapes import benchmark_model
+    from infer.benchmark import (
+        answer_table,
+        answer_times,
+        copy_bandwidth,
+        logit_error,
+        pass_table,
+        pass_times,
+        peak_bytes,
+        published,
+        transformers_time,
+    )
+
+    positive(options, "context", "batch", "repeats")
+    if options.widths and (options.widths[0] != 1 or any(w < 1 or w & (w - 1) for w in options.widths)):
+        raise RequestError(f"--widths must be powers of two and start with 1, got {options.widths}")
+    answers = []
+    for text in options.answers:
+        branches, found, length = text.partition("x")
+        if not found or not branches.isdigit() or not length.isdigit():
+            raise RequestError(f"--answers takes branches x tokens, such as 8x60, got {text!r}")
+        answers.append((int(branches), int(length)))
+    lm = load_model(options.model, options.dtype) if options.model else benchmark_model(options.shape, options.dtype)
+    if options.weights == "int8":
+        exact, lm = lm, as_int8(lm)
+        error = logit_error(exact, lm)
+        print(
+            f"int8: logits are {error.relative:.2%} off (root mean square, of {options.dtype} ones), "
+            f"the likeliest token is the same in {error.same_likeliest:.1%} of 256 places\n"
+        )
+        del exact
+    name, machine, copied = options.model or options.shape, where(), copy_bandwidth(options.repeats)
+    runs = []
+    for context in options.context:
+        title = f"{name}, {options.dtype}, context {context}; {machine}; copy {copied / 1e9:.1f} GB/s"
+        print(f"{title}\n")
+        passes = pass_times(lm, options.widths, context, options.repeats) if options.widths else []
+        if passes:
+            print(f"Passes, batch 1, {options.repeats} runs of 16:\n\n{pass_table(passes, copied)}\n")
+        pairs = []
+        for batch in options.batch:
+            for branches, length in answers:
+                pair = answer_times(lm, branches, length, context, batch, options.repeats)
+                torch = transformers_time(lm, pair[0].content, context, batch, options.repeats)
+                pairs.append([*pair, torch] if torch else pair)
+        if pairs:
+            print(f"Answers, {options.repeats} runs of each in turn:\n\n{answer_table(pairs)}\n")
+        if beside := published("" if options.model else options.shape, options.dtype, context):
+            print(f"{beside}\n")
+        if options.plot is not None:
+            from infer.plots import plot_decoding
+
+            file = options.plot
+            several = len(options.context) > 1
+            plot_decoding(passes, pairs, copied, title, file.with_stem(f"{file.stem}-{context}") if several else file)
+        flat = [vars(answer) for pair in pairs for answer in pair]
+        runs.append({"context": context, "passes": [vars(p) for p in passes], "answers": flat})
+    print(f"peak memory {peak_bytes() / 1e9:.2f} GB")
+    if options.json is not None:
+        record = {
+            "model": name,
+            "dtype": options.dtype,
+            "weights": options.weights,
+            "where": machine,
+            "copy_bandwidth": copied,
+        }
+        record |= {"repeats": options.repeats, "peak_bytes": peak_bytes(), "runs": runs}
+        options.json.write_text(json.dumps(record, indent=1))
+
+
+def run_bench_train(options: argparse.Namespace) -> None:
+    """`aspd bench train`."""
+    from train.benchmark import step_times, table
+
+    positive(options, "rows", "length", "repeats")
+    results = step_times(options.shape, options.dtype, options.rows, options.length, options.repeats)
+    machine = where()
+    of = f"{options.shape}, {options.dtype}, {options.rows} x {options.length} tokens, {options.repeats} steps"
+    print(f"{of}; {machine}\n")
+    print(table(results))
+    if options.json is not None:
+        record = {"shape": options.shape, "dtype": options.dtype, "rows": options.rows, "length": options.length}
+        options.json.write_text(json.dumps(record | {"where": machine, "steps": [vars(r) for r in results]}, indent=1))

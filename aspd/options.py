@@ -1,0 +1,75 @@
+"""Options that several commands have, and what is asked of their values.
+
+What takes long to import is imported by the commands when they run, so that `aspd --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aspd_jax.errors import RequestError
+
+
+def command(commands: Any, name: str, run: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
+    """Add a command."""
+    sub: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    sub.set_defaults(run=run)
+    return sub
+
+
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model, and how long its answers may be."""
+    parser.add_argument("--model", default="demo", metavar="DIR|demo", help="Hugging Face checkpoint folder")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--max-length", type=int, default=2048, help="tokens of prompt and answer")
+
+
+def shape_options(parser: argparse.ArgumentParser) -> None:
+    """Which random model, and how often it is timed."""
+    parser.add_argument("--shape", default="27m", help="of a random model: 27m, 1b or 7b")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--repeats", type=int, default=7, help="runs of each kind; the median counts")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+
+
+def config_options(parser: argparse.ArgumentParser) -> None:
+    """A configuration, and changes to it."""
+    parser.add_argument("config", help="YAML file, such as configs/embedded_aspd.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: data.length=4096")
+
+
+def sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Fields of `SamplingParams`."""
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--max-branch-tokens", type=int, default=1024)
+    parser.add_argument("--stop", action="append", default=[], help="string that ends its stretch; may be repeated")
+    parser.add_argument("--seed", type=int, help="of the random streams")
+
+
+def positive(options: argparse.Namespace, *names: str) -> None:
+    """Refuse numbers below 1.
+
+    Raises:
+        RequestError: which option has one.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value], default=1) < 1:
+            raise RequestError(f"--{name} must be at least 1, got {value}")
+
+
+def where() -> str:
+    """The hardware, in words."""
+    import jax
+
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
