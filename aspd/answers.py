@@ -35,6 +35,9 @@ def add(commands: Any) -> None:
         "--draft-tokens", type=int, default=0, help="guesses per stretch and pass, looked up in what was said before"
     )
     generate.add_argument(
+        "--training-free", action="store_true", help="for a model without the special tokens: ask for tags in its text"
+    )
+    generate.add_argument(
         "--raw", action="store_true", help="give prompts to the model as they stand, without the chat template"
     )
     generate.add_argument("--mode", choices=("adaptive", "serial"), default="adaptive")
@@ -52,7 +55,7 @@ def run_generate(options: argparse.Namespace) -> None:
     """`aspd generate`."""
     from aspd_jax import load_model
     from aspd_jax.structure import to_json
-    from infer import Engine, SamplingParams
+    from infer import Engine, SamplingParams, TextTags
     from infer.terminal import print_growing
 
     params = SamplingParams(
@@ -78,6 +81,7 @@ def run_generate(options: argparse.Namespace) -> None:
         max_batch=rows,
         branch_policy=options.branch_policy,
         draft_tokens=options.draft_tokens,
+        text_tags=TextTags() if options.training_free else None,
     )
     chat = not options.raw and bool(getattr(lm.tokenizer, "chat_template", None))
     if options.input is not None:

@@ -107,22 +107,38 @@ class TextCodec:
         """Text of a stretch; special tokens are left out."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def text_of(self, stretch: SerialIds) -> str:
+        """Text of a stretch, without what belongs to a tag."""
+        text = self.decode(stretch.ids)
+        return text[: len(text) - stretch.drop]
+
     def spell(self, ids: Iterable[int]) -> str:
         """The vocabulary's own spelling of ids, for stretches of which nothing is left on decoding."""
         return "".join(self._backend.id_to_token(int(i)) or f"<{int(i)}>" for i in ids)
 
 
 class SerialIds(NamedTuple):
-    """Ids of a serial stretch."""
+    """Ids of a serial stretch; `drop` characters at their end belong to a tag that is written as text."""
 
     ids: np.ndarray
+    drop: int = 0
 
 
 class BlockIds(NamedTuple):
-    """Ids of a block: titles as announced, and branches without their tags but with their heads."""
+    """Ids of a block: titles as announced, and branches without their tags but with their heads.
+
+    `drops` has as many characters for each branch as `SerialIds.drop` has; it is empty where there are none.
+    """
 
     titles: tuple[np.ndarray, ...]
     branches: tuple[np.ndarray, ...]
+    drops: tuple[int, ...] = ()
+
+    def texts(self, separator: int) -> list[SerialIds]:
+        """The branches without their heads; `separator`: its tokens."""
+        drops = self.drops or (0,) * len(self.branches)
+        parts = zip(self.titles, self.branches, drops, strict=True)
+        return [SerialIds(branch[len(title) + separator :], drop) for title, branch, drop in parts]
 
 
 ItemIds: TypeAlias = SerialIds | BlockIds

@@ -13,6 +13,7 @@ from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_
 from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, split
 from infer.feed import widest_feed
 from infer.programs import width_bucket
+from infer.recogniser import TextReader
 from infer.request import Job
 from infer.rows import Snapshot, snapshot
 from infer.state import (
@@ -137,15 +138,17 @@ def linear_order(layout: Layout) -> np.ndarray:
     return np.lexsort((layout.position, layout.branch, anchor))
 
 
-def read(state: DecodeState, protocol: Protocol, rows: Sequence[int]) -> list[Reading]:
-    """Sequences as far as they are, from what was fed and what is pending."""
+def read(
+    state: DecodeState, protocol: Protocol, rows: Sequence[int], reader: TextReader | None = None
+) -> list[Reading]:
+    """Sequences as far as they are, from what was fed and what is pending; `reader`: of tags that are text."""
     size = width_bucket(len(rows))
     padded = np.asarray([*rows, *[rows[0]] * (size - len(rows))], np.int32)
     shot: Snapshot = jax.device_get(snapshot(state, padded, protocol, widest_feed(protocol)))
-    return [_reading(shot, index, protocol) for index in range(len(rows))]
+    return [_reading(shot, index, protocol, reader) for index in range(len(rows))]
 
 
-def _reading(shot: Snapshot, index: int, protocol: Protocol) -> Reading:
+def _reading(shot: Snapshot, index: int, protocol: Protocol, reader: TextReader | None) -> Reading:
     of = jax.tree.map(lambda field: field[index], shot)
     state, feed, slots = of.state, of.pending, int(of.length)
     phase, start = int(state.phase), int(state.prompt_length)
@@ -160,7 +163,7 @@ def _reading(shot: Snapshot, index: int, protocol: Protocol) -> Reading:
     in_block = phase in (FORK, PARALLEL)
     still_open = frozenset((np.flatnonzero(state.branch_live) + 1).tolist()) if in_block else frozenset()
     return Reading(
-        answer=_answer(ids[order], own.branch[order], phase, int(state.finish), protocol, still_open),
+        answer=_answer(ids[order], own.branch[order], phase, int(state.finish), protocol, still_open, reader),
         passes=int(state.passes),
         critical_path=int(state.critical_path) + (int(state.branch_sampled.max()) if in_block else 0),
         cached=of.tokens[cached],
@@ -172,17 +175,26 @@ def _reading(shot: Snapshot, index: int, protocol: Protocol) -> Reading:
 
 
 def _answer(
-    ids: np.ndarray, branch: np.ndarray, phase: int, finish: int, protocol: Protocol, still_open: frozenset[int]
+    ids: np.ndarray,
+    branch: np.ndarray,
+    phase: int,
+    finish: int,
+    protocol: Protocol,
+    still_open: frozenset[int],
+    reader: TextReader | None,
 ) -> Answer:
     special = protocol.special
     whole = ids
     if finish == STOP and ids.size and int(ids[-1]) in protocol.end:
         whole = ids[:-1]
-    elif phase in (TITLE, TITLED):
+    if reader is not None:
+        items = reader.items(whole, branch[: whole.size], len(protocol.separator), finish == RUNNING)
+        return Answer(ids, items, phase, finish, still_open)
+    if whole.size == ids.size and phase in (TITLE, TITLED):
         closed = np.flatnonzero(ids == special.parallel_end)
         after = int(closed[-1]) if closed.size else 0
         whole = ids[: after + int(np.argmax(ids[after:] == special.title_start))]
-    elif phase in (FORK, PARALLEL):
+    elif whole.size == ids.size and phase in (FORK, PARALLEL):
         ends = np.flatnonzero((branch > 0) & (np.append(branch[1:], 0) != branch))
         unclosed = ends[ids[ends] != special.branch_end]
         whole = np.append(np.insert(ids, unclosed + 1, special.branch_end), special.parallel_end)
@@ -207,17 +219,17 @@ def result(
         if isinstance(item, SerialIds):
             content += len(item.ids)
         else:
-            content += sum(len(b) - len(t) - head for t, b in zip(item.titles, item.branches, strict=True))
+            content += sum(len(text.ids) for text in item.texts(head))
         if codec is None:
             continue
         decode = codec.text.decode
         if isinstance(item, SerialIds):
-            structure.append(Serial(cut(decode(item.ids), stop)))
+            structure.append(Serial(cut(codec.text.text_of(item), stop)))
         else:
             structure.append(
                 Parallel(
-                    Branch(decode(title) or codec.text.spell(title), cut(decode(branch[len(title) + head :]), stop))
-                    for title, branch in zip(item.titles, item.branches, strict=True)
+                    Branch(decode(title) or codec.text.spell(title), cut(codec.text.text_of(text), stop))
+                    for title, text in zip(item.titles, item.texts(head), strict=True)
                 )
             )
     blocks = [item for item in answer.items if isinstance(item, BlockIds)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from infer.state import DecodeState
+from infer.state import DecodeState, Protocol
 
 
 class BranchBudget(NamedTuple):
@@ -20,7 +20,7 @@ class BranchBudget(NamedTuple):
     known: jax.Array
 
 
-def branch_budget(state: DecodeState) -> BranchBudget:
+def branch_budget(state: DecodeState, protocol: Protocol) -> BranchBudget:
     """The budget of a block, spent in lockstep order whatever order its branches are really decoded in.
 
     Branches that wait (`branch_cap`) or run ahead must not change an answer. So whether a branch may take its s-th
@@ -35,13 +35,13 @@ def branch_budget(state: DecodeState) -> BranchBudget:
     before = jnp.where(still, taken, jnp.minimum(others, taken))
     now = still | (others > taken)
     spent = jnp.sum(jnp.where(exists[:, None, :], before, 0), axis=2)
-    needed = 2 * jnp.sum(now & exists[:, None, :], axis=2)
+    needed = (1 + protocol.tags.branch_end_cost) * jnp.sum(now & exists[:, None, :], axis=2)
     affordable = state.block_budget[:, None] - spent >= needed
     behind = jnp.any(still & (others < taken), axis=2)
     return BranchBudget(affordable, affordable | ~behind)
 
 
-def ready_branches(state: DecodeState) -> jax.Array:
+def ready_branches(state: DecodeState, protocol: Protocol) -> jax.Array:
     """Bool [B, N]: the live branches that the next pass may feed: the first `branch_cap` that need not wait."""
-    able = state.branch_live & branch_budget(state).known
+    able = state.branch_live & branch_budget(state, protocol).known
     return able & (jnp.cumsum(able, axis=1) <= state.request.branch_cap[:, None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,10 +19,11 @@ from infer.handle import NO_LIMIT, Handle
 from infer.policy import Policy
 from infer.prefill import prompt_layout
 from infer.programs import capacity_for
+from infer.recogniser import TextReader, TextTags, of_text
 from infer.replay import Trace, replay
 from infer.request import Job, Mode, SamplingParams
 from infer.scheduler import Scheduler
-from infer.state import MOST_BRANCHES, Protocol
+from infer.state import MOST_BRANCHES, Protocol, Tags
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
 
@@ -41,6 +43,7 @@ class Engine:
         separator_ids: what follows the title at the head of a branch; default: the tokenizer's ids of `": "`.
         branch_policy: `all`, `cap:N` or `slo:MS` (`infer.policy.Policy`).
         reuse: let a prompt begin with what the cache still holds of it: an earlier turn, or a shared beginning.
+        text_tags: of a model without special tokens: it writes them as text, as these ask it to; None: special tokens.
         draft_tokens: guesses per stretch and pass, looked up in what was said before, and verified; 0: none. Answers
             are the same token by token; where guesses do not pay for the wider passes, they are left out.
     """
@@ -56,6 +59,7 @@ class Engine:
         branch_policy: str = "all",
         reuse: bool = True,
         draft_tokens: int = 0,
+        text_tags: TextTags | None = None,
     ) -> None:
         for name, value, least in (
             ("max_length", max_length, 2),
@@ -70,10 +74,10 @@ class Engine:
             raise RequestError(f"max_branches must be below {MOST_BRANCHES}, got {max_branches}")
         if draft_tokens and lm.config.siblings == "shared":
             raise RequestError("draft_tokens must be 0 for this model: its branches would see each other's guesses")
-        self.lm = lm
+        self.lm, self.text_tags = lm, text_tags
         self.max_length = min(max_length, lm.context_length)
         self.max_batch = max_batch
-        special = lm.special_tokens or NO_TOKENS
+        special = NO_TOKENS if text_tags else lm.special_tokens or NO_TOKENS
         if separator_ids is None:
             separator_ids = lm.codec.separator_ids if lm.tokenizer is not None else ()
         known = () if lm.tokenizer is None else lm.tokenizer.all_special_ids
@@ -88,19 +92,39 @@ class Engine:
             max_title_tokens=max_title_tokens,
             draft_tokens=draft_tokens,
         )
+        reader = None
+        if text_tags is not None:
+            reader = self._read_text(text_tags)
         policy = Policy.parse(branch_policy)
         self._answers: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
         self.scheduler = Scheduler(
-            lm, self.protocol, max_batch, capacity_for(self.max_length), policy, reuse, self._remember
+            lm, self.protocol, max_batch, capacity_for(self.max_length), policy, reuse, self._remember, reader
         )
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are."""
+    def _read_text(self, tags: TextTags) -> TextReader:
+        """Let the protocol have tags of text."""
+        if self.lm.tokenizer is None:
+            raise RequestError("text_tags need a tokenizer, and this model has none")
+        codec, protocol = self.lm.codec.text, self.protocol
+        recogniser = of_text(codec, self.lm.config.vocabulary, tags, protocol.end, protocol.forbidden)
+        opening, ending, closing = map(codec.encode, (tags.branch_start, tags.parallel_end, tags.branch_end))
+        written = Tags(
+            tuple(opening), tuple(ending), closing[0],
+            *map(len, (tags.title_start, tags.title_end, tags.parallel_start, tags.branch_end)),
+        )  # fmt: skip
+        self.protocol = replace(protocol, text_tags=written)
+        return TextReader(codec, tags, recogniser, len(opening), len(ending))
+
+    def encode(self, prompt: Prompt, mode: Mode = "adaptive") -> list[int]:
+        """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are.
+
+        With `text_tags`, messages ask for them first, in adaptive mode.
+        """
         if isinstance(prompt, str):
             return list(self._tokenizer()(prompt)["input_ids"])
         items = list(prompt)
         if items and all(isinstance(item, dict) for item in items):
-            return self._encode_messages(items)  # type: ignore[arg-type]
+            return self._encode_messages(items, mode)  # type: ignore[arg-type]
         if not all(isinstance(item, (int, np.integer)) for item in items):
             raise RequestError("a prompt is text, a list of {'role', 'content'} messages, or a list of token ids")
         ids = [int(item) for item in items]  # type: ignore[call-overload]
@@ -109,7 +133,7 @@ class Engine:
             raise RequestError(f"token ids must be between 0 and {vocabulary - 1}")
         return ids
 
-    def _encode_messages(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def _encode_messages(self, messages: Sequence[dict[str, str]], mode: Mode) -> list[int]:
         """A conversation. Answers of this engine go in with the tokens they were decoded as, blocks included, so that a
         follow-up turn goes on with what the cache still holds; other answers go in as plain text.
         """
@@ -121,6 +145,11 @@ class Engine:
                 raise RequestError(f"message {number}: 'role' and 'content' must be strings")
         if messages[-1]["role"] == "assistant":
             raise RequestError("the last message is an answer; a prompt ends with a message of the user")
+        if self.text_tags is not None and mode == "adaptive":
+            number = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
+            asking = dict(messages[number])
+            asking["content"] = f"{self.text_tags.instruction}\n\n{asking['content']}"
+            messages = [*messages[:number], asking, *messages[number + 1 :]]
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         ends = self.lm.end_ids
         if answers and not ends:
@@ -134,7 +163,7 @@ class Engine:
     def _remember(self, result: Result) -> None:
         """Keep the tokens of an answer for the turn after it."""
         ids = result.token_ids
-        if result.finish_reason == "cancelled" or not ids:
+        if result.finish_reason == "cancelled" or not ids or self.text_tags is not None:
             return
         whole = ids[:-1] if ids[-1] in self.protocol.end else ids
         self._answers[tuple(result.prompt_token_ids), result.text] = whole
@@ -217,6 +246,8 @@ class Engine:
             RequestError: it does not fit `max_length`.
             StructureError: the answer is not well formed.
         """
+        if self.text_tags is not None:
+            raise RequestError("replay is for answers whose tags are special tokens")
         length = len(prompt_token_ids) + len(answer_token_ids)
         if length > self.max_length:
             raise RequestError(f"prompt and answer have {length} tokens, max_length is {self.max_length}")
@@ -249,11 +280,11 @@ class Engine:
         return jobs
 
     def _job(self, prompt: Prompt, params: SamplingParams, mode: Mode) -> Job:
-        if mode == "adaptive" and self.lm.special_tokens is None:
-            raise RequestError("this model has no special tokens to fork with; use mode='serial'")
+        if mode == "adaptive" and self.lm.special_tokens is None and self.text_tags is None:
+            raise RequestError("this model has no special tokens to fork with; use mode='serial', or give text_tags")
         if params.stop and self.lm.tokenizer is None:
             raise RequestError("stop strings need a tokenizer")
-        ids = self.encode(prompt)
+        ids = self.encode(prompt, mode)
         if not ids:
             raise RequestError("the prompt is empty; it needs at least one token")
         room = self.max_length - len(ids)

@@ -61,15 +61,15 @@ class EventReader:
         for number, item in enumerate(answer.items):
             last = number + 1 == len(answer.items) and result is None
             if isinstance(item, SerialIds):
-                events += self._stretch((number, 0), 0, item.ids, growing=last)
+                events += self._stretch((number, 0), 0, item, growing=last)
                 continue
             block += 1
             if number not in self._forked:
                 self._forked.add(number)
                 events.append(Event("fork", block, titles=tuple(self._title(title) for title in item.titles)))
             growing = answer.open_branches if last else ()
-            for branch, (title, ids) in enumerate(zip(item.titles, item.branches, strict=True), 1):
-                key, text = (number, branch), ids[len(title) + self._head :]
+            for branch, text in enumerate(item.texts(self._head), 1):
+                key = (number, branch)
                 events += self._stretch(key, block, text, growing=branch in growing)
                 if branch not in growing and key not in self._ended:
                     self._ended.add(key)
@@ -81,19 +81,19 @@ class EventReader:
             events.append(Event("done", result=result))
         return events
 
-    def _stretch(self, key: tuple[int, int], block: int, ids: np.ndarray, growing: bool) -> list[Event]:
-        told, shown = self._tokens.get(key, 0), self._text.get(key, 0)
-        text = self._final(ids)
+    def _stretch(self, key: tuple[int, int], block: int, stretch: SerialIds, growing: bool) -> list[Event]:
+        told, shown, ids = self._tokens.get(key, 0), self._text.get(key, 0), stretch.ids
+        text = self._final(stretch)
         if growing:
             text = text[: len(text) - self._unsure(text)]
         if len(ids) <= told and len(text) <= shown:
             return []
-        self._tokens[key], self._text[key] = len(ids), max(shown, len(text))
+        self._tokens[key], self._text[key] = max(told, len(ids)), max(shown, len(text))
         new = tuple(int(token) for token in ids[told:])
         return [Event("token", block, key[1], text=text[shown:], token_ids=new)]
 
-    def _final(self, ids: np.ndarray) -> str:
-        return "" if self._codec is None else cut(self._codec.text.decode(ids), self._stop)
+    def _final(self, stretch: SerialIds) -> str:
+        return "" if self._codec is None else cut(self._codec.text.text_of(stretch), self._stop)
 
     def _title(self, ids: np.ndarray) -> str:
         return "" if self._codec is None else self._codec.text.decode(ids) or self._codec.text.spell(ids)

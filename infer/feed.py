@@ -79,21 +79,23 @@ def lanes_of(feed: Feed, rows: jax.Array | None) -> Lanes:
 def width(state: DecodeState, protocol: Protocol) -> jax.Array:
     """int32 [B]: how many tokens each sequence feeds in its next pass; 0 if it is finished."""
     fork = 1 + jnp.sum(head_lengths(state, protocol), axis=1)
-    ready = ready_branches(state)
+    merge = state.titles + len(protocol.tags.parallel_end)
+    ready = ready_branches(state, protocol)
     drafted = state.draft[:, :, :1] >= 0
     parallel = jnp.sum(ready, axis=1)
     serial = 1 + state.draft.shape[2] * jnp.any(drafted[:, 0], axis=1)
     parallel *= 1 + state.draft.shape[2] * jnp.any(drafted & ready[..., None], axis=(1, 2))
     pending = jnp.select(
-        [state.phase == FORK, state.phase == PARALLEL, state.phase == MERGE], [fork, parallel, state.titles + 1], serial
+        [state.phase == FORK, state.phase == PARALLEL, state.phase == MERGE], [fork, parallel, merge], serial
     )
     return jnp.where(state.finish == RUNNING, pending, 0)
 
 
 def widest_feed(protocol: Protocol) -> int:
     """Most tokens that one sequence can feed in a pass: a fork with the longest titles, or branches with drafts."""
-    head = 1 + protocol.max_title_tokens + len(protocol.separator)
-    return max(1 + protocol.max_branches * head, protocol.max_branches * (1 + protocol.draft_tokens))
+    tags, limit = protocol.tags, protocol.max_branches
+    head = len(tags.branch_start) + protocol.max_title_tokens + len(protocol.separator)
+    return max(1 + limit * head, limit * (1 + protocol.draft_tokens), limit + len(tags.parallel_end))
 
 
 def branch_position(state: DecodeState, protocol: Protocol, branch: jax.Array, offset: jax.Array) -> jax.Array:
@@ -115,7 +117,7 @@ def plan(state: DecodeState, protocol: Protocol, size: int, everything: bool = F
         size: F. Sequences that have more than F tokens to feed get a meaningless feed; see `width`.
         everything: the pending tokens of branches that have to wait, too.
     """
-    special, limit = protocol.special, protocol.max_branches
+    tags, limit = protocol.tags, protocol.max_branches
     lanes = min(size, limit)
     place = jnp.arange(size)[None]
     lane_place = jnp.arange(lanes)[None]
@@ -128,21 +130,23 @@ def plan(state: DecodeState, protocol: Protocol, size: int, everything: bool = F
     position, branch, count = zero + state.position[:, None], zero, zero[:, :1] + 1
     rows, lane = zero_lanes, jnp.where(lane_place == 0, 0, -1) + zero_lanes
 
-    if size >= 7:  # the smallest fork: `<|para|>` and two heads of three tokens
+    if size > 4:  # the smallest fork: `<|para|>` and two heads of two tokens
         heads = head_lengths(state, protocol)
         ends = jnp.cumsum(heads, axis=1)
         own = jnp.sum(place[..., None] - 1 >= ends[:, None], axis=-1)  # branch each place belongs to
         own = jnp.minimum(own, limit - 1)
         offset = place - 1 - jnp.take_along_axis(ends - heads, own, axis=1)
         length = jnp.take_along_axis(state.title_length, own, axis=1)
-        in_title = jnp.clip(offset - 1, 0, protocol.max_title_tokens - 1)
+        opening = len(tags.branch_start)
+        in_title = jnp.clip(offset - opening, 0, protocol.max_title_tokens - 1)
         flat = own * protocol.max_title_tokens + in_title
         title = jnp.take_along_axis(state.title_tokens.reshape(flat.shape[0], -1), flat, axis=1)
         separator = jnp.asarray(protocol.separator or (0,), jnp.int32)
-        separated = separator[jnp.clip(offset - 1 - length, 0, separator.size - 1)]
-        text = jnp.where(offset == 0, special.branch_start, jnp.where(offset <= length, title, separated))
+        separated = separator[jnp.clip(offset - opening - length, 0, separator.size - 1)]
+        opened = jnp.asarray(tags.branch_start, jnp.int32)[jnp.clip(offset, 0, opening - 1)]
+        text = jnp.where(offset < opening, opened, jnp.where(offset < opening + length, title, separated))
         is_fork, is_para = phase == FORK, place == 0
-        tokens = jnp.where(is_fork, jnp.where(is_para, special.parallel_start, text), tokens)
+        tokens = jnp.where(is_fork & ~is_para, text, tokens)
         position = jnp.where(is_fork & ~is_para, branch_position(state, protocol, own, offset), position)
         branch = jnp.where(is_fork & ~is_para, own + 1, branch)
         count = jnp.where(is_fork, 1 + ends[:, -1:], count)
@@ -150,7 +154,7 @@ def plan(state: DecodeState, protocol: Protocol, size: int, everything: bool = F
         lane = jnp.where(is_fork, jnp.where(lane_place < titles, lane_place + 1, -1), lane)
 
     is_parallel = phase == PARALLEL
-    ready = state.branch_live if everything else ready_branches(state)
+    ready = state.branch_live if everything else ready_branches(state, protocol)
     order = jnp.argsort(~ready, axis=1, stable=True)[:, :lanes]  # ready branches first
     live = jnp.sum(ready, axis=1, keepdims=True)
 
@@ -167,16 +171,19 @@ def plan(state: DecodeState, protocol: Protocol, size: int, everything: bool = F
     lane = jnp.where(is_parallel, jnp.where(lane_place < live, order + 1, -1), lane)
 
     if size >= 3:  # the smallest merge: two closing tags and `<|/para|>`
-        is_merge, is_last = phase == MERGE, place == titles
+        is_merge, is_last = phase == MERGE, place >= titles
+        ending = jnp.asarray(tags.parallel_end, jnp.int32)
+        after = jnp.clip(place - titles, 0, ending.size - 1)
         own = jnp.minimum(place, limit - 1) + zero
         offset = jnp.take_along_axis(state.branch_offset, own, axis=1)
-        last_position = merge_position(state, protocol)[:, None]
+        last_position = merge_position(state, protocol)[:, None] + after
         in_branch = branch_position(state, protocol, own, offset)
-        tokens = jnp.where(is_merge, jnp.where(is_last, special.parallel_end, special.branch_end), tokens)
+        closing = jnp.take_along_axis(state.branch_token, own, axis=1)
+        tokens = jnp.where(is_merge, jnp.where(is_last, ending[after], closing), tokens)
         position = jnp.where(is_merge, jnp.where(is_last, last_position, in_branch), position)
         branch = jnp.where(is_merge, jnp.where(is_last, 0, own + 1), branch)
-        count = jnp.where(is_merge, titles + 1, count)
-        rows = jnp.where(is_merge, titles, rows)
+        count = jnp.where(is_merge, titles + ending.size, count)
+        rows = jnp.where(is_merge, titles + ending.size - 1, rows)
 
     fed = place < count
     layout = Layout(

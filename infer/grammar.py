@@ -11,61 +11,77 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from infer.budget import branch_budget
 from infer.feed import Lanes
+from infer.recogniser import (
+    BRANCH_END,
+    CLASSES,
+    END,
+    OTHER,
+    PARALLEL_START,
+    PROGRESS,
+    TEXT,
+    TITLE_END,
+    TITLE_START,
+)
 from infer.state import MERGE, SERIAL, TITLE, TITLED, DecodeState, Protocol
-
-TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
-CLASSES = 9
-
-
-def token_classes(protocol: Protocol) -> np.ndarray:
-    """int8 [V]: the class of every token. OTHER are special tokens that may stand in serial text only."""
-    classes = np.full(protocol.model.config.vocabulary, TEXT, np.int8)
-    classes[[i for i in protocol.forbidden if i < classes.size]] = OTHER
-    for token, kind in zip(protocol.special.ids, range(TITLE_START, BRANCH_END + 1), strict=True):
-        if token >= 0:  # a model without the six tokens has none to classify
-            classes[token] = kind
-    classes[list(protocol.end)] = END
-    return classes
 
 
 def allowed(state: DecodeState, protocol: Protocol, lanes: Lanes) -> jax.Array:
     """Bool [L, 9]: the classes that may come next in each lane."""
-    serial, branch = _serial_rule(state, protocol)[lanes.row], _branch_rule(state, lanes)
+    serial, branch = _serial_rule(state, protocol)[lanes.row], _branch_rule(state, protocol, lanes)
     return jnp.where((lanes.lane == 0)[:, None], serial, branch)
 
 
-def _close_cost(titles: jax.Array, title_tokens: jax.Array, separator: int) -> jax.Array:
+def legal_tokens(state: DecodeState, lanes: Lanes, rule: jax.Array) -> jax.Array:
+    """Bool [L, V]: the tokens that stand for allowed classes, bool [L, 9], or go on with a tag of one."""
+    classes = jnp.arange(CLASSES)
+    tag = (classes >= TITLE_START) & (classes <= BRANCH_END)
+    bits = jnp.sum(rule * (1 << classes) + (rule & tag) * (1 << (PROGRESS + classes)), axis=1).astype(jnp.uint16)
+    return (state.recogniser.bits[lane_node(state, lanes)] & bits[:, None]) > 0
+
+
+def lane_node(state: DecodeState, lanes: Lanes) -> jax.Array:
+    """int32 [L]: how much of a tag the stretch of each lane ends with."""
+    serial = jnp.where(state.phase == MERGE, 0, state.node)[lanes.row]
+    in_branch = state.branch_node[lanes.row, jnp.maximum(lanes.lane - 1, 0)]
+    return jnp.where(lanes.lane > 0, in_branch, serial)
+
+
+def _close_cost(titles: jax.Array, title_tokens: jax.Array, protocol: Protocol) -> jax.Array:
     """Tokens still to come when a block forks right after its titles and all its branches stay empty:
     `<|para|>`, heads, closing tags, `<|/para|>`.
     """
-    return 2 + titles * (2 + separator) + title_tokens
+    tags = protocol.tags
+    of_branch = len(tags.branch_start) + len(protocol.separator) + tags.branch_end_cost
+    return tags.parallel_start_cost + len(tags.parallel_end) + titles * of_branch + title_tokens
 
 
 def _serial_rule(state: DecodeState, protocol: Protocol) -> jax.Array:
     """Bool [B, 9], for the serial lane."""
-    separator, limit = len(protocol.separator), protocol.max_branches
+    tags, limit = protocol.tags, protocol.max_branches
     remaining, titles = state.remaining, state.titles
     rule = jnp.where(state.phase == MERGE, SERIAL, state.phase)
     number = jnp.arange(limit)[None]
     length = jnp.sum(jnp.where(number == titles[:, None], state.title_length, 0), axis=1)
     complete = jnp.sum(jnp.where(number < titles[:, None], state.title_length, 0), axis=1)
-    another = 6 + separator  # a further title of one token, and its head and closing tag
+    # A further title of one token, and its head and closing tag.
+    of_title = tags.title_start_cost + 1 + tags.title_end_cost
+    another = of_title + len(tags.branch_start) + 1 + len(protocol.separator) + tags.branch_end_cost
 
-    smallest = 2 * 3 + _close_cost(jnp.asarray(2), jnp.asarray(2), separator)
+    smallest = 2 * of_title + _close_cost(jnp.asarray(2), jnp.asarray(2), protocol)
     may_open = state.request.adaptive & (remaining >= smallest) & (limit >= 2)
 
-    # In a title: one more token, its copy in the head, and then everything that has to follow.
+    # In a title: one more token, its copy in the head, and then everything that has to follow. Tokens that may turn
+    # out to begin a tag count as text until they do.
     missing = jnp.where(titles + 1 < 2, another, 0)
-    after_token = 2 + _close_cost(titles + 1, complete + length + 1, separator) + missing
+    after_token = 1 + tags.title_end_cost + _close_cost(titles + 1, complete + length + 1, protocol) + missing
     may_extend = (length == 0) | ((length < protocol.max_title_tokens) & (remaining >= after_token))
 
-    may_add_title = (titles < limit) & (
-        (titles < 2) | (remaining >= another + _close_cost(titles, complete, separator))
-    )
+    # Between titles, what is there of the next tag has been reserved with it.
+    reserved = remaining + state.chain
+    may_add_title = (titles < limit) & ((titles < 2) | (reserved >= another + _close_cost(titles, complete, protocol)))
 
     in_serial, in_title, titled = rule == SERIAL, rule == TITLE, rule == TITLED
     never = jnp.zeros_like(in_serial)
@@ -73,19 +89,20 @@ def _serial_rule(state: DecodeState, protocol: Protocol) -> jax.Array:
     columns[TEXT] = in_serial | (in_title & may_extend)
     columns[OTHER] = columns[END] = in_serial
     columns[TITLE_START] = (in_serial & may_open) | (titled & may_add_title)
-    columns[TITLE_END] = in_title & (length > 0)
+    columns[TITLE_END] = in_title & (length > state.chain)
     columns[PARALLEL_START] = titled & (titles >= 2)
     return jnp.stack(columns, axis=1)
 
 
-def _branch_rule(state: DecodeState, lanes: Lanes) -> jax.Array:
+def _branch_rule(state: DecodeState, protocol: Protocol, lanes: Lanes) -> jax.Array:
     """Bool [L, 9], for lanes that continue branches."""
     at = (lanes.row, jnp.maximum(lanes.lane - 1, 0))
-    affordable = branch_budget(state).affordable[at]
-    within = state.branch_sampled[at] + 1 < state.request.max_branch_tokens[lanes.row]
+    affordable = branch_budget(state, protocol).affordable[at]
+    within = state.branch_sampled[at] + protocol.tags.branch_end_cost < state.request.max_branch_tokens[lanes.row]
     free = affordable & ~state.branch_closing[at] & within
     never, always = jnp.zeros_like(free), jnp.ones_like(free)
     columns = [never] * CLASSES
     columns[TEXT] = free
-    columns[BRANCH_END] = columns[END] = always  # end of text in a branch counts as its closing tag
+    columns[BRANCH_END] = always
+    columns[END] = state.branch_node[at] == 0  # it counts as the closing tag, unless one is under way
     return jnp.stack(columns, axis=1)

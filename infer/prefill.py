@@ -18,6 +18,7 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import empty_cache
 from infer.programs import capacity_for, used_slots, width_bucket
+from infer.recogniser import Recogniser, of_tokens
 from infer.request import Job
 from infer.rows import Admission, admit
 from infer.state import DecodeState, Protocol, Request, empty_state
@@ -74,11 +75,15 @@ def prompt_layout(lm: LanguageModel, protocol: Protocol, prompt: Sequence[int]) 
     return layout
 
 
-def new_state(lm: LanguageModel, protocol: Protocol, batch: int, capacity: int) -> DecodeState:
-    """A state of empty rows with so many slots each."""
-    return empty_state(
-        protocol, empty_cache(lm.config, batch, capacity, lm.mesh), jax.tree.map(jnp.asarray, _request([], batch))
-    )
+def new_state(
+    lm: LanguageModel, protocol: Protocol, batch: int, capacity: int, recogniser: Recogniser | None = None
+) -> DecodeState:
+    """A state of empty rows with so many slots each; tags are the special tokens where no recogniser is given."""
+    if recogniser is None:
+        recogniser = of_tokens(lm.config.vocabulary, protocol.special.ids, protocol.end, protocol.forbidden)
+    cache = empty_cache(lm.config, batch, capacity, lm.mesh)
+    request, tables = jax.tree.map(jnp.asarray, (_request([], batch), recogniser))
+    return empty_state(protocol, cache, request, tables)
 
 
 def _request(jobs: Sequence[Job], size: int) -> Request:
@@ -112,7 +117,7 @@ def begin(
     size = min(batch, width_bucket(max(at_least, len(prompts))))
     for prompt in prompts:
         prompt.place(lm, protocol)
-    longest_head = 1 + protocol.max_title_tokens + len(protocol.separator)
+    longest_head = len(protocol.tags.branch_start) + protocol.max_title_tokens + len(protocol.separator)
 
     def column(values: Callable[[Prompt], int], rest: int = 0) -> np.ndarray:
         return np.asarray([values(p) for p in prompts] + [rest] * (size - len(prompts)), np.int32)

@@ -61,7 +61,7 @@ def admit(state: DecodeState, rows: jax.Array, request: Request, begin: Admissio
     fresh: dict[str, Any] = {
         name: old.at[rows].set(jnp.asarray(initial.get(name, 0), old.dtype), mode="drop")
         for name, old in state._asdict().items()
-        if name not in ("cache", "request")
+        if name not in ("cache", "request", "recogniser")
     }
     return state._replace(**fresh)._replace(cache=cache, request=asked)
 
@@ -92,7 +92,7 @@ def snapshot(state: DecodeState, rows: jax.Array, protocol: Protocol, size: int)
     some, nothing = take(state, rows), cast(Any, ())
     feed = plan(some, protocol, size, everything=True)
     cache = some.cache
-    rest = some._replace(cache=nothing, request=nothing)
+    rest = some._replace(cache=nothing, request=nothing, recogniser=nothing)
     return Snapshot(cache.tokens, cache.layout, cache.length, feed, rest)
 
 

@@ -19,12 +19,14 @@ import numpy as np
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
+from aspd_jax.tokens import BlockIds, SerialIds
 from infer.answer import Answer, Reading, Result, cut, read, result
 from infer.feed import widest_feed
 from infer.handle import NO_LIMIT, Handle
 from infer.policy import DraftControl, Policy, StepCost
 from infer.prefill import NO_CAP, Prompt, begin, feed_chunk, new_state, next_chunk
 from infer.programs import SMALLEST_CAPACITY, Programs, used_slots
+from infer.recogniser import TextReader
 from infer.request import Job
 from infer.reuse import LEAST_COPIED, RowMemory, best_match, common_prefix
 from infer.rows import copy_row, set_branch_cap, stop_stretches
@@ -58,6 +60,7 @@ class Scheduler:
         policy: which branches of a loaded batch have to wait.
         reuse: let a prompt begin with what a row still holds of it.
         ended: called with every result.
+        reader: of tags that are text.
 
     Attributes:
         cost: of a pass, once it has been measured; `slo` needs it.
@@ -73,11 +76,12 @@ class Scheduler:
         policy: Policy,
         reuse: bool,
         ended: Callable[[Result], None],
+        reader: TextReader | None = None,
     ) -> None:
         # Drafts under way, and slots of rejected ones that are not filled again yet.
         reserve = -(-protocol.max_branches * protocol.draft_tokens // SMALLEST_CAPACITY) * SMALLEST_CAPACITY
         self._lm, self._protocol, self._capacity, self._room = lm, protocol, capacity + reserve, capacity
-        self._policy, self._reuse, self._ended = policy, reuse, ended
+        self._policy, self._reuse, self._ended, self._reader = policy, reuse, ended, reader
         self.cost: StepCost | None = None
         self.script: Script | None = None
         self.codec = None if lm.tokenizer is None else lm.codec
@@ -110,7 +114,7 @@ class Scheduler:
             row = self._rows[handle.row]
             started = row.prompt is None
             row.prompt = None
-            reading = read(self._state_now(), self._protocol, [handle.row])[0]
+            reading = read(self._state_now(), self._protocol, [handle.row], self._reader)[0]
             mask = np.arange(len(self._rows)) == handle.row
             self._state = stop_stretches(self._state_now(), mask, np.zeros(self._state_now().branch_live.shape, bool))
             self._end(handle, reading if started else None)
@@ -153,11 +157,12 @@ class Scheduler:
         with self._lock:
             if handle.row is None or not self._rows[handle.row].decoding:
                 return self._result(handle, None)
-            return self._result(handle, read(self._state_now(), self._protocol, [handle.row])[0])
+            return self._result(handle, read(self._state_now(), self._protocol, [handle.row], self._reader)[0])
 
     def _state_now(self) -> DecodeState:
         if self._state is None:
-            self._state = new_state(self._lm, self._protocol, len(self._rows), self._capacity)
+            recogniser = None if self._reader is None else self._reader.recogniser
+            self._state = new_state(self._lm, self._protocol, len(self._rows), self._capacity, recogniser)
             costly = self._policy.milliseconds is not None or self._drafts.on
             if costly and self.cost is None:
                 self._state, self.cost = measure_cost(self._lm, self._protocol, self._state)
@@ -170,7 +175,8 @@ class Scheduler:
         while free and self._waiting:
             handle = self._waiting[0]
             job = handle.job
-            whole = self._lm.config.positions != "predict"
+            # A prompt is laid out without blocks where tags are text.
+            whole = self._lm.config.positions != "predict" and self._reader is None
             memories = [row.memory for row in self._rows] if self._reuse else [RowMemory()] * len(self._rows)
             match = best_match(memories, free, job.prompt, self._room - len(job.prompt) - job.budget, whole)
             if self._reuse and self._soon_shared(job.prompt) > match.tokens:
@@ -299,10 +305,10 @@ class Scheduler:
         asked = [row for row, wanted in zip(decoding, looked_at, strict=True) if wanted or finish[row] != RUNNING]
         if not asked:
             return
-        readings = dict(zip(asked, read(self._state_now(), self._protocol, asked), strict=True))
+        readings = dict(zip(asked, read(self._state_now(), self._protocol, asked, self._reader), strict=True))
         if stopped := self._close_at_stop_strings(readings):
             finish = np.asarray(self._state_now().finish)
-            readings |= zip(stopped, read(self._state_now(), self._protocol, stopped), strict=True)
+            readings |= zip(stopped, read(self._state_now(), self._protocol, stopped, self._reader), strict=True)
         for number, reading in readings.items():
             handle = self._handle(number)
             if finish[number] != RUNNING:
@@ -318,13 +324,13 @@ class Scheduler:
             stop, answer = self._handle(number).job.params.stop, reading.answer
             if not stop or not answer.items or self.codec is None:
                 continue
-            last, decode = answer.items[-1], self.codec.text.decode
-            if answer.phase == SERIAL and len(last) == 1:
-                text = decode(last[0])
+            last, text_of = answer.items[-1], self.codec.text.text_of
+            if answer.phase == SERIAL and isinstance(last, SerialIds):
+                text = text_of(last)
                 answers[number] = cut(text, stop) != text
-            elif answer.phase in (FORK, PARALLEL):
-                for branch, (title, ids) in enumerate(zip(*last, strict=True)):
-                    text = decode(ids[len(title) + self.head :])
+            elif answer.phase in (FORK, PARALLEL) and isinstance(last, BlockIds):
+                for branch, stretch in enumerate(last.texts(self.head)):
+                    text = text_of(stretch)
                     branches[number, branch] = cut(text, stop) != text
         found = np.flatnonzero(answers | branches.any(axis=1)).tolist()
         if found:

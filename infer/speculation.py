@@ -105,13 +105,13 @@ def add_drafts(feed: Feed, state: DecodeState) -> Feed:
     return feed._replace(tokens=behind(feed.tokens, tokens), layout=layout, drafts=drafts)
 
 
-def goes_on(state: DecodeState, lanes: Lanes) -> jax.Array:
+def goes_on(state: DecodeState, protocol: Protocol, lanes: Lanes) -> jax.Array:
     """Bool [L]: whether a lane that has just taken a token may take another in the same pass."""
     serial = (lanes.lane == 0) & (state.phase != PARALLEL)[lanes.row]
     branch = (lanes.row, jnp.maximum(lanes.lane - 1, 0))
     in_block = (lanes.lane > 0) & (state.phase == PARALLEL)[lanes.row] & state.branch_live[branch]
     alone = ((state.finish == RUNNING) & extends_alone(state))[lanes.row]
-    return alone & (serial | (in_block & branch_budget(state).known[branch]))
+    return alone & (serial | (in_block & branch_budget(state, protocol).known[branch]))
 
 
 def hide_rejected(state: DecodeState, rows: jax.Array | None, slots: jax.Array, feed: Feed, taken: jax.Array) -> Any:

@@ -11,7 +11,7 @@ from them. Nothing is ever fed twice, and special tokens need no passes of their
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from aspd_jax.model.cache import Cache
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.tokens import SpecialTokens
+from infer.recogniser import Recogniser
 
 # Phases: what the pending tokens of a sequence are, and with that which grammar rule the next sample obeys.
 SERIAL = 0  # a serial token; the next is free text, a title or the end
@@ -30,6 +31,25 @@ MERGE = 5  # the closing tags of all branches, and `<|/para|>`
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of `DecodeState.finish`
 MOST_BRANCHES = 1 << 12  # that an engine can be made for; blocks and branches share one number in random streams
+
+
+@dataclass(frozen=True)
+class Tags:
+    """What the engine feeds by itself, and what sampled tags may cost.
+
+    Attributes:
+        branch_start, parallel_end: ids.
+        branch_end: the first id of a closing tag, which takes the place of an end of text; the rest is sampled.
+        title_start_cost, title_end_cost, parallel_start_cost, branch_end_cost: most tokens of each.
+    """
+
+    branch_start: tuple[int, ...]
+    parallel_end: tuple[int, ...]
+    branch_end: int
+    title_start_cost: int = 1
+    title_end_cost: int = 1
+    parallel_start_cost: int = 1
+    branch_end_cost: int = 1
 
 
 @dataclass(frozen=True)
@@ -45,6 +65,7 @@ class Protocol:
         max_branches: N.
         max_title_tokens: T.
         draft_tokens: D, guessed tokens that a stretch may be fed with its pending one; 0: no speculation.
+        text_tags: of a model whose tags are strings; None: they are the special tokens.
     """
 
     model: Transformer
@@ -55,6 +76,13 @@ class Protocol:
     max_branches: int
     max_title_tokens: int
     draft_tokens: int = 0
+    text_tags: Tags | None = None
+
+    @property
+    def tags(self) -> Tags:
+        """Tags as they are written."""
+        special = self.special
+        return self.text_tags or Tags((special.branch_start,), (special.parallel_end,), special.branch_end)
 
 
 class Request(NamedTuple):
@@ -77,10 +105,14 @@ class DecodeState(NamedTuple):
     Attributes:
         cache: all tokens fed so far, prompt included.
         request: what was asked for; `branch_cap` alone may change under way.
+        recogniser: of tags; it never changes.
         prompt_length: int32 [B].
         phase: int32 [B].
         finish: int32 [B], RUNNING, STOP or LENGTH. Rows without a request are finished.
         token: int32 [B], the pending serial token.
+        node: int32 [B], how much of a tag the serial stretch ends with (`infer.recogniser`).
+        chain: int32 [B], tokens of this beginning of a tag.
+        branch_node: int32 [B, N], as `node`.
         position: int32 [B], of the pending serial token (in PARALLEL and MERGE: of `<|para|>`).
         block: int32 [B], blocks opened so far, those of the prompt included.
         titles: int32 [B], complete titles of the current block.
@@ -108,10 +140,14 @@ class DecodeState(NamedTuple):
 
     cache: Cache
     request: Request
+    recogniser: Recogniser
     prompt_length: jax.Array
     phase: jax.Array
     finish: jax.Array
     token: jax.Array
+    node: jax.Array
+    chain: jax.Array
+    branch_node: jax.Array
     position: jax.Array
     block: jax.Array
     titles: jax.Array
@@ -137,7 +173,7 @@ class DecodeState(NamedTuple):
     stretches: jax.Array
 
 
-def empty_state(protocol: Protocol, cache: Cache, request: Request) -> DecodeState:
+def empty_state(protocol: Protocol, cache: Cache, request: Request, recogniser: Recogniser) -> DecodeState:
     """A state in which no sequence is active."""
     batch = cache.tokens.shape[0]
     shape = (batch, protocol.max_branches)
@@ -151,10 +187,14 @@ def empty_state(protocol: Protocol, cache: Cache, request: Request) -> DecodeSta
     return DecodeState(
         cache=cache,
         request=request,
+        recogniser=recogniser,
         prompt_length=zeros(),
         phase=zeros(),
         finish=zeros() + STOP,
         token=zeros(),
+        node=zeros(),
+        chain=zeros(),
+        branch_node=per_branch(),
         position=zeros(),
         block=zeros(),
         titles=zeros(),
@@ -189,14 +229,16 @@ def no_drafts(batch: int, protocol: Protocol) -> jax.Array:
 def head_lengths(state: DecodeState, protocol: Protocol) -> jax.Array:
     """int32 [B, N]: tokens of each branch's head, `<|branch|>` + title + separator; 0 beyond the titles."""
     number = jnp.arange(protocol.max_branches)[None]
-    return jnp.where(number < state.titles[:, None], 1 + state.title_length + len(protocol.separator), 0)
+    rest = len(protocol.tags.branch_start) + len(protocol.separator)
+    return jnp.where(number < state.titles[:, None], state.title_length + rest, 0)
 
 
 def take(state: DecodeState, rows: jax.Array) -> DecodeState:
     """Some sequences, [M], without the layers of their cache."""
-    whole = state._replace(cache=state.cache._replace(layers=()))
+    nothing: Any = ()
+    whole = state._replace(cache=state.cache._replace(layers=()), recogniser=nothing)
     some: DecodeState = jax.tree.map(lambda field: jnp.take(field, rows, axis=0, mode="clip"), whole)
-    return some
+    return some._replace(recogniser=state.recogniser)
 
 
 def merge_position(state: DecodeState, protocol: Protocol) -> jax.Array:

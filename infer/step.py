@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import Group, seat
-from infer.advance import advance
+from infer.advance import advance, recognise
 from infer.feed import Feed, Lanes, lanes_of, only, plan, width
-from infer.grammar import END, allowed, token_classes
+from infer.grammar import allowed, lane_node, legal_tokens
+from infer.recogniser import END
 from infer.sampling import sample
 from infer.speculation import add_drafts, goes_on, hide_rejected, look_up
 from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol, no_drafts
@@ -70,16 +71,16 @@ def choose(
     lanes: Lanes,
     greedy: bool = False,
     script: Script | None = None,
-) -> jax.Array:
-    """int32 [L]: the next token of every lane, under the grammar; end of text closes a branch.
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of every lane, int32 [L], under the grammar.
+
+    In a branch, end of text becomes the first token of a closing tag; second result: where it has, bool [L].
 
     Args:
         greedy: the likeliest token, whatever was asked for: a program without sampling compiles twice as fast.
         script: see `Script`.
     """
-    classes = jnp.asarray(token_classes(protocol))
-    legal = jnp.take(allowed(state, protocol, lanes), classes, axis=-1)
-    logits = jnp.where(legal, logits, -jnp.inf)
+    logits = jnp.where(legal_tokens(state, lanes, allowed(state, protocol, lanes)), logits, -jnp.inf)
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32) if greedy else sample(logits, state, protocol, lanes)
     if script is not None:
         branch = jnp.maximum(lanes.lane - 1, 0)
@@ -87,8 +88,9 @@ def choose(
         in_branch = script.branch[lanes.row, branch, state.branch_sampled[lanes.row, branch]]
         scripted = jnp.where(lanes.lane > 0, in_branch, serial)
         token = jnp.where(scripted >= 0, scripted, token)
-    ends_branch = (lanes.lane > 0) & (classes[token] == END)
-    return jnp.where(ends_branch, protocol.special.branch_end, token)
+    kind, _, _ = recognise(state, lane_node(state, lanes), token)
+    ends_branch = (lanes.lane > 0) & (kind == END)
+    return jnp.where(ends_branch, protocol.tags.branch_end, token), ends_branch
 
 
 def extent(state: DecodeState, protocol: Protocol) -> Extent:
@@ -137,8 +139,8 @@ def step(
         flat = [lanes_of(feed, rows) for rows, feed in feeds]
         lanes: Lanes = jax.tree.map(lambda *parts: jnp.concatenate(parts), *flat)
         every = jnp.concatenate([part.reshape(lane.row.size, -1) for part, lane in zip(logits, flat, strict=True)])
-        sampled = choose(every, after, protocol, lanes, greedy, script)
-        return advance(after, protocol, *_by_row(batch, feeds, lanes.lane, sampled))
+        chosen = choose(every, after, protocol, lanes, greedy, script)
+        return advance(after, protocol, *_by_row(batch, feeds, lanes.lane, *chosen))
     after, taken = _verify(after, protocol, feeds, logits, greedy, script)
     start = 0
     for (rows, feed), group in zip(feeds, groups, strict=True):
@@ -193,10 +195,11 @@ def _verify(
         state = state._replace(cache=cache)
         at = jnp.concatenate([part[jnp.minimum(nth, part.shape[0] - 1)] for part in of_lanes])
         here = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
-        token = choose(at, state, protocol, here, greedy, script)
-        state = advance(state, protocol, *_by_row(batch, feeds, jnp.where(active, lanes.lane, -1), token))
+        token, closing = choose(at, state, protocol, here, greedy, script)
+        own = jnp.where(active, lanes.lane, -1)
+        state = advance(state, protocol, *_by_row(batch, feeds, own, token, closing))
         taken = taken + active
-        active = active & (token == drafts[:, nth]) & goes_on(state, lanes)
+        active = active & (token == drafts[:, nth]) & goes_on(state, protocol, lanes)
         return state._replace(cache=nothing), nth + 1, active, taken
 
     began = lanes.lane >= 0
@@ -216,21 +219,20 @@ def _some(feed: Feed, mine: jax.Array, count: int) -> Part:
     return rows, only(part, rows < batch)
 
 
-def _by_row(batch: int, feeds: Sequence[Part], lanes: jax.Array, sampled: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lanes, and what was sampled in each, int32 [B, W], from those of groups of rows, int32 [L]."""
+def _by_row(batch: int, feeds: Sequence[Part], lanes: jax.Array, *chosen: jax.Array) -> list[jax.Array]:
+    """Lanes, and what was chosen in each, [B, W], from those of groups of rows, [L]."""
     most = max(feed.lane.shape[1] for _, feed in feeds)
-    lane, token = jnp.full((batch, most), -1, jnp.int32), jnp.zeros((batch, most), jnp.int32)
+    filled = [jnp.full((batch, most), -1, jnp.int32), *(jnp.zeros((batch, most), field.dtype) for field in chosen)]
     start = 0
     for rows, feed in feeds:
         part = slice(start, start + feed.lane.size)
         start = part.stop
-        own, own_sampled = (values[part].reshape(feed.lane.shape) for values in (lanes, sampled))
+        own = [field[part].reshape(feed.lane.shape) for field in (lanes, *chosen)]
         at = jnp.arange(batch) if rows is None else rows
-        used = jnp.where(jnp.any(own >= 0, axis=1), at, batch)[:, None]
-        places = jnp.arange(own.shape[1])[None]
-        lane = lane.at[used, places].set(own, mode="drop")
-        token = token.at[used, places].set(own_sampled, mode="drop")
-    return lane, token
+        used = jnp.where(jnp.any(own[0] >= 0, axis=1), at, batch)[:, None]
+        places = jnp.arange(feed.lane.shape[1])[None]
+        filled = [whole.at[used, places].set(field, mode="drop") for whole, field in zip(filled, own, strict=True)]
+    return filled
 
 
 def count_pass(state: DecodeState, widths: jax.Array) -> DecodeState:
@@ -331,5 +333,5 @@ def prefill(
     state = state._replace(finish=state.finish.at[jnp.where(ends, at, batch)].set(RUNNING, mode="drop"))
     if scripted:
         return state
-    sampled = choose(logits[:, 0], state, protocol, lanes_of(feed, rows), greedy, script)
-    return advance(state, protocol, *_by_row(batch, [(rows, feed)], feed.lane.reshape(-1), sampled))
+    chosen = choose(logits[:, 0], state, protocol, lanes_of(feed, rows), greedy, script)
+    return advance(state, protocol, *_by_row(batch, [(rows, feed)], feed.lane.reshape(-1), *chosen))

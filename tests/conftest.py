@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 import aspd  # noqa: F401 (the door sets XLA's flags; processes that tests start come through it)
+import infer.step
 from aspd_jax import LanguageModel, SpecialTokens, load_model
 from infer import Engine
 from train.tasks import problem
@@ -48,6 +50,17 @@ def few_memory_maps() -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_text().splitlines()) > MOST_MEMORY_MAPS:
         jax.clear_caches()
+
+
+@contextmanager
+def patched(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Other functions in the step; programs compiled before and with them are forgotten."""
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in functions.items():
+            patch.setattr(infer.step, name, function)
+        yield
+    jax.clear_caches()
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

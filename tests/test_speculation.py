@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from infer.speculation import look_up
 from infer.state import PARALLEL, DecodeState, Protocol
 from infer.step import Script
 from tests.answers import SEPARATOR, critical_path, linearise
+from tests.conftest import patched
 
 DRAFT = 3
 HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
@@ -41,17 +41,6 @@ def drafting_engine(lm: LanguageModel, draft_tokens: int = DRAFT) -> Engine:
 @pytest.fixture(autouse=True)
 def never_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer.policy, "DRAFTING_PASSES", 1 << 30)
-
-
-@contextmanager
-def patched(**functions: Callable[..., Any]) -> Iterator[None]:
-    """Other functions in the step; programs compiled before and with them are forgotten."""
-    jax.clear_caches()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, function in functions.items():
-            patch.setattr(infer.step, name, function)
-        yield
-    jax.clear_caches()
 
 
 def script_of(engine: Engine, parts: list, batch: int) -> tuple[Script, list[int]]:

@@ -1,0 +1,268 @@
+"""Tags in a stream of tokens: single tokens of a fine-tuned model, or strings in the plain text of any model.
+
+S nodes, V vocabulary.
+
+A node is how much of a tag a stretch ends with; node 0 is nothing of any. Every token leads from a node to another, or
+completes a tag. So a tag is recognised however the model cuts it into tokens, on the device, a table look-up per token.
+A token that holds the end of a tag and more is never allowed: what follows a tag begins with a token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from aspd_jax.errors import ConfigError, TokenizerError
+from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TextCodec
+
+TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
+CLASSES = 9
+PROGRESS = 8  # bit 8 + class: the token goes on with a tag of that class
+CONTINUES = 15  # bit: the token goes on with what the node has of a tag
+
+
+class Recogniser(NamedTuple):
+    """What a token does after a node.
+
+    Attributes:
+        next: uint8 [S, V], the node after it; from S on, S + the class of what it completes (or is by itself).
+        bits: uint16 [S, V], bit c: it may stand where class c is allowed; see `PROGRESS` and `CONTINUES`.
+    """
+
+    next: np.ndarray
+    bits: np.ndarray
+
+
+def of_tokens(vocabulary: int, tags: Sequence[int], end: Sequence[int], other: Sequence[int]) -> Recogniser:
+    """Tags that are single tokens.
+
+    Args:
+        tags: ids in the order of `TAGS`; negative: there is none.
+        end: ids that end an answer.
+        other: further ids that may stand in serial text only.
+    """
+    kind = np.full(vocabulary, TEXT, np.uint8)
+    kind[[token for token in other if token < vocabulary]] = OTHER
+    for token, of_tag in zip(tags, range(TITLE_START, BRANCH_END + 1), strict=True):
+        if token >= 0:
+            kind[token] = of_tag
+    kind[list(end)] = END
+    following = np.where(kind == TEXT, 0, 1 + kind).astype(np.uint8)
+    return Recogniser(following[None], (1 << kind.astype(np.uint16))[None])
+
+
+@dataclass(frozen=True)
+class TextTags:
+    """Tags as strings, for models that have no tokens for them.
+
+    Raises:
+        ConfigError: a tag is empty or not ASCII, or part of another.
+    """
+
+    title_start: str = "<title>"
+    title_end: str = "</title>"
+    parallel_start: str = "<parts>"
+    parallel_end: str = "</parts>"
+    branch_start: str = "<part>"
+    branch_end: str = "</part>"
+
+    def __post_init__(self) -> None:
+        for field, tag in zip(fields(self), self.strings, strict=True):
+            if not tag or not tag.isascii():
+                raise ConfigError(f"{field.name} must be ASCII text, got {tag!r}")
+            for other_field, other in zip(fields(self), self.strings, strict=True):
+                if other_field.name != field.name and tag in other:
+                    raise ConfigError(f"{field.name} {tag!r} is part of {other_field.name} {other!r}")
+        if sum(map(len, self.strings)) > 110:
+            raise ConfigError("the six tags together may have 110 characters at most")
+
+    @property
+    def strings(self) -> tuple[str, ...]:
+        """The six, in the order of `aspd_jax.tokens.TAGS`."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def instruction(self) -> str:
+        """What a model is asked for."""
+        t, T, p, P, b, B = self.strings
+        return (
+            "If your answer has several parts that do not depend on each other, such as list items or options, first "
+            f"write only their titles, each between {t} and {T}, one right after the other, and then {p}. After that, "
+            f"write every part as {b}, its title, a colon, its text, and {B}. Close the parts with {P}, and go on. "
+            f"For example: {t}Apples{T}{t}Pears{T}{p}{b}Apples: They keep for months.{B}{b}Pears: They ripen fast.{B}"
+            f"{P} Both are fruits. If parts depend on each other, write plain text without these tags."
+        )
+
+
+def pieces(codec: TextCodec, vocabulary: int) -> list[str]:
+    """The text that every token adds to a stretch."""
+    before = codec.encode("a")
+    known = codec.decode(before)
+    found = []
+    for token in range(vocabulary):
+        whole = codec.decode([*before, token])
+        found.append(whole[len(known) :] if whole.startswith(known) else "\ufffd")
+    return found
+
+
+def of_text(codec: TextCodec, vocabulary: int, tags: TextTags, end: Sequence[int], other: Sequence[int]) -> Recogniser:
+    """Tags that are strings; see `of_tokens`.
+
+    Raises:
+        TokenizerError: the tokenizer cannot spell a tag.
+    """
+    alone = of_tokens(vocabulary, (-1,) * 6, end, other)
+    texts = pieces(codec, vocabulary)
+    ordinary = [token for token in range(vocabulary) if alone.bits[0, token] == 1 << TEXT and texts[token]]
+    by_text = sorted((texts[token], token) for token in ordinary)
+    # A node: what a stretch ends with of a tag, and whether that begins with a token (in a title it has to).
+    heads = sorted({tag[:length] for tag in tags.strings for length in range(1, len(tag))})
+    nodes = [("", True), *((head, aligned) for head in heads for aligned in (True, False))]
+    number = {node: place for place, node in enumerate(nodes)}
+    size = len(nodes)
+    following = np.where(alone.next > 0, alone.next.astype(np.int32) - 1 + size, 0).repeat(size, axis=0)
+    bits = alone.bits.repeat(size, axis=0)
+    begins = {tag[0] for tag in tags.strings}
+    starting = [token for token in ordinary if begins & set(texts[token])]
+    for place, (head, aligned) in enumerate(nodes):
+        candidates = set(starting)
+        for start in range(len(head)):
+            for tag in tags.strings:
+                if tag.startswith(head[start:]):
+                    candidates.update(_beginning_alike(by_text, tag[len(head) - start :]))
+        for token in candidates:
+            following[place, token], bits[place, token] = _after(tags, number, head, aligned, texts[token])
+        for kind, tag in enumerate(tags.strings, TITLE_START):
+            if (tag.startswith(head) if head else True) and (aligned or kind != TITLE_END):
+                leads = (1 << kind) | (1 << (PROGRESS + kind))
+                if not (bits[place] & leads).any():
+                    raise TokenizerError(f"this tokenizer has no token that goes on with {tag!r} after {head!r}")
+    return Recogniser(following.astype(np.uint8), bits)
+
+
+def _beginning_alike(by_text: list[tuple[str, int]], rest: str) -> list[int]:
+    """Tokens that are a beginning of `rest`, or begin with it."""
+    found = []
+    for length in range(1, len(rest) + 1):
+        start, whole = rest[:length], length == len(rest)
+        at = bisect_left(by_text, (start, -1))
+        while at < len(by_text) and (by_text[at][0] == start or (whole and by_text[at][0].startswith(start))):
+            found.append(by_text[at][1])
+            at += 1
+    return found
+
+
+def _after(
+    tags: TextTags, number: dict[tuple[str, bool], int], head: str, aligned: bool, piece: str
+) -> tuple[int, int]:
+    """Where a token leads, and its bits."""
+    whole, size = head + piece, len(number)
+
+    def begins_with_token(start: int) -> bool:
+        return start == len(head) or (start == 0 and aligned)
+
+    for stop in range(len(head) + 1, len(whole) + 1):
+        for kind, tag in enumerate(tags.strings, TITLE_START):
+            if whole[:stop].endswith(tag):
+                good = stop == len(whole) and (kind != TITLE_END or begins_with_token(stop - len(tag)))
+                return size + kind, (1 << kind) if good else 0
+    for start in range(len(whole)):
+        left = whole[start:]
+        if (left, True) not in number:
+            continue
+        to = begins_with_token(start)
+        continues = start == 0 and bool(head)
+        bits = (1 << TEXT) | (continues << CONTINUES)
+        for kind, tag in enumerate(tags.strings, TITLE_START):
+            # Where a tag has to come, one that is under way goes on; between titles there are two that may.
+            rivals = {TITLE_START, PARALLEL_START} if kind in (TITLE_START, PARALLEL_START) else {kind}
+            usable = bool(head) and (aligned or kind != TITLE_END)
+            under_way = usable and any(tags.strings[rival - TITLE_START].startswith(head) for rival in rivals)
+            fresh = start == len(head) and not under_way
+            if tag.startswith(left) and ((continues and usable) or fresh):
+                bits |= 1 << (PROGRESS + kind)
+        return number[left, to], bits
+    return 0, 1 << TEXT
+
+
+class TextReader:
+    """The host's side of `of_text`: structure out of tokens.
+
+    Attributes:
+        recogniser: as on the device.
+    """
+
+    def __init__(self, codec: TextCodec, tags: TextTags, recogniser: Recogniser, opening: int, ending: int) -> None:
+        """Tokens of the tags that are fed: `opening` of a branch, `ending` of a block."""
+        self.recogniser = recogniser
+        self._codec, self._tags, self._opening, self._ending = codec, tags, opening, ending
+        heads = sorted({tag[:length] for tag in tags.strings for length in range(1, len(tag))})
+        self._depth = [0, *(len(head) for head in heads for _ in range(2))]
+
+    def items(self, ids: np.ndarray, branch: np.ndarray, head: int, growing: bool) -> tuple[ItemIds, ...]:
+        """Stretches and blocks of an answer in the order of the linearisation.
+
+        Titles under way are left out, and of stretches that grow what may turn out to begin a tag.
+
+        Args:
+            ids, branch: of all tokens, [T] each.
+            head: tokens of the separator.
+            growing: whether the answer goes on.
+        """
+        items: list[ItemIds] = []
+        titles: list[np.ndarray] = []
+        at = 0
+        while at < ids.size:
+            if branch[at] > 0:
+                branches, drops = [], []
+                for title in titles:
+                    inside = branch[at]
+                    end = at + int(np.argmax(np.append(branch[at:], 0) != inside))
+                    own = ids[at + self._opening : end]
+                    text = len(title) + head
+                    kind, stop, node = self._first_tag(own[text:])
+                    kept, drop = self._without_tag(own[text : text + stop], kind, node, growing)
+                    branches.append(own[: text + kept])
+                    drops.append(drop)
+                    at = end
+                items.append(BlockIds(tuple(titles), tuple(branches), tuple(drops)))
+                titles, at = [], at + self._ending
+                continue
+            end = at + int(np.argmax(np.append(branch[at:], 1) > 0))
+            kind, stop, node = self._first_tag(ids[at:end])
+            kept, drop = self._without_tag(ids[at : at + stop], kind, node, growing)
+            if not titles and kept and kind != TITLE_END:
+                items.append(SerialIds(ids[at : at + kept], drop))
+            at += stop
+            while kind in (TITLE_START, TITLE_END) and at < end:
+                started = kind == TITLE_START
+                kind, stop, node = self._first_tag(ids[at:end])
+                if started and kind == TITLE_END:
+                    kept, _ = self._without_tag(ids[at : at + stop], kind, node, growing)
+                    titles.append(ids[at : at + kept])
+                at += stop
+        return tuple(items)
+
+    def _first_tag(self, ids: np.ndarray) -> tuple[int, int, int]:
+        """The class of the first tag in a stretch (TEXT: none), the tokens up to its end, and the node after them."""
+        nodes, node = self.recogniser.next.shape[0], 0
+        for place, token in enumerate(ids):
+            following = int(self.recogniser.next[node, token])
+            if following >= nodes and TITLE_START <= following - nodes <= BRANCH_END:
+                return following - nodes, place + 1, 0
+            node = 0 if following >= nodes else following
+        return TEXT, len(ids), node
+
+    def _without_tag(self, ids: np.ndarray, kind: int, node: int, growing: bool) -> tuple[int, int]:
+        """How many of these tokens hold text, and how many characters of the last of them belong to the tag."""
+        tag = len(self._tags.strings[kind - TITLE_START]) if kind != TEXT else self._depth[node] * growing
+        if not tag:
+            return len(ids), 0
+        kept, length = len(ids), len(self._codec.decode(ids)) - tag
+        while kept and len(self._codec.decode(ids[: kept - 1])) >= length:
+            kept -= 1
+        return kept, len(self._codec.decode(ids[:kept])) - length

@@ -1,0 +1,270 @@
+"""Tags written as text, by a model that has no tokens for them."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aspd_jax import LanguageModel
+from aspd_jax.errors import ConfigError, RequestError
+from aspd_jax.structure import Branch, Parallel, Serial, Structure
+from infer import Engine, SamplingParams, TextTags
+from infer.recogniser import of_text, pieces
+from infer.rows import snapshot
+from infer.step import Script
+from tests.conftest import patched
+
+TAGS = TextTags()
+t, T, p, P, b, B = TAGS.strings
+
+
+@pytest.fixture(scope="module")
+def free(lm: LanguageModel) -> Engine:
+    return Engine(lm, max_length=512, max_batch=2, max_branches=3, max_title_tokens=6, text_tags=TAGS)
+
+
+@pytest.fixture(scope="module")
+def spellings(lm: LanguageModel) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    special = {*lm.tokenizer.all_special_ids}
+    for token, text in enumerate(pieces(lm.codec.text, lm.config.vocabulary)):
+        if text and token not in special:
+            found.setdefault(text, []).append(token)
+    return found
+
+
+def spell(text: str, spellings: dict[str, list[int]], random: Random) -> list[int]:
+    """One of the many ways to cut a text into tokens."""
+    ids: list[int] = []
+    while text:
+        length = random.choice([n for n in range(1, 9) if text[:n] in spellings and n <= len(text)])
+        ids.append(random.choice(spellings[text[:length]]))
+        text = text[length:]
+    return ids
+
+
+def script_of(
+    structure: Structure, spellings: dict[str, list[int]], random: Random, end: int
+) -> tuple[Script, list[list[int]]]:
+    """A script that says a structure with tags of text, and its titles as tokens. A token may hold the end of a text
+    and the beginning of a tag, but for titles; never the end of a tag and more.
+    """
+    serial: list[int] = []
+    branches: list[list[int]] = [[], [], []]
+    titles = []
+    text = ""
+    for item in structure:
+        if isinstance(item, Serial):
+            text = item.text
+            continue
+        for number, branch in enumerate(item.branches):
+            serial += spell(text + t, spellings, random)
+            titles.append(spell(branch.title, spellings, random))
+            serial += titles[-1] + spell(T, spellings, random)
+            branches[number] = spell(branch.text + B, spellings, random)
+            text = ""
+        serial += spell(p, spellings, random)
+    serial += [*spell(text, spellings, random), end]
+    of_serial, of_branch = np.full((2, 200), -1, np.int32), np.full((2, 3, 200), -1, np.int32)
+    of_serial[:, : len(serial)] = serial
+    for number, ids in enumerate(branches):
+        of_branch[:, number, : len(ids)] = ids
+    return Script(jnp.asarray(of_serial), jnp.asarray(of_branch)), titles
+
+
+STRUCTURES: list[Structure] = [
+    (
+        Serial("Two: a<b, <ti and"),
+        Parallel((Branch("Pears", "soft <3 <<"), Branch("A b", ""))),
+        Serial("So.<"),
+    ),
+    (Parallel((Branch("One", "x<pa"), Branch("One", "</pa y, long " * 3), Branch("Two", "z"))),),
+    (Serial("no parts, <tit le>"),),
+]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=range(len(STRUCTURES)))
+def test_tags_are_recognised_however_they_are_spelled(
+    free: Engine, spellings: dict[str, list[int]], structure: Structure
+) -> None:
+    end = free.protocol.end[0]
+    for seed in range(8):
+        random = Random(seed)
+        free.scheduler.script, _ = script_of(structure, spellings, random, end)
+        events = list(free.submit("Hi", SamplingParams(max_new_tokens=400), steps=random.choice([1, 3, 50])))
+        result = events[-1].result
+        assert result is not None and result.structure == structure and result.finish_reason == "stop"
+        serial = [event.text for event in events if event.kind == "token" and not event.block]
+        assert "".join(serial) == "".join(item.text for item in structure if isinstance(item, Serial))
+        told = [event.text for event in events if event.kind == "branch"]
+        blocks = [item for item in structure if isinstance(item, Parallel)]
+        assert sorted(told) == sorted(branch.text for block in blocks for branch in block.branches)
+        assert result.stats.blocks == len(blocks) and result.stats.passes == result.stats.critical_path - 1
+        lengths = [np.asarray(free.scheduler.script.branch[0, n] >= 0).sum() for n in range(3)] if blocks else [0]
+        assert result.stats.critical_path == int((free.scheduler.script.serial[0] >= 0).sum()) + max(lengths)
+    free.scheduler.script = None
+
+
+def test_mask_and_positions_are_those_of_blocks(
+    free: Engine, lm: LanguageModel, spellings: dict[str, list[int]]
+) -> None:
+    """The cache against the definition: branches side by side after `<parts>`, everything else in order."""
+    free.scheduler.script, titles = script_of(STRUCTURES[0], spellings, Random(3), free.protocol.end[0])
+    result = free.generate(["Hi"], SamplingParams(max_new_tokens=400))[0]
+    shot = snapshot(free.scheduler._state_now(), np.asarray([0, 1]), free.protocol, 64)
+    row = next(r for r in (0, 1) if np.asarray(shot.layout.block)[r].any())
+    free.scheduler.script = None
+    decode, encode = lm.codec.text.decode, lm.codec.text.encode
+    ids = result.prompt_token_ids + result.token_ids
+    head = [len(encode(b)) + len(title) + len(free.protocol.separator) for title in titles]
+    opened = next(n for n in range(len(ids)) if decode(ids[len(result.prompt_token_ids) : n]).endswith(p))
+    expected, place = [(n, 0) for n in range(opened)], opened
+    for number in range(2):
+        size = head[number]
+        while not decode(ids[place : place + size]).endswith(B):
+            size += 1
+        expected += [(opened + n, number + 1) for n in range(size)]
+        place += size
+    expected += [(n, 0) for n in range(place, len(ids))]
+    known = np.asarray(shot.layout.sequence)[row] > 0
+    position, branch = (np.asarray(field)[row][known].tolist() for field in (shot.layout.position, shot.layout.branch))
+    seen = list(zip(position, branch, strict=True))
+    assert sorted(seen) == sorted(expected[:-1]), "all but the end of text, which is never fed"
+    assert np.asarray(shot.layout.block)[row].max() == 1
+
+
+INSIDE = r"((?!</?title>|</?parts?>).)"
+BLOCK = rf"(<title>{INSIDE}+</title>)+<parts>(<part>{INSIDE}*</part>)+</parts>"
+
+
+def well_formed(text: str) -> bool:
+    return bool(re.fullmatch(rf"({INSIDE}*{BLOCK})+{INSIDE}*", text, re.DOTALL))
+
+
+def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: LanguageModel) -> None:
+    """The model is made to open a block; what follows is random, and closes everything whatever the budget."""
+    opening = lm.codec.text.encode(t)
+    of_serial = np.full((2, 600), -1, np.int32)
+    of_serial[:, : len(opening)] = opening
+    nothing = np.full((2, 3, 600), -1, np.int32)
+    free.scheduler.script = Script(jnp.asarray(of_serial), jnp.asarray(nothing))
+    random = np.random.default_rng(0)
+    budgets = [int(n) for n in random.integers(100, 260, 60)]
+    params = [
+        SamplingParams(temperature=float(random.choice([1.0, 100.0])), max_new_tokens=n, seed=seed, max_branch_tokens=m)
+        for seed, (n, m) in enumerate(zip(budgets, random.choice([1, 9, 30, 200], 60).tolist(), strict=True))
+    ]
+    blocks = 0
+    for budget, result in zip(budgets, free.generate(["Hi"] * 60, params), strict=True):
+        assert len(result.token_ids) <= budget
+        assert result.stats.passes == result.stats.critical_path - 1
+        text = lm.codec.text.decode(result.token_ids)
+        assert well_formed(text), text
+        for found in re.finditer(BLOCK, text, re.DOTALL):
+            titles = re.findall(r"<title>(.+?)</title>", found[0], re.DOTALL)
+            parts = re.findall(r"<part>(.*?)</part>", found[0], re.DOTALL)
+            assert 2 <= len(titles) == len(parts) <= 3
+            assert all(part.startswith(f"{title}: ") for title, part in zip(titles, parts, strict=True))
+            blocks += 1
+        assert result.stats.blocks == len(re.findall(BLOCK, text, re.DOTALL))
+    assert blocks >= 60
+
+    def anything(state: Any, lanes: Any, rule: Any) -> Any:
+        return jnp.ones((lanes.lane.shape[0], 1), bool)
+
+    with patched(legal_tokens=anything):
+        results = free.generate(["Hi"] * 4, params[:4])
+    assert not any(well_formed(lm.codec.text.decode(r.token_ids)) for r in results), "negative control: no grammar"
+    free.scheduler.script = None
+
+
+def test_end_of_text_in_a_branch_closes_it(free: Engine, spellings: dict[str, list[int]]) -> None:
+    end = free.protocol.end[0]
+    script, _ = script_of(STRUCTURES[1], spellings, Random(0), end)
+    branch = np.array(script.branch)
+    branch[:, 0, :] = -1
+    branch[:, 0, 0] = end
+    free.scheduler.script = Script(script.serial, jnp.asarray(branch))
+    result = free.generate(["Hi"], SamplingParams(max_new_tokens=400))[0]
+    free.scheduler.script = None
+    block = result.structure[0]
+    assert isinstance(block, Parallel) and block.branches[0].text == ""
+    assert end not in result.token_ids[:-1]
+
+
+def test_guesses_change_nothing(lm: LanguageModel, free: Engine, spellings: dict[str, list[int]]) -> None:
+    own = Engine(
+        lm, max_length=512, max_batch=2, max_branches=3, max_title_tokens=6, text_tags=TAGS, draft_tokens=3
+    )  # fmt: skip
+    for structure in STRUCTURES:
+        results = []
+        for engine in (free, own):
+            engine.scheduler.script, _ = script_of(structure, spellings, Random(1), free.protocol.end[0])
+            results.append(engine.generate(["Hi"], SamplingParams(max_new_tokens=400))[0])
+            engine.scheduler.script = None
+        assert results[0].token_ids == results[1].token_ids and results[1].structure == structure
+
+
+def test_the_prompt_asks_for_the_tags(lm: LanguageModel, free: Engine) -> None:
+    lm.tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    try:
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name fruits."}]
+        asked = lm.tokenizer.decode(free.encode(messages))
+        assert TAGS.instruction in asked and asked.index("Be brief.") < asked.index(TAGS.instruction)
+        assert TAGS.instruction not in lm.tokenizer.decode(free.encode(messages, "serial"))
+    finally:
+        lm.tokenizer.chat_template = None
+
+
+def test_mistakes_are_named(bare_lm: LanguageModel, free: Engine) -> None:
+    for changed, message in (
+        ({"title_start": ""}, "title_start must be ASCII text"),
+        ({"branch_end": "«"}, "branch_end must be ASCII"),
+        ({"branch_start": "<p", "parallel_start": "<pp"}, "branch_start '<p' is part of parallel_start"),
+        ({"title_start": "x" * 100}, "110 characters"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TextTags(**changed)
+    with pytest.raises(RequestError, match="need a tokenizer"):
+        Engine(bare_lm, text_tags=TAGS)
+    with pytest.raises(RequestError, match="special tokens"):
+        free.replay([1], [2])
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_the_recogniser_finds_what_is_there(lm: LanguageModel, spellings: dict[str, list[int]], data: Any) -> None:
+    """Tables against searching the text."""
+    tables = _TABLES.setdefault(id(lm), of_text(lm.codec.text, lm.config.vocabulary, TAGS, (), ()))
+    alphabet = st.sampled_from(["<", "/", "t", "title", ">", "part", "parts", "s>", " ", "a", "</", *TAGS.strings])
+    text = "".join(data.draw(st.lists(alphabet, max_size=12)))
+    random = Random(data.draw(st.integers(0, 999)))
+    node, nodes, read = 0, tables.next.shape[0], ""
+    while text:
+        sizes = [n for n in range(1, 9) if text[:n] in spellings and n <= len(text)]
+        size = random.choice(sizes)
+        token = random.choice(spellings[text[:size]])
+        before, read, text = read, read + text[:size], text[size:]
+        following = int(tables.next[node, token])
+        whole = [tag for tag in TAGS.strings if read.endswith(tag)]
+        inside = [
+            tag for tag in TAGS.strings for stop in range(len(before) + 1, len(read)) if read[:stop].endswith(tag)
+        ]
+        if inside:
+            assert tables.bits[node, token] == 0, "a token that goes past a tag is never allowed"
+            return
+        assert (following >= nodes) == bool(whole)
+        if whole:
+            assert TAGS.strings[following - nodes - 1] == whole[0]
+            return
+        node = following
+
+
+_TABLES: dict[int, Any] = {}
