@@ -9,6 +9,7 @@ import numpy as np
 from infer.step import Extent
 
 SMALLEST_CAPACITY = 128
+SMALLEST_PART = 256  # slots of a row, below which there is little to save
 
 
 def width_bucket(tokens: int) -> int:
@@ -22,12 +23,12 @@ def capacity_for(tokens: int) -> int:
 
 
 def used_slots(capacity: int, needed: int) -> int:
-    """How many of a row's slots a pass looks at: a sixteenth or a quarter of them where that is enough, or all.
+    """How many of a row's slots a pass looks at: a sixteenth, a quarter or half of them where that is enough, or all.
 
     A part of a row has to be copied before it can be looked at, so that finer steps would cost more than they save.
     """
-    for parts in (16, 4):
-        if max(needed, SMALLEST_CAPACITY) <= capacity // parts:
+    for parts in (16, 4, 2):
+        if max(needed, SMALLEST_PART) <= capacity // parts:
             return capacity // parts
     return capacity
 
