@@ -31,6 +31,9 @@ def add(commands: Any) -> None:
         metavar="NxT",
         help="branches x tokens of each",
     )
+    decode.add_argument(
+        "--draft-tokens", type=int, default=0, help="also time answers with guesses; all answers then copy the prompt"
+    )
     decode.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (.svg, .png, .pdf)")
 
     steps = kinds.add_parser("train", help="training steps, beside plain causal attention")
@@ -86,7 +89,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         pairs = []
         for batch in options.batch:
             for branches, length in answers:
-                pair = answer_times(lm, branches, length, context, batch, options.repeats)
+                pair = answer_times(lm, branches, length, context, batch, options.repeats, options.draft_tokens)
                 torch = transformers_time(lm, pair[0].content, context, batch, options.repeats)
                 pairs.append([*pair, torch] if torch else pair)
         if pairs:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -52,6 +53,7 @@ class AnswerTime:
 
     Attributes:
         name: `adaptive`, `serial` or `transformers`.
+        draft_tokens: guesses per stretch and pass; 0: none.
         branches, length: of the block; length counts head and closing tag. 0 branches: no block.
         content, raw: tokens of an answer.
         passes: forward passes after prefill.
@@ -63,6 +65,7 @@ class AnswerTime:
     """
 
     name: str
+    draft_tokens: int
     batch: int
     branches: int
     length: int
@@ -192,16 +195,19 @@ def pass_times(
     return results
 
 
-def scripted_answer(lm: LanguageModel, branches: int, length: int, text: int) -> tuple[list[int], list[list[int]]]:
+def scripted_answer(
+    lm: LanguageModel, branches: int, length: int, text: int, copied: Sequence[int] = ()
+) -> tuple[list[int], list[list[int]]]:
     """Serial tokens and tokens of each branch, as they have to be sampled.
 
     Args:
         branches: 0: no block.
         length: tokens of a branch, head and closing tag included.
         text: serial text, half of it before the block.
+        copied: what the answer says, over and over; empty: random tokens.
     """
     special = lm.special_tokens or NO_TOKENS
-    tokens = iter(random_prompt(lm, text + branches * (TITLE + length), seed=1))
+    tokens = cycle(copied) if copied else iter(random_prompt(lm, text + branches * (TITLE + length), seed=1))
     serial = [next(tokens) for _ in range(text // 2 if branches else text)]
     for _ in range(branches):
         serial += [special.title_start, *(next(tokens) for _ in range(TITLE)), special.title_end]
@@ -224,9 +230,18 @@ def _script(serial: Sequence[int], branches: Sequence[Sequence[int]], batch: int
 
 
 def answer_times(
-    lm: LanguageModel, branches: int, length: int, context: int, batch: int = 1, repeats: int = 5
+    lm: LanguageModel,
+    branches: int,
+    length: int,
+    context: int,
+    batch: int = 1,
+    repeats: int = 5,
+    draft_tokens: int = 0,
 ) -> list[AnswerTime]:
     """Time answers with a block of so many branches, and serial answers of as many content tokens, in turn.
+
+    Args:
+        draft_tokens: also time both with so many guesses. Answers then copy the prompt: guesses are at their best.
 
     Raises:
         RequestError: a branch is too short for its head.
@@ -234,42 +249,50 @@ def answer_times(
     head = 1 + TITLE + len(SEPARATOR)
     if branches < 2 or length < head + 2:
         raise RequestError(f"an answer needs 2 branches of at least {head + 2} tokens, got {branches} of {length}")
-    serial, written = scripted_answer(lm, branches, length, SERIAL_TEXT)
+    copied = random_prompt(lm, context) if draft_tokens else ()
+    serial, written = scripted_answer(lm, branches, length, SERIAL_TEXT, copied)
     content = SERIAL_TEXT + branches * (length - head - 1)
     raw = len(serial) + branches * length + 1
-    engine = Engine(
-        lm,
-        max_length=context + raw + 4 * branches + 8,  # the grammar's reserve
-        max_batch=batch,
-        max_branches=branches,
-        max_title_tokens=TITLE,
-        separator_ids=SEPARATOR,
-        reuse=False,
-    )
+    engines = {
+        guesses: Engine(
+            lm,
+            max_length=context + raw + 4 * branches + 8,  # the grammar's reserve
+            max_batch=batch,
+            max_branches=branches,
+            max_title_tokens=TITLE,
+            separator_ids=SEPARATOR,
+            reuse=False,
+            draft_tokens=guesses,
+        )
+        for guesses in sorted({0, draft_tokens})
+    }
     scripts: dict[Mode, Script] = {
         "adaptive": _script(serial, written, batch, branches),
-        "serial": _script(scripted_answer(lm, 0, length, content)[0], [], batch, branches),
+        "serial": _script(scripted_answer(lm, 0, length, content, copied)[0], [], batch, branches),
     }
-    prompts = [random_prompt(lm, context, seed) for seed in range(batch)]
+    prompts = [random_prompt(lm, context, 0 if copied else seed) for seed in range(batch)]
     params = SamplingParams(max_new_tokens=raw + 4 * branches + 8, max_branch_tokens=length)
-    seconds: dict[Mode, list[float]] = {"adaptive": [], "serial": []}
-    results: dict[Mode, list[Result]] = {"adaptive": [], "serial": []}
+    kinds = [(mode, guesses) for mode in scripts for guesses in engines]
+    seconds: dict[tuple[Mode, int], list[float]] = {kind: [] for kind in kinds}
+    results: dict[tuple[Mode, int], list[Result]] = {kind: [] for kind in kinds}
     for repeat in range(repeats + 1):
-        for mode, script in scripts.items():
-            engine.scheduler.script = script
+        for mode, guesses in kinds:
+            engine = engines[guesses]
+            engine.scheduler.script = scripts[mode]
             begun = time.perf_counter()
             answers = engine.generate(prompts, params, mode)
-            seconds[mode].append(time.perf_counter() - begun)
-            results[mode] += answers if repeat else []
+            seconds[mode, guesses].append(time.perf_counter() - begun)
+            results[mode, guesses] += answers if repeat else []
             if any(answer.stats.content_tokens != content for answer in answers):
                 raise RequestError("the script was not followed; this is a mistake of the benchmark")
     found = []
-    for mode in scripts:
-        first, *measured = seconds[mode]
-        stats = [result.stats for result in results[mode]]
+    for mode, guesses in kinds:
+        first, *measured = seconds[mode, guesses]
+        stats = [result.stats for result in results[mode, guesses]]
         found.append(
             AnswerTime(
                 name=mode,
+                draft_tokens=guesses,
                 batch=batch,
                 branches=branches if mode == "adaptive" else 0,
                 length=length if mode == "adaptive" else 0,
@@ -321,7 +344,7 @@ def transformers_time(lm: LanguageModel, content: int, context: int, batch: int,
     first, *measured = times
     middle = median(measured)
     return AnswerTime(
-        "transformers", batch, 0, 0, content, content, content - 1, middle, min(measured), max(measured), middle,
+        "transformers", 0, batch, 0, 0, content, content, content - 1, middle, min(measured), max(measured), middle,
         float("nan"), 1.0, max(0.0, first - middle),
     )  # fmt: skip
 
@@ -349,10 +372,11 @@ def answer_table(pairs: Sequence[Sequence[AnswerTime]]) -> str:
         "|---" * 14 + "|",
     ]
     for pair in pairs:
-        serial = next(r for r in pair if r.name == "serial")
+        serial = next(r for r in pair if r.name == "serial" and not r.draft_tokens)
         for r in pair:
             realised = serial.seconds / r.seconds
             what = f"{r.branches} branches of {r.length}" if r.branches else r.name
+            what += f", {r.draft_tokens} guesses" if r.draft_tokens else ""
             cells = [
                 str(r.batch),
                 what,

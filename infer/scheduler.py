@@ -78,8 +78,9 @@ class Scheduler:
         ended: Callable[[Result], None],
         reader: TextReader | None = None,
     ) -> None:
-        # Drafts under way, and slots of rejected ones that are not filled again yet.
-        reserve = -(-protocol.max_branches * protocol.draft_tokens // SMALLEST_CAPACITY) * SMALLEST_CAPACITY
+        # Room for all drafts of a pass, and for as many slots of rejected ones that are not filled again yet.
+        drafts = 2 * protocol.max_branches * protocol.draft_tokens
+        reserve = -(-drafts // SMALLEST_CAPACITY) * SMALLEST_CAPACITY
         self._lm, self._protocol, self._capacity, self._room = lm, protocol, capacity + reserve, capacity
         self._policy, self._reuse, self._ended, self._reader = policy, reuse, ended, reader
         self.cost: StepCost | None = None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import aspd
+import infer.policy
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import as_int8
@@ -61,6 +62,18 @@ def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
     assert f"| {serial.seconds / adaptive.seconds:.2f}x |" in text
     with pytest.raises(RequestError, match="2 branches of at least 6 tokens, got 3 of 5"):
         answer_times(tiny, branches=3, length=5, context=16)
+
+
+def test_guesses_are_timed_beside_answers_without(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infer.policy, "DRAFTING_PASSES", 1 << 30)  # never switched off
+    times = answer_times(tiny, branches=3, length=10, context=16, repeats=1, draft_tokens=2)
+    assert [(time.name, time.draft_tokens) for time in times] == [
+        ("adaptive", 0), ("adaptive", 2), ("serial", 0), ("serial", 2)
+    ]  # fmt: skip
+    assert times[3].passes < 0.6 * times[2].passes, "the answer copies the prompt"
+    assert times[1].passes <= times[0].passes
+    text = answer_table([times])
+    assert "| serial |" in text and "| serial, 2 guesses |" in text and "| 3 branches of 10, 2 guesses |" in text
 
 
 def test_the_command_prints_writes_and_draws(tiny: LanguageModel, capsys: Any, tmp_path: Path) -> None:
