@@ -217,7 +217,7 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
 ) -> None:
     """Negative control: a budget spent in the order of decoding."""
 
-    def spent_as_decoded(state: Any) -> infer.budget.BranchBudget:
+    def spent_as_decoded(state: Any, protocol: Any) -> infer.budget.BranchBudget:
         live = state.branch_live.sum(axis=1)[:, None]
         affordable = (state.remaining[:, None] >= 2 * live) | (state.branch_live & False)
         return infer.budget.BranchBudget(affordable, affordable | True)
