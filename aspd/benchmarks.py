@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def add(commands: Any) -> None:
 
 def run_bench_decode(options: argparse.Namespace) -> None:
     """`aspd bench decode`."""
+    from tqdm import tqdm
+
     from aspd_jax import load_model
     from aspd_jax.language_model import as_int8
     from aspd_jax.shapes import benchmark_model
@@ -87,11 +90,11 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         if passes:
             print(f"Passes, batch 1, {options.repeats} runs of 16:\n\n{pass_table(passes, copied)}\n")
         pairs = []
-        for batch in options.batch:
-            for branches, length in answers:
-                pair = answer_times(lm, branches, length, context, batch, options.repeats, options.draft_tokens)
-                torch = transformers_time(lm, pair[0].content, context, batch, options.repeats)
-                pairs.append([*pair, torch] if torch else pair)
+        kinds = list(product(options.batch, answers))
+        for batch, (branches, length) in tqdm(kinds, unit="answer", disable=None):
+            pair = answer_times(lm, branches, length, context, batch, options.repeats, options.draft_tokens)
+            torch = transformers_time(lm, pair[0].content, context, batch, options.repeats)
+            pairs.append([*pair, torch] if torch else pair)
         if pairs:
             print(f"Answers, {options.repeats} runs of each in turn:\n\n{answer_table(pairs)}\n")
         if beside := published("" if options.model else options.shape, options.dtype, context):
