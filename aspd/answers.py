@@ -152,8 +152,7 @@ def run_demo(options: argparse.Namespace) -> None:
     from infer.terminal import demonstrate
     from train.tasks import KINDS, problem
 
-    if options.questions < 1:
-        raise RequestError(f"--questions must be at least 1, got {options.questions}")
+    positive(options, "questions")
     # Blocks first, and a chain that must stay serial; then the other families and kinds.
     order = [("machines", "conclusion"), ("orders", "conclusion"), ("machines", "chain"), ("machines", "parallel")]
     order += [

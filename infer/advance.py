@@ -29,7 +29,7 @@ from infer.state import (
 
 
 def advance(
-    state: DecodeState, protocol: Protocol, lane: jax.Array, sampled: jax.Array, closing: jax.Array | None = None
+    state: DecodeState, protocol: Protocol, lane: jax.Array, sampled: jax.Array, closing: jax.Array
 ) -> DecodeState:
     """Take what was sampled from a feed (already in the cache); sequences without a lane stand still.
 
@@ -41,7 +41,6 @@ def advance(
     fed = (state.finish == RUNNING) & jnp.any(lane >= 0, axis=1)
     in_block = (state.phase == FORK) | (state.phase == PARALLEL)
     after_serial = _advance_serial(state, protocol, sampled[:, 0])
-    closing = jnp.zeros_like(lane, bool) if closing is None else closing
     after_block = _advance_block(state, protocol, lane, sampled, closing)
 
     def choose(old: jax.Array, serial: jax.Array, block: jax.Array) -> jax.Array:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,9 +42,9 @@ class Engine:
         separator_ids: what follows the title at the head of a branch; default: the tokenizer's ids of `": "`.
         branch_policy: `all`, `cap:N` or `slo:MS` (`infer.policy.Policy`).
         reuse: let a prompt begin with what the cache still holds of it: an earlier turn, or a shared beginning.
-        text_tags: of a model without special tokens: it writes them as text, as these ask it to; None: special tokens.
         draft_tokens: guesses per stretch and pass, looked up in what was said before, and verified; 0: none. Answers
             are the same token by token; where guesses do not pay for the wider passes, they are left out.
+        text_tags: of a model without special tokens: it writes them as text, as these ask it to; None: special tokens.
     """
 
     def __init__(
@@ -82,38 +81,25 @@ class Engine:
             separator_ids = lm.codec.separator_ids if lm.tokenizer is not None else ()
         known = () if lm.tokenizer is None else lm.tokenizer.all_special_ids
         vocabulary = lm.config.vocabulary
+        end = tuple(int(i) for i in lm.end_ids if 0 <= int(i) < vocabulary)
+        forbidden = tuple(sorted(int(i) for i in known if i < vocabulary))
+        written, reader = (None, None) if text_tags is None else _read_text(lm, text_tags, end, forbidden)
         self.protocol = Protocol(
             model=lm.model,
             special=special,
             separator=tuple(int(i) for i in separator_ids),
-            end=tuple(int(i) for i in lm.end_ids if 0 <= int(i) < vocabulary),
-            forbidden=tuple(sorted(int(i) for i in known if i < vocabulary)),
+            end=end,
+            forbidden=forbidden,
             max_branches=max_branches,
             max_title_tokens=max_title_tokens,
             draft_tokens=draft_tokens,
+            text_tags=written,
         )
-        reader = None
-        if text_tags is not None:
-            reader = self._read_text(text_tags)
         policy = Policy.parse(branch_policy)
         self._answers: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
         self.scheduler = Scheduler(
             lm, self.protocol, max_batch, capacity_for(self.max_length), policy, reuse, self._remember, reader
         )
-
-    def _read_text(self, tags: TextTags) -> TextReader:
-        """Let the protocol have tags of text."""
-        if self.lm.tokenizer is None:
-            raise RequestError("text_tags need a tokenizer, and this model has none")
-        codec, protocol = self.lm.codec.text, self.protocol
-        recogniser = of_text(codec, self.lm.config.vocabulary, tags, protocol.end, protocol.forbidden)
-        opening, ending, closing = map(codec.encode, (tags.branch_start, tags.parallel_end, tags.branch_end))
-        written = Tags(
-            tuple(opening), tuple(ending), closing[0],
-            *map(len, (tags.title_start, tags.title_end, tags.parallel_start, tags.branch_end)),
-        )  # fmt: skip
-        self.protocol = replace(protocol, text_tags=written)
-        return TextReader(codec, tags, recogniser, len(opening), len(ending))
 
     def encode(self, prompt: Prompt, mode: Mode = "adaptive") -> list[int]:
         """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are.
@@ -296,3 +282,17 @@ class Engine:
         prompt_layout(self.lm, self.protocol, ids)
         seed = secrets.randbits(32) if params.seed is None else params.seed
         return Job(tuple(ids), params, mode, min(params.max_new_tokens, room), seed)
+
+
+def _read_text(
+    lm: LanguageModel, tags: TextTags, end: tuple[int, ...], forbidden: tuple[int, ...]
+) -> tuple[Tags, TextReader]:
+    """Tags of text as the device writes them, and as the host reads them."""
+    if lm.tokenizer is None:
+        raise RequestError("text_tags need a tokenizer, and this model has none")
+    codec = lm.codec.text
+    opening, ending, closing = map(codec.encode, (tags.branch_start, tags.parallel_end, tags.branch_end))
+    costs = map(len, (tags.title_start, tags.title_end, tags.parallel_start, tags.branch_end))
+    recogniser = of_text(codec, lm.config.vocabulary, tags, end, forbidden)
+    written = Tags(tuple(opening), tuple(ending), closing[0], *costs)
+    return written, TextReader(codec, tags, recogniser, len(opening), len(ending))

@@ -14,6 +14,10 @@ import numpy as np
 
 from aspd_jax.errors import RequestError
 
+NO_LIMIT = np.iinfo(np.int32).max
+DRAFTING_PASSES = 32  # that show whether drafts pay
+PLAIN_PASSES = 512  # before they are tried again where they did not
+
 
 class Sample(NamedTuple):
     """One timed pass: tokens fed, slots of the cache looked at (over all sequences), milliseconds."""
@@ -96,28 +100,24 @@ class Policy:
         return max(1, (cost.tokens_within(self.milliseconds, context) - serial) // parallel)
 
 
-NO_LIMIT = np.iinfo(np.int32).max
-DRAFTING_PASSES = 32  # that show whether drafts pay
-PLAIN_PASSES = 512  # before they are tried again where they did not
-
-
 class DraftControl:
     """Whether passes feed drafts: as long as these bring more than the wider passes cost.
 
     Args:
         draft_tokens: D; 0: never.
-
-    Attributes:
-        on: whether the next pass feeds drafts.
     """
 
     def __init__(self, draft_tokens: int) -> None:
-        self._possible = self.on = draft_tokens > 0
+        self._possible = draft_tokens > 0
         self._begin(0)
 
     def _begin(self, wait: int) -> None:
         self._wait, self._passes, self._stretches, self._accepted, self._wider = wait, 0, 0, 0, 0.0
-        self.on = self._possible and not wait
+
+    @property
+    def on(self) -> bool:
+        """Whether the next pass feeds drafts."""
+        return self._possible and not self._wait
 
     @property
     def passes(self) -> int:

@@ -86,6 +86,12 @@ class TextTags:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
+    def nodes(self) -> list[tuple[str, bool]]:
+        """What a stretch may end with of a tag, and whether that begins with a token; in a title it has to."""
+        heads = sorted({tag[:length] for tag in self.strings for length in range(1, len(tag))})
+        return [("", True), *((head, aligned) for head in heads for aligned in (True, False))]
+
+    @property
     def instruction(self) -> str:
         """What a model is asked for."""
         t, T, p, P, b, B = self.strings
@@ -119,9 +125,7 @@ def of_text(codec: TextCodec, vocabulary: int, tags: TextTags, end: Sequence[int
     texts = pieces(codec, vocabulary)
     ordinary = [token for token in range(vocabulary) if alone.bits[0, token] == 1 << TEXT and texts[token]]
     by_text = sorted((texts[token], token) for token in ordinary)
-    # A node: what a stretch ends with of a tag, and whether that begins with a token (in a title it has to).
-    heads = sorted({tag[:length] for tag in tags.strings for length in range(1, len(tag))})
-    nodes = [("", True), *((head, aligned) for head in heads for aligned in (True, False))]
+    nodes = tags.nodes
     number = {node: place for place, node in enumerate(nodes)}
     size = len(nodes)
     following = np.where(alone.next > 0, alone.next.astype(np.int32) - 1 + size, 0).repeat(size, axis=0)
@@ -137,7 +141,7 @@ def of_text(codec: TextCodec, vocabulary: int, tags: TextTags, end: Sequence[int
         for token in candidates:
             following[place, token], bits[place, token] = _after(tags, number, head, aligned, texts[token])
         for kind, tag in enumerate(tags.strings, TITLE_START):
-            if (tag.startswith(head) if head else True) and (aligned or kind != TITLE_END):
+            if tag.startswith(head) and (aligned or kind != TITLE_END):
                 leads = (1 << kind) | (1 << (PROGRESS + kind))
                 if not (bits[place] & leads).any():
                     raise TokenizerError(f"this tokenizer has no token that goes on with {tag!r} after {head!r}")
@@ -200,8 +204,7 @@ class TextReader:
         """Tokens of the tags that are fed: `opening` of a branch, `ending` of a block."""
         self.recogniser = recogniser
         self._codec, self._tags, self._opening, self._ending = codec, tags, opening, ending
-        heads = sorted({tag[:length] for tag in tags.strings for length in range(1, len(tag))})
-        self._depth = [0, *(len(head) for head in heads for _ in range(2))]
+        self._depth = [len(head) for head, _ in tags.nodes]
 
     def items(self, ids: np.ndarray, branch: np.ndarray, head: int, growing: bool) -> tuple[ItemIds, ...]:
         """Stretches and blocks of an answer in the order of the linearisation.

@@ -82,7 +82,7 @@ def replay_pass(params: Any, state: DecodeState, protocol: Protocol, size: int) 
 @partial(jax.jit, static_argnames="protocol", donate_argnames="state")
 def replay_advance(state: DecodeState, protocol: Protocol, feed: Feed, sampled: jax.Array) -> DecodeState:
     """Take scripted tokens, one per lane, in place of sampled ones."""
-    return advance(state, protocol, feed.lane, sampled)
+    return advance(state, protocol, feed.lane, sampled, jnp.zeros_like(feed.lane, bool))
 
 
 def replay(lm: LanguageModel, protocol: Protocol, prompt: Sequence[int], answer: Sequence[int]) -> Trace:

@@ -11,21 +11,18 @@ a token in its stretch, so sampled answers too are the same with and without dra
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout
 from infer.budget import branch_budget
 from infer.feed import Drafts, Feed, Lanes, pending_position
-from infer.state import PARALLEL, RUNNING, SERIAL, TITLE, TITLED, DecodeState, Protocol
+from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol
 
 
 def extends_alone(state: DecodeState) -> jax.Array:
     """Bool [B]: sequences whose stretches grow by one token a pass: no fork or merge is due."""
-    phase = state.phase
-    return (phase == SERIAL) | (phase == TITLE) | (phase == TITLED) | (phase == PARALLEL)
+    return (state.phase != FORK) & (state.phase != MERGE)
 
 
 def look_up(state: DecodeState, protocol: Protocol, used: int) -> jax.Array:
@@ -114,7 +111,9 @@ def goes_on(state: DecodeState, protocol: Protocol, lanes: Lanes) -> jax.Array:
     return alone & (serial | (in_block & branch_budget(state, protocol).known[branch]))
 
 
-def hide_rejected(state: DecodeState, rows: jax.Array | None, slots: jax.Array, feed: Feed, taken: jax.Array) -> Any:
+def hide_rejected(
+    state: DecodeState, rows: jax.Array | None, slots: jax.Array, feed: Feed, taken: jax.Array
+) -> DecodeState:
     """The state with those drafts of a group hidden in its cache that were not taken, and counted.
 
     Args:

@@ -1,4 +1,4 @@
-"""The decoding state: a pytree of one sequence per row, and what each of its phases feeds next.
+"""The decoding state: a pytree of one sequence per row.
 
 B sequences, M some of them, N branches at most, T title tokens at most, F tokens fed in a pass, W lanes (stretches
 that get a next token in a pass), D draft tokens of a stretch, C cache slots.
@@ -214,16 +214,11 @@ def empty_state(protocol: Protocol, cache: Cache, request: Request, recogniser: 
         critical_path=zeros(),
         blocks=zeros(),
         branches=zeros(),
-        draft=no_drafts(batch, protocol),
+        draft=jnp.full((*shape, protocol.draft_tokens), -1, jnp.int32),
         drafted=zeros(),
         accepted=zeros(),
         stretches=zeros(),
     )
-
-
-def no_drafts(batch: int, protocol: Protocol) -> jax.Array:
-    """`DecodeState.draft` without any."""
-    return jnp.full((batch, protocol.max_branches, protocol.draft_tokens), -1, jnp.int32)
 
 
 def head_lengths(state: DecodeState, protocol: Protocol) -> jax.Array:

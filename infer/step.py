@@ -11,16 +11,17 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from aspd_jax.layout import Layout
-from aspd_jax.model.cache import Group, seat
+from aspd_jax.model.cache import Group, find_place
 from infer.advance import advance, recognise
 from infer.feed import Feed, Lanes, lanes_of, only, plan, width
 from infer.grammar import allowed, lane_node, legal_tokens
 from infer.recogniser import END
 from infer.sampling import sample
 from infer.speculation import add_drafts, goes_on, hide_rejected, look_up
-from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol, no_drafts
+from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol
 
 # Tokens that some rows of the state feed: the rows (None: all, in place), and what they feed.
 Part: TypeAlias = tuple[jax.Array | None, Feed]
@@ -136,18 +137,15 @@ def step(
     logits, after = forward(params, state, protocol, groups, within.slots)
     after = count_pass(after, widths)
     if not drafting:
-        flat = [lanes_of(feed, rows) for rows, feed in feeds]
-        lanes: Lanes = jax.tree.map(lambda *parts: jnp.concatenate(parts), *flat)
-        every = jnp.concatenate([part.reshape(lane.row.size, -1) for part, lane in zip(logits, flat, strict=True)])
+        lanes = _all_lanes(feeds)
+        every = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in logits])
         chosen = choose(every, after, protocol, lanes, greedy, script)
         return advance(after, protocol, *_by_row(batch, feeds, lanes.lane, *chosen))
     after, taken = _verify(after, protocol, feeds, logits, greedy, script)
-    start = 0
-    for (rows, feed), group in zip(feeds, groups, strict=True):
-        of_group = taken[start : start + feed.lane.size].reshape(feed.lane.shape)
-        start += feed.lane.size
+    for (rows, feed), group, of_part in zip(feeds, groups, _by_part(feeds, taken), strict=True):
         if feed.drafts is not None:
-            after = hide_rejected(after, rows, seat(state.cache, group, within.slots).slots, feed, of_group)
+            slots = find_place(state.cache, group, within.slots).slots
+            after = hide_rejected(after, rows, slots, feed, of_part)
     return after._replace(draft=look_up(after, protocol, within.slots))
 
 
@@ -173,8 +171,7 @@ def _verify(
         The state, and how many tokens each lane took, int32 [L].
     """
     batch, length = state.finish.shape[0], protocol.draft_tokens
-    flat = [lanes_of(feed, rows) for rows, feed in feeds]
-    lanes: Lanes = jax.tree.map(lambda *parts: jnp.concatenate(parts), *flat)
+    lanes = _all_lanes(feeds)
     of_lanes, drafted = [], []
     for (_, feed), part in zip(feeds, logits, strict=True):
         M, W = feed.lane.shape
@@ -219,15 +216,24 @@ def _some(feed: Feed, mine: jax.Array, count: int) -> Part:
     return rows, only(part, rows < batch)
 
 
+def _all_lanes(feeds: Sequence[Part]) -> Lanes:
+    """The lanes of all parts, one part after another; [L] each."""
+    lanes: Lanes = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(lanes_of(feed, rows) for rows, feed in feeds))
+    return lanes
+
+
+def _by_part(feeds: Sequence[Part], values: jax.Array) -> list[jax.Array]:
+    """Values of all lanes, [L], as [M, W] for each part."""
+    ends = np.cumsum([feed.lane.size for _, feed in feeds])[:-1]
+    pieces = jnp.split(values, ends)
+    return [piece.reshape(feed.lane.shape) for piece, (_, feed) in zip(pieces, feeds, strict=True)]
+
+
 def _by_row(batch: int, feeds: Sequence[Part], lanes: jax.Array, *chosen: jax.Array) -> list[jax.Array]:
     """Lanes, and what was chosen in each, [B, W], from those of groups of rows, [L]."""
     most = max(feed.lane.shape[1] for _, feed in feeds)
     filled = [jnp.full((batch, most), -1, jnp.int32), *(jnp.zeros((batch, most), field.dtype) for field in chosen)]
-    start = 0
-    for rows, feed in feeds:
-        part = slice(start, start + feed.lane.size)
-        start = part.stop
-        own = [field[part].reshape(feed.lane.shape) for field in (lanes, *chosen)]
+    for (rows, feed), *own in zip(feeds, *(_by_part(feeds, field) for field in (lanes, *chosen)), strict=True):
         at = jnp.arange(batch) if rows is None else rows
         used = jnp.where(jnp.any(own[0] >= 0, axis=1), at, batch)[:, None]
         places = jnp.arange(feed.lane.shape[1])[None]
@@ -273,7 +279,7 @@ def run(
         The state, what the next step will need, and how many of `limits.steps` are left.
     """
     if not drafting:
-        state = state._replace(draft=no_drafts(state.finish.shape[0], protocol))
+        state = state._replace(draft=jnp.full_like(state.draft, -1))
     running = jnp.sum(state.finish == RUNNING)
 
     def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:

@@ -182,11 +182,16 @@ def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
     assert chi_square < 60, chi_square  # at most 23 degrees of freedom: exceeded once in 30,000 draws of this test
 
 
+@pytest.fixture(scope="module")
+def blank(bare_lm: LanguageModel) -> tuple[Protocol, DecodeState]:
+    protocol = drafting_engine(bare_lm).protocol
+    return protocol, start(bare_lm, protocol, [Job((1,), SamplingParams(), "serial", 100, 0)])
+
+
 @settings(max_examples=40)
 @given(prompt=st.lists(st.integers(1, 3), min_size=1, max_size=60), pending=st.integers(1, 3))
-def test_guesses_are_what_followed_before(bare_lm: LanguageModel, prompt: list[int], pending: int) -> None:
-    protocol = replace(drafting_engine(bare_lm).protocol, draft_tokens=DRAFT)
-    state = state_after(bare_lm, protocol, tuple(prompt), pending)
+def test_guesses_are_what_followed_before(blank: tuple[Protocol, DecodeState], prompt: list[int], pending: int) -> None:
+    protocol, state = blank[0], state_after(blank[1], tuple(prompt), pending)
     found = np.asarray(look_up(state, protocol, 128))[0]
     assert (found[1:] == -1).all()
     expected: list[int] = []
@@ -199,9 +204,8 @@ def test_guesses_are_what_followed_before(bare_lm: LanguageModel, prompt: list[i
     assert found[0].tolist() == (expected or [-1] * DRAFT)
 
 
-def state_after(lm: LanguageModel, protocol: Protocol, prompt: tuple[int, ...], pending: int) -> DecodeState:
+def state_after(state: DecodeState, prompt: tuple[int, ...], pending: int) -> DecodeState:
     """A state whose cache holds a prompt, without running the model."""
-    state = _blank(lm, protocol)
     length = len(prompt)
     tokens, sequence, position = (np.zeros((1, 128), np.int32) for _ in range(3))
     tokens[0, :length], sequence[0, :length], position[0, :length] = prompt, 1, np.arange(length)
@@ -210,15 +214,6 @@ def state_after(lm: LanguageModel, protocol: Protocol, prompt: tuple[int, ...], 
     return state._replace(
         cache=cache, phase=state.phase * 0, token=jnp.asarray([pending]), position=jnp.asarray([length])
     )
-
-
-_BLANK: dict[Protocol, DecodeState] = {}
-
-
-def _blank(lm: LanguageModel, protocol: Protocol) -> DecodeState:
-    if protocol not in _BLANK:
-        _BLANK[protocol] = start(lm, protocol, [Job((1,), SamplingParams(), "serial", 100, 0)])
-    return _BLANK[protocol]
 
 
 def test_guesses_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from aspd_jax import LanguageModel
 from aspd_jax.errors import ConfigError, RequestError
 from aspd_jax.structure import Branch, Parallel, Serial, Structure
 from infer import Engine, SamplingParams, TextTags
-from infer.recogniser import of_text, pieces
+from infer.recogniser import Recogniser, of_text, pieces
 from infer.rows import snapshot
 from infer.step import Script
 from tests.conftest import patched
@@ -238,11 +238,15 @@ def test_mistakes_are_named(bare_lm: LanguageModel, free: Engine) -> None:
         free.replay([1], [2])
 
 
+@pytest.fixture(scope="module")
+def tables(lm: LanguageModel) -> Recogniser:
+    return of_text(lm.codec.text, lm.config.vocabulary, TAGS, (), ())
+
+
 @settings(max_examples=300)
 @given(data=st.data())
-def test_the_recogniser_finds_what_is_there(lm: LanguageModel, spellings: dict[str, list[int]], data: Any) -> None:
+def test_the_recogniser_finds_what_is_there(tables: Recogniser, spellings: dict[str, list[int]], data: Any) -> None:
     """Tables against searching the text."""
-    tables = _TABLES.setdefault(id(lm), of_text(lm.codec.text, lm.config.vocabulary, TAGS, (), ()))
     alphabet = st.sampled_from(["<", "/", "t", "title", ">", "part", "parts", "s>", " ", "a", "</", *TAGS.strings])
     text = "".join(data.draw(st.lists(alphabet, max_size=12)))
     random = Random(data.draw(st.integers(0, 999)))
@@ -265,6 +269,3 @@ def test_the_recogniser_finds_what_is_there(lm: LanguageModel, spellings: dict[s
             assert TAGS.strings[following - nodes - 1] == whole[0]
             return
         node = following
-
-
-_TABLES: dict[int, Any] = {}

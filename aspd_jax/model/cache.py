@@ -109,7 +109,7 @@ class Place(NamedTuple):
         return (jnp.arange(self.slots.shape[0]) if self.rows is None else self.rows)[:, None]
 
 
-def seat(cache: Cache, group: Group, used: int | None = None) -> Place:
+def find_place(cache: Cache, group: Group, used: int | None = None) -> Place:
     """Where the tokens of a group will stand; `used`: they all stand in the first so many slots."""
     real = group.layout.sequence > 0
     length = cache.length if group.rows is None else jnp.take(cache.length, group.rows, mode="clip")
@@ -128,7 +128,7 @@ def seat(cache: Cache, group: Group, used: int | None = None) -> Place:
 
 def record(cache: Cache, group: Group, used: int | None = None) -> tuple[Cache, Place]:
     """Note which tokens are being fed, and where they stand; the layers follow with `Place.write`."""
-    place = seat(cache, group, used)
+    place = find_place(cache, group, used)
     written = place.slots < cache.tokens.shape[1]
     ends = jnp.max(jnp.where(written, place.slots + 1, 0), axis=1)
     if group.rows is None:
