@@ -6,16 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
+import aspd.environment  # noqa: F401 (first: it speaks to libraries that are imported after it)
 from aspd_jax.errors import AspdError
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-if version("jaxlib").startswith("0.10.") and "ynn_fusion" not in os.environ.get("XLA_FLAGS", ""):
-    # On CPU this version merges products with their surroundings in a way that doubles their time (docs/benchmarks.md).
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    from aspd import answers, benchmarks, training
+    from aspd import answers, benchmarks, data, training
 
     parser = argparse.ArgumentParser(prog="aspd", description="Adaptive serial-parallel decoding.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (answers, training, benchmarks):
+    for group in (answers, data, training, benchmarks):
         group.add(commands)
     return parser

@@ -17,6 +17,7 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_use_fusion_emitters=false"
     + " --xla_cpu_parallel_codegen_split_count=1"
 )
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # tests watch what is compiled, and leave nothing behind
 import jax
 import numpy as np
 import pytest

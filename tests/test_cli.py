@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -187,3 +189,27 @@ def test_real_checkpoint_from_the_command_line(capsys: Any) -> None:
     arguments = ["generate", "--model", str(folder), "--prompt", "", "--mode", "serial", "--json"]
     value = json.loads(run(capsys, *arguments)[1])
     assert (value["prompt_token_ids"] + value["token_ids"])[: len(expected)] == expected
+
+
+def test_compiled_programs_stay_on_disk(tmp_path: Path) -> None:
+    """The second command compiles nothing, and says the same."""
+    command = [
+        sys.executable,
+        "-m",
+        "aspd",
+        "generate",
+        "--prompt",
+        "Hi",
+        "--max-new-tokens",
+        "8",
+        "--max-length",
+        "64",
+    ]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
+    del environment["JAX_COMPILATION_CACHE_DIR"]  # which the door has set for this process
+    seen = []
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+        programs = {file.name for file in (tmp_path / "aspd-jax" / "programs").glob("*-cache")}
+        seen.append((done.stdout, programs))
+    assert seen[0] == seen[1] and len(seen[0][1]) > 3

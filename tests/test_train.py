@@ -12,11 +12,12 @@ import pytest
 
 import train.loss
 from aspd_jax import LanguageModel
+from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import ConfigError
 from aspd_jax.structure import Parallel, plain_text
 from tests.conftest import ROOT
 from train.batches import example, first_fit, pack, synthetic_batch
-from train.config import DataSection, ModelSection, TrainConfig, config_from_dict, load_config
+from train.config import DataSection, ModelSection, TrainConfig, load_config
 from train.loss import next_token_loss
 from train.setup import initial_model
 from train.tasks import FAMILIES, KINDS, held_out, is_held_out, problem, recital
@@ -225,6 +226,6 @@ def test_config_reads_overrides_and_exponents(tmp_path: Path) -> None:
     config = load_config(tmp_path / "config.yaml", ["steps=9", "model.siblings=shared", "optimiser.beta1=0.8"])
     assert (config.steps, config.model.siblings) == (9, "shared")
     assert (config.optimiser.learning_rate, config.optimiser.clip, config.optimiser.beta1) == (3e-4, 2.0, 0.8)
-    assert config_from_dict(json.loads(json.dumps(config.as_dict())), "config.json") == config
+    assert config_from_dict(TrainConfig, json.loads(json.dumps(config.as_dict())), "config.json") == config
     with pytest.raises(ConfigError, match="does not exist"):
         load_config(tmp_path / "none.yaml")

@@ -1,16 +1,13 @@
-"""Training configurations: YAML in, frozen dataclasses out; unknown keys are refused."""
+"""What a training run is told."""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-import yaml
-
+from aspd_jax.configuration import at_least, read_config
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, check_choice
 from aspd_jax.model.config import Weights
@@ -108,9 +105,9 @@ class DataSection:
 
     def __post_init__(self) -> None:
         for name in ("rows", "length", "bins", "short_rows", "short_length"):
-            _at_least(f"data.{name}", getattr(self, name), 1)
+            at_least(f"data.{name}", getattr(self, name), 1)
         for name in ("plain_every", "short_steps", "recital_every"):
-            _at_least(f"data.{name}", getattr(self, name), 0)
+            at_least(f"data.{name}", getattr(self, name), 0)
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class OptimiserSection:
     accumulate: int = 1
 
     def __post_init__(self) -> None:
-        _at_least("optimiser.accumulate", self.accumulate, 1)
+        at_least("optimiser.accumulate", self.accumulate, 1)
         if not 0 <= self.warmup <= 1:
             raise ConfigError(f"optimiser.warmup is a share between 0 and 1, got {self.warmup}")
 
@@ -150,7 +147,7 @@ class MeshSection:
 
     def __post_init__(self) -> None:
         for axis in ("data", "fsdp", "tensor"):
-            _at_least(f"mesh.{axis}", getattr(self, axis), 1)
+            at_least(f"mesh.{axis}", getattr(self, axis), 1)
 
 
 @dataclass(frozen=True)
@@ -183,9 +180,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("save_every", "keep", "log_every"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         for name in ("steps", "epochs", "evaluate_batches"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         if self.steps == 0 and (self.epochs == 0 or not self.data.train):
             raise ConfigError("set steps, or epochs and data.train")
         split = self.mesh.data * self.mesh.fsdp * self.optimiser.accumulate
@@ -210,81 +207,6 @@ class TrainConfig:
         return asdict(self)
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}")
-
-
-def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
-    """Read a YAML file and apply `section.key=value` overrides.
-
-    Raises:
-        ConfigError: file, field and what would be right.
-    """
-    file = Path(path)
-    if not file.exists():
-        raise ConfigError(f"{file} does not exist")
-    try:
-        values = yaml.safe_load(file.read_text()) or {}
-        changes = []
-        for override in overrides or []:
-            key, separator, value = override.partition("=")
-            if not separator:
-                raise ConfigError(f"{override!r} is not key=value")
-            changes.append((key, yaml.safe_load(value)))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} must hold `key: value` lines")
-    for key, value in changes:
-        section, dot, name = key.partition(".")
-        if not dot:
-            values[key] = value
-        elif isinstance(values.setdefault(section, {}), dict):
-            values[section][name] = value
-    return _build(TrainConfig, values, "", str(file))
-
-
-def config_from_dict(values: dict[str, Any], where: str) -> TrainConfig:
-    """The configuration that `as_dict` wrote."""
-    return _build(TrainConfig, values, "", where)
-
-
-def _build(kind: Any, values: Any, prefix: str, where: str) -> Any:
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: {prefix.rstrip('.')} must hold `key: value` lines, got {values!r}")
-    hints = get_type_hints(kind)
-    known = {item.name for item in fields(kind)}
-    made = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if key not in known:
-            every = list(_names(TrainConfig, ""))
-            same = [other for other in every if other.split(".")[-1] == key]
-            near = same or difflib.get_close_matches(name, every, 1)
-            raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        if is_dataclass(hints[key]):
-            made[key] = _build(hints[key], value, f"{name}.", where)
-        else:
-            made[key] = _value(hints[key], value, name, where)
-    return kind(**made)
-
-
-def _names(kind: Any, prefix: str) -> Iterator[str]:
-    for name, hint in get_type_hints(kind).items():
-        yield from _names(hint, f"{prefix}{name}.") if is_dataclass(hint) else [f"{prefix}{name}"]
-
-
-def _value(hint: Any, value: Any, name: str, where: str) -> Any:
-    if hint == tuple[str, ...]:
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{where}: {name} must be a list of strings, got {value!r}")
-        return tuple(value)
-    wanted = hint if hint in (bool, int, float) else str
-    if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError):
-            value = float(value)  # YAML reads 3e-4 as a string
-    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-        raise ConfigError(f"{where}: {name} must be {wanted.__name__}, got {value!r}")
-    return value
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """See `aspd_jax.configuration.read_config`."""
+    return read_config(TrainConfig, path, overrides)

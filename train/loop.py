@@ -11,6 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
+from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.language_model import LanguageModel, save_model
 from aspd_jax.sharding import make_mesh
@@ -24,7 +25,7 @@ from train.batches import (
     record_steps,
 )
 from train.checkpoints import Checkpoints
-from train.config import TrainConfig, config_from_dict
+from train.config import TrainConfig
 from train.loss import Sums
 from train.metrics import MetricsWriter, memory_in_use, model_flops, peak_flops
 from train.records import Records
@@ -162,7 +163,7 @@ def export(run: Path, output: Path, step: int | None = None) -> int:
     file = run / "config.json"
     if not file.exists():
         raise CheckpointError(f"{run} holds no training run (it has no config.json)")
-    config = config_from_dict(json.loads(file.read_text()), str(file))
+    config = config_from_dict(TrainConfig, json.loads(file.read_text()), str(file))
     mesh = make_mesh({})
     lm = load(config, mesh)
     setup = set_up(config, lm, mesh, 1)

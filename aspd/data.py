@@ -1,0 +1,98 @@
+"""`aspd data`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from aspd.options import command, positive
+from aspd_jax.errors import RequestError
+
+
+def add(commands: Any) -> None:
+    """Add these commands."""
+    data = commands.add_parser("data", help="Find and verify parallel structure in ordinary answers.")
+    kinds = data.add_subparsers(required=True, metavar="WHAT")
+
+    build = command(kinds, "build", run_build, "Turn records of questions and answers into training data.")
+    build.add_argument("source", help="JSONL, or a JSON, CSV or Parquet file, a folder, or the name of a dataset")
+    build.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: teacher.votes=1")
+    build.add_argument("--config", metavar="FILE", help="YAML file, such as configs/data.yaml")
+    build.add_argument("--output", required=True, type=Path, help="folder of the run; a killed run goes on in it")
+    build.add_argument("--shard", default="0/1", metavar="I/N", help="work on every N-th record only, from the I-th")
+    build.add_argument("--dry-run", action="store_true", help="print how many calls and tokens it would take, and stop")
+
+    show = command(kinds, "show", run_show, "Look at structured records.")
+    show.add_argument("file", type=Path, help="structured.jsonl")
+    show.add_argument("--id", help="of one record; default: the first ones")
+    show.add_argument("--records", type=int, default=20, help="how many, without --id")
+    show.add_argument("--html", type=Path, metavar="FILE", help="write a page in place of printing")
+
+    stats = command(kinds, "stats", run_stats, "Statistics of structured records, all files together.")
+    stats.add_argument("files", type=Path, nargs="+", help="structured.jsonl, or those of all shards")
+    stats.add_argument("--tokenizer", metavar="DIR", default="", help="whose tokens are counted; default: an estimate")
+    stats.add_argument("--json", action="store_true", help="plain values")
+
+
+def run_build(options: argparse.Namespace) -> None:
+    """`aspd data build`."""
+    from aspd_jax.configuration import read_config
+    from aspd_jax.pipeline.config import DataConfig
+    from aspd_jax.pipeline.estimate import estimate
+    from aspd_jax.pipeline.run import Shard, build
+
+    config = read_config(DataConfig, options.config, options.overrides)
+    shard = Shard.parse(options.shard)
+    if options.dry_run:
+        print(estimate(config, options.source, shard))
+        return
+    outcome = build(config, options.source, options.output, shard)
+    print(outcome.report.markdown())
+    if outcome.unanswered:
+        raise RequestError(
+            f"{outcome.unanswered} answers have no reply of the teacher; the same command asks for them again"
+        )
+
+
+def run_show(options: argparse.Namespace) -> None:
+    """`aspd data show`."""
+    from rich.console import Console
+
+    from aspd_jax.pipeline.show import find, page, read_structured, show
+
+    positive(options, "records")
+    if options.id is not None:
+        records = [find(options.file, options.id)]
+    else:
+        records = list(islice(read_structured(options.file), options.records))
+    if options.html is not None:
+        options.html.write_text(page(records, options.file.name))
+        return
+    console = Console()
+    for record in records:
+        console.rule(str(record.get("id", "")))
+        show(record, console)
+
+
+def run_stats(options: argparse.Namespace) -> None:
+    """`aspd data stats`."""
+    from aspd_jax.pipeline.measures import measure
+    from aspd_jax.pipeline.report import statistics, statistics_table
+    from aspd_jax.pipeline.run import counter
+    from aspd_jax.pipeline.show import read_structured
+    from aspd_jax.pipeline.spans import spans_of
+    from aspd_jax.structure import plain_text
+
+    count = counter(options.tokenizer)
+    found = statistics(
+        [
+            measure(plain_text(structure), spans_of(structure), count)
+            for file in options.files
+            for record in read_structured(file)
+            for _, structure in record["answers"]
+        ]
+    )
+    print(json.dumps(found, indent=1) if options.json else "\n".join(statistics_table(found)))

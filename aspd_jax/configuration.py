@@ -1,0 +1,105 @@
+"""Configurations: YAML in, frozen dataclasses out; unknown keys are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import yaml
+
+from aspd_jax.errors import ConfigError
+
+Config = TypeVar("Config")
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    """Raise ConfigError where a value is too small."""
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def read_config(kind: type[Config], path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply `section.key=value` overrides.
+
+    Args:
+        kind: a dataclass; sections are dataclasses too.
+        path: None: the defaults.
+
+    Raises:
+        ConfigError: file, field and what would be right.
+    """
+    where = "the defaults" if path is None else str(path)
+    if path is not None and not Path(path).is_file():
+        raise ConfigError(f"{path} does not exist")
+    try:
+        values = {} if path is None else yaml.safe_load(Path(path).read_text()) or {}
+        changes = []
+        for override in overrides:
+            key, separator, value = override.partition("=")
+            if not separator:
+                raise ConfigError(f"{override!r} is not key=value")
+            changes.append((key, yaml.safe_load(value)))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} must hold `key: value` lines")
+    for key, value in changes:
+        section, dot, name = key.partition(".")
+        if not dot:
+            values[key] = value
+        elif isinstance(values.setdefault(section, {}), dict):
+            values[section][name] = value
+    return config_from_dict(kind, values, where)
+
+
+def config_from_dict(kind: type[Config], values: dict[str, Any], where: str) -> Config:
+    """The configuration that `dataclasses.asdict` wrote.
+
+    Raises:
+        ConfigError: `where`, field and what would be right.
+    """
+    made: Config = _build(kind, values, "", where, list(_names(kind, "")))
+    return made
+
+
+def _build(kind: Any, values: Any, prefix: str, where: str, every: Sequence[str]) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: {prefix.rstrip('.')} must hold `key: value` lines, got {values!r}")
+    hints = get_type_hints(kind)
+    known = {item.name for item in fields(kind)}
+    made = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if key not in known:
+            same = [other for other in every if other.split(".")[-1] == key]
+            near = same or difflib.get_close_matches(name, every, 1)
+            raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        if is_dataclass(hints[key]):
+            made[key] = _build(hints[key], value, f"{name}.", where, every)
+        else:
+            made[key] = _value(hints[key], value, name, where)
+    return kind(**made)
+
+
+def _names(kind: Any, prefix: str) -> Iterator[str]:
+    for name, hint in get_type_hints(kind).items():
+        yield from _names(hint, f"{prefix}{name}.") if is_dataclass(hint) else [f"{prefix}{name}"]
+
+
+def _value(hint: Any, value: Any, name: str, where: str) -> Any:
+    if hint == tuple[str, ...]:
+        value = [value] if isinstance(value, str) else value
+        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{where}: {name} must be a list of strings, got {value!r}")
+        return tuple(value)
+    wanted = hint if hint in (bool, int, float) else str
+    if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML reads 3e-4 as a string
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ConfigError(f"{where}: {name} must be {wanted.__name__}, got {value!r}")
+    return value

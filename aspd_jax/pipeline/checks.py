@@ -1,0 +1,150 @@
+"""What an answer's words tell against a block: references to siblings, counters and results shared between branches.
+
+Every check names the branch and the words, or None. None of them needs a model; they find what is said, and no more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from aspd_jax.pipeline.spans import BlockSpan
+
+_PLACES = "first|second|third|fourth|fifth|sixth|last|former|latter|previous|preceding|next|other|above|same"
+_THINGS = (
+    "options?|steps?|points?|items?|methods?|approach(?:es)?|examples?|sections?|paragraphs?|tips?|reasons?|factors?|"
+    "suggestions?|strateg(?:y|ies)|ideas?|parts?|scenarios?|equations?|formulas?|results?|calculations?|values?"
+)
+_REFERENCES = re.compile(
+    rf"\b(?:the|this|that|these|those|our|your|from|in|of|after) (?:{_PLACES}) (?:(?:two|three|few) )?(?:{_THINGS})\b"
+    rf"|\bthe (?:former|latter)\b|\b(?:{_THINGS}) (?:above|earlier)\b"
+    r"|\b(?:as|was|were|is|are) (?:mentioned|noted|described|discussed|listed|calculated|computed|shown|stated|defined|"
+    r"explained) (?:above|earlier|before|previously|in step)"
+    r"|\b(?:see|like|unlike|following|using|with|to) (?:the )?above\b|\bthe above\b|\bas (?:before|above)\b"
+    r"|\bsame as (?:in )?step\b|上述|前者|后者|上一[步点项条]|前一[步点项条]|如前所述|前面提到|上面的|同上|前述|上記",
+    re.IGNORECASE,
+)
+_NUMBERED = re.compile(
+    rf"\b(?:{_THINGS})[ \t]+(?:#|no\.? ?)?(\d{{1,2}})\b(?!\s*(?:%|\w*[:.)]\s))"
+    r"|(?:步骤|第)\s*(\d{1,2}|[一二三四五六七八九十])\s*[步点项条]",
+    re.IGNORECASE,
+)
+_GOES_ON = re.compile(
+    r"(?:then|next|now|after (?:that|this)|afterwards|subsequently|therefore|thus|hence|consequently|as a result|"
+    r"finally,? (?:we|add|combine|multiply|divide|subtract|substitut\w*|plug)|with (?:this|that|these|those)|"
+    r"using (?:this|that|these|those|the result)|once (?:that|this|you have|we have)|now that|so,|"
+    r"repeat (?:this|that|the)|in addition to (?:this|that|these)|substitut\w+|plug(?:ging)? (?:in|this|that|the))\b"
+    r"|然后|接着|接下来|随后|因此|所以|由此|再将|其次再",
+    re.IGNORECASE,
+)
+# What cooking, mixing and calculating steps leave to the next one.
+_LEFT_OVER = re.compile(
+    r"\b(?:the|this|that|your) (?:\w+ )?(?:mixture|dough|batter|resulting \w+|remaining \w+|result|rest of the|"
+    r"reserved \w+|marinade|filling|blended \w+|cooked \w+|mashed \w+|chopped \w+|prepared \w+)\b",
+    re.IGNORECASE,
+)
+_RESULT = re.compile(r"(?:=|≈|≅|~|equals?|is about|gives?|get|comes? to|total of)\s*\$?\s*(-?\d[\d,]*(?:\.\d+)?)")
+_NUMBER = re.compile(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?![\w])")
+_SYMBOL = re.compile(r"(?<![\w\\])([A-Za-z](?:_\w+|\d)?)\s*=(?!=)")
+_INNER_COUNTER = re.compile(r"(?m)^[ \t]*(\d{1,3})[.)][ \t]")
+
+
+def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
+    """The first thing that tells against a block, in words; None: nothing does.
+
+    Args:
+        question: everything that was said before the answer.
+    """
+    texts = [answer[branch.start : branch.end] for branch in block.branches]
+    before = f"{question}\n{answer[: block.start]}"
+    for found in (
+        _duplicates([branch.title for branch in block.branches]),
+        _references(texts),
+        _goes_on(block, texts),
+        _shared_counter(texts),
+        _shared_results(before, texts),
+        _shared_symbols(before, texts),
+    ):
+        for reason in found:
+            return reason
+    return None
+
+
+def _duplicates(titles: Sequence[str]) -> Iterator[str]:
+    seen: dict[str, int] = {}
+    for number, title in enumerate(titles, 1):
+        if (name := " ".join(title.casefold().split())) in seen:
+            yield f"duplicate title: branches {seen[name]} and {number} are both {title!r}"
+        seen[name] = number
+
+
+def _references(texts: Sequence[str]) -> Iterator[str]:
+    for number, text in enumerate(texts, 1):
+        if number > 1 and (found := _REFERENCES.search(text)):
+            yield f"back reference: branch {number} says {found[0]!r}"
+        for found in _NUMBERED.finditer(text):
+            to = found[1] or found[2]
+            if (to.isdecimal() and 1 <= int(to) <= len(texts) and int(to) != number) or not to.isdecimal():
+                yield f"back reference: branch {number} says {found[0]!r}"
+
+
+def _goes_on(block: BlockSpan, texts: Sequence[str]) -> Iterator[str]:
+    for number, (branch, text) in enumerate(zip(block.branches, texts, strict=True), 1):
+        if number == 1:
+            continue
+        if _GOES_ON.match(branch.title) or _GOES_ON.match(_after_title(branch.title, text)):
+            yield f"goes on: branch {number} begins as what follows something, {_start(text)!r}"
+        if (found := _LEFT_OVER.search(text)) and any(_noun(found[0]) in earlier for earlier in texts[: number - 1]):
+            yield f"goes on: branch {number} takes up {found[0]!r}"
+
+
+def _after_title(title: str, text: str) -> str:
+    _, found, rest = text.partition(title)
+    return rest.lstrip("*_:：.。,-–— \t\r\n") if found else text
+
+
+def _start(text: str) -> str:
+    return " ".join(text.split())[:40]
+
+
+def _noun(phrase: str) -> str:
+    return phrase.rsplit(" ", 1)[-1]
+
+
+def _shared_counter(texts: Sequence[str]) -> Iterator[str]:
+    last = 0
+    for number, text in enumerate(texts, 1):
+        body = text.split("\n", 1)[1] if "\n" in text else ""
+        inner = [int(found[1]) for found in _INNER_COUNTER.finditer(body)]
+        if inner and last and inner[0] == last + 1 and inner[0] > 1:
+            yield f"shared counter: branch {number} counts on from {last}"
+        last = inner[-1] if inner else 0
+
+
+def _shared_results(before: str, texts: Sequence[str]) -> Iterator[str]:
+    known = set(_numbers(before))
+    results: dict[str, int] = {}
+    for number, text in enumerate(texts, 1):
+        for value in _numbers(text):
+            if value in results and results[value] != number:
+                yield f"shared result: branch {number} uses {value}, which branch {results[value]} works out"
+        for found in _RESULT.finditer(text):
+            value = found[1].replace(",", "").rstrip(".")
+            if value not in known and len(value.lstrip("-")) > 1:
+                results.setdefault(value, number)
+
+
+def _numbers(text: str) -> Iterator[str]:
+    return (found[0].replace(",", "") for found in _NUMBER.finditer(text))
+
+
+def _shared_symbols(before: str, texts: Sequence[str]) -> Iterator[str]:
+    defined: dict[str, int] = {}
+    for number, text in enumerate(texts, 1):
+        own = set(_SYMBOL.findall(text))
+        for symbol, by in defined.items():
+            used = re.search(rf"(?<![\w\\]){re.escape(symbol)}\s*[-+*/^×÷]|[-+*/^×÷]\s*{re.escape(symbol)}(?!\w)", text)
+            if used and symbol not in own and not re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", before):
+                yield f"shared symbol: branch {number} uses {symbol}, which branch {by} defines"
+        for symbol in own:
+            defined.setdefault(symbol, number)

@@ -1,0 +1,52 @@
+"""What a run would ask of the teacher, before it does."""
+
+from __future__ import annotations
+
+from aspd_jax.pipeline.config import DataConfig
+from aspd_jax.pipeline.extract import propose
+from aspd_jax.pipeline.measures import estimate_tokens
+from aspd_jax.pipeline.run import Shard, answers_of, counter
+from aspd_jax.pipeline.sources import Conversation, read_records
+from aspd_jax.pipeline.teacher import read_prompts
+
+ANNOTATION = 0.5  # tokens of a candidate by tokens of its answer: the middles of long texts are left out
+FORM = 60  # tokens of a candidate's JSON
+VOTE = 60  # tokens of a vote
+
+
+def estimate(config: DataConfig, source: str, shard: Shard) -> str:
+    """Answers, calls, tokens and cost of a run, if no call has to be repeated and every candidate comes to a vote.
+
+    Raises:
+        AspdError: as `aspd_jax.pipeline.run.build`.
+    """
+    teacher, count = config.teacher, counter(config.select.tokenizer or config.likelihood.model)
+    prompts = {name: estimate_tokens(text) for name, text in read_prompts(teacher.prompts).items()}
+    candidates = teacher.candidates if teacher.base_url else 0
+    votes = teacher.votes if teacher.base_url else 0
+    answers = long = with_form = calls = read = written = 0
+    for place, record in enumerate(read_records(source)):
+        if place % shard.of != shard.number or not isinstance(record, Conversation):
+            continue
+        for _, answer in answers_of(record):
+            tokens = count(answer.text)
+            answers += 1
+            if tokens < config.select.min_tokens:
+                continue
+            long += 1
+            forms = len(propose(answer.text)) if config.rules else 0
+            with_form += bool(forms)
+            asked = tokens + count(answer.question)
+            calls += candidates + votes * (candidates + forms)
+            read += candidates * (prompts["annotate"] + asked)
+            read += votes * (candidates + forms) * (prompts["independence"] + asked + tokens)
+            written += candidates * (FORM + round(ANNOTATION * tokens)) + votes * (candidates + forms) * VOTE
+    lines = [
+        f"{answers} answers, {long} of {config.select.min_tokens} tokens or more, "
+        f"{with_form} of these with a block by their form",
+        f"at most {calls} calls, about {read} tokens to read and {written} to write",
+    ]
+    if teacher.input_price or teacher.output_price:
+        cost = (read * teacher.input_price + written * teacher.output_price) / 1e6
+        lines.append(f"about {cost:.2f} at {teacher.input_price} and {teacher.output_price} a million tokens")
+    return "\n".join(lines)

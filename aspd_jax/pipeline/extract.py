@@ -1,0 +1,337 @@
+"""Blocks, branches and titles read off an answer's own form, without any model (spec, section 7, stage 1).
+
+The block structure comes from a Markdown parser; what models write beyond Markdown (numbers that go on after an
+unindented paragraph, bold leads, "Step 2:", Chinese numbering, lines such as "Pros: …") from the markers of lines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from aspd_jax.pipeline.markers import marker_of
+from aspd_jax.pipeline.spans import BlockSpan, BranchSpan, end_like_siblings
+from aspd_jax.pipeline.titles import titles_of
+
+_NEWLINE = re.compile(r"\r\n?|\n")  # what the Markdown parser takes for the end of a line
+# Titles of parts that depend on the others.
+_CONCLUSIONS = re.compile(
+    r"[#*_\s\d.]*(in (conclusion|summary)|overall|to (conclude|summari[sz]e|sum up)|conclusions?\b|summary\b|"
+    r"closing\b|outro\b|final (thoughts|words|remarks)|总结|结论|結論|まとめ)",
+    re.IGNORECASE,
+)
+# Beginnings of what follows a list and does not belong to its last part.
+_CLOSERS = re.compile(
+    r"[#*_\s\d.]*(in (conclusion|summary|short|general|addition|the end)|overall|to (conclude|summari[sz]e|sum up)|"
+    r"conclusions?\b|summary\b|final (thoughts|words|note)|remember|these (are|\w+ (are|can|will))|this (is|will)|"
+    r"by (following|doing|using|implementing|taking|practi|incorporating)|i hope|hope|let me know|ultimately|"
+    r"keep in mind|it'?s (important|also)|please|note\b|with (these|this)|if you|"
+    r"总之|总的来说|综上|总结|希望|以上|結論|まとめ)",
+    re.IGNORECASE,
+)
+_BOLD_LEAD = re.compile(r"(\*\*|__)[^\n]+?([:：]\1|\1\s*[:：]|\1\s*$)")
+_NAMED = ("heading", "bold", "lead")  # families whose markers are titles
+# The parser looks for blocks only, without those that models rarely mean: underlined headings, HTML, link definitions.
+_PARSER = MarkdownIt("commonmark", {"maxNesting": 40}).enable("table")
+_PARSER.disable(["inline", "lheading", "html_block", "reference"])
+
+
+@dataclass
+class _Atom:
+    """What may begin a part: a heading, a list item, a line of a paragraph with a marker; or what cannot be cut.
+
+    Attributes:
+        start: its first line; it reaches to the next atom.
+        node: number of the Markdown block that it stands in.
+        kind: `heading`, `item`, `text` or `opaque` (code, tables, quotes).
+        family: of its marker; parts of one list share it.
+        number: of its marker, if that counts.
+        children: what stands inside a list item.
+    """
+
+    start: int
+    node: int
+    kind: str
+    family: str = ""
+    number: int | None = None
+    level: int = 0
+    children: list[_Atom] = field(default_factory=list)
+
+
+class _Run(NamedTuple):
+    """Parts of one list: the places of the atoms that begin them, and where the last one ends."""
+
+    heads: tuple[int, ...]
+    end: int
+
+
+def propose(answer: str) -> list[tuple[BlockSpan, ...]]:
+    """Different readings of an answer's form, each with one block or more: its outermost lists, and its innermost ones.
+
+    Spans are exact: every block follows the one before, branches adjoin, code is never cut.
+    """
+    lines = _Lines(answer)
+    atoms = _atoms(lines)
+    if not atoms:
+        return []
+    found: list[tuple[BlockSpan, ...]] = []
+    for inner in (False, True):
+        blocks = tuple(_blocks(lines, atoms, len(lines), inner))
+        if blocks and blocks not in found:
+            found.append(blocks)
+    return found
+
+
+class _Lines:
+    """Lines of an answer, and where they begin.
+
+    Attributes:
+        markdown: what the parser gets: the answer, with an empty line before every line that begins with a marker;
+            Markdown would take many of them for the rest of the paragraph or list item before.
+        origin: the line of the answer that each line of `markdown` is.
+    """
+
+    def __init__(self, answer: str) -> None:
+        self.answer = answer
+        ends = [found.end() for found in _NEWLINE.finditer(answer)]
+        self.starts = [0, *ends] if not ends or ends[-1] < len(answer) else [0, *ends[:-1]]
+        if not answer:
+            self.starts = []
+        texts: list[str] = []
+        self.origin: list[int] = []
+        for line in range(len(self.starts)):
+            text = answer[self.offset(line) : self.offset(line + 1)].rstrip("\r\n")
+            if line and text[:1].strip() and _begins_part(text):
+                texts.append("")
+                self.origin.append(line)
+            texts.append(text)
+            self.origin.append(line)
+        self.origin.append(len(self.starts))
+        self.markdown = "\n".join(texts)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def offset(self, line: int) -> int:
+        """Of the first character of a line; past the last line, the length of the answer."""
+        return self.starts[line] if line < len(self.starts) else len(self.answer)
+
+    def text(self, line: int) -> str:
+        """Of one line, without spaces around it."""
+        return self.answer[self.offset(line) : self.offset(line + 1)].strip()
+
+
+def _atoms(lines: _Lines) -> list[_Atom]:
+    """The Markdown blocks of an answer, as a tree of atoms."""
+    root: list[_Atom] = []
+    levels = [root]
+    lists: list[tuple[str, int]] = []
+    closing, level = "", 0
+    for number, token in enumerate(_PARSER.parse(lines.markdown)):
+        if closing:  # inside what cannot be cut
+            closing = "" if token.type == closing and token.level == level else closing
+            continue
+        kind = token.type
+        if kind in ("bullet_list_open", "ordered_list_open"):
+            lists.append((kind, number))
+        elif kind in ("bullet_list_close", "ordered_list_close"):
+            lists.pop()
+        elif kind == "list_item_open":
+            atom = _item(lines, token, *lists[-1], levels[-1])
+            levels[-1].append(atom)
+            levels.append(atom.children)
+        elif kind == "list_item_close":
+            levels.pop()
+        elif token.map and token.nesting >= 0 and kind != "inline":
+            start, end = (lines.origin[line] for line in token.map)
+            if kind == "paragraph_open":
+                levels[-1].extend(_paragraph(lines, start, end, number))
+            elif kind == "heading_open":
+                size = int(token.tag[1])
+                levels[-1].append(_Atom(start, number, "heading", f"heading {size}", level=size))
+            else:
+                levels[-1].append(_Atom(start, number, "opaque"))
+                if token.nesting == 1:
+                    closing, level = kind.replace("_open", "_close"), token.level
+    return root
+
+
+def _item(lines: _Lines, token: Token, kind: str, node: int, before: Sequence[_Atom]) -> _Atom:
+    start = lines.origin[token.map[0]] if token.map else 0
+    if kind == "bullet_list_open":
+        return _Atom(start, node, "item", f"bullet {token.markup}")
+    number = int(token.info[:9] or 0)
+    if before and before[-1].node == node:  # within a list it is the order that counts, as in "1. 1. 1."
+        number = (before[-1].number or 0) + 1
+    return _Atom(start, node, "item", f"N{token.markup}", number)
+
+
+def _paragraph(lines: _Lines, start: int, end: int, node: int) -> Iterator[_Atom]:
+    for line in range(start, end):
+        text = lines.text(line)
+        marker = marker_of(text)
+        if marker and (line == start or _begins_part(text)):
+            yield _Atom(line, node, "text", marker.family, marker.number)
+        elif line == start:
+            yield _Atom(line, node, "text")
+
+
+def _begins_part(line: str) -> bool:
+    """Whether a line has a marker, wherever it stands; a sentence may go on with a bold word."""
+    marker = marker_of(line)
+    return marker is not None and (marker.family != "bold" or bool(_BOLD_LEAD.match(line)))
+
+
+def _blocks(lines: _Lines, atoms: Sequence[_Atom], end: int, inner: bool) -> Iterator[BlockSpan]:
+    """Blocks among atoms that reach to line `end`; `inner`: rather those within the parts."""
+    runs = _outermost(_runs(lines, atoms), len(atoms))
+    place = 0
+    for run in [*runs, None]:
+        # A list between two others may stand inside what belongs to neither, as an item of a list of one.
+        for atom_place in range(place, run.heads[0] if run else len(atoms)):
+            after = atoms[atom_place + 1].start if atom_place + 1 < len(atoms) else end
+            if atoms[atom_place].children:
+                yield from _blocks(lines, atoms[atom_place].children, after, inner)
+        if run is None:
+            return
+        place = run.end
+        parts = [*run.heads, run.end]
+        nested: list[BlockSpan] = []
+        last = atoms[run.end].start if run.end < len(atoms) else end
+        for first, after in pairwise(parts) if inner else ():
+            limit = atoms[after].start if after < len(atoms) else end
+            children = atoms[first].children
+            own_end = atoms[first + 1].start if first + 1 < after else limit
+            nested += _blocks(lines, children, own_end, inner)
+            nested += _blocks(lines, atoms[first + 1 : after], limit, inner)
+        if nested:
+            yield from nested
+            continue
+        starts = [atoms[head].start for head in run.heads]
+        if block := _block(lines, starts, last):
+            yield block
+
+
+def _runs(lines: _Lines, atoms: Sequence[_Atom]) -> list[_Run]:
+    """Every sequence of two or more parts with markers of one family that follow one another."""
+    found = []
+    for family in sorted({atom.family for atom in atoms if atom.family}):
+        current: list[int] = []
+        for place, atom in enumerate(atoms):
+            if atom.family != family:
+                continue
+            if current and not _follows(lines, atoms, current, place):
+                found.append(_run(lines, atoms, current))
+                current = []
+            current.append(place)
+        found.append(_run(lines, atoms, current))
+    return [run for run in found if run is not None]
+
+
+def _follows(lines: _Lines, atoms: Sequence[_Atom], current: Sequence[int], place: int) -> bool:
+    """Whether an atom goes on with the list whose last part began before."""
+    before, here = atoms[current[-1]], atoms[place]
+    between = atoms[current[-1] + 1 : place]
+    if here.kind == "heading":
+        return all(atom.kind != "heading" or atom.level > here.level for atom in between)
+    if here.number is not None:
+        in_turn = here.number == (before.number or 0) + 1
+        return in_turn and not any(atom.kind == "heading" for atom in between)
+    if any(atom.kind == "heading" for atom in between):
+        return False
+    if here.family == "bold":
+        return True
+    if here.family == "lead":
+        return all(atom.kind in ("item", "opaque") for atom in between)
+    if here.kind == "item" and here.node == before.node:
+        return True
+    return all(atom.kind == "opaque" for atom in between)
+
+
+def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | None:
+    """Where the last part ends; None where these are no parts."""
+    heads = list(heads)
+    family = atoms[heads[0]].family
+    while heads and family.startswith(_NAMED) and _CONCLUSIONS.match(lines.text(atoms[heads[-1]].start)):
+        heads.pop()  # a conclusion depends on what it concludes
+    alone = bool(heads) and heads[-1] - heads[0] == len(heads) - 1  # leads with nothing between them
+    if len(heads) < (3 if family == "lead" and alone else 2):
+        return None
+    if family == "ordinal" and atoms[heads[0]].number != 1:
+        return None
+    end = heads[-1] + 1
+    following = atoms[end:]
+    if family.startswith("heading"):
+        level = atoms[heads[0]].level
+        for atom in following:
+            if atom.kind == "heading" and atom.level <= level:
+                break
+            if atom.kind == "text" and end > heads[-1] + 1 and _CLOSERS.match(lines.text(atom.start)):
+                break
+            end += 1
+        return _Run(tuple(heads), end)
+    # What stands between the marker lines of its siblings tells how much of what follows is the last part's own.
+    allowed = min(len(_nodes(atoms, first, after)) for first, after in pairwise(heads)) - 1
+    if lines.text(_last_line(atoms, end, len(lines), lines) - 1).endswith((":", "：")):
+        allowed = max(allowed, 1)
+    taken: set[int] = set()
+    for atom in following:
+        if atom.kind == "heading" or (atom.kind == "text" and _CLOSERS.match(lines.text(atom.start))):
+            break
+        if atom.node != atoms[heads[-1]].node and len(taken | {atom.node}) > allowed:
+            break
+        if atom.node == atoms[heads[-1]].node and (atom.family or atom.kind == "item"):
+            break
+        taken.add(atom.node)
+        end += 1
+    return _Run(tuple(heads), end)
+
+
+def _last_line(atoms: Sequence[_Atom], place: int, end: int, lines: _Lines) -> int:
+    """Past the last line with text before an atom."""
+    line = atoms[place].start if place < len(atoms) else end
+    while line > 1 and not lines.text(line - 1):
+        line -= 1
+    return line
+
+
+def _nodes(atoms: Sequence[_Atom], first: int, after: int) -> set[int]:
+    return {
+        atom.node if atom.kind != "item" else -1 - place * (place == first)
+        for place, atom in enumerate(atoms[first:after], first)
+    }
+
+
+def _outermost(runs: Sequence[_Run], count: int) -> list[_Run]:
+    """Runs that do not overlap, those that hold most first."""
+    taken = [False] * count
+    chosen = []
+    for run in sorted(runs, key=lambda run: (run.heads[0] - run.end, -len(run.heads), run.heads[0])):
+        place = range(run.heads[0], run.end)
+        if not any(taken[atom] for atom in place):
+            chosen.append(run)
+            for atom in place:
+                taken[atom] = True
+    return sorted(chosen)
+
+
+def _block(lines: _Lines, starts: Sequence[int], end: int) -> BlockSpan | None:
+    """The block whose parts begin on these lines; None where a part has nothing that a title could be made of.
+
+    The last part may be a marker alone, where an answer was cut off: it stays outside.
+    """
+    edges = [*(lines.offset(line) for line in starts), lines.offset(end)]
+    titles = titles_of([lines.answer[first:after] for first, after in pairwise(edges)])
+    if not titles[-1]:
+        titles, edges = titles[:-1], edges[:-1]
+    if len(titles) < 2 or not all(titles):
+        return None
+    edges[-1] = end_like_siblings(lines.answer, edges)
+    spans = zip(titles, pairwise(edges), strict=True)
+    return BlockSpan(tuple(BranchSpan(title, first, after) for title, (first, after) in spans))

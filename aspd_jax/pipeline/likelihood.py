@@ -1,0 +1,138 @@
+"""How much less likely a branch is to a model of ours when its siblings are hidden (spec, section 7, stage 2).
+
+B answers, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.layout import Layout
+from aspd_jax.model.transformer import Transformer, head_kernel
+from aspd_jax.pipeline.spans import BlockSpan
+
+PEAK_TOKENS = 8  # in a row, over which a rise is at its peak
+CHUNK = 128  # tokens whose logits are there at a time
+
+
+class Rise(NamedTuple):
+    """Of the negative log-likelihood of a branch, nats per token: over all of it, and over its worst few in a row."""
+
+    mean: float
+    peak: float
+
+
+class Row(NamedTuple):
+    """An answer as tokens, laid out with its branches invisible to each other and as plain text; [S] each field.
+
+    Attributes:
+        branch: 1, 2, … for the tokens that count for a branch, over all blocks; 0: none. What names a branch, its
+            marker and title, does not count: the title is known before.
+    """
+
+    tokens: np.ndarray
+    hidden: Layout
+    plain: Layout
+    branch: np.ndarray
+
+
+def encode(lm: LanguageModel, question: str, answer: str, blocks: Sequence[BlockSpan]) -> Row:
+    """Tokens of question and answer, every stretch encoded on its own; no tags, which the model need not know."""
+    encode_text = lm.codec.text.encode
+    tokens: list[int] = []
+    position: list[int] = []
+    block_of: list[int] = []
+    branch_of: list[int] = []
+    counted: list[int] = []
+    number = 0
+
+    def put(ids: Sequence[int], first: int, block: int, branch: int, counts: int) -> None:
+        tokens.extend(ids)
+        position.extend(range(first, first + len(ids)))
+        block_of.extend([block] * len(ids))
+        branch_of.extend([branch] * len(ids))
+        counted.extend([counts] * len(ids))
+
+    put(encode_text(f"{question}\n\n"), 0, 0, 0, 0)
+    place = 0
+    for index, block in enumerate(blocks, 1):
+        put(encode_text(answer[place : block.start]), len(tokens), 0, 0, 0)
+        begin = len(tokens)
+        for branch_index, branch in enumerate(block.branches, 1):
+            number += 1
+            text = answer[branch.start : branch.end]
+            lead = text.find(branch.title)
+            cut = lead + len(branch.title) if 0 <= lead <= 20 else 0
+            head, body = encode_text(text[:cut]) if cut else [], encode_text(text[cut:])
+            put(head, begin, index, branch_index, 0 if body else number)
+            put(body, begin + len(head), index, branch_index, number)
+        place = block.end
+    put(encode_text(answer[place:]), len(tokens), 0, 0, 0)
+    ones = np.ones(len(tokens), np.int32)
+    hidden = Layout(*(np.asarray(field, np.int32) for field in (position, ones, block_of, branch_of)))
+    plain = Layout(np.arange(len(tokens), dtype=np.int32), ones, 0 * ones, 0 * ones)
+    return Row(np.asarray(tokens, np.int32), hidden, plain, np.asarray(counted, np.int32))
+
+
+def rises(lm: LanguageModel, rows: Sequence[Row], size: int) -> Iterator[list[Rise]]:
+    """Of every branch of some rows, each in two passes over all of them; the first branch of a block has none.
+
+    Args:
+        size: tokens that rows are filled up to, S.
+    """
+    losses = []
+    for layouts in ([row.hidden for row in rows], [row.plain for row in rows]):
+        tokens = np.stack([_filled(row.tokens, size) for row in rows])
+        layout = Layout(
+            *(np.stack([_filled(field, size) for field in fields]) for fields in zip(*layouts, strict=True))
+        )
+        losses.append(np.asarray(token_losses(lm.model, lm.params, tokens, layout)))
+    hidden, plain = losses
+    for index, row in enumerate(rows):
+        rise = hidden[index, : len(row.branch)] - plain[index, : len(row.branch)]
+        of_branches = [rise[row.branch == number] for number in range(1, int(row.branch.max(initial=0)) + 1)]
+        yield [Rise(float(values.mean()), _peak(values)) if values.size else Rise(0.0, 0.0) for values in of_branches]
+
+
+def _filled(values: np.ndarray, size: int) -> np.ndarray:
+    return np.pad(values, (0, size - len(values)))
+
+
+def _peak(values: np.ndarray) -> float:
+    width = min(PEAK_TOKENS, len(values))
+    return float(np.convolve(values, np.ones(width) / width, "valid").max())
+
+
+@partial(jax.jit, static_argnames="model")
+def token_losses(model: Transformer, params: Any, tokens: jax.Array, layout: Layout) -> jax.Array:
+    """Negative log-likelihood of each token, given what it may see of those before it; float32 [B, S].
+
+    Siblings begin side by side, so what stands before a token is not always the token to its left: the first token of a
+    branch is predicted by the last token before its block.
+    """
+    x: jax.Array = jnp.asarray(model.apply({"params": params}, tokens, layout, head=False))
+    kernel = head_kernel(model.config, params)
+    B, S = tokens.shape
+    first = (layout.branch != jnp.roll(layout.branch, 1, axis=1)) | (layout.block != jnp.roll(layout.block, 1, axis=1))
+    serial = jnp.where(layout.branch == 0, jnp.arange(S)[None], -1)
+    before_block = jax.lax.cummax(serial, axis=1)
+    left = jnp.arange(S)[None] - 1
+    source = jnp.where((layout.branch > 0) & first, before_block, jnp.broadcast_to(left, (B, S)))
+    seen = jnp.take_along_axis(x, jnp.maximum(source, 0)[..., None], axis=1)
+
+    def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        hidden, targets = part
+        logits = jnp.asarray(hidden @ kernel, jnp.float32)
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+    parts = (seen.reshape(B, -1, CHUNK, x.shape[-1]), tokens.reshape(B, -1, CHUNK))
+    losses = jax.lax.map(chunk, jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), parts))
+    return jnp.moveaxis(losses, 0, 1).reshape(B, S) * (source >= 0)

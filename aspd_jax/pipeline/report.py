@@ -1,0 +1,163 @@
+"""What a run of the pipeline found: yields of every stage, and statistics of the result (spec, section 7)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from aspd_jax.pipeline.measures import Measures
+
+QUANTILES = (0.1, 0.5, 0.9, 1.0)
+
+
+class Account(NamedTuple):
+    """Replies of the teacher, tokens counted by the endpoint, and prices of a million of them."""
+
+    replies: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_price: float = 0.0
+    output_price: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """In the currency of the prices."""
+        return (self.prompt_tokens * self.input_price + self.completion_tokens * self.output_price) / 1e6
+
+
+@dataclass
+class Report:
+    """Counts over records and answers; grows with `add`.
+
+    Attributes:
+        records: read; unreadable and unanswered ones are in neither set.
+        answers: all their measures, plain ones too.
+        proposed: answers for which each kind of source proposed a block.
+        blocks: proposed, over all candidates.
+        failed: blocks and candidates by the stage they failed at.
+        reasons: the kinds of reasons of failed checks.
+        rises: of negative log-likelihood, mean and peak, of all scored branches.
+    """
+
+    account: Account
+    records: int = 0
+    unreadable: int = 0
+    unanswered: int = 0
+    answers: list[Measures] = field(default_factory=list)
+    proposed: Counter[str] = field(default_factory=Counter)
+    blocks: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    rises: list[Sequence[float]] = field(default_factory=list)
+
+    def add(self, measures: Measures, sources: Iterable[str], rejected: Iterable[dict[str, Any]], blocks: int) -> None:
+        """Take note of an answer."""
+        self.answers.append(measures)
+        self.proposed.update({source.split()[0] for source in sources})
+        self.blocks += blocks
+        for rejection in rejected:
+            self.failed[rejection["stage"]] += 1
+            if rejection["stage"] == "check":
+                self.reasons[rejection["reason"].split(":")[0]] += 1
+
+    def statistics(self) -> dict[str, Any]:
+        """PPD, DP, ABN, PE and ideal speed-up of the answers (spec, section 7)."""
+        return statistics(self.answers)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "records": self.records,
+            "unreadable": self.unreadable,
+            "unanswered": self.unanswered,
+            "proposed": dict(self.proposed),
+            "blocks": self.blocks,
+            "failed": dict(self.failed),
+            "reasons": dict(self.reasons),
+            "statistics": self.statistics(),
+            "likelihood": self._rises(),
+            "teacher": self.account._asdict() | {"cost": self.account.cost},
+        }
+
+    def _rises(self) -> dict[str, list[float]]:
+        if not self.rises:
+            return {}
+        values = np.asarray(self.rises)
+        return {
+            name: [float(value) for value in np.quantile(values[:, place], QUANTILES)]
+            for place, name in enumerate(("mean_rise", "peak_rise"))
+        }
+
+    def markdown(self) -> str:
+        """For people."""
+        lines = ["# Report of `aspd data build`", "", "| stage | |", "|---|---|"]
+        lines += [f"| records read | {self.records} |", f"| not readable | {self.unreadable} |"]
+        lines += [f"| without a reply of the teacher, left for the next run | {self.unanswered} |"]
+        lines += [f"| answers | {len(self.answers)} |"]
+        names = {"form": "by their form", "teacher": "by the teacher"}
+        lines += [f"| … with a block proposed {names[source]} | {n} |" for source, n in sorted(self.proposed.items())]
+        lines += [f"| blocks proposed, over all candidates | {self.blocks} |"]
+        told = {
+            "short": "answers too short to fork",
+            "align": "candidates that are not the answer's own words",
+            "integrity": "candidates that are not well formed",
+            "check": "blocks that refer, count on, or share results",
+            "likelihood": "blocks with a branch that is less likely without its siblings",
+            "vote": "blocks that a vote was against",
+            "agreement": "blocks whose wording a vote was against",
+            "select": "blocks that save nothing, or have too many branches",
+        }
+        lines += [f"| left out: {what} | {self.failed[stage]} |" for stage, what in told.items() if self.failed[stage]]
+        lines += [f"| … {reason} | {count} |" for reason, count in self.reasons.most_common()]
+        lines += ["", *statistics_table(self.statistics())]
+        if self.rises:
+            heads = " | ".join(f"{q:.0%}" for q in QUANTILES)
+            lines += ["", f"| rise of negative log-likelihood, nats per token; quantile | {heads} |"]
+            lines += ["|---" * (len(QUANTILES) + 1) + "|"]
+            lines += [f"| {k} | {' | '.join(f'{v:.3f}' for v in vs)} |" for k, vs in self._rises().items()]
+        if self.account.replies:
+            a = self.account
+            cost = f", cost {a.cost:.2f}" if a.input_price or a.output_price else ""
+            lines += ["", f"Teacher: {a.replies} replies, {a.prompt_tokens} + {a.completion_tokens} tokens{cost}."]
+        return "\n".join(lines) + "\n"
+
+
+def statistics(answers: Sequence[Measures]) -> dict[str, Any]:
+    """PPD, DP, ABN, PE and ideal speed-up; those of blocks are over answers that have one."""
+    forked = [m for m in answers if m.blocks]
+    tokens = sum(m.tokens for m in answers)
+    in_branches = sum(m.branch_tokens for m in answers)
+    speedups = [m.ideal_speedup for m in forked]
+    return {
+        "answers": len(answers),
+        "with_block": len(forked),
+        "PPD": len(forked) / max(1, len(answers)),
+        "DP": in_branches / max(1, tokens),
+        "DP_with_block": in_branches / max(1, sum(m.tokens for m in forked)),
+        "ABN": sum(m.branches for m in forked) / max(1, sum(m.blocks for m in forked)),
+        "PE": (in_branches - sum(m.title_tokens for m in forked)) / max(1, in_branches),
+        "ideal_speedup": float(np.mean(speedups)) if speedups else 1.0,
+        "ideal_speedup_quantiles": [float(v) for v in np.quantile(speedups, QUANTILES)] if speedups else [],
+        "ideal_speedup_all": tokens / max(1, sum(m.critical_path for m in answers)),
+    }
+
+
+def statistics_table(found: dict[str, Any]) -> list[str]:
+    """Markdown."""
+    quantiles = ", ".join(f"{v:.2f}x" for v in found["ideal_speedup_quantiles"]) or "none"
+    return [
+        "| statistics | |",
+        "|---|---|",
+        f"| answers | {found['answers']} |",
+        f"| PPD, answers with a block | {found['with_block']}, {found['PPD']:.1%} |",
+        f"| DP, tokens in branches | {found['DP']:.1%} of all, {found['DP_with_block']:.1%} of answers with a block |",
+        f"| ABN, branches per block | {found['ABN']:.2f} |",
+        f"| PE, parallel efficiency | {found['PE']:.1%} |",
+        f"| ideal speed-up of answers with a block, mean | {found['ideal_speedup']:.2f}x |",
+        f"| … 10 %, median, 90 %, most | {quantiles} |",
+        f"| ideal speed-up of all answers together | {found['ideal_speedup_all']:.2f}x |",
+    ]

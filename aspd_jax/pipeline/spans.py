@@ -1,0 +1,103 @@
+"""Structure as character spans over an answer that stays as it is (spec, section 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aspd_jax.errors import StructureError
+from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure
+
+
+@dataclass(frozen=True)
+class BranchSpan:
+    """One branch: `answer[start:end]`, under a title."""
+
+    title: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class BlockSpan:
+    """Two or more branches, each beginning where the one before ends."""
+
+    branches: tuple[BranchSpan, ...]
+
+    @property
+    def start(self) -> int:
+        """First character."""
+        return self.branches[0].start
+
+    @property
+    def end(self) -> int:
+        """Past the last character."""
+        return self.branches[-1].end
+
+
+def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
+    """The structured answer; its plain text is the answer, whatever the spans are.
+
+    Raises:
+        StructureError: spans overlap, leave gaps within a block, are empty, or stand outside the answer.
+    """
+    items: list[Item] = []
+    place = 0
+    for block in blocks:
+        if block.start < place:
+            raise StructureError(f"a block begins at character {block.start}, inside what stands before it")
+        if place < block.start:
+            items.append(Serial(answer[place : block.start]))
+        place = block.start
+        branches = []
+        for branch in block.branches:
+            if branch.start != place or not branch.start < branch.end <= len(answer):
+                raise StructureError(
+                    f"branch {branch.title!r} is characters {branch.start} to {branch.end} of {len(answer)}; "
+                    f"it has to begin at {place} and to hold at least one"
+                )
+            branches.append(Branch(branch.title, answer[branch.start : branch.end]))
+            place = branch.end
+        items.append(Parallel(branches))
+    if place < len(answer):
+        items.append(Serial(answer[place:]))
+    return tuple(items)
+
+
+def end_like_siblings(answer: str, edges: Sequence[int]) -> int:
+    """Where the last of some adjoining branches ends: with the white space that its sibling ends with, or with none.
+
+    Args:
+        edges: where every branch begins, and where the last one may end at most.
+    """
+    *_, before, start, end = edges
+    last = start + len(answer[start:end].rstrip())
+    sibling = answer[before:start]
+    gap = sibling[len(sibling.rstrip()) :]
+    return last + len(gap) if answer.startswith(gap, last) and last + len(gap) < len(answer) else last
+
+
+def spans_of(items: Sequence[Item]) -> tuple[BlockSpan, ...]:
+    """The spans of a structured answer over its plain text."""
+    blocks, place = [], 0
+    for item in items:
+        if isinstance(item, Serial):
+            place += len(item.text)
+            continue
+        branches = []
+        for branch in item.branches:
+            branches.append(BranchSpan(branch.title, place, place + len(branch.text)))
+            place += len(branch.text)
+        blocks.append(BlockSpan(tuple(branches)))
+    return tuple(blocks)
+
+
+def blocks_to_json(blocks: Sequence[BlockSpan]) -> list[list[list[Any]]]:
+    """`[[[title, start, end], …], …]`."""
+    return [[[b.title, b.start, b.end] for b in block.branches] for block in blocks]
+
+
+def blocks_from_json(value: Any) -> tuple[BlockSpan, ...]:
+    """Read `blocks_to_json` back."""
+    return tuple(BlockSpan(tuple(BranchSpan(*branch) for branch in block)) for block in value)

@@ -1,0 +1,78 @@
+"""What a run has so far: every reply of the teacher, and what each stage made of each answer. One SQLite file.
+
+A process that is killed loses what it had not stored yet, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from aspd_jax.errors import DataError
+
+TABLES = (
+    "replies (key TEXT PRIMARY KEY, text TEXT, prompt INTEGER, completion INTEGER)",
+    "stages (answer TEXT, stage TEXT, made_of TEXT, value TEXT, PRIMARY KEY (answer, stage))",
+)
+
+
+class Reply(NamedTuple):
+    """Text of a reply, and the tokens that the endpoint counted."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Store:
+    """Open, or make, the file.
+
+    Raises:
+        DataError: it is no such file, or another process has it.
+    """
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._db = sqlite3.connect(file, timeout=2, isolation_level=None)
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            for table in TABLES:
+                self._db.execute(f"CREATE TABLE IF NOT EXISTS {table}")
+        except sqlite3.OperationalError as error:
+            raise DataError(f"{file}: {error}; is another process working on it?") from None
+        except sqlite3.DatabaseError as error:
+            raise DataError(f"{file} is no store of this pipeline: {error}") from None
+
+    def close(self) -> None:
+        """Leave the file to others."""
+        self._db.close()
+
+    def reply(self, key: str) -> Reply | None:
+        """A reply that is there already."""
+        row = self._db.execute("SELECT text, prompt, completion FROM replies WHERE key = ?", (key,)).fetchone()
+        return Reply(*row) if row else None
+
+    def add_reply(self, key: str, reply: Reply) -> None:
+        """Keep a reply."""
+        self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", (key, *reply))
+
+    def account(self) -> tuple[int, int, int]:
+        """Replies, prompt tokens, completion tokens."""
+        row = self._db.execute("SELECT count(*), total(prompt), total(completion) FROM replies").fetchone()
+        return int(row[0]), int(row[1]), int(row[2])
+
+    def get(self, answer: str, stage: str, made_of: str) -> Any:
+        """What a stage made of an answer, if it was made of the same; else None."""
+        row = self._db.execute(
+            "SELECT value FROM stages WHERE answer = ? AND stage = ? AND made_of = ?", (answer, stage, made_of)
+        ).fetchone()
+        return json.loads(row[0]) if row else None
+
+    def put(self, answer: str, stage: str, made_of: str, value: Any) -> None:
+        """Keep what a stage made."""
+        text = json.dumps(value, ensure_ascii=False)
+        self._db.execute("INSERT OR REPLACE INTO stages VALUES (?, ?, ?, ?)", (answer, stage, made_of, text))

@@ -1,0 +1,88 @@
+"""Titles of parts, from their own leads: bold words, headings, what stands before a colon, or their first words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from aspd_jax.pipeline.markers import marker_of
+
+MOST_WORDS = 10  # of a lead that is taken whole
+FIRST_WORDS = 6  # of a part without a lead
+LAST_WORDS = 16  # where fewer do not tell parts apart
+_TRAILING = re.compile(
+    r"(?:[ \t,]+(?:an?|the|of|and|or|to|that|which|from|by|for|with|in|on|at|as|is|are|your|its|their|also|can))+$",
+    re.I,
+)
+_HEADING = re.compile(r"#{1,6}[ \t]+")
+_BOLD = re.compile(r"(\*\*|__)(?=\S)([^\n]{1,120}?)\1")
+_LEAD = re.compile(r"([^\n]{1,80}?)(?::(?=\s|$|\*)|：|[ \t]+[-–—][ \t]+|(?<=\w)—(?=\w))")
+_SENTENCE = re.compile(r"([^\n]{1,80}?)(?:[.!?](?=\s|$|\*)|[。！？])")
+# A word, or one character of a script that has no spaces.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\s\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+_EDGES = '*_#:：`.,;，。、；-–—"“”「」 \t'
+
+
+def titles_of(parts: Sequence[str]) -> list[str]:
+    """A title for every part, words of its own; empty where it has none, as a marker alone.
+
+    Titles that would be equal take more words; they stay equal where the parts begin alike.
+    """
+    titles = [_title(part, FIRST_WORDS) for part in parts]
+    for words in range(FIRST_WORDS, LAST_WORDS, 3):
+        names = [title.casefold() for title in titles]
+        if len(set(names)) == len(names):
+            break
+        titles = [
+            _first_words(_body(part), words) if names.count(name) > 1 else title
+            for part, title, name in zip(parts, titles, names, strict=True)
+        ]
+    return titles
+
+
+def _body(part: str) -> str:
+    """A part without the marker that it begins with, unless nothing else stands on its line."""
+    text = part.strip()
+    heading = _HEADING.match(text)
+    if heading:
+        text = text[heading.end() :]
+    marker = marker_of(text)
+    if marker is None:
+        return text
+    bold = _BOLD.match(text) if marker.length else None
+    rest = text[marker.length : bold.end(2)] if bold else text[marker.length :]
+    if rest[:4].strip() in ("[ ]", "[x]", "[X]"):
+        rest = rest.lstrip()[3:]
+    named = marker.family.startswith(("word", "第"))
+    return text if named and not _bare(rest.split("\n", 1)[0]) else rest.strip()
+
+
+def _title(part: str, words: int) -> str:
+    heading = _HEADING.match(part.strip())
+    text = _body(part)
+    line = text.split("\n", 1)[0].strip()
+    candidates = [line] if heading else []
+    if bold := _BOLD.match(line):
+        candidates.append(bold[2])
+    if lead := _LEAD.match(line):
+        candidates.append(lead[1])
+    if sentence := _SENTENCE.match(line):
+        candidates.append(sentence[1])
+    candidates.append(line)
+    for candidate in candidates:
+        title = _bare(candidate)
+        if title and len(_WORD.findall(title)) <= MOST_WORDS:
+            return title
+    return _first_words(text, words)
+
+
+def _first_words(text: str, words: int) -> str:
+    line = next((line for line in text.splitlines() if _bare(line)), "")
+    found = list(_WORD.finditer(line))[:words]
+    return _bare(_TRAILING.sub("", line[: found[-1].end()])) if found else ""
+
+
+def _bare(text: str) -> str:
+    """A lead without marks of emphasis and punctuation around it; empty where no word is left."""
+    text = text.strip(_EDGES)
+    return text if any(char.isalnum() for char in text) else ""
