@@ -43,7 +43,10 @@ DEPENDENT = {
         "1. We know that x is two.\n2. Therefore, y is three.",
     ],
     "shared counter": ["## A\n1. red\n2. blue\n\n## B\n3. green\n4. black\n"],
-    "shared result": ["1. Cost of pens: 3 x 20 = 60 dollars.\n2. With tax: 60 x 1.1 = 66 dollars."],
+    "shared result": [
+        "1. Packs: 20 / 4 = 5 cards each.\n2. All: 10 * 5 = 50 cards.",
+        "1. Cost of pens: 3 x 20 = 60 dollars.\n2. With tax: 60 x 1.1 = 66 dollars.",
+    ],
     "shared symbol": ["- Radius: r = 2 cm.\n- Area: it is 3 * r * r."],
     "duplicate title": ["**Note**\n\nText one.\n\n**Note**\n\nText one.\n"],
 }

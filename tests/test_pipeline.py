@@ -276,16 +276,35 @@ def test_an_endpoint_that_will_not_do_stops_the_run(status: int, message: str, s
         build(teacher(server, retries=0, give_up_after=3), str(source), tmp_path / "out", progress=False)
 
 
-def test_endpoints_without_structured_outputs(source: Path, tmp_path: Path) -> None:
+NOT_TAKEN = [
+    ("response_format", "response_format is not supported"),
+    ("seed", "Unsupported parameter: 'seed'"),
+    ("temperature", "Unsupported value: 'temperature' does not support 0.7"),
+    ("max_tokens", "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."),
+]
+
+
+@pytest.mark.parametrize("name, message", NOT_TAKEN)
+def test_endpoints_that_take_less(name: str, message: str, source: Path, tmp_path: Path) -> None:
     def old(body: dict[str, Any], before: int) -> Reply:
-        return (
-            (400, '{"error": {"message": "response_format"}}') if "response_format" in body else faithful(body, before)
-        )
+        return (400, json.dumps({"error": {"message": message}})) if name in body else faithful(body, before)
 
     with TeacherServer(old) as server:
         outcome = build(teacher(server, concurrency=1), str(source), tmp_path / "out", progress=False)
-        refused = sum("response_format" in body for body in server.bodies)
-    assert outcome.report.statistics()["with_block"] == 2 and refused == 2
+        refused = sum(name in body for body in server.bodies)
+    assert outcome.report.statistics()["with_block"] == 2
+    assert refused == (2 if name == "response_format" else 1)  # structured outputs, then JSON mode
+
+
+def test_a_call_that_is_too_long_costs_its_record_only(source: Path, tmp_path: Path) -> None:
+    def short(body: dict[str, Any], before: int) -> Reply:
+        too_long = "moon" in body["messages"][0]["content"]
+        return (400, '{"error": {"message": "maximum context length"}}') if too_long else faithful(body, before)
+
+    with TeacherServer(short) as server:
+        outcome = build(teacher(server), str(source), tmp_path / "out", progress=False)
+        assert all("response_format" in body for body in server.bodies)
+    assert outcome.report.failed["align"] == 2 and outcome.report.statistics()["with_block"] == 2
 
 
 def test_calls_are_bounded(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ def align(answer: str, pieces: Sequence[Piece]) -> Aligned:
             spans = zip(kept[first:last], own, own[1:], strict=False)
             blocks.append(BlockSpan(tuple(BranchSpan(piece.title, start, end) for piece, start, end in spans)))
         first = last
-    exact = all(piece.text.replace("[…]", ELISION).split(ELISION)[0].strip() in answer for piece in kept)
+    written = [part for piece in kept for part in piece.text.replace("[…]", ELISION).split(ELISION)]
+    exact = all(part.strip() in answer for part in written)
     return Aligned(tuple(blocks), exact)
 
 

@@ -32,7 +32,8 @@ _NUMBERED = re.compile(
 _GOES_ON = re.compile(
     r"(?:then|next|now|after (?:that|this)|afterwards|subsequently|therefore|thus|hence|consequently|as a result|"
     r"finally,? (?:we|add|combine|multiply|divide|subtract|substitut\w*|plug)|with (?:this|that|these|those)|"
-    r"using (?:this|that|these|those|the result)|once (?:that|this|you have|we have)|now that|so,|"
+    r"using (?:this|that|these|those|the result)|once (?:that|this|you have|we have)|now that|"
+    r"so(?:,| (?:he|she|they|we|you|it|the|in total))|(?:that|this) means|"
     r"repeat (?:this|that|the)|in addition to (?:this|that|these)|substitut\w+|plug(?:ging)? (?:in|this|that|the))\b"
     r"|然后|接着|接下来|随后|因此|所以|由此|再将|其次再",
     re.IGNORECASE,
@@ -45,6 +46,7 @@ _LEFT_OVER = re.compile(
 )
 _RESULT = re.compile(r"(?:=|≈|≅|~|equals?|is about|gives?|get|comes? to|total of)\s*\$?\s*(-?\d[\d,]*(?:\.\d+)?)")
 _NUMBER = re.compile(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?![\w])")
+_OPERAND = re.compile(r"(?<![\w.,])(\d+)(?=\s*[-+*/×÷x]\s*\$?\d)|[-+*/×÷x]\s*\$?(\d+)(?!\w)")
 _SYMBOL = re.compile(r"(?<![\w\\])([A-Za-z](?:_\w+|\d)?)\s*=(?!=)")
 _INNER_COUNTER = re.compile(r"(?m)^[ \t]*(\d{1,3})[.)][ \t]")
 
@@ -125,12 +127,14 @@ def _shared_results(before: str, texts: Sequence[str]) -> Iterator[str]:
     known = set(_numbers(before))
     results: dict[str, int] = {}
     for number, text in enumerate(texts, 1):
+        operands = {found[1] or found[2] for found in _OPERAND.finditer(text)}
         for value in _numbers(text):
-            if value in results and results[value] != number:
+            # One digit may be there by chance, but hardly as what is calculated with.
+            if value in results and results[value] != number and (len(value.lstrip("-")) > 1 or value in operands):
                 yield f"shared result: branch {number} uses {value}, which branch {results[value]} works out"
         for found in _RESULT.finditer(text):
             value = found[1].replace(",", "").rstrip(".")
-            if value not in known and len(value.lstrip("-")) > 1:
+            if value not in known:
                 results.setdefault(value, number)
 
 

@@ -120,25 +120,24 @@ class _Run:
     ) -> None:
         self.config, self.source, self.output, self.shard = config, source, output, shard
         self.store, self.progress = store, progress
-        self.count = counter(config.select.tokenizer or config.likelihood.model)
         self.teacher = Teacher(config.teacher, store) if config.teacher.base_url else None
         self.unanswered: dict[str, str] = {}
         s, teacher = config.select, asdict(config.teacher)
+        tokenizer = s.tokenizer or config.likelihood.model
+        self.count = counter(tokenizer)
         prompts = self.teacher.prompts if self.teacher else {}
         asked = [teacher[name] for name in ("base_url", "model", "temperature", "max_tokens", "attempts")]
-        self._made_of = {
-            "propose": [
-                VERSION,
-                config.rules,
-                s.tokenizer or config.likelihood.model,
-                s.min_tokens,
-                *asked,
-                config.teacher.candidates,
-                prompts,
-            ],
+        settings = {
+            "propose": [VERSION, config.rules, tokenizer, s.min_tokens, *asked, config.teacher.candidates, prompts],
             "score": [config.likelihood.model, config.likelihood.length],
             "judge": [config.check_references, asdict(config.likelihood), asdict(s), config.teacher.votes],
         }
+        # Of each stage and all before it.
+        whole = hashlib.sha256()
+        self._settings: dict[str, str] = {}
+        for stage, values in settings.items():
+            whole.update(json.dumps(values).encode())
+            self._settings[stage] = whole.hexdigest()
 
     def run(self) -> Outcome:
         total = sum(1 for _ in self.answers())
@@ -172,9 +171,8 @@ class _Run:
 
     def made_of(self, stage: str, answer: Answer) -> str:
         """Hash of everything that a stage's outcome for an answer depends on."""
-        stages = list(self._made_of)
-        settings = [self._made_of[name] for name in stages[: stages.index(stage) + 1]]
-        return hashlib.sha256(json.dumps([settings, answer.question, answer.text]).encode()).hexdigest()
+        what = [self._settings[stage], answer.question, answer.text]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def get(self, stage: str, answer: Answer) -> Any:
         """What a stage has made of an answer, or None."""
@@ -259,9 +257,7 @@ class _Run:
                     lm = lm or load_model(self.config.likelihood.model)
                     row = encode(lm, answer.question, answer.text, candidate.blocks)
                     if len(row.tokens) > length:
-                        scores[number] = (
-                            f"{len(row.tokens)} tokens, likelihood.length is {self.config.likelihood.length}"
-                        )
+                        scores[number] = f"{len(row.tokens)} tokens, likelihood.length is {length}"
                     else:
                         rows.append((number, row))
                 self._store_scores(answer, scores)
@@ -312,10 +308,8 @@ class _Run:
         """What costs nothing: rules, likelihood, and whether the block saves anything."""
         select, likelihood = self.config.select, self.config.likelihood
         if len(block.branches) > select.max_branches:
-            return {
-                "stage": "select",
-                "reason": f"{len(block.branches)} branches, select.max_branches is {select.max_branches}",
-            }
+            reason = f"{len(block.branches)} branches, select.max_branches is {select.max_branches}"
+            return {"stage": "select", "reason": reason}
         gain = saved(answer.text, block, self.count)
         if gain < select.min_saved:
             return {"stage": "select", "reason": f"it saves {gain} passes, select.min_saved is {select.min_saved}"}
@@ -338,7 +332,7 @@ class _Run:
         names = ("structured", "plain", "rejected")
         files = {name: self.output / self.shard.name(name, ".jsonl") for name in names}
         partial = {name: file.with_name(f"{file.name}.partial") for name, file in files.items()}
-        handles = {name: file.open("w") for name, file in partial.items()}
+        handles = {name: file.open("w", encoding="utf-8") for name, file in partial.items()}
 
         def put(name: str, value: dict[str, Any]) -> None:
             handles[name].write(json.dumps(value, ensure_ascii=False) + "\n")
@@ -357,7 +351,7 @@ class _Run:
         for name in names:
             partial[name].replace(files[name])
         for suffix, text in ((".json", json.dumps(report.as_dict(), indent=1)), (".md", report.markdown())):
-            (self.output / self.shard.name("report", suffix)).write_text(text)
+            (self.output / self.shard.name("report", suffix)).write_text(text, encoding="utf-8")
         return report
 
     def _write_record(self, record: Conversation, report: Report, put: Callable[[str, dict[str, Any]], None]) -> None:

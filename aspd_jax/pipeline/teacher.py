@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from aspd_jax.errors import ConfigError, DataError, RequestError
 from aspd_jax.pipeline.config import TeacherSection
@@ -77,6 +77,37 @@ def fill(prompt: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), prompt)
 
 
+class _Takes(NamedTuple):
+    """What an endpoint takes: forms of replies, the best first, and names of arguments."""
+
+    forms: tuple[str, ...]
+    limit: str = "max_tokens"
+    optional: tuple[str, ...] = ("temperature", "seed")
+
+    def arguments(self, kind: str, settings: TeacherSection, seed: int) -> dict[str, Any]:
+        """Of a call."""
+        every = {"temperature": settings.temperature, "seed": seed}
+        arguments: dict[str, Any] = {name: every[name] for name in self.optional}
+        arguments[self.limit] = settings.max_tokens
+        if self.forms[0] == "schema":
+            schema = {"name": kind, "strict": True, "schema": SCHEMAS[kind]}
+            arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif self.forms[0] == "object":
+            arguments["response_format"] = {"type": "json_object"}
+        return arguments
+
+    def without(self, problem: str) -> _Takes | None:
+        """What is left when an endpoint refuses a call; None where it says nothing that could be left out."""
+        if self.limit in problem and "max_completion_tokens" in problem and self.limit != "max_completion_tokens":
+            return self._replace(limit="max_completion_tokens")
+        for name in self.optional:
+            if name in problem:
+                return self._replace(optional=tuple(other for other in self.optional if other != name))
+        if len(self.forms) > 1 and re.search("response_format|schema|json|structured", problem, re.IGNORECASE):
+            return self._replace(forms=self.forms[1:])
+        return None
+
+
 class Teacher:
     """Asks, and keeps what it is told.
 
@@ -90,7 +121,8 @@ class Teacher:
         key = os.environ.get(settings.key_variable, "")
         self.settings, self.prompts, self.calls = settings, read_prompts(settings.prompts), 0
         self._store = store
-        self._schemas = {"auto": ["schema", "object", "none"]}.get(settings.schema, [settings.schema])
+        forms = ("schema", "object", "none") if settings.schema == "auto" else (settings.schema,)
+        self._takes = _Takes(forms)
         self._client = openai.AsyncOpenAI(
             base_url=settings.base_url,
             api_key=key or "none",
@@ -155,29 +187,21 @@ class Teacher:
 
         s = self.settings
         while True:
-            form = self._schemas[0]
-            extra: dict[str, Any] = {}
-            if form == "schema":
-                schema = {"name": kind, "strict": True, "schema": SCHEMAS[kind]}
-                extra["response_format"] = {"type": "json_schema", "json_schema": schema}
-            elif form == "object":
-                extra["response_format"] = {"type": "json_object"}
+            took = self._takes
             self.calls += 1
             try:
                 made = await self._client.chat.completions.create(
                     model=s.model,
                     messages=[{"role": "user", "content": prompt}],
-                    temperature=s.temperature,
-                    max_tokens=s.max_tokens,
-                    seed=seed,
-                    **extra,
+                    **took.arguments(kind, s, seed),
                 )
             except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-                if form == self._schemas[0] and len(self._schemas) > 1:
-                    self._schemas = self._schemas[1:]  # a call beside this one may have done so before
-                if form != self._schemas[0]:
-                    continue
-                self._fail(f"{error}")
+                if took != self._takes:
+                    continue  # a call beside this one has found out what the endpoint takes
+                less = took.without(str(error))
+                if less is None:
+                    raise DataError(f"the endpoint does not take the call: {error}") from None
+                self._takes = less
             except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
                 raise RequestError(
                     f"{s.base_url} refuses: {error}; see teacher.base_url, teacher.model and {s.key_variable}"
