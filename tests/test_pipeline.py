@@ -447,6 +447,7 @@ def test_own_prompts(built: Path, tmp_path: Path) -> None:
         ("teacher.vote=1", "did you mean 'teacher.votes'"),
         ("likelihood.batch=0", "likelihood.batch"),
         ("likelihood.model=none", "none"),
+        ("select.tokenizer=tests", "tests holds no tokenizer"),
     ],
 )
 def test_mistakes_are_named(built: Path, override: str, message: str, capsys: Any, tmp_path: Path) -> None:

@@ -103,14 +103,21 @@ def answers_of(record: Conversation) -> Iterator[tuple[int, Answer]]:
 
 
 def counter(folder: str) -> Count:
-    """How tokens are counted: as the tokenizer of a folder has them, or an estimate where there is none."""
+    """How tokens are counted: as the tokenizer of a folder has them, or an estimate where there is none.
+
+    Raises:
+        ConfigError: the folder holds no tokenizer.
+    """
     if not folder:
         return estimate_tokens
     from transformers import AutoTokenizer
 
     from aspd_jax.language_model import model_folder
 
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(folder))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_folder(folder))
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"{folder} holds no tokenizer that transformers can read: {error}") from None
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -109,17 +109,13 @@ class _Takes(NamedTuple):
 
 
 class Teacher:
-    """Asks, and keeps what it is told.
-
-    Attributes:
-        calls: made by this process. Replies that were there already make none.
-    """
+    """Asks, and keeps what it is told."""
 
     def __init__(self, settings: TeacherSection, store: Store) -> None:
         import openai
 
         key = os.environ.get(settings.key_variable, "")
-        self.settings, self.prompts, self.calls = settings, read_prompts(settings.prompts), 0
+        self.settings, self.prompts = settings, read_prompts(settings.prompts)
         self._store = store
         forms = ("schema", "object", "none") if settings.schema == "auto" else (settings.schema,)
         self._takes = _Takes(forms)
@@ -169,7 +165,8 @@ class Teacher:
         if reply is None:
             async with self._room:
                 await self._wait_for_turn()
-                reply = await self._call(kind, prompt, hash_seed(key))
+                # A seed that a call always has, so that endpoints that honour it give the same reply.
+                reply = await self._call(kind, prompt, int(key[:7], 16))
             self._store.add_reply(key, reply)
         return reply
 
@@ -188,7 +185,6 @@ class Teacher:
         s = self.settings
         while True:
             took = self._takes
-            self.calls += 1
             try:
                 made = await self._client.chat.completions.create(
                     model=s.model,
@@ -223,11 +219,6 @@ class Teacher:
                 "what is done is kept, and the same command goes on"
             )
         raise Unanswered(problem)
-
-
-def hash_seed(key: str) -> int:
-    """A seed that a call always has, so that endpoints that honour it give the same reply."""
-    return int(key[:8], 16) >> 1
 
 
 def parse_json(text: str) -> Any:

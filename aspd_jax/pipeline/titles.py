@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from aspd_jax.pipeline.markers import marker_of
@@ -31,10 +32,11 @@ def titles_of(parts: Sequence[str]) -> list[str]:
     titles = [_title(part, FIRST_WORDS) for part in parts]
     for words in range(FIRST_WORDS, LAST_WORDS, 3):
         names = [title.casefold() for title in titles]
-        if len(set(names)) == len(names):
+        times = Counter(names)
+        if len(times) == len(names):
             break
         titles = [
-            _first_words(_body(part), words) if names.count(name) > 1 else title
+            _first_words(_body(part), words) if times[name] > 1 else title
             for part, title, name in zip(parts, titles, names, strict=True)
         ]
     return titles
