@@ -15,6 +15,7 @@ import pytest
 
 import aspd
 from aspd_jax import LanguageModel, load_model
+from aspd_jax.configuration import read_config
 from aspd_jax.errors import AspdError, ConfigError, DataError, RequestError
 from aspd_jax.pipeline.config import DataConfig, LikelihoodSection, SelectSection, TeacherSection
 from aspd_jax.pipeline.measures import estimate_tokens, measure, saved
@@ -528,3 +529,7 @@ def test_a_tokenizer_counts_its_own_tokens(built: Path, tmp_path: Path) -> None:
     (block,) = spans_of(from_json(lines(tmp_path / "out" / "structured.jsonl")[0]["messages"][1]["structure"]))
     pieces = [LIST[: block.start], *(LIST[b.start : b.end] for b in block.branches), LIST[block.end :]]
     assert report.answers[0].tokens == sum(len(lm.codec.text.encode(piece)) for piece in pieces)
+
+
+def test_the_shipped_configuration_is_the_default() -> None:
+    assert read_config(DataConfig, ROOT / "configs" / "data.yaml") == DataConfig()
