@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +17,10 @@ import pytest
 import aspd
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.configuration import read_config
-from aspd_jax.errors import AspdError, ConfigError, DataError, RequestError
+from aspd_jax.errors import AspdError, ConfigError, RequestError
 from aspd_jax.pipeline.config import DataConfig, LikelihoodSection, SelectSection, TeacherSection
 from aspd_jax.pipeline.measures import estimate_tokens, measure, saved
 from aspd_jax.pipeline.run import Shard, build
-from aspd_jax.pipeline.sources import Conversation, Unreadable, conversation, read_records
 from aspd_jax.pipeline.spans import spans_of
 from aspd_jax.structure import from_json, plain_text
 from tests.conftest import ROOT
@@ -133,64 +133,6 @@ def test_measures_are_those_of_the_linearisation(lm: LanguageModel) -> None:
     (block,) = spans_of(structure)
     plain = measure(answer, (), lambda text: len(lm.codec.text.encode(text)))
     assert plain.critical_path - found.critical_path == saved(answer, block, lambda t: len(lm.codec.text.encode(t)))
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "chat": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
-    "chat parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]},
-                                {"role": "assistant", "content": "a"}]},
-    "structured": {"messages": [{"role": "user", "content": "q"}], "structure": [{"type": "serial", "text": "a"}]},
-    "ShareGPT": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-    "Alpaca": {"instruction": "q", "input": "", "output": "a"},
-    "pair": {"question": "q", "answer": "a"},
-    "prompt": {"prompt": "q", "response": "a"},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_shapes_of_records(name: str) -> None:
-    assert conversation(SHAPES[name], 3) == Conversation(3, "3", (("user", "q"), ("assistant", "a")))
-
-
-def test_history_and_input_come_first() -> None:
-    row = {"id": 9, "instruction": "q", "input": "i", "output": "a", "history": [["q0", "a0"]], "system": "s"}
-    assert conversation(row, 1) == Conversation(
-        1, "9", (("system", "s"), ("user", "q0"), ("assistant", "a0"), ("user", "q\n\ni"), ("assistant", "a"))
-    )
-
-
-@pytest.mark.parametrize(
-    "row, reason",
-    [
-        (1, "object"),
-        ({}, "no question and answer"),
-        ({"question": "q"}, "no question and answer"),
-        ({"question": "q", "answer": " "}, "no answer"),
-        ({"messages": [{"role": "alien", "content": ""}]}, "role 'alien'"),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\] has no text"),
-        ({"question": "q", "answer": "\ud800"}, "surrogate"),
-        ({"history": [1], "question": "q", "answer": "a"}, r"history\[0\]"),
-    ],
-)
-def test_what_is_no_conversation_is_named(row: Any, reason: str) -> None:
-    import re
-
-    found = conversation(row, 4)
-    assert isinstance(found, Unreadable) and found.number == 4 and re.search(reason, found.reason)
-
-
-def test_files_of_other_kinds(tmp_path: Path) -> None:
-    rows = [{"question": "q", "answer": "a"}, {"question": "r", "answer": "b"}]
-    (tmp_path / "x.json").write_text(json.dumps(rows))
-    (tmp_path / "x.csv").write_text("question,answer\nq,a\nr,b\n")
-    for name in ("x.json", "x.csv"):
-        assert [r.messages for r in read_records(str(tmp_path / name)) if isinstance(r, Conversation)] == [
-            (("user", "q"), ("assistant", "a")), (("user", "r"), ("assistant", "b"))
-        ]  # fmt: skip
-    for name in ("none.jsonl", "x.txt"):
-        (tmp_path / "x.txt").write_text("")
-        with pytest.raises(DataError, match=name):
-            list(read_records(str(tmp_path / name)))
 
 
 def test_the_teacher_proposes_and_votes(source: Path, tmp_path: Path) -> None:
@@ -452,8 +394,6 @@ def test_own_prompts(built: Path, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_named(built: Path, override: str, message: str, capsys: Any, tmp_path: Path) -> None:
-    import re
-
     assert aspd.main(["data", "build", str(built / "in.jsonl"), override, "--output", str(tmp_path / "o")]) == 2
     assert re.search(message, capsys.readouterr().err)
 

@@ -138,6 +138,11 @@ class DataConfig:
     likelihood: LikelihoodSection = field(default_factory=LikelihoodSection)
     select: SelectSection = field(default_factory=SelectSection)
 
+    @property
+    def tokenizer(self) -> str:
+        """Folder whose tokens are counted; empty: they are estimated."""
+        return self.select.tokenizer or self.likelihood.model
+
     def __post_init__(self) -> None:
         if not self.rules and not (self.teacher.base_url and self.teacher.candidates):
             raise ConfigError("nothing proposes blocks: set rules, or teacher.base_url and teacher.candidates")

@@ -6,7 +6,7 @@ from aspd_jax.pipeline.config import DataConfig
 from aspd_jax.pipeline.extract import propose
 from aspd_jax.pipeline.measures import estimate_tokens
 from aspd_jax.pipeline.run import Shard, answers_of, counter
-from aspd_jax.pipeline.sources import Conversation, read_records
+from aspd_jax.pipeline.sources import Conversation
 from aspd_jax.pipeline.teacher import read_prompts
 
 ANNOTATION = 0.5  # tokens of a candidate by tokens of its answer: the middles of long texts are left out
@@ -20,13 +20,13 @@ def estimate(config: DataConfig, source: str, shard: Shard) -> str:
     Raises:
         AspdError: as `aspd_jax.pipeline.run.build`.
     """
-    teacher, count = config.teacher, counter(config.select.tokenizer or config.likelihood.model)
+    teacher, count = config.teacher, counter(config.tokenizer)
     prompts = {name: estimate_tokens(text) for name, text in read_prompts(teacher.prompts).items()}
     candidates = teacher.candidates if teacher.base_url else 0
     votes = teacher.votes if teacher.base_url else 0
     answers = long = with_form = calls = read = written = 0
-    for place, record in enumerate(read_records(source)):
-        if place % shard.of != shard.number or not isinstance(record, Conversation):
+    for record in shard.records(source):
+        if not isinstance(record, Conversation):
             continue
         for _, answer in answers_of(record):
             tokens = count(answer.text)

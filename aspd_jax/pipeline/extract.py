@@ -15,24 +15,24 @@ from typing import NamedTuple
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from aspd_jax.pipeline.markers import marker_of
+from aspd_jax.pipeline.markers import Marker, marker_of
 from aspd_jax.pipeline.spans import BlockSpan, BranchSpan, end_like_siblings
 from aspd_jax.pipeline.titles import titles_of
 
 _NEWLINE = re.compile(r"\r\n?|\n")  # what the Markdown parser takes for the end of a line
-# Titles of parts that depend on the others.
-_CONCLUSIONS = re.compile(
-    r"[#*_\s\d.]*(in (conclusion|summary)|overall|to (conclude|summari[sz]e|sum up)|conclusions?\b|summary\b|"
-    r"closing\b|outro\b|final (thoughts|words|remarks)|总结|结论|結論|まとめ)",
-    re.IGNORECASE,
+_CONCLUDING = (
+    r"in (conclusion|summary)|overall|to (conclude|summari[sz]e|sum up)|conclusions?\b|summary\b|"
+    r"final (thoughts|words)|总结|結論|まとめ"
 )
+# Titles of parts that depend on the others.
+_CONCLUSIONS = re.compile(rf"[#*_\s\d.]*({_CONCLUDING}|closing\b|outro\b|final remarks|结论)", re.IGNORECASE)
 # Beginnings of what follows a list and does not belong to its last part.
 _CLOSERS = re.compile(
-    r"[#*_\s\d.]*(in (conclusion|summary|short|general|addition|the end)|overall|to (conclude|summari[sz]e|sum up)|"
-    r"conclusions?\b|summary\b|final (thoughts|words|note)|remember|these (are|\w+ (are|can|will))|this (is|will)|"
-    r"by (following|doing|using|implementing|taking|practi|incorporating)|i hope|hope|let me know|ultimately|"
-    r"keep in mind|it'?s (important|also)|please|note\b|with (these|this)|if you|"
-    r"总之|总的来说|综上|总结|希望|以上|結論|まとめ)",
+    rf"[#*_\s\d.]*({_CONCLUDING}|in (short|general|addition|the end)|final note|remember|"
+    r"these (are|\w+ (are|can|will))|this (is|will)|"
+    r"by (following|doing|using|implementing|taking|practi|incorporating)|"
+    r"i hope|hope|let me know|ultimately|keep in mind|it'?s (important|also)|please|note\b|with (these|this)|if you|"
+    r"总之|总的来说|综上|希望|以上)",
     re.IGNORECASE,
 )
 _BOLD_LEAD = re.compile(r"(\*\*|__)[^\n]+?([:：]\1|\1\s*[:：]|\1\s*$)")
@@ -107,7 +107,7 @@ class _Lines:
         self.origin: list[int] = []
         for line in range(len(self.starts)):
             text = answer[self.offset(line) : self.offset(line + 1)].rstrip("\r\n")
-            if line and text[:1].strip() and _begins_part(text):
+            if line and text[:1].strip() and _part_marker(text):
                 texts.append("")
                 self.origin.append(line)
             texts.append(text)
@@ -175,17 +175,17 @@ def _item(lines: _Lines, token: Token, kind: str, node: int, before: Sequence[_A
 def _paragraph(lines: _Lines, start: int, end: int, node: int) -> Iterator[_Atom]:
     for line in range(start, end):
         text = lines.text(line)
-        marker = marker_of(text)
-        if marker and (line == start or _begins_part(text)):
+        marker = marker_of(text) if line == start else _part_marker(text)
+        if marker:
             yield _Atom(line, node, "text", marker.family, marker.number)
         elif line == start:
             yield _Atom(line, node, "text")
 
 
-def _begins_part(line: str) -> bool:
-    """Whether a line has a marker, wherever it stands; a sentence may go on with a bold word."""
+def _part_marker(line: str) -> Marker | None:
+    """The marker of a line wherever it stands; a sentence may go on with a bold word, which is none."""
     marker = marker_of(line)
-    return marker is not None and (marker.family != "bold" or bool(_BOLD_LEAD.match(line)))
+    return None if marker and marker.family == "bold" and not _BOLD_LEAD.match(line) else marker
 
 
 def _blocks(lines: _Lines, atoms: Sequence[_Atom], end: int, inner: bool) -> Iterator[BlockSpan]:
@@ -278,7 +278,7 @@ def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | 
         return _Run(tuple(heads), end)
     # What stands between the marker lines of its siblings tells how much of what follows is the last part's own.
     allowed = min(len(_nodes(atoms, first, after)) for first, after in pairwise(heads)) - 1
-    if lines.text(_last_line(atoms, end, len(lines), lines) - 1).endswith((":", "：")):
+    if _last_text(lines, atoms[end].start if end < len(atoms) else len(lines)).endswith((":", "：")):
         allowed = max(allowed, 1)
     taken: set[int] = set()
     for atom in following:
@@ -293,12 +293,11 @@ def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | 
     return _Run(tuple(heads), end)
 
 
-def _last_line(atoms: Sequence[_Atom], place: int, end: int, lines: _Lines) -> int:
-    """Past the last line with text before an atom."""
-    line = atoms[place].start if place < len(atoms) else end
-    while line > 1 and not lines.text(line - 1):
-        line -= 1
-    return line
+def _last_text(lines: _Lines, end: int) -> str:
+    """The last line with text before line `end`."""
+    while end > 1 and not lines.text(end - 1):
+        end -= 1
+    return lines.text(end - 1)
 
 
 def _nodes(atoms: Sequence[_Atom], first: int, after: int) -> set[int]:

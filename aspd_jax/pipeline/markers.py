@@ -19,7 +19,9 @@ NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine
 ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth"]
 CHINESE = "一二三四五六七八九"
 CHINESE_ORDINALS = {"首先": 1, "其次": 2, "再次": 3}
-_CJK = "一二三四五六七八九十"
+_CJK = f"{CHINESE}十"
+# Characters of scripts without spaces between words, for a class of a regular expression.
+SPACELESS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 
 # Tried in this order. Each has its number, if it counts, in the group `n`.
 _COUNTED = {
@@ -43,12 +45,12 @@ _COUNTED = {
     "a)": r"(?P<n>[a-z])[)](?=[ \t])",
     "(a)": r"[(](?P<n>[a-zA-Z])[)](?=[ \t])",
 }
-_EMPHASIS = r"(?P<bold>\*\*|__)?"
+_EMPHASIS = r"(?:\*\*|__)?"
 _COUNTED_LINES = [(name, re.compile(_EMPHASIS + pattern, re.IGNORECASE)) for name, pattern in _COUNTED.items()]
 _CASED = {"I.", "A.", "a.", "A)", "a)"}
 ROMAN = ["I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X", "XI", "XII"]
 _BULLET = re.compile(r"[•●・](?=\S)|[•●○▪◦‣·・–—*+\-][ \t]+")
-_BOLD = re.compile(r"(?P<mark>\*\*|__)(?=\S)(?P<text>[^\n]{1,120}?)(?P=mark)")
+BOLD = re.compile(r"(\*\*|__)(?=\S)([^\n]{1,120}?)\1")  # groups: the marks, and what they make bold
 _LEAD = re.compile(r"(?=[^\W_a-z]|[“\"'`])(?P<text>[^:：.!?;\n|]{2,60}?)(?::(?=\s|$|\*)|：)")
 # Beginnings of sentences that lead to something, rather than names of what follows.
 _NO_LEAD = re.compile(r"(?:here|this|that|these|those|following|so|let|if|when|now|then|i|we|you|it|there|for)\b", re.I)
@@ -80,7 +82,7 @@ def marker_of(line: str) -> Marker | None:
             return Marker(f"{name} {word.lower()}" if word else name, number, found.end())
     if found := _BULLET.match(line):
         return Marker(f"bullet {line[0]}", None, found.end())
-    if found := _BOLD.match(line):
+    if BOLD.match(line):
         return Marker("bold", None, 0)
     if unicodedata.category(line[0]) == "So":
         end = next((n for n, char in enumerate(line) if char.isspace()), 0)

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from aspd_jax.pipeline.markers import SPACELESS
 from aspd_jax.pipeline.spans import BlockSpan
 
 Count = Callable[[str], int]
 # Runs of letters, digits, or single other characters; every character of scripts without spaces counts.
-_PIECES = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\d_]+|\d|[^\w\s]")
-HEAD = 2  # `<|branch|>` and the separator
+_PIECES = re.compile(rf"[{SPACELESS}]|[^\W\d_]+|\d|[^\w\s]")
 TAGS = 2  # `<|title|>` and `<|/title|>`
 
 
@@ -63,8 +63,7 @@ def measure(answer: str, blocks: Sequence[BlockSpan], count: Count) -> Measures:
     serial, critical, in_branches, in_titles, place = 0, 1, 0, 0, 0
     for block in blocks:
         serial += count(answer[place : block.start])
-        lengths = [count(answer[branch.start : branch.end]) for branch in block.branches]
-        titles = [count(branch.title) for branch in block.branches]
+        lengths, titles = _lengths(answer, block, count)
         in_branches += sum(lengths)
         in_titles += sum(titles)
         critical += passes_of(lengths, titles)
@@ -87,8 +86,16 @@ def passes_of(lengths: Sequence[int], titles: Sequence[int]) -> int:
 
 def saved(answer: str, block: BlockSpan, count: Count) -> int:
     """Passes that a block saves; negative where its titles cost more than decoding side by side brings."""
-    lengths = [count(answer[branch.start : branch.end]) for branch in block.branches]
-    return sum(lengths) - passes_of(lengths, [count(branch.title) for branch in block.branches])
+    lengths, titles = _lengths(answer, block, count)
+    return sum(lengths) - passes_of(lengths, titles)
+
+
+def _lengths(answer: str, block: BlockSpan, count: Count) -> tuple[list[int], list[int]]:
+    """Tokens of every branch, and of its title."""
+    return (
+        [count(answer[branch.start : branch.end]) for branch in block.branches],
+        [count(branch.title) for branch in block.branches],
+    )
 
 
 def best(measures: Sequence[Measures]) -> int | None:

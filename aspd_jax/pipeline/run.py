@@ -12,6 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,10 @@ class Shard(NamedTuple):
     def name(self, stem: str, suffix: str) -> str:
         """Of a file of this shard."""
         return f"{stem}{suffix}" if self.of == 1 else f"{stem}-{self.number:05d}-of-{self.of:05d}{suffix}"
+
+    def records(self, source: str) -> Iterator[Conversation | Unreadable]:
+        """Of this shard."""
+        return islice(read_records(source), self.number, None, self.of)
 
 
 WHOLE = Shard()
@@ -130,12 +135,19 @@ class _Run:
         self.teacher = Teacher(config.teacher, store) if config.teacher.base_url else None
         self.unanswered: dict[str, str] = {}
         s, teacher = config.select, asdict(config.teacher)
-        tokenizer = s.tokenizer or config.likelihood.model
-        self.count = counter(tokenizer)
+        self.count = counter(config.tokenizer)
         prompts = self.teacher.prompts if self.teacher else {}
         asked = [teacher[name] for name in ("base_url", "model", "temperature", "max_tokens", "attempts")]
         settings = {
-            "propose": [VERSION, config.rules, tokenizer, s.min_tokens, *asked, config.teacher.candidates, prompts],
+            "propose": [
+                VERSION,
+                config.rules,
+                config.tokenizer,
+                s.min_tokens,
+                *asked,
+                config.teacher.candidates,
+                prompts,
+            ],
             "score": [config.likelihood.model, config.likelihood.length],
             "judge": [config.check_references, asdict(config.likelihood), asdict(s), config.teacher.votes],
         }
@@ -152,15 +164,9 @@ class _Run:
         account = Account(*self.store.account(), self.config.teacher.input_price, self.config.teacher.output_price)
         return Outcome(self._write(account), len(self.unanswered))
 
-    def records(self) -> Iterator[Conversation | Unreadable]:
-        """Of this shard."""
-        for place, record in enumerate(read_records(self.source)):
-            if place % self.shard.of == self.shard.number:
-                yield record
-
     def answers(self) -> Iterator[Answer]:
         """Of this shard, those that hold nothing left out."""
-        for record in self.records():
+        for record in self.shard.records(self.source):
             if isinstance(record, Conversation):
                 yield from (answer for _, answer in answers_of(record) if answer.text.strip())
 
@@ -345,7 +351,7 @@ class _Run:
             handles[name].write(json.dumps(value, ensure_ascii=False) + "\n")
 
         try:
-            for record in self.records():
+            for record in self.shard.records(self.source):
                 report.records += 1
                 if isinstance(record, Unreadable):
                     report.unreadable += 1

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from aspd_jax.pipeline.markers import marker_of
+from aspd_jax.pipeline.markers import BOLD, SPACELESS, marker_of
 
 MOST_WORDS = 10  # of a lead that is taken whole
 FIRST_WORDS = 6  # of a part without a lead
@@ -16,11 +16,10 @@ _TRAILING = re.compile(
     re.I,
 )
 _HEADING = re.compile(r"#{1,6}[ \t]+")
-_BOLD = re.compile(r"(\*\*|__)(?=\S)([^\n]{1,120}?)\1")
 _LEAD = re.compile(r"([^\n]{1,80}?)(?::(?=\s|$|\*)|：|[ \t]+[-–—][ \t]+|(?<=\w)—(?=\w))")
 _SENTENCE = re.compile(r"([^\n]{1,80}?)(?:[.!?](?=\s|$|\*)|[。！？])")
 # A word, or one character of a script that has no spaces.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\s\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+_WORD = re.compile(rf"[{SPACELESS}]|[^\s{SPACELESS}]+")
 _EDGES = '*_#:：`.,;，。、；-–—"“”「」 \t'
 
 
@@ -51,7 +50,7 @@ def _body(part: str) -> str:
     marker = marker_of(text)
     if marker is None:
         return text
-    bold = _BOLD.match(text) if marker.length else None
+    bold = BOLD.match(text) if marker.length else None
     rest = text[marker.length : bold.end(2)] if bold else text[marker.length :]
     if rest[:4].strip() in ("[ ]", "[x]", "[X]"):
         rest = rest.lstrip()[3:]
@@ -64,7 +63,7 @@ def _title(part: str, words: int) -> str:
     text = _body(part)
     line = text.split("\n", 1)[0].strip()
     candidates = [line] if heading else []
-    if bold := _BOLD.match(line):
+    if bold := BOLD.match(line):
         candidates.append(bold[2])
     if lead := _LEAD.match(line):
         candidates.append(lead[1])
