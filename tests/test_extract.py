@@ -86,6 +86,16 @@ def test_what_stands_between_branches_ends_the_first() -> None:
     assert [text for _, text in block] == ["1. Plan: do it.\n   - in the\n   - morning\n\n", "2. Rest: sleep.\n\n"]
 
 
+@pytest.mark.parametrize("before", ["", "Rooms:\n\n"])
+def test_the_last_part_keeps_what_its_siblings_have(before: str) -> None:
+    """Wherever the list begins."""
+    answer = (
+        f"{before}1. Kitchen, which is big\n- a stove\n- a sink\n2. Hall, which is small\n- a lamp\n- a door\n\nBye."
+    )
+    (block,) = texts(answer)
+    assert [text[0] + text.rstrip()[-4:] for _, text in block] == ["1sink", "2door"]
+
+
 @needs_answers
 def test_real_answers_are_kept_and_their_lists_found() -> None:
     rows = [json.loads(line) for line in ANSWERS.read_text().split("\n") if line]

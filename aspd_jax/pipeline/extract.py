@@ -301,10 +301,8 @@ def _last_text(lines: _Lines, end: int) -> str:
 
 
 def _nodes(atoms: Sequence[_Atom], first: int, after: int) -> set[int]:
-    return {
-        atom.node if atom.kind != "item" else -1 - place * (place == first)
-        for place, atom in enumerate(atoms[first:after], first)
-    }
+    """The Markdown blocks of a part; the atom that begins it counts as one of its own, whatever list it stands in."""
+    return {-1, *(atom.node for atom in atoms[first + 1 : after])}
 
 
 def _outermost(runs: Sequence[_Run], count: int) -> list[_Run]:
