@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -26,7 +26,7 @@ def read_config(kind: type[Config], path: str | Path | None, overrides: Sequence
     """Read a YAML file and apply `section.key=value` overrides.
 
     Args:
-        kind: a dataclass; sections are dataclasses too.
+        kind: a dataclass; sections are dataclasses too, or dicts of them by name.
         path: None: the defaults.
 
     Raises:
@@ -37,23 +37,34 @@ def read_config(kind: type[Config], path: str | Path | None, overrides: Sequence
         raise ConfigError(f"{path} does not exist")
     try:
         values = {} if path is None else yaml.safe_load(Path(path).read_text()) or {}
-        changes = []
-        for override in overrides:
-            key, separator, value = override.partition("=")
-            if not separator:
-                raise ConfigError(f"{override!r} is not key=value")
-            changes.append((key, yaml.safe_load(value)))
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{where} must hold `key: value` lines")
-    for key, value in changes:
-        section, dot, name = key.partition(".")
-        if not dot:
-            values[key] = value
-        elif isinstance(values.setdefault(section, {}), dict):
-            values[section][name] = value
+    change(values, overrides)
     return config_from_dict(kind, values, where)
+
+
+def change(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply `section.key=value` overrides to what a configuration is made of.
+
+    Raises:
+        ConfigError: what is none.
+    """
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator:
+            raise ConfigError(f"{override!r} is not key=value")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{override!r}: {error}") from None
+        *sections, name = key.split(".")
+        inside: Any = values
+        for section in sections:
+            inside = inside.setdefault(section, {}) if isinstance(inside, dict) else None
+        if isinstance(inside, dict):
+            inside[name] = value
 
 
 def config_from_dict(kind: type[Config], values: dict[str, Any], where: str) -> Config:
@@ -80,14 +91,25 @@ def _build(kind: Any, values: Any, prefix: str, where: str, every: Sequence[str]
             raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         if is_dataclass(hints[key]):
             made[key] = _build(hints[key], value, f"{name}.", where, every)
+        elif get_origin(hints[key]) is dict:
+            named = get_args(hints[key])[1]
+            of_section = list(_names(named, f"{name}.*."))
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where}: {name} must hold a name and its settings for each, got {value!r}")
+            made[key] = {
+                str(one): _build(named, settings, f"{name}.{one}.", where, of_section)
+                for one, settings in value.items()
+            }
         else:
             made[key] = _value(hints[key], value, name, where)
     return kind(**made)
 
 
 def _names(kind: Any, prefix: str) -> Iterator[str]:
-    for name, hint in get_type_hints(kind).items():
-        yield from _names(hint, f"{prefix}{name}.") if is_dataclass(hint) else [f"{prefix}{name}"]
+    hints = get_type_hints(kind)
+    for item in fields(kind):
+        hint, name = hints[item.name], f"{prefix}{item.name}"
+        yield from _names(hint, f"{name}.") if is_dataclass(hint) else [name]
 
 
 def _value(hint: Any, value: Any, name: str, where: str) -> Any:

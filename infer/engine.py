@@ -199,6 +199,11 @@ class Engine:
         """Do a chunk of what was submitted; false if there is nothing to do. Handles that are waited for do it too."""
         return self.scheduler.pump(steps)
 
+    def forget(self) -> None:
+        """Begin as a new engine would: no prompt goes on from what was asked or answered before."""
+        self._answers.clear()
+        self.scheduler.forget()
+
     def warm_up(self) -> float:
         """Compile every program that requests may need, and measure what a pass costs; returns the seconds it took."""
         return self.scheduler.warm_up()

@@ -8,6 +8,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from infer.benchmark import AnswerTime, PassTime
+from infer.timeline import Span
+
+BLUE = "#4c78a8"
+COLOURS = {"serial": "#bab0ac", "titles": "#e0a458", "branch": "#8fb8de"}
 
 
 def plot_decoding(
@@ -42,4 +46,67 @@ def plot_decoding(
     speed.set(xlabel="branches", ylabel="speed-up over serial mode", ylim=(0, None))
     for axes in (times, bandwidth):
         axes.set_xticks(widths, [str(width) for width in widths])
+    figure.savefig(file)
+
+
+def plot_speedups(by_category: dict[str, dict[str, float]], title: str, file: Path) -> None:
+    """Bars: mean realised speed-up of every category, with its interval."""
+    figure = Figure(figsize=(7, 0.8 + 0.32 * len(by_category)), layout="constrained")
+    axes = figure.subplots()
+    names = list(by_category)[::-1]
+    means = [by_category[name]["mean"] for name in names]
+    around = [[abs(by_category[name][end] - by_category[name]["mean"]) for name in names] for end in ("low", "high")]
+    axes.barh(names, means, xerr=around, capsize=2, color=BLUE, height=0.6)
+    axes.axvline(1, color="gray", linewidth=1)
+    axes.set(title=title, xlabel="realised speed-up (95 % interval)", xlim=(0, None))
+    figure.savefig(file)
+
+
+def plot_distribution(values: Sequence[float], title: str, file: Path) -> None:
+    """Histogram of realised speed-ups, one value for each answer."""
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    axes = figure.subplots()
+    axes.hist(values, bins=min(24, max(4, len(values) // 2)), color=BLUE)
+    axes.axvline(1, color="gray", linewidth=1)
+    axes.set(title=title, xlabel="realised speed-up of an answer", ylabel="answers", xlim=(0, None))
+    figure.savefig(file)
+
+
+def plot_quality(
+    points: dict[str, tuple[dict[str, float], dict[str, float]]], quality: str, title: str, file: Path
+) -> None:
+    """Quality against speed, a point with intervals for each system.
+
+    Args:
+        points: content tokens per second and quality, by system.
+    """
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for name, (speed, good) in points.items():
+        around = [[[abs(of["mean"] - of["low"])], [abs(of["high"] - of["mean"])]] for of in (speed, good)]
+        axes.errorbar(speed["mean"], good["mean"], xerr=around[0], yerr=around[1], marker="o", capsize=3, label=name)
+    axes.set(title=title, xlabel="content tokens per second, batch 1", ylabel=quality, xlim=(0, None))
+    axes.legend(fontsize=8)
+    figure.savefig(file)
+
+
+def plot_timeline(spans: Sequence[Span], title: str, file: Path) -> None:
+    """One answer as lanes over passes: serial text and titles below, every branch on a lane of its own.
+
+    A dashed line shows how long the same content takes serially.
+    """
+    lanes = max(span.lane for span in spans)
+    serial = sum(span.end - span.start for span in spans if span.kind != "titles")
+    serial -= sum(span.kind == "branch" for span in spans)  # closing tags
+    figure = Figure(figsize=(9, 1.1 + 0.26 * (lanes + 1)), layout="constrained")
+    axes = figure.subplots()
+    for span in spans:
+        axes.barh(span.lane, span.end - span.start, left=span.start, height=0.8, color=COLOURS[span.kind])
+        if span.label:
+            axes.text(span.start + 0.5, span.lane, span.label[:40], va="center", fontsize=7, clip_on=True)
+    axes.axvline(serial, color="gray", linestyle="--", linewidth=1)
+    axes.text(serial, lanes / 2, " serial mode ends", fontsize=7, color="gray", va="center", ha="right", rotation=90)
+    axes.set(title=title, xlabel="passes", xlim=(0, 1.02 * max(serial, spans[-1].end)))
+    axes.invert_yaxis()
+    axes.set_yticks(range(lanes + 1), ["serial", *(f"branch {lane}" for lane in range(1, lanes + 1))], fontsize=7)
     figure.savefig(file)

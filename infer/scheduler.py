@@ -143,6 +143,13 @@ class Scheduler:
                 raise
             return True
 
+    def forget(self) -> None:
+        """Let no later prompt begin with what rows hold of requests that have ended."""
+        with self._lock:
+            for row in self._rows:
+                if row.handle is None:
+                    row.memory = RowMemory()
+
     def warm_up(self) -> float:
         """Compile every program that requests may need, and measure what a pass costs; returns the seconds it took."""
         with self._lock:

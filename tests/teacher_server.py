@@ -87,7 +87,7 @@ class TeacherServer:
             writer.close()
 
     def _reply(self, body: dict[str, Any]) -> Reply:
-        prompt = body["messages"][0]["content"]
+        prompt = body["messages"][-1]["content"]
         self.bodies.append(body)
         before = self.seen[prompt]
         self.seen[prompt] += 1

@@ -15,7 +15,7 @@ from aspd_jax import load_model
 from aspd_jax.structure import to_json
 from infer import Engine, Result, SamplingParams
 from tests.conftest import ROOT, SHARED, tiny_config, write_checkpoint
-from train.ablation import GRID
+from train.ablation import VARIANTS
 from train.tasks import problem
 
 PROBLEM = problem(1, True, "orders", "parallel")
@@ -163,21 +163,24 @@ def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:
     assert code == 0 and len(json.loads(out)["token_ids"]) <= 4
 
 
-def test_ablation_trains_every_cell_once(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    assert len(GRID) == 5
-    monkeypatch.setattr("train.ablation.GRID", (GRID[1], GRID[4]))  # two cells are enough for what is tested here
+def test_ablation_trains_every_variant_once(capsys: Any, tmp_path: Path) -> None:
+    assert {(v.positions, v.siblings) for v in VARIANTS.values() if v.published} == {
+        ("sequential", "invisible"), ("sequential", "shared"), ("max", "invisible"), ("max", "shared"),
+        ("predict", "invisible"),
+    }  # fmt: skip
     config = tmp_path / "config.yaml"
-    config.write_text(
-        "model: {layers: 1, embed: 32, heads: 2, kv_heads: 1, head: 16, feed_forward: 32}\n"
-        "data: {rows: 2, short_rows: 2, short_length: 96, short_steps: 1}\nsteps: 1\n"
-    )
-    arguments = ("ablate", str(config), "--output", str(tmp_path / "grid"), "--problems", "2", "--batch", "2")
+    config.write_text("{conversations: 12, steps: 1, rows: 2, length: 256, problems: 4, batch: 4}")
+    grid = tmp_path / "grid"
+    arguments = ("ablate", str(config), "variants=[seq, max-shared]", "seeds=2", "--output", str(grid))
     code, out, _ = run(capsys, *arguments)
-    assert code == 0 and out.count("invisible") == 1 and out.count("shared") == 1
-    assert "| 4.64 | 110.30 |" in out and "| 6.75 | 72.15 |" in out
-    assert (tmp_path / "grid" / "ablation.md").read_text() == out
-    for name in ("sequential-shared", "predict-invisible"):
-        (tmp_path / "grid" / name / "model" / "config.json").unlink()  # nothing is done again
+    assert code == 0 and "| ori | 1 |" in out and "| seq | 2 |" in out and "| max-shared | 2 |" in out
+    assert "| 3.70 | 86.96 |" in out and "(never forks)" in out
+    assert (grid / "ablation.md").read_text() == out
+    settings = json.loads((grid / "max-shared-1" / "model" / "config.json").read_text())
+    assert settings["aspd"] == {"positions": "max", "siblings": "shared"}
+    assert json.loads((grid / "seq-1" / "config.json").read_text())["data"]["structured"] is False
+    for folder in grid.glob("*-[01]/model"):
+        (folder / "config.json").unlink()  # nothing is done again
     assert run(capsys, *arguments)[1] == out
 
 

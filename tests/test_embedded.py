@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from aspd.evaluation import synthetic_questions
 from aspd_jax import load_model
 from aspd_jax.language_model import model_folder
-from infer.evaluate import evaluate, table
-from train.tasks import held_out
+from infer.engine import Engine
+from infer.evaluation.answers import answer_questions
+from infer.evaluation.config import DecodingSection, System
+from infer.evaluation.seeds import forked
 
 
 def test_they_are_small() -> None:
@@ -16,10 +21,11 @@ def test_they_are_small() -> None:
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-seq"])
-def test_they_answer_rightly_and_fork_where_they_should(name: str) -> None:
+def test_they_answer_rightly_and_fork_where_they_should(name: str, tmp_path: Path) -> None:
     """A small sample of what docs/embedded_models.md reports."""
-    records = evaluate(load_model(name), list(held_out(48, seed=5)), 4, name)
-    forks = [record["should_fork"] if name == "demo" else False for record in records]
-    assert [record["forked"] for record in records] == forks
-    assert sum(record["exact"] for record in records) >= 44
-    assert f"| {name} | all | all | 48 |" in table({name: records})
+    questions = synthetic_questions(48)
+    engine = Engine(load_model(name), max_batch=4)
+    system = System(name, name, "adaptive")
+    records = answer_questions(engine, system, questions, DecodingSection(), tmp_path / "answers.jsonl", name)
+    assert [forked(record) for record in records] == [q.forks if name == "demo" else False for q in questions]
+    assert sum(record["correct"] for record in records) >= 44

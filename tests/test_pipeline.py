@@ -399,7 +399,7 @@ def test_mistakes_are_named(built: Path, override: str, message: str, capsys: An
 
 
 def test_two_processes_cannot_share_a_store(built: Path, tmp_path: Path) -> None:
-    from aspd_jax.pipeline.store import Store
+    from aspd_jax.store import Store
 
     store = Store(tmp_path / "work.sqlite")
     store.add_reply("key", ("text", 1, 2))  # type: ignore[arg-type]

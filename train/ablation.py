@@ -1,67 +1,171 @@
-"""The paper's ablation of masks and positions (spec, section 4) as a grid of configurations."""
+"""The paper's ablation in kind: one model fine-tuned with every mask, position scheme and quality of data.
+
+The base model answers the synthetic tasks plainly (Ori). It is fine-tuned on plain answers (Seq) and on structured ones
+(ASPD) of the same problems, several times with different seeds, and everything else the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Protocol
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Literal, NamedTuple
 
+from aspd_jax.configuration import at_least
+from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings
-from train.config import TrainConfig
+from aspd_jax.structure import Branch, Parallel, Serial, Structure, to_json
+from train.config import DataSection, ModelSection, OptimiserSection, TrainConfig
+from train.tasks import Problem, problem
 
-GRID: tuple[tuple[PositionScheme, Siblings], ...] = (
-    ("sequential", "invisible"),
-    ("sequential", "shared"),
-    ("max", "invisible"),
-    ("max", "shared"),
-    ("predict", "invisible"),
-)
+Quality = Literal["verified", "unverified", "random"]
 # No branch of the synthetic tasks is longer. `predict` spaces branches by the longest that the limits allow, and was
 # trained on spacings of this order.
 MAX_BRANCH_TOKENS = 64
-# Judge score and tokens per second of Vicuna-7B (paper, table 4). The serial base has 6.21 and 53.19.
-PUBLISHED = {
-    "sequential-invisible": (7.64, 104.21),
-    "sequential-shared": (4.64, 110.30),
-    "max-invisible": (6.78, 89.45),
-    "max-shared": (3.70, 86.96),
-    "predict-invisible": (6.75, 72.15),
+
+
+class Variant(NamedTuple):
+    """What is done to the base model.
+
+    Attributes:
+        structured: ASPD; else Seq.
+        quality: of the structure: the tasks' own; every line a branch, needed by another one or not; cut anywhere.
+        published: judge score and tokens per second of Vicuna-7B where the paper has this cell (table 4; the serial
+            base: 6.21 and 53.19).
+    """
+
+    structured: bool
+    positions: PositionScheme = "sequential"
+    siblings: Siblings = "invisible"
+    quality: Quality = "verified"
+    published: tuple[float, float] | None = None
+
+
+VARIANTS = {
+    "seq": Variant(False),
+    "aspd": Variant(True, published=(7.64, 104.21)),
+    "sequential-shared": Variant(True, "sequential", "shared", published=(4.64, 110.30)),
+    "max-invisible": Variant(True, "max", "invisible", published=(6.78, 89.45)),
+    "max-shared": Variant(True, "max", "shared", published=(3.70, 86.96)),
+    "predict-invisible": Variant(True, "predict", "invisible", published=(6.75, 72.15)),
+    "unverified": Variant(True, quality="unverified"),
+    "random": Variant(True, quality="random"),
+}
+REFERENCE = "aspd"
+
+
+@dataclass(frozen=True)
+class AblationConfig:
+    """An ablation.
+
+    Attributes:
+        base: the model that is fine-tuned: a folder, or an embedded model.
+        variants: which ones; none: all.
+        seeds: how often each is trained, with other orders of the same data.
+        conversations: to train on.
+        steps, learning_rate, rows, length: of every run; see `TrainConfig`.
+        problems: held-out problems that every model answers, greedily.
+        batch: problems that are decoded together.
+    """
+
+    base: str = "demo-seq"
+    variants: tuple[str, ...] = ()
+    seeds: int = 3
+    conversations: int = 4000
+    steps: int = 300
+    learning_rate: float = 1e-3
+    rows: int = 6
+    length: int = 448
+    problems: int = 240
+    batch: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "conversations", "steps", "rows", "length", "problems", "batch"):
+            at_least(name, getattr(self, name), 1)
+        for name in self.variants:
+            if name not in VARIANTS:
+                raise ConfigError(f"variants: {name!r} is none of {', '.join(VARIANTS)}")
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The variants that are trained."""
+        return self.variants or tuple(VARIANTS)
+
+
+def run_config(config: AblationConfig, variant: Variant, seed: int, file: Path) -> TrainConfig:
+    """The training run of a variant on a file of `write_conversations`."""
+    return TrainConfig(
+        model=ModelSection(checkpoint=config.base, positions=variant.positions, siblings=variant.siblings),
+        data=DataSection(train=(str(file),), structured=variant.structured, rows=config.rows, length=config.length),
+        optimiser=OptimiserSection(learning_rate=config.learning_rate, warmup=0.1),
+        steps=config.steps,
+        seed=seed,
+        save_every=100,
+        keep=1,
+    )
+
+
+def write_conversations(folder: Path, quality: Quality, count: int) -> Path:
+    """Training conversations of the synthetic tasks as JSONL, if they are not there yet."""
+    file = folder / f"{quality}_{count}.jsonl"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        with partial.open("w") as out:
+            for seed in range(count):
+                item = problem(seed, held_out=False)
+                messages = [{"role": "user", "content": item.question}]
+                out.write(json.dumps({"messages": messages, "structure": to_json(RESTRUCTURE[quality](item))}) + "\n")
+        partial.replace(file)
+    return file
+
+
+def every_line(item: Problem) -> Structure:
+    """What comes of form without verification: every line after the first is a branch."""
+    titles = {
+        branch.text: branch.title for part in item.structure if isinstance(part, Parallel) for branch in part.branches
+    }
+    intro, *lines = item.answer.splitlines(keepends=True)
+    if len(lines) < 2:
+        return (Serial(item.answer),)
+    return (Serial(intro), Parallel([Branch(titles.get(line) or _lead(line), line) for line in lines]))
+
+
+def cut_anywhere(item: Problem) -> Structure:
+    """Three to six pieces between any two words; all but the first are branches."""
+    words = item.answer.split(" ")
+    random = Random(hashlib.sha256(item.question.encode()).digest())
+    count = random.randint(3, 6)
+    if len(words) < 2 * count:
+        return (Serial(item.answer),)
+    cuts = sorted(random.sample(range(1, len(words)), count - 1))
+    pieces = [" ".join(words[a:b]) for a, b in zip([0, *cuts], [*cuts, len(words)], strict=True)]
+    pieces = [piece + " " for piece in pieces[:-1]] + pieces[-1:]
+    return (Serial(pieces[0]), Parallel([Branch(_lead(piece), piece) for piece in pieces[1:]]))
+
+
+def _lead(text: str) -> str:
+    """A title: what stands before a colon, or the first two words."""
+    before, colon, _ = text.strip().partition(":")
+    return before if colon and "\n" not in before else " ".join(text.split()[:2])
+
+
+def _own(item: Problem) -> Structure:
+    return item.structure
+
+
+RESTRUCTURE: dict[Quality, Callable[[Problem], Structure]] = {
+    "verified": _own,
+    "unverified": every_line,
+    "random": cut_anywhere,
 }
 
 
-def variants(config: TrainConfig) -> dict[str, TrainConfig]:
-    """One configuration for each cell of the grid; everything else is the same."""
-    return {
-        f"{positions}-{siblings}": replace(config, model=replace(config.model, positions=positions, siblings=siblings))
-        for positions, siblings in GRID
-    }
-
-
-class Outcome(Protocol):
-    """What is told of a group of answers."""
-
-    @property
-    def exact(self) -> float: ...
-    @property
-    def fork_right(self) -> float: ...
-    @property
-    def ideal_speedup(self) -> float: ...
-
-
-def table(outcomes: Mapping[str, tuple[Outcome, Outcome]]) -> str:
-    """Markdown: what the models of the grid answer, beside what the paper reports for its own.
-
-    Args:
-        outcomes: by name of the variant: of all answers, and of those that should have a block.
-    """
-    lines = [
-        "| positions | siblings | exact match | of answers with a block | fork decision right | ideal speed-up "
-        "| paper: score | paper: tokens/s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, (every, blocks) in outcomes.items():
-        score, speed = PUBLISHED[name]
-        shares = [f"{100 * share:.1f} %" for share in (every.exact, blocks.exact, every.fork_right)]
-        cells = [*name.split("-"), *shares, f"{every.ideal_speedup:.2f}x", f"{score:.2f}", f"{speed:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def runs(config: AblationConfig) -> Iterator[tuple[str, int]]:
+    """Variants and seeds in the order they are trained: all variants once, then again."""
+    for seed in range(config.seeds):
+        for name in config.chosen:
+            yield name, seed

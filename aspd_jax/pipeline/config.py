@@ -3,78 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar
 
 from aspd_jax.configuration import at_least
+from aspd_jax.endpoint import EndpointSection, Schema
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
 
-Schema = Literal["auto", "schema", "object", "none"]
-
 
 @dataclass(frozen=True)
-class TeacherSection:
-    """The annotating language model: any endpoint that speaks OpenAI's chat completions.
+class TeacherSection(EndpointSection):
+    """The annotating language model.
 
     Attributes:
-        base_url: of the endpoint, such as `http://127.0.0.1:8000/v1`; empty: no annotator, no votes.
-        model: its name there.
-        key_variable: environment variable that holds the API key.
         candidates: annotations asked for every answer; 0: candidates come from the answer's form only.
         votes: on independence, and on agreement where a candidate's wording differs; all must agree. 0: none.
-        temperature: of annotations and votes.
-        max_tokens: of a reply.
-        schema: how replies are held to their form: `schema` (structured outputs), `object` (JSON mode), `none`, or
-            `auto`: the first of them that the endpoint takes.
-        concurrency: calls at a time.
-        requests_per_minute: 0: no limit.
-        timeout: seconds that a call may take.
-        retries: of a call that failed for the endpoint's sake, with back-off.
-        attempts: replies asked for until one has the right form.
-        give_up_after: calls in a row that fail before the run stops.
-        input_price, output_price: of a million tokens, for the account and the estimate.
+        schema: how replies are held to their form (`aspd_jax.endpoint.Endpoint`).
         prompts: folder with prompts of your own; files that it lacks are the project's.
     """
 
-    base_url: str = ""
-    model: str = ""
-    key_variable: str = "OPENAI_API_KEY"
+    section: ClassVar[str] = "teacher"
+
     candidates: int = 3
     votes: int = 3
-    temperature: float = 0.7
-    max_tokens: int = 4096
     schema: Schema = "auto"
-    concurrency: int = 32
-    requests_per_minute: int = 0
-    timeout: float = 120.0
-    retries: int = 6
-    attempts: int = 3
-    give_up_after: int = 50
-    input_price: float = 0.0
-    output_price: float = 0.0
     prompts: str = ""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("teacher.schema", self.schema, Schema)
-        if self.base_url and not self.model:
-            raise ConfigError("teacher.base_url needs teacher.model, the model's name there")
-        if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"teacher.base_url must begin with http:// or https://, got {self.base_url!r}")
-        for name in ("max_tokens", "concurrency", "attempts", "give_up_after"):
-            at_least(f"teacher.{name}", getattr(self, name), 1)
-        numbers = (
-            "candidates",
-            "votes",
-            "temperature",
-            "requests_per_minute",
-            "retries",
-            "input_price",
-            "output_price",
-        )
-        for name in numbers:
+        for name in ("candidates", "votes"):
             at_least(f"teacher.{name}", getattr(self, name), 0)
-        if self.timeout <= 0:
-            raise ConfigError(f"teacher.timeout must be more than 0 seconds, got {self.timeout}")
 
 
 @dataclass(frozen=True)

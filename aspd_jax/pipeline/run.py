@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from aspd_jax.endpoint import Unanswered
 from aspd_jax.errors import ConfigError, DataError, StructureError
 from aspd_jax.pipeline.annotate import agreement, annotate, independence
 from aspd_jax.pipeline.checks import find_dependence
@@ -28,8 +29,8 @@ from aspd_jax.pipeline.measures import Count, Measures, best, estimate_tokens, m
 from aspd_jax.pipeline.report import Account, Report
 from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
 from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json, blocks_to_json, structure_of
-from aspd_jax.pipeline.store import Store
-from aspd_jax.pipeline.teacher import Teacher, Unanswered
+from aspd_jax.pipeline.teacher import Teacher
+from aspd_jax.store import Store
 from aspd_jax.structure import plain_text, to_json
 
 VERSION = 1  # of what stages make; another one runs them again

@@ -1,4 +1,4 @@
-"""What a run has so far: every reply of the teacher, and what each stage made of each answer. One SQLite file.
+"""What a run has so far: every reply of a language model, and what each stage made of each answer. One SQLite file.
 
 A process that is killed loses what it had not stored yet, and nothing else.
 """
@@ -45,7 +45,7 @@ class Store:
         except sqlite3.OperationalError as error:
             raise DataError(f"{file}: {error}; is another process working on it?") from None
         except sqlite3.DatabaseError as error:
-            raise DataError(f"{file} is no store of this pipeline: {error}") from None
+            raise DataError(f"{file} is no store of a run: {error}") from None
 
     def close(self) -> None:
         """Leave the file to others."""

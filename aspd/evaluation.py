@@ -1,0 +1,168 @@
+"""`aspd eval` and `aspd ablate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from aspd.options import command, config_options
+from aspd_jax.errors import RequestError
+
+SYNTHETIC = 240  # problems, where no limit is given
+
+
+def add(commands: Any) -> None:
+    """Add these commands."""
+    evaluation = commands.add_parser("eval", help="Quality, structure and speed of models on benchmarks.")
+    kinds = evaluation.add_subparsers(required=True, metavar="WHAT")
+
+    run = command(kinds, "run", run_eval, "Answer the questions of all benchmarks, time answers, and report.")
+    config_options(run)
+    run.add_argument("--output", required=True, type=Path, help="folder of the run; a killed run goes on in it")
+
+    judge = command(kinds, "judge", run_judge, "Let a language model judge the answers of a run, and report.")
+    judge.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+    judge.add_argument("overrides", nargs="*", metavar="judge.key=value", help="such as judge.base_url=URL")
+
+    report = command(kinds, "report", run_report, "Write the report of a run again.")
+    report.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
+
+    ablate = command(
+        commands, "ablate", run_ablate, "Fine-tune one model with every mask, position scheme and quality of data."
+    )
+    config_options(ablate)
+    ablate.add_argument("--output", required=True, type=Path, help="folder of the runs; what is done there stays done")
+
+
+def run_eval(options: argparse.Namespace) -> None:
+    """`aspd eval run`."""
+    from aspd_jax.configuration import read_config
+    from infer.evaluation.config import EvalConfig
+    from infer.evaluation.run import run
+
+    config = read_config(EvalConfig, options.config, options.overrides)
+    run(config, _questions(config), options.output)
+    _report(options.output)
+
+
+def run_judge(options: argparse.Namespace) -> None:
+    """`aspd eval judge`."""
+    from dataclasses import asdict
+
+    from aspd_jax.configuration import change, config_from_dict
+    from infer.evaluation.config import EvalConfig
+    from infer.evaluation.run import judge_run, read_run
+
+    for override in options.overrides:
+        if not override.startswith("judge."):
+            raise RequestError(f"only judge.key=value can be changed after the answers are there, got {override!r}")
+    values = asdict(read_run(options.folder)[0])
+    change(values, options.overrides)
+    config = config_from_dict(EvalConfig, values, str(options.folder / "config.json"))
+    missing = judge_run(config, _questions(config), options.folder)
+    _report(options.folder)
+    if missing:
+        raise RequestError("; ".join(missing) + "; the same command asks for them again")
+
+
+def run_report(options: argparse.Namespace) -> None:
+    """`aspd eval report`."""
+    _report(options.folder)
+
+
+def _report(folder: Path) -> None:
+    from infer.evaluation.report import write_report
+    from infer.evaluation.run import read_run
+
+    config, environment = read_run(folder)
+    text = write_report(config, environment, _questions(config), folder)
+    print(text)
+    print(f"report written to {folder / 'report.md'}, {folder / 'report.html'} and {folder / 'report.json'}")
+
+
+def _questions(config: Any) -> dict[str, Any]:
+    """Of every benchmark."""
+    from infer.evaluation.questions import read_questions
+
+    return {
+        name: synthetic_questions(section.limit or SYNTHETIC)
+        if section.kind == "synthetic"
+        else read_questions(section)
+        for name, section in config.benchmarks.items()
+    }
+
+
+def synthetic_questions(count: int) -> list[Any]:
+    """Held-out problems of the synthetic tasks, as many of each family and kind."""
+    from infer.evaluation.questions import Question
+    from train.tasks import held_out
+
+    return [
+        Question(
+            id=number,
+            category=f"{problem.family}, {problem.kind}",
+            turns=(problem.question,),
+            references=(problem.answer,),
+            scoring="synthetic",
+            forks=problem.forks,
+        )
+        for number, problem in enumerate(held_out(count))
+    ]
+
+
+def run_ablate(options: argparse.Namespace) -> None:
+    """`aspd ablate`."""
+    from aspd_jax import load_model
+    from aspd_jax.configuration import read_config
+    from infer.engine import Engine
+    from infer.evaluation.answers import answer_questions, read_lines
+    from infer.evaluation.config import DecodingSection, System
+    from infer.evaluation.seeds import compare, table
+    from infer.request import Mode
+    from train.ablation import (
+        MAX_BRANCH_TOKENS,
+        REFERENCE,
+        VARIANTS,
+        AblationConfig,
+        run_config,
+        runs,
+        write_conversations,
+    )  # fmt: skip
+    from train.loop import train
+
+    config = read_config(AblationConfig, options.config, options.overrides)
+    questions = synthetic_questions(config.problems)
+
+    def answers(name: str, model: Any, folder: Path, decoding: DecodingSection) -> None:
+        engine = Engine(load_model(model), decoding.max_length, max_batch=decoding.batch)
+        mode: Mode = "adaptive" if name in VARIANTS and VARIANTS[name].structured else "serial"
+        answer_questions(engine, System(name, name, mode), questions, decoding, folder / "answers.jsonl", folder.name)
+
+    def decoding(positions: str) -> DecodingSection:
+        branch = MAX_BRANCH_TOKENS if positions == "predict" else 1024
+        return DecodingSection(max_new_tokens=1024, max_branch_tokens=branch, max_length=2048, batch=config.batch)
+
+    ori = options.output / "ori-0"
+    if len(read_lines(ori / "answers.jsonl")) < len(questions):
+        answers("ori", config.base, ori, decoding("sequential"))
+    for name, seed in runs(config):
+        variant, folder = VARIANTS[name], options.output / f"{name}-{seed}"
+        if len(read_lines(folder / "answers.jsonl")) < len(questions):
+            file = write_conversations(options.output / "data", variant.quality, config.conversations)
+            train(run_config(config, variant, seed, file), folder)
+            answers(name, folder / "model", folder, decoding(variant.positions))
+    found: dict[str, list[Any]] = {"ori": [read_lines(ori / "answers.jsonl")]}
+    for name in VARIANTS:
+        of_seeds = [read_lines(options.output / f"{name}-{seed}" / "answers.jsonl") for seed in range(config.seeds)]
+        whole = [records for records in of_seeds if len(records) == len(questions)]
+        if whole:
+            found[name] = whole
+    published = {
+        name: [f"{variant.published[0]:.2f}", f"{variant.published[1]:.2f}"]
+        for name, variant in VARIANTS.items()
+        if variant.published
+    }
+    text = table(compare(found, REFERENCE), published, ("paper: score", "paper: tokens/s"))
+    (options.output / "ablation.md").write_text(text + "\n")
+    print(text)

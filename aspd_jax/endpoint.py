@@ -1,0 +1,225 @@
+"""A language model behind an endpoint that speaks OpenAI's chat completions: bounded, retried, every reply kept."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+from aspd_jax.configuration import at_least
+from aspd_jax.errors import ConfigError, DataError, RequestError
+from aspd_jax.layout import check_choice
+from aspd_jax.store import Reply, Store
+
+Schema = Literal["auto", "schema", "object", "none"]
+
+
+@dataclass(frozen=True)
+class EndpointSection:
+    """Where a model is asked, and how.
+
+    Attributes:
+        base_url: of the endpoint, such as `http://127.0.0.1:8000/v1`; empty: nobody is asked.
+        model: its name there.
+        key_variable: environment variable that holds the API key.
+        temperature: of its replies.
+        max_tokens: of a reply.
+        concurrency: calls at a time.
+        requests_per_minute: 0: no limit.
+        timeout: seconds that a call may take.
+        retries: of a call that failed for the endpoint's sake, with back-off.
+        attempts: replies asked for until one has the right form.
+        give_up_after: calls in a row that fail before the run stops.
+        input_price, output_price: of a million tokens, for the account and the estimate.
+    """
+
+    section: ClassVar[str]  # its name in the configuration
+
+    base_url: str = ""
+    model: str = ""
+    key_variable: str = "OPENAI_API_KEY"
+    temperature: float = 0.7
+    max_tokens: int = 4096
+    concurrency: int = 32
+    requests_per_minute: int = 0
+    timeout: float = 120.0
+    retries: int = 6
+    attempts: int = 3
+    give_up_after: int = 50
+    input_price: float = 0.0
+    output_price: float = 0.0
+
+    def __post_init__(self) -> None:
+        own = self.section
+        if self.base_url and not self.model:
+            raise ConfigError(f"{own}.base_url needs {own}.model, the model's name there")
+        if self.base_url and not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"{own}.base_url must begin with http:// or https://, got {self.base_url!r}")
+        for name in ("max_tokens", "concurrency", "attempts", "give_up_after"):
+            at_least(f"{own}.{name}", getattr(self, name), 1)
+        for name in ("temperature", "requests_per_minute", "retries", "input_price", "output_price"):
+            at_least(f"{own}.{name}", getattr(self, name), 0)
+        if self.timeout <= 0:
+            raise ConfigError(f"{own}.timeout must be more than 0 seconds, got {self.timeout}")
+
+
+class Unanswered(Exception):
+    """The endpoint gave no reply to a call; what needs it is left for the next run."""
+
+
+class Form(NamedTuple):
+    """What a reply should look like: a JSON schema, as strict structured outputs want it, and its name."""
+
+    name: str
+    schema: dict[str, Any]
+
+
+class _Takes(NamedTuple):
+    """What an endpoint takes: forms of replies, the best first, and names of arguments."""
+
+    forms: tuple[str, ...]
+    limit: str = "max_tokens"
+    optional: tuple[str, ...] = ("temperature", "seed")
+
+    def arguments(self, settings: EndpointSection, form: Form | None, seed: int) -> dict[str, Any]:
+        """Of a call."""
+        every = {"temperature": settings.temperature, "seed": seed}
+        arguments: dict[str, Any] = {name: every[name] for name in self.optional}
+        arguments[self.limit] = settings.max_tokens
+        if form is None:
+            return arguments
+        if self.forms[0] == "schema":
+            schema = {"name": form.name, "strict": True, "schema": form.schema}
+            arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
+        elif self.forms[0] == "object":
+            arguments["response_format"] = {"type": "json_object"}
+        return arguments
+
+    def without(self, problem: str) -> _Takes | None:
+        """What is left when an endpoint refuses a call; None where it says nothing that could be left out."""
+        if self.limit in problem and "max_completion_tokens" in problem and self.limit != "max_completion_tokens":
+            return self._replace(limit="max_completion_tokens")
+        for name in self.optional:
+            if name in problem:
+                return self._replace(optional=tuple(other for other in self.optional if other != name))
+        if len(self.forms) > 1 and re.search("response_format|schema|json|structured", problem, re.IGNORECASE):
+            return self._replace(forms=self.forms[1:])
+        return None
+
+
+class Endpoint:
+    """Asks, and keeps what it is told.
+
+    Args:
+        settings: where and how.
+        store: for the replies; a call that was answered once is not made again.
+        schema: how replies are held to their form: `schema` (structured outputs), `object` (JSON mode), `none`, or
+            `auto`: the first of them that the endpoint takes.
+    """
+
+    def __init__(self, settings: EndpointSection, store: Store, schema: Schema = "none") -> None:
+        import openai
+
+        check_choice(f"{settings.section}.schema", schema, Schema)
+        key = os.environ.get(settings.key_variable, "")
+        self.settings = settings
+        self._store = store
+        forms = ("schema", "object", "none") if schema == "auto" else (schema,)
+        self._takes = _Takes(forms)
+        self._client = openai.AsyncOpenAI(
+            base_url=settings.base_url,
+            api_key=key or "none",
+            timeout=settings.timeout,
+            max_retries=settings.retries,
+        )
+        self._room = asyncio.Semaphore(settings.concurrency)
+        self._turn, self._next = asyncio.Lock(), 0.0
+        self._failed_in_a_row = 0
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._client.close()
+
+    async def reply(
+        self, kind: str, messages: Sequence[dict[str, str]], number: int, attempt: int, form: Form | None = None
+    ) -> Reply:
+        """The reply to a conversation, from the store if it is there.
+
+        Args:
+            kind: of question; with everything else it is what a reply is found again by.
+            number: which of several equal questions this is.
+            attempt: which try at a reply of the right form.
+            form: of the reply; None: text.
+
+        Raises:
+            DataError: the endpoint does not take the call.
+            Unanswered: it failed.
+            RequestError: it refuses, or fails so often that going on makes no sense.
+        """
+        s = self.settings
+        asked: Any = messages[0]["content"] if len(messages) == 1 else list(messages)
+        what = [s.model, s.temperature, s.max_tokens, kind, asked, number, attempt]
+        key = hashlib.sha256(json.dumps(what).encode()).hexdigest()
+        reply = self._store.reply(key)
+        if reply is None:
+            async with self._room:
+                await self._wait_for_turn()
+                # A seed that a call always has, so that endpoints that honour it give the same reply.
+                reply = await self._call(messages, form, int(key[:7], 16))
+            self._store.add_reply(key, reply)
+        return reply
+
+    async def _wait_for_turn(self) -> None:
+        if not self.settings.requests_per_minute:
+            return
+        async with self._turn:
+            now = asyncio.get_running_loop().time()
+            begin = max(now, self._next)
+            self._next = begin + 60 / self.settings.requests_per_minute
+        await asyncio.sleep(begin - now)
+
+    async def _call(self, messages: Sequence[dict[str, str]], form: Form | None, seed: int) -> Reply:
+        import openai
+
+        s = self.settings
+        while True:
+            took = self._takes
+            try:
+                made = await self._client.chat.completions.create(
+                    model=s.model,
+                    messages=cast(Any, messages),
+                    **took.arguments(s, form, seed),
+                )
+            except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
+                if took != self._takes:
+                    continue  # a call beside this one has found out what the endpoint takes
+                less = took.without(str(error))
+                if less is None:
+                    raise DataError(f"the endpoint does not take the call: {error}") from None
+                self._takes = less
+            except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
+                raise RequestError(
+                    f"{s.base_url} refuses: {error}; see {s.section}.base_url, {s.section}.model and {s.key_variable}"
+                ) from None
+            except (openai.APIError, ValueError) as error:  # ValueError: a body that is no JSON
+                self._fail(f"{type(error).__name__}: {error}")
+            else:
+                self._failed_in_a_row = 0
+                choices = getattr(made, "choices", None) or []
+                text = (choices[0].message.content or "") if choices and choices[0].message else ""
+                usage = getattr(made, "usage", None)
+                return Reply(text, getattr(usage, "prompt_tokens", 0) or 0, getattr(usage, "completion_tokens", 0) or 0)
+
+    def _fail(self, problem: str) -> None:
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self.settings.give_up_after:
+            raise RequestError(
+                f"{self.settings.base_url} failed {self._failed_in_a_row} times in a row, at last with {problem}; "
+                "what is done is kept, and the same command goes on"
+            )
+        raise Unanswered(problem)

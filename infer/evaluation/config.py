@@ -1,0 +1,207 @@
+"""What an evaluation is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from aspd_jax.configuration import at_least
+from aspd_jax.endpoint import EndpointSection
+from aspd_jax.errors import ConfigError
+from aspd_jax.layout import check_choice
+from aspd_jax.model.config import Weights
+from infer.request import SamplingParams
+
+Role = Literal["ori", "seq", "aspd"]
+Kind = Literal["chat", "maths", "choice", "exact", "synthetic"]
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """A model under evaluation.
+
+    Attributes:
+        path: checkpoint folder, or an embedded model.
+        role: `aspd` answers in adaptive and in serial mode; `ori` (before fine-tuning) and `seq` (fine-tuned on plain
+            answers) in serial mode.
+        dtype: `float32` or `bfloat16`.
+        weights: `int8` keeps the kernels of the layers in int8.
+        chat_template: Jinja file, for a tokenizer that has no template of its own.
+    """
+
+    path: str = ""
+    role: Role = "aspd"
+    dtype: str = "float32"
+    weights: Weights = "float"
+    chat_template: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ConfigError("models: every model needs a path")
+        check_choice("models.*.role", self.role, Role)
+        check_choice("models.*.weights", self.weights, Weights)
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"models.*.dtype must be float32 or bfloat16, got {self.dtype!r}")
+
+
+@dataclass(frozen=True)
+class BenchmarkSection:
+    """Questions, and what counts as a right answer.
+
+    Attributes:
+        file: JSONL of questions; none for `synthetic`.
+        kind: `chat` (FastChat's question files, with `documents` for answers from given texts), `maths` (a question and
+            an answer to be found; GSM8K and MATH too), `choice` (with `choices`), `exact` (the answer is the whole
+            text), `synthetic` (the project's own tasks, held out).
+        references: FastChat's model_answer file with answers to compare with, by the same question ids; optional.
+        limit: questions taken, from all categories in turn; 0: all (of `synthetic`: 240).
+    """
+
+    file: str = ""
+    kind: Kind = "chat"
+    references: str = ""
+    limit: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("benchmarks.*.kind", self.kind, Kind)
+        at_least("benchmarks.*.limit", self.limit, 0)
+        if bool(self.file) == (self.kind == "synthetic"):
+            raise ConfigError("benchmarks: every benchmark needs a file, but those of kind synthetic, which have none")
+
+
+@dataclass(frozen=True)
+class DecodingSection:
+    """How answers are decoded.
+
+    Attributes:
+        temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens, max_branch_tokens: `SamplingParams`. A
+            question's own `required_temperature` comes first.
+        seed: of the random streams; every question has its own, so that results do not depend on what runs beside.
+        max_length: tokens of a conversation.
+        batch: conversations that are answered together. Their speed is not what is reported: see `SpeedSection`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int = 1024
+    max_branch_tokens: int = 1024
+    seed: int = 0
+    max_length: int = 4096
+    batch: int = 8
+
+    def __post_init__(self) -> None:
+        at_least("decoding.batch", self.batch, 1)
+        at_least("decoding.max_length", self.max_length, 2)
+        self.params(None, 0)
+
+    def params(self, temperature: float | None, place: int) -> SamplingParams:
+        """Of a question: its own temperature, if it has one, and its place in the benchmark.
+
+        Raises:
+            RequestError: which of them is out of range.
+        """
+        return SamplingParams(
+            temperature=self.temperature if temperature is None else temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            max_new_tokens=self.max_new_tokens,
+            max_branch_tokens=self.max_branch_tokens,
+            seed=(self.seed + place) % (1 << 32),
+        )
+
+
+@dataclass(frozen=True)
+class SpeedSection:
+    """How speed is measured: one conversation at a time, nothing beside it, after a run that compiles.
+
+    Attributes:
+        questions: of each benchmark that are timed, from all categories in turn; 0: none.
+        repeats: runs of each; the median counts.
+    """
+
+    questions: int = 16
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        at_least("speed.questions", self.questions, 0)
+        at_least("speed.repeats", self.repeats, 1)
+
+
+@dataclass(frozen=True)
+class JudgeSection(EndpointSection):
+    """The judging language model.
+
+    Attributes:
+        prompts: FastChat's judge_prompts.jsonl, or one of your own in its form; empty: the project's.
+        single: ask for a score of every answer.
+        pairs: compare the answers of two systems, in both orders: `aspd/seq` is the system `aspd` against `seq`.
+    """
+
+    section: ClassVar[str] = "judge"
+
+    temperature: float = 0.0
+    max_tokens: int = 2048
+    prompts: str = ""
+    single: bool = True
+    pairs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for pair in self.pairs:
+            if len(pair.split("/")) != 2 or not all(pair.split("/")):
+                raise ConfigError(f"judge.pairs: {pair!r} is not two systems, such as aspd/seq")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """All of it.
+
+    Attributes:
+        models, benchmarks: by the names that they have in the report.
+        likelihood: also measure how likely the references are to every model.
+    """
+
+    models: dict[str, ModelSection] = field(default_factory=dict)
+    benchmarks: dict[str, BenchmarkSection] = field(default_factory=dict)
+    decoding: DecodingSection = field(default_factory=DecodingSection)
+    speed: SpeedSection = field(default_factory=SpeedSection)
+    judge: JudgeSection = field(default_factory=JudgeSection)
+    likelihood: bool = True
+
+    def __post_init__(self) -> None:
+        for what, named in (("models", self.models), ("benchmarks", self.benchmarks)):
+            if not named:
+                raise ConfigError(f"{what}: name at least one")
+            for name in named:
+                if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
+                    raise ConfigError(f"{what}: {name!r} must consist of letters, digits, '-', '_' and '.'")
+        known = {system.name for system in self.systems}
+        for pair in self.judge.pairs:
+            for name in pair.split("/"):
+                if name not in known:
+                    raise ConfigError(f"judge.pairs: {name!r} is none of the systems {', '.join(sorted(known))}")
+
+    @property
+    def systems(self) -> tuple[System, ...]:
+        """What answers: every model in every mode that its role has."""
+        found = []
+        for name, model in self.models.items():
+            if model.role == "aspd":
+                found += [System(name, name, "adaptive"), System(f"{name}-serial", name, "serial")]
+            else:
+                found.append(System(name, name, "serial"))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class System:
+    """A model in a mode, by the name it has in the report."""
+
+    name: str
+    model: str
+    mode: Literal["adaptive", "serial"]

@@ -1,0 +1,214 @@
+"""Question files: FastChat's, questions about given documents, maths with answers to be found, multiple choice."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+from aspd_jax.errors import DataError
+from infer.evaluation.config import BenchmarkSection, Kind
+
+SHOWN = 5  # problems that are told at once
+MATHS = "\n\nThink step by step, and put your final answer within \\boxed{}."
+CHOICE = "\n\nEnd your answer with a line that says: Answer: LETTER"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question, of one or more turns.
+
+    Attributes:
+        id: as in the file; answers carry it.
+        category: of the question.
+        turns: what the user says.
+        references: right answers, or answers to compare with, for the first turns; may be fewer than `turns`.
+        scoring: how the last turn is compared with its reference; `chat`: not at all.
+        choices: letters of a multiple choice.
+        temperature: that the file asks for.
+        forks: whether the right answer has a block, where that is known.
+    """
+
+    id: str | int
+    category: str
+    turns: tuple[str, ...]
+    references: tuple[str, ...] = ()
+    scoring: Kind = "chat"
+    choices: tuple[str, ...] = ()
+    temperature: float | None = None
+    forks: bool | None = field(default=None)
+
+
+def read_questions(section: BenchmarkSection) -> list[Question]:
+    """The questions of a benchmark.
+
+    Raises:
+        DataError: every line that is no question (the first few), with its number; ids that occur twice.
+    """
+    file = Path(section.file)
+    references = read_references(Path(section.references)) if section.references else {}
+    found: dict[str | int, Question] = {}
+    problems: list[str] = []
+    for number, record in _lines(file, problems):
+        try:
+            question = _question(record, number, section.kind, references)
+            if question.id in found:
+                raise DataError(f"question {question.id!r} occurs twice")
+            found[question.id] = question
+        except DataError as error:
+            problems.append(f"line {number}: {error}")
+    if problems:
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise DataError(f"{file}, " + "; ".join(problems[:SHOWN]) + more)
+    if not found:
+        raise DataError(f"{file} holds no question")
+    return spread(found.values(), section.limit)
+
+
+def read_references(file: Path) -> dict[str | int, tuple[str, ...]]:
+    """Answers by question id, of FastChat's model_answer form.
+
+    Raises:
+        DataError: every line that is none, with its number.
+    """
+    found: dict[str | int, tuple[str, ...]] = {}
+    problems: list[str] = []
+    for number, record in _lines(file, problems):
+        try:
+            turns = record["choices"][0]["turns"]
+            found[record["question_id"]] = tuple(map(str, turns))
+        except (KeyError, IndexError, TypeError):
+            problems.append(f'line {number}: no "question_id" and "choices" with "turns"')
+    if problems:
+        raise DataError(f"{file}, " + "; ".join(problems[:SHOWN]))
+    return found
+
+
+def spread(questions: Iterable[Question], limit: int) -> list[Question]:
+    """So many questions, from all categories in turn, in their order; 0: all."""
+    every = list(questions)
+    if not limit or limit >= len(every):
+        return every
+    by_category: dict[str, list[int]] = defaultdict(list)
+    for place, question in enumerate(every):
+        by_category[question.category].append(place)
+    in_turn = sorted(
+        (rank, order, place) for order, places in enumerate(by_category.values()) for rank, place in enumerate(places)
+    )
+    return [every[place] for place in sorted(place for _, _, place in in_turn[:limit])]
+
+
+def _lines(file: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            problems.append(f"line {number}: not JSON: {error.msg} at column {error.colno}")
+            continue
+        if isinstance(record, dict):
+            yield number, record
+        else:
+            problems.append(f"line {number}: not a JSON object")
+
+
+def _question(
+    record: dict[str, Any], number: int, kind: Kind, references: dict[str | int, tuple[str, ...]]
+) -> Question:
+    id = record.get("question_id", record.get("id", record.get("unique_id", number)))
+    if not isinstance(id, (str, int)):
+        raise DataError('"question_id" must be a string or a number')
+    turns = _turns(record)
+    documents = record.get("documents", record.get("context"))
+    if documents is not None:
+        turns = (f"{_documents(documents)}\n\n{turns[0]}", *turns[1:])
+    own = record.get("reference", record.get("answer", record.get("solution")))
+    given = tuple(map(str, own)) if isinstance(own, list) else () if own is None else (str(own),)
+    temperature = record.get("required_temperature")
+    if temperature is not None and not isinstance(temperature, (int, float)):
+        raise DataError('"required_temperature" must be a number')
+    question = Question(
+        id=id,
+        category=str(record.get("category", record.get("subject", "all"))),
+        turns=turns,
+        references=references.get(id, given),
+        scoring=kind,
+        temperature=temperature,
+    )
+    if kind == "maths":
+        return _with_answer(question, gold(given[0] if given else ""), MATHS)
+    if kind == "choice":
+        return _choice(question, record)
+    if kind == "exact":
+        return _with_answer(question, given[0] if given else "", "")
+    return question
+
+
+def _turns(record: dict[str, Any]) -> tuple[str, ...]:
+    turns = record.get("turns", record.get("question", record.get("problem", record.get("prompt"))))
+    turns = [turns] if isinstance(turns, str) else turns
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise DataError('"turns" must be a list of strings (or "question", "problem" or "prompt" one string)')
+    return tuple(turns)
+
+
+def _documents(documents: Any) -> str:
+    every = documents if isinstance(documents, list) else [documents]
+    texts = [item.get("text", item.get("content")) if isinstance(item, dict) else item for item in every]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise DataError('"documents" must be texts, or objects with a "text"')
+    return "\n\n".join(f"Document {number}:\n{text}" for number, text in enumerate(texts, 1))
+
+
+def _with_answer(question: Question, answer: str, asking: str) -> Question:
+    if not answer:
+        raise DataError('"answer" is missing: there is nothing to compare with')
+    *before, last = question.turns
+    return _replace(question, turns=(*before, last + asking), references=(answer,))
+
+
+def _choice(question: Question, record: dict[str, Any]) -> Question:
+    choices = record.get("choices", record.get("options"))
+    if not isinstance(choices, list) or not 2 <= len(choices) <= len(ascii_uppercase):
+        raise DataError('"choices" must be a list of 2 to 26 texts')
+    letters = ascii_uppercase[: len(choices)]
+    right = record.get("answer")
+    if isinstance(right, int) and 0 <= right < len(choices):
+        letter = letters[right]
+    elif isinstance(right, str) and right.strip().upper() in letters and right.strip():
+        letter = right.strip().upper()
+    elif right in choices:
+        letter = letters[choices.index(right)]
+    else:
+        raise DataError('"answer" must be a letter, a number from 0, or one of the choices')
+    listed = "\n".join(f"{name}. {text}" for name, text in zip(letters, choices, strict=True))
+    turn = f"{question.turns[-1]}\n\n{listed}{CHOICE}"
+    return _replace(question, turns=(*question.turns[:-1], turn), references=(letter,), choices=tuple(letters))
+
+
+def _replace(question: Question, **changes: Any) -> Question:
+    return Question(**(vars(question) | changes))
+
+
+def gold(answer: str) -> str:
+    """The final answer of a worked one: behind GSM8K's `####`, else the whole text."""
+    found = re.search(r"####\s*(.+?)\s*$", answer)
+    return found[1] if found else answer.strip()
+
+
+def by_category(questions: Sequence[Question]) -> dict[str, list[Question]]:
+    """Questions by category, categories in the order they come in."""
+    found: dict[str, list[Question]] = defaultdict(list)
+    for question in questions:
+        found[question.category].append(question)
+    return dict(found)

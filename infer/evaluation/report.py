@@ -1,0 +1,340 @@
+"""The report of a run: Markdown, a page that needs nothing beside it, and JSON, with plots."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+
+from infer.evaluation.answers import read_lines
+from infer.evaluation.config import EvalConfig
+from infer.evaluation.figures import figures
+from infer.evaluation.questions import Question
+from infer.evaluation.run import answers_file, write_whole
+from infer.plots import plot_distribution, plot_quality, plot_speedups, plot_timeline
+from infer.timeline import Span
+
+# Published results (spec, section 10), by what the name of a benchmark begins with: model, Ori, Seq, ASPD, speed-up.
+PUBLISHED = {
+    "vicuna": [
+        ("Vicuna-7B, judge's score", "6.21", "7.70", "7.74", "1.85x mean, up to 3.19x"),
+        ("Qwen2.5-7B, judge's score", "", "9.11", "9.03", ""),
+    ],
+    "mt": [
+        ("Vicuna-7B, judge's score", "4.86", "5.59", "5.59", "1.30x"),
+        ("Qwen2.5-7B, judge's score", "7.82", "7.98", "8.15", ""),
+    ],
+    "rag": [("Vicuna-7B", "", "", "", "1.46x")],
+    "math": [("Qwen2.5-32B, MATH-500, accuracy", "82.00", "94.40", "94.00", "1.17x")],
+    "aime": [
+        ("Qwen2.5-32B, AIME 2024, accuracy", "17.5", "58.75", "62.08", "1.04x"),
+        ("Qwen2.5-32B, AIME 2025, accuracy", "12.5", "47.92", "50.00", "1.08x"),
+    ],
+}
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222;"
+    "background:#fff}table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}"
+    "td,th{border:1px solid #ccc;padding:.25rem .6rem;text-align:left;white-space:nowrap}th{background:#f3f3f3}"
+    "svg{max-width:100%;height:auto}code{background:#f3f3f3}"
+)
+
+
+def write_report(
+    config: EvalConfig, environment: dict[str, Any], questions: dict[str, Sequence[Question]], folder: Path
+) -> str:
+    """Write report.md, report.html, report.json and the plots; returns the Markdown."""
+    found = figures(config, questions, folder)
+    plots = _plot(config, found, folder)
+    text = markdown(config, environment, found, plots)
+    whole = {"environment": environment, "config": json.loads((folder / "config.json").read_text()), "figures": found}
+    write_whole(folder / "report.json", json.dumps(whole, indent=1, allow_nan=False, default=str) + "\n")
+    write_whole(folder / "report.md", text + "\n")
+    write_whole(folder / "report.html", page(text, folder))
+    return text
+
+
+def _plot(config: EvalConfig, found: dict[str, Any], folder: Path) -> dict[str, list[str]]:
+    """Draw what there is; file names by benchmark."""
+    (folder / "plots").mkdir(exist_ok=True)
+    drawn: dict[str, list[str]] = {}
+    for bench, of in found.items():
+        names = drawn.setdefault(bench, [])
+        for name, system in of["systems"].items():
+            if system["mode"] != "adaptive" or not system["all"]["speed"]:
+                continue
+            by_category = {
+                category: summary["speed"]["realised"]
+                for category, summary in system["categories"].items()
+                if summary["speed"] and summary["speed"]["realised"]
+            }
+            if by_category:
+                file = f"plots/{bench}-{name}-speedups.svg"
+                plot_speedups(by_category, f"{bench}: {name} over its serial mode", folder / file)
+                names.append(file)
+                file = f"plots/{bench}-{name}-distribution.svg"
+                plot_distribution(system["all"]["speed"]["realised_all"], f"{bench}: {name}", folder / file)
+                names.append(file)
+            turn = _widest(folder, bench, name)
+            if turn is not None:
+                file = f"plots/{bench}-{name}-timeline.svg"
+                plot_timeline(
+                    [Span(*span) for span in turn["timeline"]], f"{bench}: an answer of {name}", folder / file
+                )
+                names.append(file)
+        points = {
+            name: (system["all"]["speed"]["content_per_second"], quality[1])
+            for name, system in of["systems"].items()
+            if system["all"]["speed"] and (quality := _quality(system["all"]))
+        }
+        if len(points) > 1:
+            file = f"plots/{bench}-quality.svg"
+            label = next(_quality(system["all"]) for system in of["systems"].values() if _quality(system["all"]))[0]
+            plot_quality(points, label, bench, folder / file)
+            names.append(file)
+    return drawn
+
+
+def _quality(summary: dict[str, Any]) -> Any:
+    """What quality is measured by, and its interval; None: nothing measures it."""
+    for key, label in (("score", "judge's score"), ("correct", "share of right answers")):
+        if summary[key]:
+            return label, summary[key]
+    return None
+
+
+def _widest(folder: Path, bench: str, system: str) -> dict[str, Any] | None:
+    """The answer with the highest ideal speed-up that has a block."""
+    turns = [turn for record in read_lines(answers_file(folder, bench, system)) for turn in record["turns"]]
+    forked = [turn for turn in turns if turn["stats"]["blocks"] and turn["timeline"]]
+    return max(forked, key=lambda turn: turn["stats"]["ideal_speedup"], default=None)
+
+
+def markdown(
+    config: EvalConfig, environment: dict[str, Any], found: dict[str, Any], plots: dict[str, list[str]]
+) -> str:
+    """The report as text."""
+    lines = ["# Evaluation", ""]
+    lines += _setting(config, environment)
+    for bench, of in found.items():
+        section = config.benchmarks[bench]
+        lines += [f"## {bench}", "", f"{of['questions']} questions, {of['turns']} turns ({section.kind}).", ""]
+        systems = of["systems"]
+        lines += ["### Quality", ""] + _quality_table({name: s["all"] for name, s in systems.items()}) + [""]
+        lines += _comparison_table(of["comparisons"]) + _pair_table(of["pairs"])
+        speeds = {name: s["all"]["speed"] for name, s in systems.items() if s["all"]["speed"]}
+        if speeds:
+            lines += ["### Speed", ""] + _speed_table(speeds) + [""]
+        lines += ["### Structure", ""] + _structure_table({n: s["all"]["structure"] for n, s in systems.items()}) + [""]
+        for name, system in systems.items():
+            if len(system["categories"]) > 1:
+                lines += [f"### {name}, by category", ""] + _category_table(system["categories"]) + [""]
+        lines += [line for file in plots.get(bench, ()) for line in (f"![{Path(file).stem}]({file})", "")]
+        lines += _published(bench)
+    lines += _repeat(environment)
+    return "\n".join(lines).rstrip()
+
+
+def _setting(config: EvalConfig, environment: dict[str, Any]) -> list[str]:
+    d, s = config.decoding, config.speed
+    how = "greedy" if d.temperature == 0 else f"temperature {d.temperature}, top-k {d.top_k}, top-p {d.top_p}"
+    lines = ["| model | role | folder | dtype | weights |", "|---|---|---|---|---|"]
+    lines += [f"| {n} | {m.role} | {m.path} | {m.dtype} | {m.weights} |" for n, m in config.models.items()]
+    return [
+        *lines,
+        "",
+        f"{environment['devices']} ({environment['processor']}, {environment['cores']} cores), jax "
+        f"{environment['versions']['jax']}. Decoding: {how}, at most {d.max_new_tokens} new tokens, seed {d.seed}. "
+        f"Quality: batches of {d.batch}. Speed: batch 1, nothing beside it, prefill included, medians of {s.repeats} "
+        "runs after one that compiles; serial mode decodes the same content with the same weights. Tags, titles and "
+        "heads are not content. Intervals: 95 %, bootstrap over questions; p: permutation test of paired differences.",
+        "",
+    ]
+
+
+def _quality_table(systems: dict[str, Any]) -> list[str]:
+    scored = any(s["score"] for s in systems.values())
+    turns = sorted({turn for s in systems.values() for turn in s["score_by_turn"]})
+    graded = any(s["correct"] for s in systems.values())
+    likely = any(s["bits_per_byte"] for s in systems.values())
+    head = ["system", "answers", "errors"]
+    head += ["judge's score", *(f"turn {turn}" for turn in turns if len(turns) > 1)] if scored else []
+    head += ["right"] if graded else []
+    head += ["reference, bits per byte", "nats per token"] if likely else []
+    rows = []
+    for name, s in systems.items():
+        cells = [name, str(s["answers"]), str(s["errors"])]
+        if scored:
+            cells.append(_around(s["score"], "{:.2f}"))
+            cells += [_around(s["score_by_turn"].get(turn), "{:.2f}") for turn in turns if len(turns) > 1]
+        cells += [_around(s["correct"], "{:.1f}", 100, " %")] if graded else []
+        if likely:
+            cells += [_around(s["bits_per_byte"], "{:.3f}"), _around(s["nats_per_token"], "{:.3f}")]
+        rows.append(cells)
+    return _table(head, rows)
+
+
+def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> list[str]:
+    if not comparisons:
+        return []
+    rows = []
+    for c in comparisons:
+        mean = f"{c['mean']:+.3f} [{c['low']:+.3f}, {c['high']:+.3f}]"
+        rows.append([c["ours"], c["theirs"], c["what"], str(c["values"]), mean, f"{c['p']:.4f}"])
+    return [*_table(["system", "against", "what", "questions", "mean difference", "p"], rows), ""]
+
+
+def _pair_table(pairs: Sequence[dict[str, Any]]) -> list[str]:
+    if not pairs:
+        return []
+    rows = [
+        [
+            p["model_1"], p["model_2"], str(p["judgments"]), str(p["wins"]), str(p["ties"]), str(p["losses"]),
+            _around(p["win_rate"], "{:.1f}", 100, " %"), _percent(p["consistent"]),
+        ]
+        for p in pairs
+    ]  # fmt: skip
+    head = ["system", "against", "judgments", "wins", "ties", "losses", "wins, ties by half", "same in both orders"]
+    return [*_table(head, rows), ""]
+
+
+def _speed_table(systems: dict[str, Any]) -> list[str]:
+    head = [
+        "system", "answers", "content tokens/s", "s per answer", "spread of runs", "first token, ms", "passes",
+        "ms per pass", "parallel share", "realised", "with a block", "p10 / p50 / p90 / best", "ideal", "efficiency",
+    ]  # fmt: skip
+    rows = []
+    for name, s in systems.items():
+        cells = [
+            name,
+            f"{s['answers']} x {s['runs']}",
+            _around(s["content_per_second"], "{:.0f}"),
+            _around(s["seconds"], "{:.3f}"),
+            _percent(s["spread"]),
+            f"{s['first_token_ms']:.1f}",
+            f"{s['passes']:.0f}",
+            f"{s['ms_per_pass']:.2f}",
+            _percent(s["parallel_share"]),
+        ]
+        if s["realised"]:
+            cells += [
+                _around(s["realised"], "{:.2f}", 1, "x"),
+                _around(s["realised_with_block"], "{:.2f}", 1, "x"),
+                " / ".join(f"{value:.2f}" for value in s["realised_quantiles"].values()),
+                _around(s["ideal"], "{:.2f}", 1, "x"),
+                f"{s['efficiency']:.2f}",
+            ]
+        else:
+            cells += [""] * 5
+        rows.append(cells)
+    return _table(head, rows)
+
+
+def _structure_table(systems: dict[str, Any]) -> list[str]:
+    head = [
+        "system", "trigger rate", "well-formed", "finish", "branches per block", "blocks whose words tell against them",
+        "repeated between branches", "chains forked", "parallel forked", "DP", "PE", "content tokens", "ideal",
+    ]  # fmt: skip
+    rows = []
+    for name, s in systems.items():
+        against = f"{s['dependent_blocks']} of {s['blocks']}" if s["blocks"] else ""
+        rows.append(
+            [
+                name,
+                _percent(s["trigger_rate"]),
+                _percent(s["well_formed_rate"]),
+                ", ".join(f"{count} {reason}" for reason, count in s["finish"].items()),
+                _number(s["branches_per_block"]),
+                against,
+                _percent(s["repeated"]),
+                _percent(s["wrongly_forked"]),
+                _percent(s["rightly_forked"]),
+                _number(s["degree_of_parallelism"]),
+                _number(s["parallel_efficiency"]),
+                _number(s["content_tokens"], "{:.0f}"),
+                f"{s['ideal']:.2f}x",
+            ]
+        )
+    return _table(head, rows)
+
+
+def _category_table(categories: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, s in categories.items():
+        quality, speed = _quality(s), s["speed"]
+        rows.append(
+            [
+                name,
+                str(s["answers"]),
+                _around(quality[1], "{:.2f}") if quality else "",
+                _percent(s["structure"]["trigger_rate"]),
+                f"{s['structure']['ideal']:.2f}x",
+                _around(speed["realised"], "{:.2f}", 1, "x") if speed and speed["realised"] else "",
+                _around(speed["content_per_second"], "{:.0f}") if speed else "",
+            ]
+        )
+    head = ["category", "answers", "quality", "trigger rate", "ideal", "realised", "content tokens/s"]
+    return _table(head, rows)
+
+
+def _published(bench: str) -> list[str]:
+    rows = next((rows for start, rows in PUBLISHED.items() if bench.lower().startswith(start)), None)
+    if rows is None:
+        return []
+    head = ["published (models, judge and hardware of the paper)", "Ori", "Seq", "ASPD", "speed-up of ASPD"]
+    return [*_table(head, [list(row) for row in rows]), ""]
+
+
+def _repeat(environment: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
+    return [
+        "## To repeat it",
+        "",
+        f"* command: `{environment['command']}`, begun {environment['started']}",
+        "* config.json has the configuration, seeds included; environment.json hashes of all questions",
+        f"* commit: {environment['commit'] or 'none (an installed package)'}",
+        f"* {environment['system']}, Python {environment['python']}; {versions}",
+        f"* XLA_FLAGS: `{environment['xla_flags'].strip() or 'none'}`",
+    ]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Markdown, without the columns that are empty in all rows."""
+    full = [n for n in range(len(head)) if any(row[n] for row in rows)]
+    lines = [f"| {' | '.join(head[n] for n in full)} |", "|" + "---|" * len(full)]
+    cells = [[row[n].replace("|", "\\|") for n in full] for row in rows]
+    return lines + [f"| {' | '.join(row)} |" for row in cells]
+
+
+def _around(of: dict[str, float] | None, form: str, times: float = 1, unit: str = "") -> str:
+    if of is None or not of["values"]:
+        return ""
+    mean, low, high = (form.format(times * of[key]) for key in ("mean", "low", "high"))
+    return f"{mean}{unit}" if low == high else f"{mean}{unit} [{low}, {high}]"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def _number(value: float | None, form: str = "{:.2f}") -> str:
+    return "" if value is None else form.format(value)
+
+
+def page(text: str, folder: Path) -> str:
+    """The report as one HTML file, plots inside."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+
+    def inline(found: re.Match[str]) -> str:
+        svg = (folder / html.unescape(found[1])).read_text()
+        return svg[svg.index("<svg") :]
+
+    body = re.sub(r'<img src="([^"]+\.svg)"[^>]*>', inline, body)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Evaluation</title>'
+        f"<style>{STYLE}</style></head><body>{body}</body></html>\n"
+    )

@@ -1,0 +1,260 @@
+"""An evaluation: answers, speed and likelihood of every system on every benchmark, in a folder that resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from aspd_jax.configuration import config_from_dict
+from aspd_jax.errors import CheckpointError, ConfigError, RequestError
+from aspd_jax.language_model import LanguageModel, load_model
+from aspd_jax.layout import Layout
+from aspd_jax.pipeline.likelihood import CHUNK, token_losses
+from aspd_jax.store import Store
+from infer.engine import Engine
+from infer.evaluation.answers import answer_questions, append_line, read_lines, write_model_answers
+from infer.evaluation.config import EvalConfig, ModelSection
+from infer.evaluation.judge import Answers, judge
+from infer.evaluation.questions import Question
+from infer.evaluation.speed import time_questions
+
+PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy", "scipy", "math-verify")
+
+
+def run(config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path) -> None:
+    """Answer, time and score everything that is not there yet.
+
+    Args:
+        questions: of every benchmark.
+
+    Raises:
+        ConfigError: the folder holds another evaluation.
+        AspdError: what cannot work; what is done is kept.
+    """
+    _claim(config, questions, output)
+    for name, section in config.models.items():
+        todo = [(system, bench) for system in config.systems if system.model == name for bench in questions]
+        lm = load(section)
+        engine = Engine(lm, config.decoding.max_length, max_batch=config.decoding.batch)
+        for system, bench in todo:
+            records = answer_questions(
+                engine, system, questions[bench], config.decoding, answers_file(output, bench, system.name),
+                f"{system.name}: {bench}",
+            )  # fmt: skip
+            write_model_answers(records, system, output / "model_answer" / bench / f"{system.name}.jsonl")
+        if config.speed.questions:
+            engine = Engine(lm, config.decoding.max_length, max_batch=1)
+            for system, bench in todo:
+                time_questions(
+                    engine, system, questions[bench], config.decoding, config.speed,
+                    speed_file(output, bench, system.name), f"{system.name}: {bench}, speed",
+                )  # fmt: skip
+        if config.likelihood:
+            for bench in questions:
+                _likelihood(lm, engine, questions[bench], output / "likelihood" / bench / f"{name}.jsonl")
+
+
+def load(section: ModelSection) -> LanguageModel:
+    """A model under evaluation, with its chat template.
+
+    Raises:
+        CheckpointError: it has no tokenizer, or no template.
+    """
+    lm = load_model(section.path, section.dtype, weights=section.weights)
+    if lm.tokenizer is None:
+        raise CheckpointError(f"{section.path} has no tokenizer; put tokenizer.json into the folder")
+    if section.chat_template:
+        try:
+            lm.tokenizer.chat_template = Path(section.chat_template).read_text()
+        except OSError as error:
+            raise ConfigError(f"models: chat_template: {error}") from None
+    if lm.tokenizer.chat_template is None:
+        raise CheckpointError(
+            f"{section.path} has no chat template; name a Jinja file as its chat_template, such as "
+            "configs/chat/vicuna.jinja"
+        )
+    return lm
+
+
+def judge_run(config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path) -> list[str]:
+    """Judge the answers of a run; what was judged before is not asked again.
+
+    Returns:
+        What is missing, in words; the same call asks for it again.
+    """
+    missing = []
+    store = Store(output / "judge.db")
+    try:
+        for bench, asked in questions.items():
+            answers = []
+            for system in config.systems:
+                records = read_lines(answers_file(output, bench, system.name))
+                turns = {r["question_id"]: [t["text"] for t in r["turns"]] for r in records if "error" not in r}
+                answers.append(Answers(system.name, turns))
+            found = judge(config, asked, answers, store)
+            folder = output / "model_judgment" / bench
+            for name, records in (("single", found.single), ("pair", found.pairs)):
+                write_whole(
+                    folder / f"{name}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
+                )
+            if found.unanswered:
+                missing.append(f"{bench}: {found.unanswered} judgments have no reply")
+            if found.malformed:
+                missing.append(
+                    f"{bench}: {found.malformed} replies had no verdict, after {config.judge.attempts} attempts"
+                )
+    finally:
+        store.close()
+    return missing
+
+
+def answers_file(output: Path, bench: str, system: str) -> Path:
+    """Where the answers of a system are."""
+    return output / "answers" / bench / f"{system}.jsonl"
+
+
+def speed_file(output: Path, bench: str, system: str) -> Path:
+    """Where the timings of a system are."""
+    return output / "speed" / bench / f"{system}.jsonl"
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, file)
+
+
+def read_run(output: Path) -> tuple[EvalConfig, dict[str, Any]]:
+    """The configuration of a run and where it ran.
+
+    Raises:
+        ConfigError: the folder holds none.
+    """
+    file = output / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{output} holds no evaluation; make one with `aspd eval run`")
+    return config_from_dict(EvalConfig, json.loads(file.read_text()), str(file)), json.loads(
+        (output / "environment.json").read_text()
+    )
+
+
+def _claim(config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path) -> None:
+    """Write down what is evaluated, or check that it is what the folder holds."""
+    hashes = {bench: digest(asked) for bench, asked in questions.items()}
+    here = environment() | {"questions": hashes}
+    settings = json.loads(json.dumps(asdict(config)))
+    if (output / "config.json").exists():
+        there, at = read_run(output)
+        before = json.loads(json.dumps(asdict(there)))
+        different = [key for key in settings if key != "judge" and settings[key] != before[key]]
+        different += [f"the questions of {bench}" for bench in hashes if at["questions"].get(bench) != hashes[bench]]
+        if different:
+            raise ConfigError(
+                f"{output} holds an evaluation with another {', '.join(different)}; choose another folder"
+            )
+    else:
+        write_whole(output / "environment.json", json.dumps(here, indent=2) + "\n")
+    write_whole(output / "config.json", json.dumps(settings, indent=2) + "\n")
+
+
+def digest(questions: Sequence[Question]) -> str:
+    """Of everything that is asked."""
+    return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()
+
+
+def environment() -> dict[str, Any]:
+    """Versions, hardware, commit, time: what it takes to repeat a run."""
+    device = jax.devices()[0]
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "devices": f"{jax.device_count()} x {device.device_kind}",
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _commit() -> str:
+    """Of the checkout that this file is in; empty for an installed package."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip()
+
+
+def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question], file: Path) -> None:
+    """How likely the first reference of every question is, as plain text: nats per token, bits per byte."""
+    done = {record["question_id"] for record in read_lines(file)}
+    todo = [question for question in questions if question.references and question.id not in done]
+    if not todo:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as log:
+        for question in tqdm(todo, desc="likelihood of references", unit="reference"):
+            try:
+                prompt = engine.encode([{"role": "user", "content": question.turns[0]}])
+            except RequestError:
+                continue
+            answer = lm.codec.text.encode(question.references[0])
+            ids = [*prompt, *answer]
+            if not answer or len(ids) > engine.max_length:
+                continue
+            size = CHUNK
+            while size < len(ids):
+                size *= 2
+            tokens = np.zeros((1, size), np.int32)
+            tokens[0, : len(ids)] = ids
+            one = (np.arange(size) < len(ids)).astype(np.int32)[None]
+            layout = Layout(np.arange(size, dtype=np.int32)[None] * one, one, 0 * one, 0 * one)
+            losses = np.asarray(token_losses(lm.model, lm.params, tokens, layout))[0, len(prompt) : len(ids)]
+            size_bytes = len(question.references[0].encode())
+            append_line(
+                log,
+                {
+                    "question_id": question.id,
+                    "category": question.category,
+                    "nats_per_token": float(losses.mean()),
+                    "bits_per_byte": float(losses.sum() / np.log(2) / size_bytes),
+                },
+            )

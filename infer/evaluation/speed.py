@@ -1,0 +1,150 @@
+"""Speed of whole answers, one conversation at a time: adaptive mode beside serial mode on the same content.
+
+The serial run is told which tokens to take, those of the adaptive answer's plain text; everything else, sampling
+included, is computed as always. So realised speed-up compares the same content (spec, section 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from aspd_jax.errors import RequestError
+from aspd_jax.tokens import SerialIds, split
+from infer.answer import Result
+from infer.engine import Engine
+from infer.evaluation.answers import append_line, read_lines
+from infer.evaluation.config import DecodingSection, SpeedSection, System
+from infer.evaluation.questions import Question, spread
+from infer.step import Script
+
+LEAST_SCRIPT = 256  # tokens; longer ones are filled up to a power of two, so that few programs are compiled
+PHASES = ("queued", "prefill", "serial", "parallel", "first_token", "total")
+
+
+def time_questions(
+    engine: Engine,
+    system: System,
+    questions: Sequence[Question],
+    decoding: DecodingSection,
+    speed: SpeedSection,
+    file: Path,
+    title: str,
+) -> list[dict[str, Any]]:
+    """Time some questions; those that are in the file already are not repeated.
+
+    A record has `question_id`, `category`, and `turns`: of each `content_tokens`, `generated_tokens`, `passes`,
+    `critical_path`, `ideal`, and `runs`, which hold the seconds of every run by phase. In adaptive mode also
+    `serial_runs`, of serial mode on the same content.
+
+    Raises:
+        RequestError: serial mode did not follow what it was told.
+    """
+    chosen = spread(questions, speed.questions)
+    done = {record["question_id"]: record for record in read_lines(file)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    places = {question.id: place for place, question in enumerate(questions)}
+    with file.open("a") as log:
+        for question in tqdm([q for q in chosen if q.id not in done], desc=title, unit="question"):
+            params = decoding.params(question.temperature, places[question.id])
+            record = _time(engine, system, question, params, speed.repeats)
+            append_line(log, record)
+            done[question.id] = record
+    return [done[question.id] for question in chosen]
+
+
+def _time(engine: Engine, system: System, question: Question, params: Any, repeats: int) -> dict[str, Any]:
+    runs: list[list[Result]] = []
+    serial_runs: list[list[Result]] = []
+    try:
+        for _ in range(repeats + 1):  # the first ones compile
+            runs.append(list(_converse(engine, system.mode, question, params, [None] * len(question.turns))))
+            if system.mode == "adaptive":
+                content = [content_ids(engine, result) for result in runs[-1]]
+                serial_runs.append(list(_converse(engine, "serial", question, params, content)))
+    except RequestError as error:
+        return {"question_id": question.id, "category": question.category, "turns": [], "error": str(error)}
+    turns = []
+    for number in range(len(question.turns)):
+        first, *measured = [run[number] for run in runs]
+        stats = first.stats
+        turn: dict[str, Any] = {
+            "content_tokens": stats.content_tokens,
+            "generated_tokens": stats.generated_tokens,
+            "passes": stats.passes,
+            "critical_path": stats.critical_path,
+            "blocks": stats.blocks,
+            "reused_tokens": stats.reused_tokens,
+            "ideal": stats.ideal_speedup,
+            "runs": [_seconds(result) for result in measured],
+        }
+        if serial_runs:
+            first, *measured = [run[number] for run in serial_runs]
+            if first.stats.content_tokens != stats.content_tokens:
+                raise RequestError("the script was not followed; this is a mistake of the benchmark")
+            turn["serial_runs"] = [_seconds(result) for result in measured]
+        turns.append(turn)
+    return {"question_id": question.id, "category": question.category, "turns": turns}
+
+
+def _converse(
+    engine: Engine, mode: Any, question: Question, params: Any, scripts: Sequence[Sequence[int] | None]
+) -> Iterator[Result]:
+    """One conversation by itself, beginning with an empty cache.
+
+    Args:
+        scripts: tokens of every answer; None: its own.
+    """
+    engine.forget()
+    messages: list[dict[str, str]] = []
+    for text, script in zip(question.turns, scripts, strict=True):
+        messages.append({"role": "user", "content": text})
+        # An empty script costs what a full one does, so that both sides run the same program.
+        engine.scheduler.script = _script(engine, script or ())
+        told = params
+        if script is not None:
+            # An answer that was cut off had no end of text.
+            told = replace(params, max_new_tokens=max(1, len(script)), stop=())
+        try:
+            (result,) = engine.generate([messages], told, mode)
+        finally:
+            engine.scheduler.script = None
+        yield result
+        messages.append({"role": "assistant", "content": result.text})
+
+
+def content_ids(engine: Engine, result: Result) -> list[int]:
+    """Tokens of an answer's plain text, and the end of text if it had one."""
+    ids = result.token_ids
+    ended = bool(ids) and ids[-1] in engine.protocol.end
+    content: list[int] = []
+    for item in split(ids[:-1] if ended else ids, engine.protocol.special):
+        texts = [item] if isinstance(item, SerialIds) else item.texts(len(engine.protocol.separator))
+        for text in texts:
+            content.extend(int(token) for token in text.ids)
+    return content + ids[-1:] * ended
+
+
+def _script(engine: Engine, tokens: Sequence[int]) -> Script:
+    size = LEAST_SCRIPT
+    while size <= len(tokens):
+        size *= 2
+    serial = np.full((1, size), -1, np.int32)
+    serial[0, : len(tokens)] = tokens
+    return Script(jnp.asarray(serial), jnp.full((1, engine.protocol.max_branches, 1), -1, jnp.int32))
+
+
+def _seconds(result: Result) -> dict[str, float]:
+    return {phase: result.stats.seconds.get(phase, 0.0) for phase in PHASES}
+
+
+def total(runs: Sequence[dict[str, float]], phase: str = "total") -> float:
+    """Median seconds of a phase over runs."""
+    return median(run[phase] for run in runs)

@@ -1,0 +1,133 @@
+"""Question files, and what counts as a right answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aspd_jax.errors import DataError
+from infer.evaluation.config import BenchmarkSection
+from infer.evaluation.questions import Question, gold, read_questions, spread
+from infer.evaluation.scoring import chosen_letter, correct, same_value
+from tests.conftest import SHARED
+
+
+def written(folder: Path, *records: Any) -> str:
+    file = folder / "questions.jsonl"
+    file.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return str(file)
+
+
+def test_fastchat_files(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        {"question_id": 81, "category": "writing", "turns": ["One?", "Two?"], "required_temperature": 0.7},
+        {"question_id": 101, "category": "math", "turns": ["Three?"], "reference": ["3"]},
+    )
+    references = tmp_path / "references.jsonl"
+    references.write_text(json.dumps({"question_id": 81, "choices": [{"turns": ["a", "b"]}]}) + "\n")
+    first, second = read_questions(BenchmarkSection(file=file, references=str(references)))
+    assert first == Question(81, "writing", ("One?", "Two?"), ("a", "b"), "chat", (), 0.7)
+    assert second.references == ("3",) and correct(second, "3") is None
+
+
+def test_documents_stand_before_the_question(tmp_path: Path) -> None:
+    file = written(tmp_path, {"question": "Who?", "documents": ["Ada wrote.", {"text": "Bob read."}]})
+    (question,) = read_questions(BenchmarkSection(file=file))
+    assert question.turns == ("Document 1:\nAda wrote.\n\nDocument 2:\nBob read.\n\nWho?",) and question.id == 1
+
+
+def test_maths_and_choice(tmp_path: Path) -> None:
+    file = written(
+        tmp_path, {"question": "Sum?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}, {"problem": "x?", "answer": "1/2"}
+    )
+    first, second = read_questions(BenchmarkSection(file=file, kind="maths"))
+    assert first.references == ("4",) and "boxed" in first.turns[0]
+    assert correct(first, "That makes \\boxed{4}.") is True and correct(first, "It is 5.") is False
+    assert correct(second, "So x is $0.5$.") is True
+    file = written(tmp_path, {"question": "Best?", "choices": ["pen", "cup"], "answer": "cup", "subject": "things"})
+    (choice,) = read_questions(BenchmarkSection(file=file, kind="choice"))
+    assert "A. pen\nB. cup" in choice.turns[0] and choice.references == ("B",) and choice.category == "things"
+    assert correct(choice, "A is nice. Answer: B") is True and correct(choice, "Answer: A") is False
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "same"),
+    [
+        ("72", "He has 72 clips in all.", True),
+        ("72", "He has 71 clips in all.", False),
+        ("1,000", "The total is $1000.", True),
+        ("\\frac{3}{4}", "so the answer is \\boxed{0.75}", True),
+        ("2", "I do not know.", False),
+    ],
+)
+def test_final_answers(reference: str, answer: str, same: bool) -> None:
+    assert same_value(reference, answer) is same
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [
+        ("The answer is (B).", "B"),
+        ("**Answer:** C", "C"),
+        ("A. is wrong, so\nB", "B"),
+        ("\\boxed{D}", "D"),
+        ("A good question.", None),
+        ("Answer: E", None),
+    ],
+)
+def test_letters(answer: str, letter: str | None) -> None:
+    assert chosen_letter(answer, ("A", "B", "C", "D")) == letter
+
+
+def test_gold() -> None:
+    assert gold("so 5\n#### 1,234 ") == "1,234" and gold(" 7 ") == "7"
+
+
+def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
+    file = written(
+        tmp_path, {"turns": ["ok"]}, "{broken", {"turns": []}, [1], {"id": 5, "prompt": "a"}, {"id": 5, "prompt": "b"}
+    )
+    with pytest.raises(DataError) as error:
+        read_questions(BenchmarkSection(file=file))
+    for said in (
+        "line 2: not JSON",
+        'line 3: "turns" must be',
+        "line 4: not a JSON object",
+        "line 6: question 5 occurs twice",
+    ):
+        assert said in str(error.value)
+    with pytest.raises(DataError, match='line 1: "choices" must be'):
+        read_questions(BenchmarkSection(file=written(tmp_path, {"prompt": "a", "answer": "A"}), kind="choice"))
+    with pytest.raises(DataError, match='line 1: "answer" is missing'):
+        read_questions(BenchmarkSection(file=written(tmp_path, {"prompt": "a"}), kind="maths"))
+    with pytest.raises(DataError, match="No such file"):
+        read_questions(BenchmarkSection(file=str(tmp_path / "none.jsonl")))
+
+
+def test_a_limit_takes_from_all_categories() -> None:
+    every = [Question(n, "abc"[n % 3 if n < 6 else 0], ("?",)) for n in range(20)]
+    assert [q.id for q in spread(every, 4)] == [0, 1, 2, 3]
+    assert [q.id for q in spread(every, 8)] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert len(spread(every, 0)) == 20 and len(spread(every, 99)) == 20
+
+
+def test_real_files() -> None:
+    folder = SHARED / "data"
+    if not folder.exists():
+        pytest.skip("no shared/ beside the project")
+    vicuna = folder / "vicuna_bench"
+    section = BenchmarkSection(file=str(vicuna / "question.jsonl"), references=str(vicuna / "reference_gpt-4.jsonl"))
+    questions = read_questions(section)
+    assert len(questions) == 80 and sum(bool(q.references) for q in questions) == 10
+    mt = folder / "mt_bench"
+    both = read_questions(
+        BenchmarkSection(file=str(mt / "question.jsonl"), references=str(mt / "reference_gpt-4.jsonl"))
+    )
+    assert len(both) == 80 and all(len(q.turns) == 2 for q in both)
+    gsm8k = read_questions(BenchmarkSection(file=str(folder / "gsm8k" / "train.jsonl"), kind="maths", limit=200))
+    assert all(correct(q, f"The answer is {q.references[0]}.") for q in gsm8k)
+    assert not any(correct(q, "The answer is -1.5.") for q in gsm8k)
