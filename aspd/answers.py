@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, model_options, positive, sampling_options
+from aspd.options import command, mesh_of, model_options, positive, sampling_options
 from aspd_jax.errors import RequestError
 
 
@@ -73,7 +73,7 @@ def run_generate(options: argparse.Namespace) -> None:
         raise RequestError("--input and --output go together")
     positive(options, "batch")
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
-    lm = load_model(options.model, options.dtype, _mesh(options.mesh), options.weights)
+    lm = load_model(options.model, options.dtype, mesh_of(options.mesh), options.weights)
     rows = options.batch if options.input else 1
     engine = Engine(
         lm,
@@ -111,21 +111,6 @@ def run_generate(options: argparse.Namespace) -> None:
         "stats": stats,
     }
     print(json.dumps(output, ensure_ascii=False))
-
-
-def _mesh(text: str | None) -> Any:
-    """A mesh from its axes, such as `data=2,tensor=4`."""
-    if text is None:
-        return None
-    from aspd_jax.sharding import make_mesh
-
-    shape = {}
-    for part in text.split(","):
-        axis, found, size = part.partition("=")
-        if not found or not size.isdigit() or int(size) < 1:
-            raise RequestError(f"--mesh takes axes and numbers of devices, such as data=2,tensor=4, got {text!r}")
-        shape[axis] = int(size)
-    return make_mesh(shape)
 
 
 def _read_messages(name: str) -> list[dict[str, str]]:

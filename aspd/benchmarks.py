@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,21 @@ def add(commands: Any) -> None:
         "--draft-tokens", type=int, default=0, help="also time answers with guesses; all answers then copy the prompt"
     )
     decode.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (.svg, .png, .pdf)")
+
+    served = kinds.add_parser("serve", help="a server under load, in serial and in adaptive mode")
+    served.set_defaults(run=run_bench_serve)
+    served.add_argument(
+        "--url", help="of a server, such as http://127.0.0.1:8000/v1; default: one of --model is started"
+    )
+    served.add_argument("--model", default="demo", metavar="DIR|demo", help="checkpoint folder, or the name at --url")
+    served.add_argument("--batch", type=int, default=8, help="rows of the server that is started")
+    served.add_argument("--questions", type=Path, metavar="FILE", help="FastChat's JSONL; default: the synthetic tasks")
+    served.add_argument("--rates", type=float, nargs="+", default=[1, 4, 16], help="requests per second")
+    served.add_argument("--seconds", type=float, default=20.0, help="during which requests arrive, for each rate")
+    served.add_argument("--target", type=float, default=1.0, help="seconds to the last token that are in time")
+    served.add_argument("--max-new-tokens", type=int, default=400)
+    served.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    served.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (.svg, .png, .pdf)")
 
     steps = kinds.add_parser("train", help="training steps, beside plain causal attention")
     steps.set_defaults(run=run_bench_train)
@@ -133,3 +150,79 @@ def run_bench_train(options: argparse.Namespace) -> None:
     if options.json is not None:
         record = {"shape": options.shape, "dtype": options.dtype, "rows": options.rows, "length": options.length}
         options.json.write_text(json.dumps(record | {"where": machine, "steps": [vars(r) for r in results]}, indent=1))
+
+
+def run_bench_serve(options: argparse.Namespace) -> None:
+    """`aspd bench serve`."""
+    import asyncio
+    import os
+    from contextlib import nullcontext
+
+    from infer.evaluation.config import BenchmarkSection
+    from infer.evaluation.questions import read_questions
+    from infer.load import load, load_table, to_json
+    from infer.request import Mode
+    from train.tasks import problem
+
+    if min(options.rates) <= 0 or options.seconds <= 0:
+        raise RequestError("--rates and --seconds must be more than 0")
+    if options.questions is None:
+        kinds = [(family, kind) for family in ("machines", "orders", "records") for kind in ("parallel", "conclusion")]
+        questions = [problem(n, True, *kinds[n % len(kinds)]).question for n in range(48)]
+    else:
+        questions = [question.turns[0] for question in read_questions(BenchmarkSection(file=str(options.questions)))]
+    modes: tuple[Mode, ...] = ("serial", "adaptive")
+    found = []
+    with _server(options) if options.url is None else nullcontext(options.url) as url:
+        key = os.environ.get("ASPD_API_KEY", "")
+        for rate in options.rates:
+            for mode in modes:
+                for seconds in (2.0, options.seconds):  # the first ones compile what is not compiled yet
+                    of = asyncio.run(
+                        load(
+                            url, key, options.model, questions, mode, rate, seconds, options.target,
+                            options.max_new_tokens,
+                        )
+                    )  # fmt: skip
+                found.append(of)
+                print(f"{rate:g} requests/s, {mode}: median {1000 * of.last[0]:.0f} ms to the last token", flush=True)
+    print(f"\n{options.model}; {where()}; open loop, Poisson, {options.seconds:g} s each\n")
+    print(load_table(found, options.target))
+    if options.json:
+        options.json.write_text(json.dumps(to_json(found), indent=1) + "\n")
+    if options.plot:
+        from infer.plots import plot_load
+
+        plot_load(found, options.target, f"{options.model}; {where()}", options.plot)
+
+
+@contextmanager
+def _server(options: argparse.Namespace) -> Iterator[str]:
+    """A server of its own process, so that it and the load do not wait for each other; gives its address."""
+    import re
+    import subprocess
+    import sys
+    import time
+    from urllib.error import URLError
+    from urllib.request import urlopen
+
+    command = [sys.executable, "-m", "aspd", "serve", "--model", options.model, "--name", options.model, "--port", "0"]
+    command += ["--batch", str(options.batch), "--max-waiting", "4096", "--max-new-tokens", str(options.max_new_tokens)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = re.search(r"http://\S+:\d+", process.stdout.readline())
+            if address is None:
+                raise RequestError("the server did not start; see above")
+            print("warming up", flush=True)
+            while process.poll() is None:
+                try:
+                    with urlopen(f"{address[0]}/health", timeout=5):
+                        break
+                except (URLError, OSError):
+                    time.sleep(0.5)
+            else:
+                raise RequestError("the server ended; see above")
+            yield f"{address[0]}/v1"
+        finally:
+            process.terminate()

@@ -73,3 +73,18 @@ def where() -> str:
     import jax
 
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
+
+
+def mesh_of(text: str | None) -> Any:
+    """A mesh from its axes, such as `data=2,tensor=4`."""
+    if text is None:
+        return None
+    from aspd_jax.sharding import make_mesh
+
+    shape = {}
+    for part in text.split(","):
+        axis, found, size = part.partition("=")
+        if not found or not size.isdigit() or int(size) < 1:
+            raise RequestError(f"--mesh takes axes and numbers of devices, such as data=2,tensor=4, got {text!r}")
+        shape[axis] = int(size)
+    return make_mesh(shape)

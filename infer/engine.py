@@ -193,7 +193,15 @@ class Engine:
         """
         if steps < 1:
             raise RequestError(f"steps must be at least 1, got {steps}")
-        return self.scheduler.submit(self._jobs([prompt], params, mode)[0], steps)
+        return self.scheduler.submit(self.check(prompt, params, mode), steps)
+
+    def check(self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive") -> Job:
+        """A request that `scheduler.submit` takes; from any thread.
+
+        Raises:
+            RequestError: which limit it breaks.
+        """
+        return self._job(prompt, params or SamplingParams(), mode)
 
     def pump(self, steps: int = NO_LIMIT) -> bool:
         """Do a chunk of what was submitted; false if there is nothing to do. Handles that are waited for do it too."""

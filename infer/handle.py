@@ -67,6 +67,13 @@ class Handle:
 
     __iter__ = events
 
+    def poll(self) -> list[Event]:
+        """What happened since the last call; for owners that keep the engine going themselves. Ask once beforehand."""
+        self.wanted = True
+        news = list(self._events)
+        self._events.clear()
+        return news
+
     def wait(self) -> Result:
         """The answer, when it has ended."""
         while self.result is None:

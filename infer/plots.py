@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from infer.benchmark import AnswerTime, PassTime
+from infer.load import Load
 from infer.timeline import Span
 
 BLUE = "#4c78a8"
@@ -109,4 +110,29 @@ def plot_timeline(spans: Sequence[Span], title: str, file: Path) -> None:
     axes.set(title=title, xlabel="passes", xlim=(0, 1.02 * max(serial, spans[-1].end)))
     axes.invert_yaxis()
     axes.set_yticks(range(lanes + 1), ["serial", *(f"branch {lane}" for lane in range(1, lanes + 1))], fontsize=7)
+    figure.savefig(file)
+
+
+def plot_load(found: Sequence[Load], target: float, title: str, file: Path) -> None:
+    """Time to the last token (median and 95th percentile) and goodput by rate, a line for each mode."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    times, goodput = figure.subplots(1, 2)
+    for mode in dict.fromkeys(of.mode for of in found):
+        some = [of for of in found if of.mode == mode]
+        rates = [of.rate for of in some]
+        (line,) = times.plot(rates, [1000 * of.last[0] for of in some], marker="o", label=f"{mode}, median")
+        times.plot(
+            rates,
+            [1000 * of.last[1] for of in some],
+            marker=".",
+            linestyle=":",
+            color=line.get_color(),
+            label=f"{mode}, p95",
+        )
+        goodput.plot(rates, [of.goodput for of in some], marker="o", label=mode)
+    times.set(xlabel="requests per second", ylabel="ms to last token", yscale="log")
+    goodput.set(xlabel="requests per second", ylabel=f"answers within {target:g} s, per second", ylim=(0, None))
+    for axes in (times, goodput):
+        axes.legend(fontsize=8)
     figure.savefig(file)

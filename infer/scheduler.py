@@ -65,6 +65,7 @@ class Scheduler:
     Attributes:
         cost: of a pass, once it has been measured; `slo` needs it.
         script: tokens to take in place of sampled ones, for benchmarks and tests.
+        alone: the only request that is admitted; None: all are.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Scheduler:
         self._policy, self._reuse, self._ended, self._reader = policy, reuse, ended, reader
         self.cost: StepCost | None = None
         self.script: Script | None = None
+        self.alone: Handle | None = None
         self.codec = None if lm.tokenizer is None else lm.codec
         self.head = len(protocol.separator)
         self._rows = [_Row() for _ in range(rows)]
@@ -101,6 +103,13 @@ class Scheduler:
         handle = Handle(self, job, steps)
         self._waiting.append(handle)
         return handle
+
+    def retry(self, handle: Handle) -> None:
+        """Queue a request that was under way when the engine failed, before all others. Its answer will be the same, so
+        its events go on where they were.
+        """
+        handle.failed, handle.row, handle.passes = False, None, np.zeros(2, np.int64)
+        self._waiting.appendleft(handle)
 
     def cancel(self, handle: Handle) -> None:
         """Give a request up, and its row free."""
@@ -182,6 +191,8 @@ class Scheduler:
         state = self._state_now()
         while free and self._waiting:
             handle = self._waiting[0]
+            if self.alone not in (None, handle):
+                break
             job = handle.job
             # A prompt is laid out without blocks where tags are text.
             whole = self._lm.config.positions != "predict" and self._reader is None

@@ -175,13 +175,14 @@ def test_ablation_trains_every_variant_once(capsys: Any, tmp_path: Path) -> None
     code, out, _ = run(capsys, *arguments)
     assert code == 0 and "| ori | 1 |" in out and "| seq | 2 |" in out and "| max-shared | 2 |" in out
     assert "| 3.70 | 86.96 |" in out and "(never forks)" in out
-    assert (grid / "ablation.md").read_text() == out
+    table = (grid / "ablation.md").read_text()
+    assert out.endswith(table)
     settings = json.loads((grid / "max-shared-1" / "model" / "config.json").read_text())
     assert settings["aspd"] == {"positions": "max", "siblings": "shared"}
     assert json.loads((grid / "seq-1" / "config.json").read_text())["data"]["structured"] is False
     for folder in grid.glob("*-[01]/model"):
         (folder / "config.json").unlink()  # nothing is done again
-    assert run(capsys, *arguments)[1] == out
+    assert run(capsys, *arguments)[1] == table
 
 
 def test_real_checkpoint_from_the_command_line(capsys: Any) -> None:

@@ -42,7 +42,7 @@ def demo() -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def demo_engine(demo: LanguageModel) -> Engine:
-    return Engine(demo, max_length=1024, max_batch=4)
+    return Engine(demo, max_length=1024, max_batch=1)  # one row, so that tests share programs
 
 
 def two_turns() -> list[Question]:
@@ -60,8 +60,10 @@ def two_turns() -> list[Question]:
 
 
 def test_second_turns_go_on_the_cache_of_the_first(demo_engine: Engine, tmp_path: Path) -> None:
+    """Also where there are more conversations than rows."""
     demo_engine.forget()
-    records = answer_questions(demo_engine, ADAPTIVE, two_turns(), DECODING, tmp_path / "a.jsonl", "")
+    questions = two_turns()[:3]
+    records = answer_questions(demo_engine, ADAPTIVE, questions, DECODING, tmp_path / "a.jsonl", "")
     for record in records:
         first, second = record["turns"]
         # Everything but the tokens that were pending when the first answer ended.
@@ -69,7 +71,7 @@ def test_second_turns_go_on_the_cache_of_the_first(demo_engine: Engine, tmp_path
             second["stats"]["reused_tokens"] >= first["stats"]["prompt_tokens"] + first["stats"]["generated_tokens"] - 4
         )
     alone = Engine(demo_engine.lm, max_length=1024, max_batch=1, reuse=False)
-    again = answer_questions(alone, ADAPTIVE, two_turns(), DECODING, tmp_path / "b.jsonl", "")
+    again = answer_questions(alone, ADAPTIVE, questions, DECODING, tmp_path / "b.jsonl", "")
     texts = [[[turn["text"] for turn in r["turns"]] for r in some] for some in (records, again)]
     assert texts[0] == texts[1]
     assert all(turn["stats"]["reused_tokens"] == 0 for r in again for turn in r["turns"])
@@ -96,8 +98,8 @@ def test_questions_that_cannot_be_asked_hold_an_error(demo_engine: Engine, tmp_p
     assert other["correct"] is True
 
 
-def test_speed_compares_the_same_content(demo: LanguageModel, tmp_path: Path) -> None:
-    engine = Engine(demo, max_length=1024, max_batch=1)
+def test_speed_compares_the_same_content(demo_engine: Engine, tmp_path: Path) -> None:
+    engine = demo_engine
     questions = [question for question in synthetic_questions(4) if question.forks][:1]
     (record,) = time_questions(
         engine, ADAPTIVE, questions, DECODING, SpeedSection(questions=1, repeats=2), tmp_path / "speed.jsonl", ""
@@ -110,10 +112,10 @@ def test_speed_compares_the_same_content(demo: LanguageModel, tmp_path: Path) ->
     assert engine.scheduler.script is None
 
 
-def test_the_serial_run_says_what_the_adaptive_answer_said(demo: LanguageModel) -> None:
+def test_the_serial_run_says_what_the_adaptive_answer_said(demo_engine: Engine) -> None:
     from infer.evaluation.speed import _converse
 
-    engine = Engine(demo, max_length=1024, max_batch=1)
+    engine = demo_engine
     question = next(question for question in two_turns() if question.forks)
     params = SamplingParams(max_new_tokens=400, seed=0)
     adaptive = list(_converse(engine, "adaptive", question, params, [None, None]))
@@ -230,7 +232,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     config.write_text(
         "models: {ours: {path: demo}, plain: {path: demo-seq, role: seq}}\n"
         f"benchmarks: {{mt-small: {{file: {questions}}}, tasks: {{kind: synthetic, limit: 3}}}}\n"
-        "decoding: {max_length: 1024, max_new_tokens: 300, batch: 2}\n"
+        "decoding: {max_length: 1024, max_new_tokens: 300, batch: 1}\n"
         "speed: {questions: 2, repeats: 2}\njudge: {pairs: [ours/plain]}\n"
     )
     assert aspd.main(["eval", "run", str(config), "--output", str(folder / "run")]) == 0

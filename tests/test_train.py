@@ -12,10 +12,13 @@ import pytest
 
 import train.loss
 from aspd_jax import LanguageModel
-from aspd_jax.configuration import config_from_dict
+from aspd_jax.configuration import config_from_dict, read_config
 from aspd_jax.errors import ConfigError
+from aspd_jax.pipeline.config import DataConfig
 from aspd_jax.structure import Parallel, plain_text
+from infer.evaluation.config import EvalConfig
 from tests.conftest import ROOT
+from train.ablation import AblationConfig
 from train.batches import example, first_fit, pack, synthetic_batch
 from train.config import DataSection, ModelSection, TrainConfig, load_config
 from train.loss import next_token_loss
@@ -184,11 +187,18 @@ def test_targets_belong_to_their_parts(small_lm: LanguageModel) -> None:
     assert batch.part[0, : len(expected)].tolist() == expected and set(expected) == {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    "file", sorted({*(ROOT / "configs").glob("*.yaml")} - {ROOT / "configs" / "data.yaml"}), ids=lambda file: file.stem
-)
+CONFIGS: dict[str, type] = {
+    "data": DataConfig,
+    "ablation": AblationConfig,
+    "eval_7b": EvalConfig,
+    "eval_embedded": EvalConfig,
+}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
 def test_shipped_configs_load(file: Path) -> None:
-    assert isinstance(load_config(file), TrainConfig)
+    kind = CONFIGS.get(file.stem, TrainConfig)
+    assert isinstance(read_config(kind, file), kind)
 
 
 @pytest.mark.parametrize(

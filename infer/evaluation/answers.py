@@ -44,7 +44,8 @@ def answer_questions(
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as log, tqdm(total=len(questions), initial=len(questions) - len(waiting), desc=title) as bar:
         while waiting or running:
-            while waiting and len(running) < 2 * engine.max_batch:
+            # No more than there are rows: a first turn would take the row that a second turn goes on in.
+            while waiting and len(running) < engine.max_batch:
                 place, question = waiting.pop()
                 running.append(_Conversation(engine, system.mode, question, decoding, place))
             engine.pump(STEPS)

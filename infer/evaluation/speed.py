@@ -17,12 +17,12 @@ import numpy as np
 from tqdm import tqdm
 
 from aspd_jax.errors import RequestError
-from aspd_jax.tokens import SerialIds, split
 from infer.answer import Result
 from infer.engine import Engine
 from infer.evaluation.answers import append_line, read_lines
 from infer.evaluation.config import DecodingSection, SpeedSection, System
 from infer.evaluation.questions import Question, spread
+from infer.logprobs import content_places
 from infer.step import Script
 
 LEAST_SCRIPT = 256  # tokens; longer ones are filled up to a power of two, so that few programs are compiled
@@ -123,13 +123,8 @@ def _converse(
 def content_ids(engine: Engine, result: Result) -> list[int]:
     """Tokens of an answer's plain text, and the end of text if it had one."""
     ids = result.token_ids
-    ended = bool(ids) and ids[-1] in engine.protocol.end
-    content: list[int] = []
-    for item in split(ids[:-1] if ended else ids, engine.protocol.special):
-        texts = [item] if isinstance(item, SerialIds) else item.texts(len(engine.protocol.separator))
-        for text in texts:
-            content.extend(int(token) for token in text.ids)
-    return content + ids[-1:] * ended
+    content = [ids[place] for place in content_places(engine.protocol, ids)]
+    return content + ids[-1:] * (bool(ids) and ids[-1] in engine.protocol.end)
 
 
 def _script(engine: Engine, tokens: Sequence[int]) -> Script:

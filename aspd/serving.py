@@ -1,0 +1,96 @@
+"""`aspd serve`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from aspd.options import command, mesh_of, model_options
+from aspd_jax.errors import RequestError
+
+
+def add(commands: Any) -> None:
+    """Add these commands."""
+    serve = command(
+        commands, "serve", run_serve, "Serve a model to clients of OpenAI's interface, with a page to try it on."
+    )
+    model_options(serve)
+    serve.add_argument("--mesh", metavar="AXES", help="spread the model over devices, such as data=2,tensor=4")
+    serve.add_argument("--weights", choices=("float", "int8"), default="float", help="int8: kernels of the layers")
+    serve.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja, for a tokenizer that has none")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a key")
+    serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    serve.add_argument("--name", default="", help="of the model; default: the folder's name")
+    serve.add_argument("--batch", type=int, default=8, help="requests that are decoded together")
+    serve.add_argument(
+        "--branch-policy", default="all", help="which branches of a loaded batch wait: all, cap:N or slo:MS"
+    )
+    serve.add_argument("--draft-tokens", type=int, default=0, help="guesses per stretch and pass")
+    serve.add_argument("--key-file", type=Path, metavar="FILE", help="API keys, one a line; also: ASPD_API_KEY")
+    serve.add_argument("--insecure", action="store_true", help="listen on other addresses than loopback without a key")
+    serve.add_argument("--max-waiting", type=int, default=64, help="requests that may wait; further ones get 429")
+    serve.add_argument("--max-new-tokens", type=int, default=1024, help="of an answer; requests may ask for fewer")
+    serve.add_argument("--max-body", type=int, default=1 << 20, help="bytes of a request")
+    serve.add_argument("--max-choices", type=int, default=8, help="answers to one request (n)")
+    serve.add_argument("--timeout", type=float, default=300.0, help="seconds from request to last token")
+    serve.add_argument("--chunk", type=float, default=0.03, help="seconds between two looks at growing answers")
+    serve.add_argument("--drain", type=float, default=30.0, help="seconds for requests under way when told to stop")
+    serve.add_argument("--no-warm-up", action="store_true", help="compile when programs are needed, not before")
+
+
+def run_serve(options: argparse.Namespace) -> None:
+    """`aspd serve`."""
+    from aspd_jax.language_model import load_model, model_folder
+    from infer.engine import Engine
+    from infer.server.config import ServerConfig
+    from infer.server.serve import serve
+
+    keys = _keys(options.key_file)
+    local = options.host in ("127.0.0.1", "::1", "localhost")
+    if not (local or keys or options.insecure):
+        raise RequestError(
+            f"--host {options.host} is open to others; name a --key-file, set ASPD_API_KEY, or say --insecure"
+        )
+    config = ServerConfig(
+        host=options.host,
+        port=options.port,
+        name=options.name
+        or (options.model if options.model in ("demo", "demo-seq") else model_folder(options.model).name),
+        keys=keys,
+        max_waiting=options.max_waiting,
+        max_body=options.max_body,
+        max_choices=options.max_choices,
+        max_new_tokens=options.max_new_tokens,
+        timeout=options.timeout,
+        chunk=options.chunk,
+        drain=options.drain,
+        warm_up=not options.no_warm_up,
+    )
+    lm = load_model(options.model, options.dtype, mesh_of(options.mesh), options.weights)
+    if lm.tokenizer is None:
+        raise RequestError(f"{options.model} has no tokenizer; put tokenizer.json into the folder")
+    if options.chat_template is not None:
+        try:
+            lm.tokenizer.chat_template = options.chat_template.read_text()
+        except OSError as error:
+            raise RequestError(f"--chat-template: {error}") from None
+    engine = Engine(
+        lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,
+        draft_tokens=options.draft_tokens,
+    )  # fmt: skip
+    serve(engine, config)
+
+
+def _keys(file: Path | None) -> tuple[str, ...]:
+    """API keys of a file and of the environment."""
+    keys = [os.environ.get("ASPD_API_KEY", "")]
+    if file is not None:
+        try:
+            keys += file.read_text().split()
+        except OSError as error:
+            raise RequestError(f"--key-file: {error}") from None
+        if not any(keys):
+            raise RequestError(f"--key-file: {file} holds no key")
+    return tuple(key for key in keys if key)

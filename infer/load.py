@@ -1,0 +1,163 @@
+"""Load on a server: requests that arrive at random at a given rate, whether or not earlier ones have been answered."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+import openai
+
+from infer.request import Mode
+
+QUANTILES = (50, 95, 99)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What became of the requests of one rate and mode; seconds.
+
+    Attributes:
+        rate: requests that arrive per second, mean.
+        sent, answered, refused, failed: requests; refused: 429.
+        first, last: request to first and to last token: median, 95th and 99th percentile of those answered.
+        in_time: answers within the target.
+        goodput: answers within the target per second.
+        content_rate: tokens of plain text per second.
+        seconds: from the first request to the last answer.
+    """
+
+    mode: str
+    rate: float
+    sent: int
+    answered: int
+    refused: int
+    failed: int
+    first: tuple[float, ...]
+    last: tuple[float, ...]
+    in_time: int
+    goodput: float
+    content_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Answer:
+    outcome: str
+    first: float = 0.0
+    last: float = 0.0
+    content: int = 0
+
+
+async def load(
+    url: str,
+    key: str,
+    model: str,
+    questions: Sequence[str],
+    mode: Mode,
+    rate: float,
+    seconds: float,
+    target: float,
+    max_tokens: int,
+    seed: int = 0,
+) -> Load:
+    """Send requests for so many seconds, and wait for all answers.
+
+    Args:
+        questions: taken in turn.
+        target: seconds to the last token that count as in time.
+    """
+    random = Random(seed)
+    client = openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, timeout=600)
+    begun = time.perf_counter()
+    tasks: list[asyncio.Task[_Answer]] = []
+    due = 0.0
+    while (due := due + random.expovariate(rate)) < seconds or not tasks:
+        await asyncio.sleep(max(0.0, begun + due - time.perf_counter()))
+        question = questions[len(tasks) % len(questions)]
+        tasks.append(asyncio.create_task(_ask(client, model, question, mode, max_tokens, begun + due)))
+    answers = await asyncio.gather(*tasks)
+    whole = time.perf_counter() - begun
+    await client.close()
+    good = [answer for answer in answers if answer.outcome == "answered"]
+    in_time = sum(answer.last <= target for answer in good)
+    return Load(
+        mode=mode,
+        rate=rate,
+        sent=len(answers),
+        answered=len(good),
+        refused=sum(answer.outcome == "refused" for answer in answers),
+        failed=sum(answer.outcome == "failed" for answer in answers),
+        first=_quantiles([answer.first for answer in good]),
+        last=_quantiles([answer.last for answer in good]),
+        in_time=in_time,
+        goodput=in_time / whole,
+        content_rate=sum(answer.content for answer in good) / whole,
+        seconds=whole,
+    )
+
+
+async def _ask(
+    client: openai.AsyncOpenAI, model: str, question: str, mode: Mode, max_tokens: int, due: float
+) -> _Answer:
+    """One request; times count from when it was due, so that a client that lags hides nothing."""
+    first = last = 0.0
+    content = 0
+    extra: dict[str, Any] = {"aspd": {"mode": mode, "statistics": True}}
+    try:
+        stream = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": question}], temperature=0, max_tokens=max_tokens,
+            stream=True, extra_body=extra,
+        )  # fmt: skip
+        async for chunk in stream:
+            now = time.perf_counter() - due
+            if chunk.choices and chunk.choices[0].delta.content:
+                first = first or now
+            statistics = (chunk.model_extra or {}).get("aspd")
+            if statistics:
+                content, last = statistics["statistics"]["content_tokens"], now
+    except openai.RateLimitError:
+        return _Answer("refused")
+    except openai.OpenAIError:
+        return _Answer("failed")
+    return _Answer("answered", first or last, last, content)
+
+
+def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(float(np.percentile(values, q)) if values else float("nan") for q in QUANTILES)
+
+
+def load_table(found: Sequence[Load], target: float) -> str:
+    """Markdown: every rate in serial mode, the baseline, beside adaptive mode."""
+    lines = [
+        f"| requests/s | mode | answered of sent | refused | first token, ms: p50 / p95 / p99 | last token, ms | "
+        f"within {target:g} s, per second | content tokens/s | last token, p50, serial by adaptive |",
+        "|---" * 9 + "|",
+    ]
+    serial = {of.rate: of for of in found if of.mode == "serial"}
+    for of in found:
+        first, last = (" / ".join(f"{1000 * value:.0f}" for value in part) for part in (of.first, of.last))
+        base = serial.get(of.rate)
+        gain = f"{base.last[0] / of.last[0]:.2f}x" if base and of.mode == "adaptive" and of.last[0] else ""
+        cells = [
+            f"{of.rate:g}",
+            of.mode,
+            f"{of.answered} of {of.sent}",
+            str(of.refused),
+            first,
+            last,
+            f"{of.goodput:.2f}",
+            f"{of.content_rate:.0f}",
+            gain,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def to_json(found: Sequence[Load]) -> list[dict[str, Any]]:
+    """Plain values."""
+    return [asdict(of) for of in found]

@@ -1,0 +1,446 @@
+"""The HTTP side: OpenAI's interface, health, metrics and the page."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from aspd_jax.errors import RequestError
+from aspd_jax.structure import to_json
+from infer.answer import Result
+from infer.engine import Engine
+from infer.logprobs import TokenLogprob, token_logprobs
+from infer.server.config import ServerConfig
+from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
+from infer.server.driver import Broken, Busy, Driver, Ticket
+from infer.server.messages import ChatRequest, Common, CompletionRequest, error_body
+from infer.server.metrics import Metrics
+
+log = logging.getLogger("aspd.server")
+OPEN = ("/", "/health", "/live")  # paths that need no key
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+DISCONNECT_SECONDS = 0.1  # between two looks at whether a client that waits for a whole answer is still there
+
+
+class Refused(Exception):
+    """An error for the client, in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, kind: str, code: str | None = None, **headers: str) -> None:
+        super().__init__(message)
+        self.status, self.body, self.headers = status, error_body(message, kind, code), headers
+
+
+def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
+    """An application around an engine, which it drives from its start to its end."""
+    metrics = Metrics()
+    driver = Driver(engine, config, metrics.chunk)
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        driver.start()
+        yield
+        await asyncio.to_thread(driver.stop)
+
+    app = FastAPI(title="aspd", docs_url=None, redoc_url=None, lifespan=life)
+    app.state.driver = driver
+    server = _Server(engine, config, driver, metrics)
+    app.add_middleware(_Guard, server=server)
+    app.add_exception_handler(Refused, server.refused)
+    app.add_exception_handler(RequestValidationError, server.invalid)
+    app.add_exception_handler(HTTPException, server.http_error)
+    app.add_exception_handler(Exception, server.failed)
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"description": what}
+        for status, what in (
+            (400, "invalid"), (401, "no valid key"), (404, "unknown model"), (413, "too long"), (422, "invalid"),
+            (429, "busy"), (500, "failed"), (503, "not ready"), (504, "timed out"),
+        )
+    }  # fmt: skip
+    app.post("/v1/chat/completions", responses=errors, response_model=None)(server.chat)
+    app.post("/v1/completions", responses=errors, response_model=None)(server.complete)
+    app.get("/v1/models")(server.models)
+    app.get("/v1/models/{name}", responses={404: {"description": "unknown model"}}, response_model=None)(server.model)
+    app.get("/health", responses={503: {"description": "not ready"}}, response_model=None)(server.health)
+    app.get("/live", responses={503: {"description": "dead"}}, response_model=None)(server.live)
+    app.get("/metrics", response_class=PlainTextResponse)(server.metrics)
+    app.get("/", response_class=HTMLResponse)(server.page)
+    return app
+
+
+class _Guard:
+    """Looks at every request before its body is read, and counts what comes out."""
+
+    def __init__(self, app: Any, server: _Server) -> None:
+        self._app, self._server = app, server
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counting(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                self._server.count(scope["path"], message["status"])
+            await send(message)
+
+        refusal = self._server.check(Request(scope))
+        await (refusal or self._app)(scope, receive, counting)
+
+
+class _Server:
+    def __init__(self, engine: Engine, config: ServerConfig, driver: Driver, metrics: Metrics) -> None:
+        self._engine, self._config, self._driver, self._metrics = engine, config, driver, metrics
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in config.keys]
+        self._started = int(time.time())
+        self._page = (files(__package__) / "page.html").read_text()
+
+    # What every request goes through.
+
+    def check(self, request: Request) -> Response | None:
+        """Why a request is refused before it is read; None: it is not."""
+        if self._keys and request.url.path not in OPEN:
+            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            digest = hashlib.sha256(given).digest()
+            # All are compared, so that the time tells nothing about which came near.
+            if not max([hmac.compare_digest(digest, key) for key in self._keys]):
+                return self._error(401, "a valid API key is needed", "authentication_error", "invalid_api_key")
+        if request.method == "POST":
+            length = request.headers.get("content-length", "")
+            if not length.isdigit():
+                return self._error(411, "the request needs a Content-Length", "invalid_request_error")
+            if int(length) > self._config.max_body:
+                message = f"the request has {length} bytes, at most {self._config.max_body} are taken"
+                return self._error(413, message, "invalid_request_error")
+            if not self._driver.ready.is_set():
+                return self._error(503, "the server is not ready", "service_unavailable", **{"Retry-After": "5"})
+        return None
+
+    def count(self, path: str, status: int) -> None:
+        """Note what became of a request."""
+        known = (
+            path if path in {*OPEN, "/v1/models", "/v1/chat/completions", "/v1/completions", "/metrics"} else "other"
+        )
+        self._metrics.requests.labels(known, str(status)).inc()
+
+    @staticmethod
+    def _error(status: int, message: str, kind: str, code: str | None = None, **headers: str) -> JSONResponse:
+        return JSONResponse(error_body(message, kind, code), status, headers)
+
+    async def refused(self, _: Request, error: Any) -> Response:
+        """A `Refused`."""
+        return JSONResponse(error.body, error.status, error.headers)
+
+    async def invalid(self, _: Request, error: Any) -> Response:
+        """A body that is no such request."""
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{where}: {first['msg']}" if where else str(first["msg"])
+        return JSONResponse(error_body(message, "invalid_request_error", None, where or None), 400)
+
+    async def http_error(self, _: Request, error: Any) -> Response:
+        """A path or method that does not exist."""
+        return JSONResponse(
+            error_body(str(error.detail), "invalid_request_error"), error.status_code, getattr(error, "headers", None)
+        )
+
+    async def failed(self, _: Request, error: Exception) -> Response:
+        """A mistake of ours."""
+        log.error("a request failed", exc_info=error)
+        return self._error(500, "the server failed on this request", "server_error")
+
+    # The interface.
+
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        """OpenAI's chat completions."""
+        return await self._answer(request, body, [message.plain for message in body.messages], _Chat())
+
+    async def complete(self, request: Request, body: CompletionRequest) -> Response:
+        """OpenAI's completions."""
+        return await self._answer(request, body, body.text, _Text())
+
+    async def models(self) -> dict[str, Any]:
+        """The one model there is."""
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, name: str) -> Any:
+        """By name."""
+        if name != self._config.name:
+            raise self._unknown(name)
+        return self._model()
+
+    async def health(self) -> Response:
+        """200 once everything is compiled, as long as the engine runs."""
+        ready = self._driver.ready.is_set()
+        load = self._driver.load
+        status = {"status": "ready" if ready else "not ready", "running": load.running, "waiting": load.waiting}
+        return JSONResponse(status, 200 if ready else 503)
+
+    async def live(self) -> Response:
+        """200 as long as the engine's thread runs."""
+        return JSONResponse({"alive": self._driver.alive}, 200 if self._driver.alive else 503)
+
+    async def metrics(self) -> Response:
+        """For Prometheus."""
+        return Response(self._metrics.text(self._driver), media_type="text/plain; version=0.0.4")
+
+    async def page(self) -> HTMLResponse:
+        """A page to try it on."""
+        text = self._page.replace("{{model}}", self._config.name)
+        return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self._config.name, "object": "model", "created": self._started, "owned_by": "aspd"}
+
+    def _unknown(self, name: str) -> Refused:
+        message = f"there is no model {name!r} here, but {self._config.name!r}"
+        return Refused(404, message, "invalid_request_error", "model_not_found")
+
+    async def _answer(self, request: Request, body: Any, prompt: Any, form: _Form) -> Response:
+        if body.model != self._config.name:
+            raise self._unknown(body.model)
+        count = body.n or 1
+        if count > self._config.max_choices:
+            raise Refused(400, f"n: at most {self._config.max_choices} answers, got {count}", "invalid_request_error")
+        try:
+            jobs = await asyncio.to_thread(
+                lambda: [self._engine.check(prompt, body.params(self._config, n), body.aspd.mode) for n in range(count)]
+            )
+        except RequestError as error:
+            too_long = "leaves no room" in str(error)
+            code = "context_length_exceeded" if too_long else None
+            raise Refused(400, str(error), "invalid_request_error", code) from None
+        except Exception as error:  # such as a chat template that refuses the order of roles
+            raise Refused(400, f"the prompt cannot be encoded: {error}", "invalid_request_error") from None
+        try:
+            tickets = self._driver.submit(jobs)
+        except Busy as busy:
+            kind, wait = "rate_limit_exceeded", str(busy.seconds)
+            raise Refused(429, str(busy), kind, "queue_full", **{"Retry-After": wait}) from None
+        head = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._config.name}
+        deadline = time.monotonic() + self._config.timeout
+        if body.stream:
+            events = self._stream(body, tickets, form, head, deadline)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return JSONResponse(await self._whole(request, body, tickets, form, head, deadline))
+
+    # A whole answer.
+
+    async def _whole(
+        self, request: Request, body: Common, tickets: Sequence[Ticket], form: _Form, head: Any, deadline: float
+    ) -> dict[str, Any]:
+        results = asyncio.gather(*(self._result(ticket) for ticket in tickets))
+        try:
+            while not results.done():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(results), DISCONNECT_SECONDS)
+                if not results.done() and time.monotonic() > deadline:
+                    raise Refused(504, f"no answer within {self._config.timeout:g} s", "timeout", "timeout")
+                if not results.done() and await request.is_disconnected():
+                    raise Refused(499, "the client has gone", "client_closed_request")
+            found = results.result()
+        except Broken:
+            raise Refused(500, "the server failed on this request", "server_error") from None
+        finally:
+            results.cancel()
+            for ticket in tickets:
+                self._driver.cancel(ticket)
+        choices = [
+            form.choice(number, result, await self._logprobs(form, body, result)) for number, result in enumerate(found)
+        ]
+        answer = {**head, "object": form.whole, "choices": choices, "usage": usage(found)}
+        if body.aspd.statistics:
+            answer["aspd"] = [statistics(result) for result in found]
+        return answer
+
+    async def _result(self, ticket: Ticket) -> Result:
+        async for event in ticket.listen():
+            if event.result is not None:
+                self._note(ticket, event.result)
+                return event.result
+        raise Broken
+
+    # A stream.
+
+    async def _stream(
+        self, body: Common, tickets: Sequence[Ticket], form: _Form, head: Any, deadline: float
+    ) -> AsyncIterator[str]:
+        """Server-sent events of all answers to a request, as they come."""
+        news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._follow(number, t, body, news)) for number, t in enumerate(tickets)]
+        head = head | {"object": form.part}
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        extra: dict[str, Any] = {"usage": None} if with_usage else {}
+        results: dict[int, Result] = {}
+
+        def sse(value: dict[str, Any]) -> str:
+            return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+        try:
+            for number in range(len(tickets)):
+                for choice in form.opening(number):
+                    yield sse({**head, "choices": [choice], **extra})
+            while len(results) < len(tickets):
+                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                    number, item = await news.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if isinstance(item, Result):
+                    results[number] = item
+                    logprobs = await self._logprobs(form, body, item)
+                    last = {**head, "choices": [form.closing(number, item, logprobs)], **extra}
+                    if body.aspd.statistics:
+                        last["aspd"] = statistics(item)
+                    yield sse(last)
+                else:
+                    yield sse({**head, "choices": [form.delta(number, item)], **extra})
+            if with_usage:
+                every = [results[number] for number in range(len(tickets))]
+                yield sse({**head, "choices": [], "usage": usage(every)})
+            yield "data: [DONE]\n\n"
+        except TimeoutError:
+            yield sse(error_body(f"no answer within {self._config.timeout:g} s", "timeout", "timeout"))
+        except Broken:
+            yield sse(error_body("the server failed on this request", "server_error"))
+        finally:
+            for ticket in tickets:
+                self._driver.cancel(ticket)
+            for task in tasks:
+                task.cancel()
+
+    async def _follow(self, number: int, ticket: Ticket, body: Common, news: asyncio.Queue[tuple[int, Any]]) -> None:
+        order = AsTheyCome() if body.aspd.stream == "branches" else ReadingOrder()
+        try:
+            async for event in ticket.listen():
+                for delta in order.take(event):
+                    news.put_nowait((number, delta))
+                if event.result is not None:
+                    self._note(ticket, event.result)
+                    news.put_nowait((number, event.result))
+        except Broken as broken:
+            news.put_nowait((number, broken))
+
+    def _note(self, ticket: Ticket, result: Result) -> None:
+        self._metrics.answer(ticket.job.mode, result.finish_reason or "cancelled", result.stats)
+
+    async def _logprobs(self, form: _Form, body: Any, result: Result) -> Any:
+        if body.alternatives is None:
+            return None
+        found = await asyncio.to_thread(
+            token_logprobs, self._engine.lm, self._engine.protocol, result, body.alternatives
+        )
+        decode = self._engine.lm.codec.text.decode
+        return form.logprobs(found, lambda id: decode([id]))
+
+
+def usage(results: Sequence[Result]) -> dict[str, Any]:
+    """Tokens; every tag, title and head of the answers counts as generated."""
+    prompt = results[0].stats.prompt_tokens if results else 0
+    generated = sum(result.stats.generated_tokens for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": results[0].stats.reused_tokens if results else 0},
+    }
+
+
+def statistics(result: Result) -> dict[str, Any]:
+    """What an answer cost, and its structure."""
+    stats = asdict(result.stats) | {"ideal_speedup": result.stats.ideal_speedup}
+    return {"statistics": stats, "structure": to_json(result.structure)}
+
+
+def finish(result: Result) -> str:
+    """In OpenAI's words."""
+    return "length" if result.finish_reason == "length" else "stop"
+
+
+class _Form:
+    """How answers of one of the two interfaces look."""
+
+    prefix = whole = part = ""
+
+    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def opening(self, number: int) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def delta(self, number: int, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Chat(_Form):
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        message = {"role": "assistant", "content": result.text, "refusal": None}
+        return {"index": number, "message": message, "finish_reason": finish(result), "logprobs": logprobs}
+
+    def opening(self, number: int) -> list[dict[str, Any]]:
+        return [{"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+
+    def delta(self, number: int, delta: Delta) -> dict[str, Any]:
+        place = {} if delta.place is None else {"aspd": delta.place}
+        return {"index": number, "delta": {"content": delta.text, **place}, "finish_reason": None}
+
+    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        return {"index": number, "delta": {}, "finish_reason": finish(result), "logprobs": logprobs}
+
+    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any:
+        def one(id: int, logprob: float) -> dict[str, Any]:
+            return {"token": text(id), "logprob": logprob, "bytes": list(text(id).encode())}
+
+        content = [one(of.token, of.logprob) | {"top_logprobs": [one(*top) for top in of.top]} for of in found]
+        return {"content": content, "refusal": None}
+
+
+class _Text(_Form):
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+
+    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        return {"index": number, "text": result.text, "finish_reason": finish(result), "logprobs": logprobs}
+
+    def opening(self, number: int) -> list[dict[str, Any]]:
+        return []
+
+    def delta(self, number: int, delta: Delta) -> dict[str, Any]:
+        place = {} if delta.place is None else {"aspd": delta.place}
+        return {"index": number, "text": delta.text, "finish_reason": None, "logprobs": None, **place}
+
+    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        return {"index": number, "text": "", "finish_reason": finish(result), "logprobs": logprobs}
+
+    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any:
+        tokens = [text(of.token) for of in found]
+        offsets = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [of.logprob for of in found],
+            "top_logprobs": [{text(id): value for id, value in of.top} for of in found],
+            "text_offset": offsets,
+        }

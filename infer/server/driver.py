@@ -1,0 +1,221 @@
+"""The engine in a thread of its own: requests in, events out; one that breaks the engine takes no other with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
+
+from infer.engine import Engine
+from infer.events import Event
+from infer.handle import Handle
+from infer.request import Job
+from infer.server.config import ServerConfig
+
+log = logging.getLogger("aspd.server")
+FIRST_STEPS = 4  # passes of the first chunk, before it is known how long one takes
+MOST_STEPS = 256
+
+
+class Busy(Exception):
+    """More requests wait than may; after how many seconds it may be different."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(f"too many requests wait; try again in {seconds} s")
+        self.seconds = seconds
+
+
+class Broken(Exception):
+    """The engine failed on this request, alone too."""
+
+
+class Ticket:
+    """A request on its way through the driver. Events are read on the event loop that it was made on."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.handle: Handle | None = None
+        self.events: asyncio.Queue[list[Event] | None] = asyncio.Queue()
+        self.cancelled = False
+        self._loop = asyncio.get_running_loop()
+
+    def tell(self, news: list[Event] | None) -> None:
+        """Pass events on; None: there will be no more, because the engine failed. From any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self.events.put_nowait, news)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            self.cancelled = True
+
+    async def listen(self) -> AsyncIterator[Event]:
+        """Events up to `done`.
+
+        Raises:
+            Broken: the engine failed.
+        """
+        while True:
+            news = await self.events.get()
+            if news is None:
+                raise Broken
+            for event in news:
+                yield event
+                if event.kind == "done":
+                    return
+
+
+class Load(NamedTuple):
+    """Requests that run, and that wait."""
+
+    running: int
+    waiting: int
+
+
+class Driver:
+    """Keeps an engine going.
+
+    Attributes:
+        ready: set when everything is compiled.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig, seen: Callable[[float, int], None] | None = None) -> None:
+        """Args: seen: called with the seconds and the passes of every chunk."""
+        self.engine, self._config = engine, config
+        self.ready = threading.Event()
+        self._seen = seen
+        self._inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._live: list[Ticket] = []
+        self._admitted = 0  # tickets that have not ended, counted where they are submitted
+        self._count = threading.Lock()
+        self._steps = FIRST_STEPS
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End: requests under way are given up."""
+        self._inbox.put(None)
+        self._thread.join(timeout=self._config.drain)
+
+    @property
+    def load(self) -> Load:
+        """What there is to do."""
+        running = min(self._admitted, self.engine.max_batch)
+        return Load(running, self._admitted - running)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def submit(self, jobs: list[Job]) -> list[Ticket]:
+        """Queue requests, all or none.
+
+        Raises:
+            Busy: more would wait than may.
+        """
+        with self._count:
+            if self._admitted + len(jobs) > self.engine.max_batch + self._config.max_waiting:
+                raise Busy(1 + (self._admitted - self.engine.max_batch) // self.engine.max_batch)
+            self._admitted += len(jobs)
+        tickets = [Ticket(job) for job in jobs]
+        for ticket in tickets:
+            self._inbox.put(ticket)
+        return tickets
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Give a request up; its row is free after the chunk under way."""
+        ticket.cancelled = True
+
+    def _run(self) -> None:
+        try:
+            if self._config.warm_up:
+                log.info("warmed up in %.1f s", self.engine.warm_up())
+            self.ready.set()
+            while self._turn():
+                pass
+        except BaseException:
+            log.exception("the engine's thread ends")
+            raise
+        finally:
+            self.ready.clear()
+            for ticket in self._live:
+                ticket.tell(None)
+
+    def _turn(self) -> bool:
+        """Take what came in, do a chunk, tell what happened; false when told to stop."""
+        while not self._live or not self._inbox.empty():
+            ticket = self._inbox.get()
+            if ticket is None:
+                return False
+            ticket.handle = self.engine.scheduler.submit(ticket.job)
+            ticket.handle.poll()
+            self._live.append(ticket)
+        for ticket in self._live:
+            if ticket.cancelled and ticket.handle is not None:
+                self.engine.scheduler.cancel(ticket.handle)
+        self._pump()
+        self._tell()
+        return True
+
+    def _pump(self) -> None:
+        before = time.perf_counter()
+        passes = self._passes()
+        try:
+            self.engine.pump(self._steps)
+        except Exception:
+            log.exception("the engine failed; requests under way are tried one by one")
+            self._one_by_one()
+            return
+        done, seconds = self._passes() - passes, time.perf_counter() - before
+        if done > 0:
+            each = seconds / done
+            self._steps = max(1, min(MOST_STEPS, round(self._config.chunk / each), 2 * self._steps))
+            if self._seen is not None:
+                self._seen(seconds, done)
+
+    def _passes(self) -> int:
+        """Most passes that a request under way has had."""
+        return max((int(t.handle.passes.sum()) for t in self._live if t.handle is not None), default=0)
+
+    def _one_by_one(self) -> None:
+        """Try again what was under way, alone; what fails alone is what broke the engine."""
+        failed = [ticket for ticket in self._live if ticket.handle is not None and ticket.handle.failed]
+        scheduler = self.engine.scheduler
+        for ticket in failed:
+            handle = ticket.handle
+            assert handle is not None
+            scheduler.retry(handle)
+            scheduler.alone = handle
+            try:
+                while handle.result is None:
+                    if ticket.cancelled:
+                        scheduler.cancel(handle)
+                    else:
+                        self.engine.pump(self._steps)
+                    self._tell()
+            except Exception:
+                log.exception("a request breaks the engine")
+                self._forget(ticket)
+                ticket.tell(None)
+            finally:
+                scheduler.alone = None
+
+    def _tell(self) -> None:
+        for ticket in list(self._live):
+            assert ticket.handle is not None
+            news = ticket.handle.poll()
+            if news and not ticket.cancelled:
+                ticket.tell(news)
+            if ticket.handle.result is not None:
+                self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
+        if ticket in self._live:
+            self._live.remove(ticket)
+            with self._count:
+                self._admitted -= 1

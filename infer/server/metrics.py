@@ -1,0 +1,58 @@
+"""What a server counts, for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from infer.answer import Statistics
+from infer.server.driver import Driver
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+PASS_SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+
+
+class Metrics:
+    """Counters of one server."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "aspd_requests", "Requests by path and HTTP status", ["path", "status"], registry=registry
+        )
+        self.answers = Counter(
+            "aspd_answers", "Answers by mode and how they ended", ["mode", "finish"], registry=registry
+        )
+        self.tokens = Counter("aspd_tokens", "Tokens by kind", ["kind"], registry=registry)
+        self.blocks = Counter("aspd_blocks", "Blocks decoded", registry=registry)
+        self.first_token = Histogram(
+            "aspd_first_token_seconds", "Request to first token", buckets=SECONDS, registry=registry
+        )
+        self.last_token = Histogram(
+            "aspd_last_token_seconds", "Request to last token", ["mode"], buckets=SECONDS, registry=registry
+        )
+        self.passes = Histogram("aspd_pass_seconds", "A forward pass", buckets=PASS_SECONDS, registry=registry)
+        self._running = Gauge("aspd_running", "Requests that hold a row of the cache", registry=registry)
+        self._waiting = Gauge("aspd_waiting", "Requests that wait for one", registry=registry)
+
+    def chunk(self, seconds: float, passes: int) -> None:
+        """Note a chunk of passes."""
+        self.passes.observe(seconds / passes)
+
+    def answer(self, mode: str, finish: str, stats: Statistics) -> None:
+        """Note an answer that has ended."""
+        self.answers.labels(mode, finish).inc()
+        self.tokens.labels("prompt").inc(stats.prompt_tokens)
+        self.tokens.labels("reused").inc(stats.reused_tokens)
+        self.tokens.labels("generated").inc(stats.generated_tokens)
+        self.tokens.labels("content").inc(stats.content_tokens)
+        self.blocks.inc(stats.blocks)
+        if "first_token" in stats.seconds:
+            self.first_token.observe(stats.seconds["first_token"])
+            self.last_token.labels(mode).observe(stats.seconds["total"])
+
+    def text(self, driver: Driver) -> bytes:
+        """In Prometheus' text form."""
+        load = driver.load
+        self._running.set(load.running)
+        self._waiting.set(load.waiting)
+        return generate_latest(self._registry)

@@ -1,0 +1,40 @@
+"""Serving until told to stop: requests under way are finished first."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import uvicorn
+
+from aspd_jax.errors import RequestError
+from infer.engine import Engine
+from infer.server.app import make_app
+from infer.server.config import ServerConfig
+
+
+def serve(engine: Engine, config: ServerConfig) -> None:
+    """Listen until SIGTERM or SIGINT.
+
+    Raises:
+        RequestError: nobody can listen there.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise RequestError(f"cannot listen on {config.host}, port {config.port}: {error.strerror}") from None
+    host = f"[{config.host}]" if family == socket.AF_INET6 else config.host
+    print(f"{config.name}: http://{host}:{listener.getsockname()[1]}/ (ready when /health says so)", flush=True)
+    settings = uvicorn.Config(
+        make_app(engine, config),
+        log_level="warning",
+        timeout_graceful_shutdown=int(config.drain) or 1,
+        h11_max_incomplete_event_size=1 << 16,
+        server_header=False,
+    )
+    uvicorn.Server(settings).run(sockets=[listener])
