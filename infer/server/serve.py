@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 
 import uvicorn
@@ -28,6 +29,7 @@ def serve(engine: Engine, config: ServerConfig) -> None:
     except OSError as error:
         listener.close()
         raise RequestError(f"cannot listen on {config.host}, port {config.port}: {error.strerror}") from None
+    listener.listen(2048)  # from here on connections wait
     host = f"[{config.host}]" if family == socket.AF_INET6 else config.host
     print(f"{config.name}: http://{host}:{listener.getsockname()[1]}/ (ready when /health says so)", flush=True)
     settings = uvicorn.Config(
@@ -37,4 +39,6 @@ def serve(engine: Engine, config: ServerConfig) -> None:
         h11_max_incomplete_event_size=1 << 16,
         server_header=False,
     )
+    # uvicorn drains, then hands the signal on to who had it before; drained is a good end.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     uvicorn.Server(settings).run(sockets=[listener])
