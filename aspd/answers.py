@@ -11,6 +11,8 @@ from typing import Any
 from aspd.options import command, mesh_of, model_options, positive, sampling_options
 from aspd_jax.errors import RequestError
 
+LARGER = "27m"  # shape of a model that does not fit into a processor's caches
+
 
 def add(commands: Any) -> None:
     """Add these commands."""
@@ -48,6 +50,9 @@ def add(commands: Any) -> None:
     demo = command(commands, "demo", run_demo, "Answer a few questions in both modes, and compare.")
     model_options(demo)
     demo.add_argument("--questions", type=int, default=3, help="how many")
+    demo.add_argument(
+        "--no-larger", dest="larger", action="store_false", help=f"leave out the comparison with {LARGER} parameters"
+    )
     demo.add_argument("--seed", type=int, default=0, help="which questions")
 
 
@@ -134,7 +139,7 @@ def _read_messages(name: str) -> list[dict[str, str]]:
 def run_demo(options: argparse.Namespace) -> None:
     """`aspd demo`."""
     from aspd_jax import load_model
-    from infer.terminal import demonstrate
+    from infer.terminal import demonstrate, demonstrate_larger
     from train.tasks import KINDS, problem
 
     positive(options, "questions")
@@ -146,8 +151,10 @@ def run_demo(options: argparse.Namespace) -> None:
     problems = [
         problem(options.seed * 1000 + number, True, *order[number % len(order)]) for number in range(options.questions)
     ]
-    demonstrate(
+    first = demonstrate(
         load_model(options.model, options.dtype),
         [(item.question, item.answer) for item in problems],
         options.max_length,
     )
+    if options.larger and first is not None:
+        demonstrate_larger(first, LARGER)

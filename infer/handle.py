@@ -40,6 +40,7 @@ class Handle:
         result: the answer, once it has ended.
         cancelled: whether it was given up.
         failed: whether it was under way when the engine failed; it has no result then.
+        wanted: whether the answer is looked at while it grows.
     """
 
     def __init__(self, driver: Driver, job: Job, steps: int) -> None:
@@ -68,8 +69,9 @@ class Handle:
     __iter__ = events
 
     def poll(self) -> list[Event]:
-        """What happened since the last call; for owners that keep the engine going themselves. Ask once beforehand."""
-        self.wanted = True
+        """What happened since the last call, for owners that keep the engine going themselves and set `wanted`; without
+        it, the end of the answer and everything that happened before come together.
+        """
         news = list(self._events)
         self._events.clear()
         return news

@@ -14,8 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from aspd_jax.language_model import LanguageModel
+from aspd_jax.shapes import benchmark_model
 from aspd_jax.structure import Parallel
 from infer.answer import Result
+from infer.benchmark import answer_times
 from infer.engine import Engine
 from infer.request import Mode, SamplingParams
 
@@ -79,9 +81,14 @@ class _Timing:
     seconds: float
 
 
-def demonstrate(lm: LanguageModel, questions: Sequence[tuple[str, str]], max_length: int) -> None:
-    """Answer questions, given with their right answers, in adaptive and in serial mode, and compare."""
+def demonstrate(lm: LanguageModel, questions: Sequence[tuple[str, str]], max_length: int) -> Result | None:
+    """Answer questions, given with their right answers, in adaptive and in serial mode, and compare.
+
+    Returns:
+        The first adaptive answer that has a block.
+    """
     console = Console()
+    first: Result | None = None
     engine = Engine(lm, max_length=max_length, max_batch=1, reuse=False)
     params = SamplingParams(max_new_tokens=1024)
     table = Table(title="both modes, the same weights", title_justify="left")
@@ -103,6 +110,8 @@ def demonstrate(lm: LanguageModel, questions: Sequence[tuple[str, str]], max_len
                 console.print(picture(result))
         for mode in modes:
             timings[mode] = _time(engine, messages, params, mode)
+        if first is None and timings["adaptive"].result.stats.blocks:
+            first = timings["adaptive"].result
         for mode in modes:
             result = timings[mode].result
             table.add_row(
@@ -121,6 +130,28 @@ def demonstrate(lm: LanguageModel, questions: Sequence[tuple[str, str]], max_len
         f"Median of {REPEATS} runs after warm-up, batch 1, float32, prefill included. speed-up: content tokens per "
         "second against serial mode with the same weights. ideal: content tokens per token of the critical path.",
         style="dim",
+    )
+    return first
+
+
+def demonstrate_larger(like: Result, shape: str) -> None:
+    """Time answers of a random model with as many branches, of as many tokens, as one that was given."""
+    console = Console()
+    block = next(item for item in like.structure if isinstance(item, Parallel))
+    branches = len(block.branches)
+    length = max(8, (like.stats.generated_tokens - like.stats.critical_path) // (branches - 1))
+    with console.status("compiling, and timing a larger model"):
+        lm = benchmark_model(shape, "float32")
+        adaptive, serial = answer_times(lm, branches, length, like.stats.prompt_tokens, repeats=REPEATS)
+    took = [
+        f"{1000 * of.seconds:.0f} ms and {of.passes} passes in {mode} mode"
+        for mode, of in (("adaptive", adaptive), ("serial", serial))
+    ]
+    console.print(
+        "\nThe model above fits into a processor's caches, where a pass of several tokens costs more than one of one. "
+        f"In one of {shape.upper()} parameters (random weights) an answer with {branches} branches of {length} tokens "
+        f"takes "
+        f"{' and '.join(took)}: {serial.seconds / adaptive.seconds:.2f}x, ideal {adaptive.ideal:.2f}x."
     )
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import aspd
 from aspd_jax import load_model
 from aspd_jax.structure import to_json
 from infer import Engine, Result, SamplingParams
+from infer.terminal import demonstrate_larger
 from tests.conftest import ROOT, SHARED, tiny_config, write_checkpoint
 from train.ablation import VARIANTS
 from train.tasks import problem
@@ -116,29 +118,21 @@ def test_a_model_without_a_tokenizer_says_so(capsys: Any, tmp_path: Path) -> Non
 
 
 def test_demo_prints_plainly_without_a_terminal(capsys: Any) -> None:
-    code, out, _ = run(capsys, "demo", "--questions", "1")
+    code, out, _ = run(capsys, "demo", "--questions", "1", "--no-larger")
     assert code == 0 and "\x1b" not in out
     for column in ("content tokens", "passes", "ms", "speed-up", "ideal"):
         assert column in out
     assert out.count("adaptive") >= 2 and out.count("serial") >= 2
 
 
-def test_eval_prints_a_table_and_keeps_every_answer(capsys: Any, tmp_path: Path) -> None:
-    code, out, _ = run(
-        capsys,
-        "eval",
-        "--models",
-        "demo",
-        "--problems",
-        "12",
-        "--batch",
-        "4",
-        "--output",
-        str(tmp_path / "answers.json"),
+def test_demo_times_a_larger_model_on_the_same_structure(capsys: Any, answer: Result) -> None:
+    demonstrate_larger(answer, "27m")
+    said = " ".join(capsys.readouterr().out.split())
+    branches = answer.stats.branches
+    found = re.search(rf"{branches} branches of (\d+) tokens takes .* ideal (\d\.\d\d)x", said)
+    assert found is not None and abs(branches * int(found[1]) - answer.stats.generated_tokens) < 0.5 * branches * int(
+        found[1]
     )
-    assert code == 0 and out.count("| demo |") == 13
-    records = json.loads((tmp_path / "answers.json").read_text())["demo"]
-    assert len(records) == 12 and {"question", "answer", "exact", "forked"} <= records[0].keys()
 
 
 def test_plan_prints_and_allocates_nothing(capsys: Any, monkeypatch: Any) -> None:

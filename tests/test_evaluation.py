@@ -259,7 +259,7 @@ def test_a_run_leaves_a_report(finished: tuple[Path, Path]) -> None:
         "### Structure",
         "To repeat it",
         "writing \\| odd",
-        "content tokens/s, log ratio",
+        "content tokens/s, ratio",
     ):
         assert said in text
     html = (folder / "report.html").read_text()

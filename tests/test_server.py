@@ -30,6 +30,7 @@ from aspd.evaluation import synthetic_questions
 from aspd_jax import load_model
 from infer import Engine, SamplingParams
 from infer.events import Event
+from infer.load import Load, load, load_table
 from infer.logprobs import token_logprobs
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
@@ -455,6 +456,28 @@ def test_a_port_that_is_taken(capsys: Any) -> None:
         taken.listen()
         assert aspd.main(["serve", "--port", str(taken.getsockname()[1]), "--max-length", "256"]) == 2
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_load(server: Running) -> None:
+    """Requests come at their own pace; what is measured is what was sent."""
+    questions = [question.turns[0] for question in QUESTIONS[:3]]
+
+    def loaded(url: str, rate: float, target: float) -> Load:
+        return asyncio.run(load(f"{url}/v1", "", "demo", questions, "serial", rate, 1.5, target, 400))
+
+    of = loaded(server.url, 8, 600)
+    assert of.sent == of.answered > 4 and of.refused == of.failed == 0 and of.in_time == of.sent
+    assert 0 < of.first[0] <= of.last[0] and list(of.last) == sorted(of.last)
+    assert of.content_rate == pytest.approx(sum(_content(n % 3) for n in range(of.sent)) / of.seconds)
+    assert loaded(server.url, 8, 1e-6).goodput == 0
+    assert "| 8 | serial |" in load_table([of], 600)
+    nobody = asyncio.run(load("http://127.0.0.1:9/v1", "", "demo", questions, "serial", 8, 0.5, 1, 400))
+    assert nobody.failed == nobody.sent > 0 and nobody.answered == 0
+
+
+def _content(number: int) -> int:
+    """Tokens of the right answer's text."""
+    return len(load_model("demo").codec.text.encode(QUESTIONS[number].references[0]))
 
 
 def test_the_page_in_a_browser(server: Running) -> None:

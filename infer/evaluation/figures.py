@@ -17,6 +17,7 @@ from infer.evaluation.questions import Question
 from infer.evaluation.run import answers_file, speed_file
 from infer.evaluation.speed import total
 
+RATIO = "content tokens/s, ratio"
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
 Record = dict[str, Any]
 
@@ -183,7 +184,7 @@ def _comparisons(
             record["question_id"]: float(record["correct"]) for record in answers[name] if record["correct"] is not None
         },
         "judge's score": lambda name: _by_question(scores[name]),
-        "content tokens/s, log ratio": lambda name: {
+        RATIO: lambda name: {
             record["question_id"]: float(np.log(_rate(record))) for record in timed[name] if _rate(record) > 0
         },
     }
@@ -194,8 +195,10 @@ def _comparisons(
                 mine, other = of(ours), of(theirs)
                 both = [id for id in mine if id in other]
                 if both:
-                    gap = difference([mine[id] for id in both], [other[id] for id in both])
-                    found.append({"ours": ours, "theirs": theirs, "what": what} | gap._asdict())
+                    gap = difference([mine[id] for id in both], [other[id] for id in both])._asdict()
+                    if what == RATIO:  # of logarithms, so that twice and half are equally far from even
+                        gap |= {key: float(np.exp(gap[key])) for key in ("mean", "low", "high")}
+                    found.append({"ours": ours, "theirs": theirs, "what": what} | gap)
     return found
 
 

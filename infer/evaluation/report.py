@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 
 from infer.evaluation.answers import read_lines
 from infer.evaluation.config import EvalConfig
-from infer.evaluation.figures import figures
+from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question
 from infer.evaluation.run import answers_file, write_whole
 from infer.plots import plot_distribution, plot_quality, plot_speedups, plot_timeline
@@ -183,9 +183,11 @@ def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> list[str]:
         return []
     rows = []
     for c in comparisons:
-        mean = f"{c['mean']:+.3f} [{c['low']:+.3f}, {c['high']:+.3f}]"
+        form = "{:.2f}x" if c["what"] == RATIO else "{:+.3f}"
+        mean, low, high = (form.format(c[key]) for key in ("mean", "low", "high"))
+        mean = f"{mean} [{low}, {high}]"
         rows.append([c["ours"], c["theirs"], c["what"], str(c["values"]), mean, f"{c['p']:.4f}"])
-    return [*_table(["system", "against", "what", "questions", "mean difference", "p"], rows), ""]
+    return [*_table(["system", "against", "what", "questions", "mean difference, or ratio", "p"], rows), ""]
 
 
 def _pair_table(pairs: Sequence[dict[str, Any]]) -> list[str]:

@@ -230,7 +230,7 @@ class _Server:
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}", "invalid_request_error") from None
         try:
-            tickets = self._driver.submit(jobs)
+            tickets = self._driver.submit(jobs, grows=bool(body.stream))
         except Busy as busy:
             kind, wait = "rate_limit_exceeded", str(busy.seconds)
             raise Refused(429, str(busy), kind, "queue_full", **{"Retry-After": wait}) from None

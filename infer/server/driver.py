@@ -34,10 +34,14 @@ class Broken(Exception):
 
 
 class Ticket:
-    """A request on its way through the driver. Events are read on the event loop that it was made on."""
+    """A request on its way through the driver. Events are read on the event loop that it was made on.
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    Args:
+        grows: whether events are wanted while the answer grows; looking costs time.
+    """
+
+    def __init__(self, job: Job, grows: bool) -> None:
+        self.job, self.grows = job, grows
         self.handle: Handle | None = None
         self.events: asyncio.Queue[list[Event] | None] = asyncio.Queue()
         self.cancelled = False
@@ -112,8 +116,8 @@ class Driver:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, jobs: list[Job]) -> list[Ticket]:
-        """Queue requests, all or none.
+    def submit(self, jobs: list[Job], grows: bool) -> list[Ticket]:
+        """Queue requests, all or none; `grows`: see `Ticket`.
 
         Raises:
             Busy: more would wait than may.
@@ -122,7 +126,7 @@ class Driver:
             if self._admitted + len(jobs) > self.engine.max_batch + self._config.max_waiting:
                 raise Busy(1 + (self._admitted - self.engine.max_batch) // self.engine.max_batch)
             self._admitted += len(jobs)
-        tickets = [Ticket(job) for job in jobs]
+        tickets = [Ticket(job, grows) for job in jobs]
         for ticket in tickets:
             self._inbox.put(ticket)
         return tickets
@@ -143,6 +147,9 @@ class Driver:
             raise
         finally:
             self.ready.clear()
+            while not self._inbox.empty():
+                if (ticket := self._inbox.get()) is not None:
+                    self._live.append(ticket)
             for ticket in self._live:
                 ticket.tell(None)
 
@@ -153,11 +160,8 @@ class Driver:
             if ticket is None:
                 return False
             ticket.handle = self.engine.scheduler.submit(ticket.job)
-            ticket.handle.poll()
+            ticket.handle.wanted = ticket.grows
             self._live.append(ticket)
-        for ticket in self._live:
-            if ticket.cancelled and ticket.handle is not None:
-                self.engine.scheduler.cancel(ticket.handle)
         self._pump()
         self._tell()
         return True
@@ -166,6 +170,9 @@ class Driver:
         before = time.perf_counter()
         passes = self._passes()
         try:
+            for ticket in self._live:
+                if ticket.cancelled and ticket.handle is not None:
+                    self.engine.scheduler.cancel(ticket.handle)
             self.engine.pump(self._steps)
         except Exception:
             log.exception("the engine failed; requests under way are tried one by one")
