@@ -116,9 +116,10 @@ def run_ablate(options: argparse.Namespace) -> None:
     from aspd_jax import load_model
     from aspd_jax.configuration import read_config
     from infer.engine import Engine
-    from infer.evaluation.answers import answer_questions, read_lines
+    from infer.evaluation.answers import answer_questions
     from infer.evaluation.config import DecodingSection, System
     from infer.evaluation.seeds import compare, table
+    from infer.jsonl import read_journal
     from infer.request import Mode
     from train.ablation import (
         MAX_BRANCH_TOKENS,
@@ -144,17 +145,17 @@ def run_ablate(options: argparse.Namespace) -> None:
         return DecodingSection(max_new_tokens=1024, max_branch_tokens=branch, max_length=2048, batch=config.batch)
 
     ori = options.output / "ori-0"
-    if len(read_lines(ori / "answers.jsonl")) < len(questions):
+    if len(read_journal(ori / "answers.jsonl")) < len(questions):
         answers("ori", config.base, ori, decoding("sequential"))
     for name, seed in runs(config):
         variant, folder = VARIANTS[name], options.output / f"{name}-{seed}"
-        if len(read_lines(folder / "answers.jsonl")) < len(questions):
+        if len(read_journal(folder / "answers.jsonl")) < len(questions):
             file = write_conversations(options.output / "data", variant.quality, config.conversations)
             train(run_config(config, variant, seed, file), folder)
             answers(name, folder / "model", folder, decoding(variant.positions))
-    found: dict[str, list[Any]] = {"ori": [read_lines(ori / "answers.jsonl")]}
+    found: dict[str, list[Any]] = {"ori": [read_journal(ori / "answers.jsonl")]}
     for name in VARIANTS:
-        of_seeds = [read_lines(options.output / f"{name}-{seed}" / "answers.jsonl") for seed in range(config.seeds)]
+        of_seeds = [read_journal(options.output / f"{name}-{seed}" / "answers.jsonl") for seed in range(config.seeds)]
         whole = [records for records in of_seeds if len(records) == len(questions)]
         if whole:
             found[name] = whole

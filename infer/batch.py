@@ -21,10 +21,10 @@ from aspd_jax.structure import to_json
 from infer.answer import Result
 from infer.engine import Engine, Prompt
 from infer.handle import Handle
+from infer.jsonl import append, objects, read_journal, refuse
 from infer.request import Mode, SamplingParams
 
 STEPS = 256  # passes between two looks at who has ended
-SHOWN = 5  # problems that are told at once
 
 
 class Item(NamedTuple):
@@ -52,21 +52,10 @@ def read_prompts(file: Path, chat: bool) -> list[Item]:
     Raises:
         DataError: every line that is no such record (the first few), with its number.
     """
-    items, problems = [], []
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            problems.append(f"line {number}: not JSON: {error.msg} at column {error.colno}")
-            continue
-        prompt = record.get("prompt") if isinstance(record, dict) else None
-        messages = record.get("messages") if isinstance(record, dict) else None
+    items: list[Item] = []
+    problems: list[str] = []
+    for number, record in objects(file, problems):
+        prompt, messages = record.get("prompt"), record.get("messages")
         if isinstance(prompt, str) and messages is None:
             whole: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
         elif isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages) and prompt is None:
@@ -75,9 +64,7 @@ def read_prompts(file: Path, chat: bool) -> list[Item]:
             problems.append(f'line {number}: it must hold "prompt", a string, or "messages", a list of messages')
             continue
         items.append(Item(number, record.get("id", number), whole))
-    if problems:
-        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise DataError(f"{file}, " + "; ".join(problems[:SHOWN]) + more)
+    refuse(file, problems)
     if not items:
         raise DataError(f"{file} holds no prompt")
     return items
@@ -102,7 +89,7 @@ def generate_file(
     journal = output.with_name(f"{output.name}.journal")
     if output.exists():
         raise RequestError(f"{output} exists; delete it, or choose another file")
-    done = _read_journal(journal, settings)
+    done = _answers_of(journal, settings)
     resumed = len(done)
     seed = params.seed or 0
     waiting = [item for item in items if item.line not in done][::-1]
@@ -112,10 +99,10 @@ def generate_file(
         tqdm(total=len(items), initial=resumed, unit="answer", disable=not progress) as bar,
     ):
         if not resumed and journal.stat().st_size == 0:
-            _append(log, settings)
+            append(log, settings)
 
         def note(item: Item, record: dict[str, Any]) -> None:
-            _append(log, {"line": item.line} | record)
+            append(log, {"line": item.line} | record)
             done[item.line] = record
             bar.update()
 
@@ -153,24 +140,9 @@ def _record(item: Item, result: Result) -> dict[str, Any]:
     }
 
 
-def _append(log: Any, value: dict[str, Any]) -> None:
-    log.write(json.dumps(value, ensure_ascii=False) + "\n")
-    log.flush()
-    os.fsync(log.fileno())
-
-
-def _read_journal(journal: Path, settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Records that are there already, by line; a line cut off by the end of the process is dropped from the file."""
-    if not journal.exists():
-        return {}
-    whole: list[Any] = []
-    size = 0
-    for line in journal.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break
-        whole.append(json.loads(line))
-        size += len(line)
-    os.truncate(journal, size)
+def _answers_of(journal: Path, settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Records that are there already, by line."""
+    whole = read_journal(journal)
     if not whole:
         return {}
     first, *records = whole

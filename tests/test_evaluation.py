@@ -17,7 +17,7 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.structure import Branch, Parallel, Serial
 from infer import Engine, SamplingParams
-from infer.evaluation.answers import answer_questions, read_lines
+from infer.evaluation.answers import answer_questions
 from infer.evaluation.config import DecodingSection, EvalConfig, SpeedSection, System
 from infer.evaluation.health import health
 from infer.evaluation.intervals import difference, interval
@@ -27,6 +27,7 @@ from infer.evaluation.report import page
 from infer.evaluation.run import judge_run
 from infer.evaluation.seeds import compare
 from infer.evaluation.speed import content_ids, time_questions
+from infer.jsonl import read_journal
 from infer.timeline import timeline
 from tests.conftest import SHARED
 from tests.teacher_server import Reply, TeacherServer
@@ -84,7 +85,7 @@ def test_a_killed_run_goes_on(demo_engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:40])  # killed while it wrote the third
     before = [json.loads(line) for line in lines[:2]]
     again = answer_questions(demo_engine, ADAPTIVE, questions, DECODING, tmp_path / "cut.jsonl", "")
-    there = read_lines(tmp_path / "cut.jsonl")
+    there = read_journal(tmp_path / "cut.jsonl")
     assert there[:2] == before and sorted(r["question_id"] for r in there) == list(range(6))
     assert [r["turns"][0]["text"] for r in again] == [r["turns"][0]["text"] for r in whole]
 
@@ -309,11 +310,11 @@ def test_judging(finished: tuple[Path, Path], capsys: Any) -> None:
         assert aspd.main(command) == 0
         calls = len(asked)
         assert aspd.main(command) == 0 and len(asked) == calls  # every verdict was kept
-    judged = read_lines(folder / "model_judgment" / "mt-small" / "single.jsonl")
+    judged = read_journal(folder / "model_judgment" / "mt-small" / "single.jsonl")
     assert len(judged) == 9  # three systems, three turns
     assert {(j["question_id"], j["turn"]): j["score"] for j in judged} == {(1, 1): 8.0, (1, 2): 8.0, (2, 1): 6.0}
     assert {j["judge"][1] for j in judged} == {"single-math-v1", "single-math-v1-multi-turn", "single-v1"}
-    pairs = read_lines(folder / "model_judgment" / "tasks" / "pair.jsonl")
+    pairs = read_journal(folder / "model_judgment" / "tasks" / "pair.jsonl")
     assert len(pairs) == 3 and {p["model_1"] for p in pairs} == {"ours"} and {p["model_2"] for p in pairs} == {"plain"}
     figures_of = json.loads((folder / "report.json").read_text())["figures"]["mt-small"]
     assert figures_of["systems"]["ours"]["all"]["score"]["mean"] == pytest.approx((8 + 6) / 2)
@@ -356,7 +357,7 @@ def test_both_orders_decide(tmp_path: Path) -> None:
         with TeacherServer(judge) as server:
             config = tiny_run(folder, {"base_url": server.url, "single": False})
             assert judge_run(config, QUESTIONS, folder) == []
-        pairs = read_lines(folder / "model_judgment" / "tasks" / "pair.jsonl")
+        pairs = read_journal(folder / "model_judgment" / "tasks" / "pair.jsonl")
         assert [pair["winner"] for pair in pairs] == winners
         assert np.mean([p["g1_winner"] == p["g2_winner"] for p in pairs]) == consistent
 
@@ -378,7 +379,7 @@ def test_what_a_judge_does_not_say_is_missing_and_asked_again(tmp_path: Path) ->
         calls = len(server.bodies)
         assert judge_run(config, QUESTIONS, tmp_path) == missing[1:]
         assert len(server.bodies) == calls + 2
-    assert len(read_lines(tmp_path / "model_judgment" / "tasks" / "single.jsonl")) == 6
+    assert len(read_journal(tmp_path / "model_judgment" / "tasks" / "single.jsonl")) == 6
 
 
 def test_a_judge_that_refuses_ends_the_run(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ A conversation is added to a file as soon as it has ended, so a killed run goes 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from aspd_jax.errors import DataError, RequestError
+from aspd_jax.errors import RequestError
 from aspd_jax.structure import to_json
 from infer.answer import Result
 from infer.engine import Engine
@@ -24,6 +23,7 @@ from infer.evaluation.health import health
 from infer.evaluation.questions import Question
 from infer.evaluation.scoring import correct
 from infer.handle import Handle
+from infer.jsonl import append, read_journal
 from infer.request import Mode
 from infer.timeline import timeline
 
@@ -38,7 +38,7 @@ def answer_questions(
     A record has `question_id`, `category`, `turns` (see `turn_record`), `correct` (None where nothing says so), and
     `error` where a turn could not be asked, in place of that turn and what follows.
     """
-    done = {record["question_id"]: record for record in read_lines(file)}
+    done = {record["question_id"]: record for record in read_journal(file)}
     waiting = [(place, q) for place, q in enumerate(questions) if q.id not in done][::-1]
     running: list[_Conversation] = []
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def answer_questions(
             for conversation in running:
                 if conversation.ended():
                     record = conversation.record()
-                    append_line(log, record)
+                    append(log, record)
                     done[record["question_id"]] = record
                     bar.update()
             running = [conversation for conversation in running if not conversation.over]
@@ -140,31 +140,3 @@ def write_model_answers(records: Iterable[dict[str, Any]], system: System, file:
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text("".join(lines), encoding="utf-8")
     partial.replace(file)
-
-
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Records of a file that grows by lines; a line that was cut off by the end of a process is dropped from it.
-
-    Raises:
-        DataError: a whole line is no record.
-    """
-    if not file.exists():
-        return []
-    found, size = [], 0
-    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            raise DataError(f"{file}, line {number}: not JSON; delete the line, and it is made again") from None
-        size += len(line)
-    os.truncate(file, size)
-    return found
-
-
-def append_line(log: Any, record: dict[str, Any]) -> None:
-    """Add a record to a file that grows by lines, so that it is there whatever happens next."""
-    log.write(json.dumps(record, ensure_ascii=False) + "\n")
-    log.flush()
-    os.fsync(log.fileno())

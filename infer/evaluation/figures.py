@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from infer.evaluation.answers import read_lines
 from infer.evaluation.config import EvalConfig
 from infer.evaluation.intervals import difference, interval
 from infer.evaluation.questions import Question
 from infer.evaluation.run import answers_file, speed_file
 from infer.evaluation.speed import total
+from infer.jsonl import read_journal
 
 RATIO = "content tokens/s, ratio"
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
@@ -29,11 +29,11 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
         answers, timed, scores = {}, {}, defaultdict(list)
         for system in config.systems:
             order = [question.id for question in asked]
-            answers[system.name] = _in_order(read_lines(answers_file(folder, bench, system.name)), order)
-            timed[system.name] = _in_order(read_lines(speed_file(folder, bench, system.name)), order)
-        for judgment in read_lines(folder / "model_judgment" / bench / "single.jsonl"):
+            answers[system.name] = _in_order(read_journal(answers_file(folder, bench, system.name)), order)
+            timed[system.name] = _in_order(read_journal(speed_file(folder, bench, system.name)), order)
+        for judgment in read_journal(folder / "model_judgment" / bench / "single.jsonl"):
             scores[judgment["model"]].append(judgment)
-        likely = {name: read_lines(folder / "likelihood" / bench / f"{name}.jsonl") for name in config.models}
+        likely = {name: read_journal(folder / "likelihood" / bench / f"{name}.jsonl") for name in config.models}
         categories = list(dict.fromkeys(question.category for question in asked))
         systems = {}
         for system in config.systems:
@@ -50,7 +50,7 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
             "turns": sum(len(question.turns) for question in asked),
             "systems": systems,
             "comparisons": _comparisons(config, answers, timed, scores),
-            "pairs": _pairs(read_lines(folder / "model_judgment" / bench / "pair.jsonl")),
+            "pairs": _pairs(read_journal(folder / "model_judgment" / bench / "pair.jsonl")),
         }
     return found
 

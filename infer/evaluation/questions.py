@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import ascii_uppercase
@@ -13,8 +12,8 @@ from typing import Any
 
 from aspd_jax.errors import DataError
 from infer.evaluation.config import BenchmarkSection, Kind
+from infer.jsonl import objects, refuse
 
-SHOWN = 5  # problems that are told at once
 MATHS = "\n\nThink step by step, and put your final answer within \\boxed{}."
 CHOICE = "\n\nEnd your answer with a line that says: Answer: LETTER"
 
@@ -54,7 +53,7 @@ def read_questions(section: BenchmarkSection) -> list[Question]:
     references = read_references(Path(section.references)) if section.references else {}
     found: dict[str | int, Question] = {}
     problems: list[str] = []
-    for number, record in _lines(file, problems):
+    for number, record in objects(file, problems):
         try:
             question = _question(record, number, section.kind, references)
             if question.id in found:
@@ -62,9 +61,7 @@ def read_questions(section: BenchmarkSection) -> list[Question]:
             found[question.id] = question
         except DataError as error:
             problems.append(f"line {number}: {error}")
-    if problems:
-        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise DataError(f"{file}, " + "; ".join(problems[:SHOWN]) + more)
+    refuse(file, problems)
     if not found:
         raise DataError(f"{file} holds no question")
     return spread(found.values(), section.limit)
@@ -78,14 +75,13 @@ def read_references(file: Path) -> dict[str | int, tuple[str, ...]]:
     """
     found: dict[str | int, tuple[str, ...]] = {}
     problems: list[str] = []
-    for number, record in _lines(file, problems):
+    for number, record in objects(file, problems):
         try:
             turns = record["choices"][0]["turns"]
             found[record["question_id"]] = tuple(map(str, turns))
         except (KeyError, IndexError, TypeError):
             problems.append(f'line {number}: no "question_id" and "choices" with "turns"')
-    if problems:
-        raise DataError(f"{file}, " + "; ".join(problems[:SHOWN]))
+    refuse(file, problems)
     return found
 
 
@@ -101,25 +97,6 @@ def spread(questions: Iterable[Question], limit: int) -> list[Question]:
         (rank, order, place) for order, places in enumerate(by_category.values()) for rank, place in enumerate(places)
     )
     return [every[place] for place in sorted(place for _, _, place in in_turn[:limit])]
-
-
-def _lines(file: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            problems.append(f"line {number}: not JSON: {error.msg} at column {error.colno}")
-            continue
-        if isinstance(record, dict):
-            yield number, record
-        else:
-            problems.append(f"line {number}: not a JSON object")
 
 
 def _question(
@@ -204,11 +181,3 @@ def gold(answer: str) -> str:
     """The final answer of a worked one: behind GSM8K's `####`, else the whole text."""
     found = re.search(r"####\s*(.+?)\s*$", answer)
     return found[1] if found else answer.strip()
-
-
-def by_category(questions: Sequence[Question]) -> dict[str, list[Question]]:
-    """Questions by category, categories in the order they come in."""
-    found: dict[str, list[Question]] = defaultdict(list)
-    for question in questions:
-        found[question.category].append(question)
-    return dict(found)

@@ -11,11 +11,11 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-from infer.evaluation.answers import read_lines
 from infer.evaluation.config import EvalConfig
 from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question
 from infer.evaluation.run import answers_file, write_whole
+from infer.jsonl import read_journal
 from infer.plots import plot_distribution, plot_quality, plot_speedups, plot_timeline
 from infer.timeline import Span
 
@@ -109,7 +109,7 @@ def _quality(summary: dict[str, Any]) -> Any:
 
 def _widest(folder: Path, bench: str, system: str) -> dict[str, Any] | None:
     """The answer with the highest ideal speed-up that has a block."""
-    turns = [turn for record in read_lines(answers_file(folder, bench, system)) for turn in record["turns"]]
+    turns = [turn for record in read_journal(answers_file(folder, bench, system)) for turn in record["turns"]]
     forked = [turn for turn in turns if turn["stats"]["blocks"] and turn["timeline"]]
     return max(forked, key=lambda turn: turn["stats"]["ideal_speedup"], default=None)
 

@@ -26,11 +26,12 @@ from aspd_jax.layout import Layout
 from aspd_jax.pipeline.likelihood import CHUNK, token_losses
 from aspd_jax.store import Store
 from infer.engine import Engine
-from infer.evaluation.answers import answer_questions, append_line, read_lines, write_model_answers
+from infer.evaluation.answers import answer_questions, write_model_answers
 from infer.evaluation.config import EvalConfig, ModelSection
 from infer.evaluation.judge import Answers, judge
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
+from infer.jsonl import append, read_journal
 
 PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy", "scipy", "math-verify")
 
@@ -102,7 +103,7 @@ def judge_run(config: EvalConfig, questions: Mapping[str, Sequence[Question]], o
         for bench, asked in questions.items():
             answers = []
             for system in config.systems:
-                records = read_lines(answers_file(output, bench, system.name))
+                records = read_journal(answers_file(output, bench, system.name))
                 turns = {r["question_id"]: [t["text"] for t in r["turns"]] for r in records if "error" not in r}
                 answers.append(Answers(system.name, turns))
             found = judge(config, asked, answers, store)
@@ -225,7 +226,7 @@ def _commit() -> str:
 
 def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question], file: Path) -> None:
     """How likely the first reference of every question is, as plain text: nats per token, bits per byte."""
-    done = {record["question_id"] for record in read_lines(file)}
+    done = {record["question_id"] for record in read_journal(file)}
     todo = [question for question in questions if question.references and question.id not in done]
     if not todo:
         return
@@ -249,7 +250,7 @@ def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question]
             layout = Layout(np.arange(size, dtype=np.int32)[None] * one, one, 0 * one, 0 * one)
             losses = np.asarray(token_losses(lm.model, lm.params, tokens, layout))[0, len(prompt) : len(ids)]
             size_bytes = len(question.references[0].encode())
-            append_line(
+            append(
                 log,
                 {
                     "question_id": question.id,

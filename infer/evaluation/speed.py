@@ -19,9 +19,9 @@ from tqdm import tqdm
 from aspd_jax.errors import RequestError
 from infer.answer import Result
 from infer.engine import Engine
-from infer.evaluation.answers import append_line, read_lines
 from infer.evaluation.config import DecodingSection, SpeedSection, System
 from infer.evaluation.questions import Question, spread
+from infer.jsonl import append, read_journal
 from infer.logprobs import content_places
 from infer.step import Script
 
@@ -48,14 +48,14 @@ def time_questions(
         RequestError: serial mode did not follow what it was told.
     """
     chosen = spread(questions, speed.questions)
-    done = {record["question_id"]: record for record in read_lines(file)}
+    done = {record["question_id"]: record for record in read_journal(file)}
     file.parent.mkdir(parents=True, exist_ok=True)
     places = {question.id: place for place, question in enumerate(questions)}
     with file.open("a") as log:
         for question in tqdm([q for q in chosen if q.id not in done], desc=title, unit="question"):
             params = decoding.params(question.temperature, places[question.id])
             record = _time(engine, system, question, params, speed.repeats)
-            append_line(log, record)
+            append(log, record)
             done[question.id] = record
     return [done[question.id] for question in chosen]
 
