@@ -33,6 +33,7 @@ def add(commands: Any) -> None:
     serve.add_argument("--max-waiting", type=int, default=64, help="requests that may wait; further ones get 429")
     serve.add_argument("--max-new-tokens", type=int, default=1024, help="of an answer; requests may ask for fewer")
     serve.add_argument("--max-body", type=int, default=1 << 20, help="bytes of a request")
+    serve.add_argument("--body-timeout", type=float, default=20.0, help="seconds in which a request has to be there")
     serve.add_argument("--max-choices", type=int, default=8, help="answers to one request (n)")
     serve.add_argument("--timeout", type=float, default=300.0, help="seconds from request to last token")
     serve.add_argument("--chunk", type=float, default=0.03, help="seconds between two looks at growing answers")
@@ -61,6 +62,7 @@ def run_serve(options: argparse.Namespace) -> None:
         keys=keys,
         max_waiting=options.max_waiting,
         max_body=options.max_body,
+        body_timeout=options.body_timeout,
         max_choices=options.max_choices,
         max_new_tokens=options.max_new_tokens,
         timeout=options.timeout,

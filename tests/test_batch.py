@@ -61,7 +61,7 @@ def test_answers_come_in_the_order_of_the_input(own: Engine, source: Path, tmp_p
 
 def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, monkeypatch: Any) -> None:
     generate_file(own, source, tmp_path / "whole.jsonl", PARAMS, "adaptive", False, progress=False)
-    append, written = infer.batch._append, []
+    append, written = infer.batch.append, []
 
     def failing(log: Any, value: dict[str, Any]) -> None:
         if len(written) == 4:
@@ -73,7 +73,7 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
 
     cut = tmp_path / "cut.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr(infer.batch, "_append", failing)
+        patch.setattr(infer.batch, "append", failing)
         with pytest.raises(KeyboardInterrupt):
             generate_file(own, source, cut, PARAMS, "adaptive", False, progress=False)
     for handle_row in own.scheduler._rows:  # what was under way died with the process
@@ -114,7 +114,9 @@ def test_kill_9(lm: LanguageModel, source: Path, tmp_path: Path) -> None:
 def test_bad_lines_are_named_before_anything_is_decoded(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt": 1}\n\n{"prompt": "b"\n[]\n')
-    with pytest.raises(DataError, match=r'bad.jsonl, line 2: it must hold "prompt".*line 4: not JSON.*line 5: it must'):
+    with pytest.raises(
+        DataError, match=r'bad.jsonl, line 2: it must hold "prompt".*line 4: not JSON.*line 5: not a JSON object'
+    ):
         read_prompts(file, chat=False)
     file.write_text("\n")
     with pytest.raises(DataError, match="holds no prompt"):

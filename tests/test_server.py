@@ -51,7 +51,8 @@ class Running:
         self.app = make_app(engine, config)
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.address = self._socket.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
         self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error", timeout_graceful_shutdown=5))
         self._thread = threading.Thread(target=lambda: self.server.run(sockets=[self._socket]), daemon=True)
 
@@ -73,7 +74,7 @@ class Running:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
-def wait_for(holds: Any, seconds: float = 60) -> bool:
+def wait_for(holds: Any, seconds: float = 120) -> bool:
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
@@ -207,6 +208,8 @@ def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
         ("chat/completions", ask(tools=[]), 400, "tools: Extra inputs are not permitted"),
         ("chat/completions", ask(n=99), 400, "n: at most 8 answers"),
         ("chat/completions", ask(max_tokens=0), 400, "max_tokens"),
+        ("chat/completions", ask(top_logprobs=2), 400, "top_logprobs needs logprobs"),
+        ("chat/completions", ask(stream_options={}), 400, "stream_options needs stream"),
         ("chat/completions", ask(stop=[""]), 400, "stop"),
         ("chat/completions", ask(aspd={"mode": "fast"}), 400, "aspd.mode: Input should be 'adaptive' or 'serial'"),
         ("chat/completions", ask() | {"messages": [LONG]}, 400, "leaves no room"),
@@ -251,10 +254,10 @@ def test_a_client_that_goes_frees_its_row(server: Running) -> None:
             "POST", f"{server.url}/v1/chat/completions", json=ask(stream=True, temperature=2.0, **SERIAL)
         ) as reply:
             next(reply.iter_lines())
-        assert wait_for(lambda: server.driver.load == (0, 0), 10)
+        assert wait_for(lambda: server.driver.load == (0, 0), 120)
     with pytest.raises(httpx.TimeoutException):
-        httpx.post(f"{server.url}/v1/chat/completions", json=ask(temperature=2.0, **SERIAL), timeout=0.3)
-    assert wait_for(lambda: server.driver.load == (0, 0), 10)
+        httpx.post(f"{server.url}/v1/chat/completions", json=ask(temperature=2.0, n=8, **SERIAL), timeout=0.1)
+    assert wait_for(lambda: server.driver.load == (0, 0), 120)
 
 
 def test_time_runs_out(engine: Engine) -> None:
@@ -265,6 +268,13 @@ def test_time_runs_out(engine: Engine) -> None:
             "POST", f"{server.url}/v1/chat/completions", json=ask(temperature=2.0, stream=True, **SERIAL), timeout=60
         ) as reply:
             assert json.loads([line for line in reply.iter_lines() if line][-1][6:])["error"]["type"] == "timeout"
+
+
+def test_bodies_have_to_arrive(engine: Engine) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    with serving(engine, body_timeout=0.2) as server, socket.create_connection(server.address, 30) as slow:
+        slow.sendall(head)
+        assert b" 408 " in slow.recv(1 << 16).splitlines()[0]
 
 
 def test_keys(engine: Engine) -> None:

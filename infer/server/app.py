@@ -102,7 +102,25 @@ class _Guard:
             await send(message)
 
         refusal = self._server.check(Request(scope))
+        if refusal is None and scope["method"] == "POST":
+            body = await self._server.body(receive)
+            if body is None:
+                refusal = self._server.error(408, "the request did not arrive in time", "timeout", "timeout")
+            else:
+                receive = _then(body, receive)
         await (refusal or self._app)(scope, receive, counting)
+
+
+def _then(body: bytes, receive: Any) -> Any:
+    """A `receive` that begins with a whole body."""
+    left = [body]
+
+    async def replaying() -> Any:
+        if left:
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        return await receive()
+
+    return replaying
 
 
 class _Server:
@@ -121,16 +139,30 @@ class _Server:
             digest = hashlib.sha256(given).digest()
             # All are compared, so that the time tells nothing about which came near.
             if not max([hmac.compare_digest(digest, key) for key in self._keys]):
-                return self._error(401, "a valid API key is needed", "authentication_error", "invalid_api_key")
+                return self.error(401, "a valid API key is needed", "authentication_error", "invalid_api_key")
         if request.method == "POST":
             length = request.headers.get("content-length", "")
             if not length.isdigit():
-                return self._error(411, "the request needs a Content-Length", "invalid_request_error")
+                return self.error(411, "the request needs a Content-Length", "invalid_request_error")
             if int(length) > self._config.max_body:
                 message = f"the request has {length} bytes, at most {self._config.max_body} are taken"
-                return self._error(413, message, "invalid_request_error")
+                return self.error(413, message, "invalid_request_error")
             if not self._driver.ready.is_set():
-                return self._error(503, "the server is not ready", "service_unavailable", **{"Retry-After": "5"})
+                return self.error(503, "the server is not ready", "service_unavailable", **{"Retry-After": "5"})
+        return None
+
+    async def body(self, receive: Any) -> bytes | None:
+        """All of a body; None: it did not come in time, or its client has gone."""
+        parts: list[bytes] = []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.body_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return None
+                    parts.append(message.get("body", b""))
+                    if not message.get("more_body"):
+                        return b"".join(parts)
         return None
 
     def count(self, path: str, status: int) -> None:
@@ -141,7 +173,8 @@ class _Server:
         self._metrics.requests.labels(known, str(status)).inc()
 
     @staticmethod
-    def _error(status: int, message: str, kind: str, code: str | None = None, **headers: str) -> JSONResponse:
+    def error(status: int, message: str, kind: str, code: str | None = None, **headers: str) -> JSONResponse:
+        """A response in OpenAI's form."""
         return JSONResponse(error_body(message, kind, code), status, headers)
 
     async def refused(self, _: Request, error: Any) -> Response:
@@ -164,7 +197,7 @@ class _Server:
     async def failed(self, _: Request, error: Exception) -> Response:
         """A mistake of ours."""
         log.error("a request failed", exc_info=error)
-        return self._error(500, "the server failed on this request", "server_error")
+        return self.error(500, "the server failed on this request", "server_error")
 
     # The interface.
 

@@ -17,7 +17,7 @@ class ServerConfig:
         name: of the model, as clients ask for it.
         keys: API keys, one of which every request has to bring; none: no key is asked for.
         max_waiting: requests that may wait for a row of the cache; further ones get 429.
-        max_body: bytes of a request.
+        max_body: bytes of a request, which have to be there within `body_timeout` seconds.
         max_choices: answers to one request (`n`).
         max_new_tokens: of an answer; what is given to requests that ask for no number, and most that is given.
         timeout: seconds from request to last token.
@@ -32,6 +32,7 @@ class ServerConfig:
     keys: tuple[str, ...] = ()
     max_waiting: int = 64
     max_body: int = 1 << 20
+    body_timeout: float = 20.0
     max_choices: int = 8
     max_new_tokens: int = 2048
     timeout: float = 300.0
@@ -43,7 +44,7 @@ class ServerConfig:
         for name in ("max_body", "max_choices", "max_new_tokens"):
             at_least(name, getattr(self, name), 1)
         at_least("max_waiting", self.max_waiting, 0)
-        for name in ("timeout", "chunk", "drain"):
+        for name in ("body_timeout", "timeout", "chunk", "drain"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         if not 0 <= self.port < 1 << 16:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from infer.request import Mode, SamplingParams
 from infer.server.config import ServerConfig
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
@@ -92,6 +91,12 @@ class Common(Strict):
     user: str | None = None
     aspd: Aspd = Aspd()
 
+    @model_validator(mode="after")
+    def _options_of_streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
+
     @property
     def limit(self) -> int | None:
         """Tokens that the answer may have."""
@@ -122,6 +127,12 @@ class ChatRequest(Common):
     response_format: ResponseFormat | None = None
     store: StrictBool | None = None
     metadata: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _alternatives_of_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
 
     @property
     def limit(self) -> int | None:

@@ -13,6 +13,8 @@ from infer.engine import Engine
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
 
+MOST_CONNECTIONS = 4096  # further ones get 503
+
 
 def serve(engine: Engine, config: ServerConfig) -> None:
     """Listen until SIGTERM or SIGINT.
@@ -37,6 +39,7 @@ def serve(engine: Engine, config: ServerConfig) -> None:
         log_level="warning",
         timeout_graceful_shutdown=int(config.drain) or 1,
         h11_max_incomplete_event_size=1 << 16,
+        limit_concurrency=MOST_CONNECTIONS,
         server_header=False,
     )
     # uvicorn drains, then hands the signal on to who had it before; drained is a good end.
