@@ -198,12 +198,12 @@ def test_differences_are_paired() -> None:
 
 
 def test_seeds() -> None:
-    def record(right: bool, forks: bool, forked: bool) -> dict[str, Any]:
+    def record(id: int, right: bool, forks: bool, forked: bool) -> dict[str, Any]:
         stats = {"blocks": int(forked), "content_tokens": 10, "critical_path": 5 if forked else 10}
-        return {"correct": right, "forks": forks, "turns": [{"stats": stats}]}
+        return {"question_id": id, "correct": right, "forks": forks, "turns": [{"stats": stats}]}
 
-    good = [record(True, n % 2 == 0, n % 2 == 0) for n in range(20)]
-    bad = [record(n % 4 == 0, n % 2 == 0, True) for n in range(20)]
+    good = [record(n, True, n % 2 == 0, n % 2 == 0) for n in range(20)]
+    bad = [record(n, n % 4 == 0, n % 2 == 0, True) for n in range(20)]
     of = compare({"ours": [good, good], "theirs": [bad, good]}, "ours")
     assert of["ours"].exact == (1, 1, 1) and of["ours"].beside is None and of["ours"].fork_right == (1, 1, 1)
     assert of["theirs"].exact == (0.625, 0.25, 1) and of["theirs"].fork_right == (0.75, 0.5, 1)
@@ -211,6 +211,8 @@ def test_seeds() -> None:
     beside = of["theirs"].beside
     assert beside is not None and beside.mean == pytest.approx(-0.375) and beside.p < 0.001
     assert of["ours"].ideal.mean == pytest.approx(200 / 150)
+    mixed = compare({"ours": [bad], "theirs": [bad[::-1]]}, "ours")["theirs"].beside  # answers end in any order
+    assert mixed is not None and mixed == (0, 0, 0, 1.0, 20)
 
 
 @pytest.fixture(scope="module")

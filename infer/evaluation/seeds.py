@@ -84,7 +84,9 @@ def _spread(seeds: Sequence[Records], of: Callable[[Records], float]) -> Spread:
 
 
 def _by_question(seeds: Sequence[Records]) -> list[float]:
-    return np.mean([[bool(record["correct"]) for record in records] for records in seeds], axis=0).tolist()
+    """Share of seeds that are right, by question; records are kept in the order in which they ended."""
+    in_order = [sorted(records, key=lambda record: record["question_id"]) for records in seeds]
+    return np.mean([[bool(record["correct"]) for record in records] for records in in_order], axis=0).tolist()
 
 
 def table(compared: Mapping[str, Comparison], beside: Mapping[str, Sequence[str]], titles: Sequence[str]) -> str:
