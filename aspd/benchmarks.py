@@ -177,10 +177,10 @@ def run_bench_serve(options: argparse.Namespace) -> None:
         key = os.environ.get("ASPD_API_KEY", "")
         for rate in options.rates:
             for mode in modes:
-                for seconds in (2.0, options.seconds):  # the first ones compile what is not compiled yet
+                for _ in range(2):  # the same twice: the first time compiles what is not compiled yet
                     of = asyncio.run(
                         load(
-                            url, key, options.model, questions, mode, rate, seconds, options.target,
+                            url, key, options.model, questions, mode, rate, options.seconds, options.target,
                             options.max_new_tokens,
                         )
                     )  # fmt: skip
@@ -214,7 +214,6 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
             address = re.search(r"http://\S+:\d+", process.stdout.readline())
             if address is None:
                 raise RequestError("the server did not start; see above")
-            print("warming up", flush=True)
             while process.poll() is None:
                 try:
                     with urlopen(f"{address[0]}/health", timeout=5):

@@ -38,7 +38,9 @@ def add(commands: Any) -> None:
     serve.add_argument("--timeout", type=float, default=300.0, help="seconds from request to last token")
     serve.add_argument("--chunk", type=float, default=0.03, help="seconds between two looks at growing answers")
     serve.add_argument("--drain", type=float, default=30.0, help="seconds for requests under way when told to stop")
-    serve.add_argument("--no-warm-up", action="store_true", help="compile when programs are needed, not before")
+    serve.add_argument(
+        "--warm-up", action="store_true", help="compile everything before the server says that it is ready"
+    )
 
 
 def run_serve(options: argparse.Namespace) -> None:
@@ -68,7 +70,7 @@ def run_serve(options: argparse.Namespace) -> None:
         timeout=options.timeout,
         chunk=options.chunk,
         drain=options.drain,
-        warm_up=not options.no_warm_up,
+        warm_up=options.warm_up,
     )
     lm = load_model(options.model, options.dtype, mesh_of(options.mesh), options.weights)
     if lm.tokenizer is None:

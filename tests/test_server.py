@@ -420,7 +420,6 @@ def test_it_finishes_what_is_under_way_when_told_to_stop() -> None:
         "serve",
         "--port",
         "0",
-        "--no-warm-up",
         "--batch",
         "1",
         "--max-length",

@@ -156,13 +156,13 @@ def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: Language
     nothing = np.full((2, 3, 600), -1, np.int32)
     free.scheduler.script = Script(jnp.asarray(of_serial), jnp.asarray(nothing))
     random = np.random.default_rng(0)
-    budgets = [int(n) for n in random.integers(100, 260, 60)]
+    budgets = [int(n) for n in random.integers(100, 260, 30)]
     params = [
         SamplingParams(temperature=float(random.choice([1.0, 100.0])), max_new_tokens=n, seed=seed, max_branch_tokens=m)
-        for seed, (n, m) in enumerate(zip(budgets, random.choice([1, 9, 30, 200], 60).tolist(), strict=True))
+        for seed, (n, m) in enumerate(zip(budgets, random.choice([1, 9, 30, 200], 30).tolist(), strict=True))
     ]
     blocks = 0
-    for budget, result in zip(budgets, free.generate(["Hi"] * 60, params), strict=True):
+    for budget, result in zip(budgets, free.generate(["Hi"] * 30, params), strict=True):
         assert len(result.token_ids) <= budget
         assert result.stats.passes == result.stats.critical_path - 1
         text = lm.codec.text.decode(result.token_ids)
@@ -174,7 +174,7 @@ def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: Language
             assert all(part.startswith(f"{title}: ") for title, part in zip(titles, parts, strict=True))
             blocks += 1
         assert result.stats.blocks == len(re.findall(BLOCK, text, re.DOTALL))
-    assert blocks >= 60
+    assert blocks >= 30
 
     def anything(state: Any, lanes: Any, rule: Any) -> Any:
         return jnp.ones((lanes.lane.shape[0], 1), bool)

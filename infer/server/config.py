@@ -38,7 +38,7 @@ class ServerConfig:
     timeout: float = 300.0
     chunk: float = 0.03
     drain: float = 30.0
-    warm_up: bool = True
+    warm_up: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_body", "max_choices", "max_new_tokens"):
