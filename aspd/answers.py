@@ -106,14 +106,13 @@ def run_generate(options: argparse.Namespace) -> None:
     if not options.json:
         print(result.text)
         return
-    stats = vars(result.stats) | {"ideal_speedup": result.stats.ideal_speedup}
     output = {
         "text": result.text,
         "structure": to_json(result.structure),
         "prompt_token_ids": result.prompt_token_ids,
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
-        "stats": stats,
+        "stats": result.stats.to_json(),
     }
     print(json.dumps(output, ensure_ascii=False))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -63,6 +64,10 @@ class Statistics:
     def ideal_speedup(self) -> float:
         """Content tokens per token of the critical path."""
         return self.content_tokens / max(1, self.critical_path)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, the ideal speed-up among them."""
+        return asdict(self) | {"ideal_speedup": self.ideal_speedup}
 
 
 @dataclass(frozen=True)

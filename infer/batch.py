@@ -136,7 +136,7 @@ def _record(item: Item, result: Result) -> dict[str, Any]:
         "text": result.text,
         "structure": to_json(result.structure),
         "finish_reason": result.finish_reason,
-        "stats": asdict(result.stats) | {"ideal_speedup": result.stats.ideal_speedup},
+        "stats": result.stats.to_json(),
     }
 
 

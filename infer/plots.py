@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
 from infer.benchmark import AnswerTime, PassTime
-from infer.load import Load
 from infer.timeline import Span
+
+if TYPE_CHECKING:
+    from infer.load import Load  # brings the client, which drawing does not need
 
 BLUE = "#4c78a8"
 COLOURS = {"serial": "#bab0ac", "titles": "#e0a458", "branch": "#8fb8de"}

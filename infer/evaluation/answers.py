@@ -23,7 +23,7 @@ from infer.evaluation.health import health
 from infer.evaluation.questions import Question
 from infer.evaluation.scoring import correct
 from infer.handle import Handle
-from infer.jsonl import append, read_journal
+from infer.jsonl import append, read_journal, write_whole
 from infer.request import Mode
 from infer.timeline import timeline
 
@@ -117,7 +117,7 @@ def turn_record(engine: Engine, result: Result, said: str) -> dict[str, Any]:
         "text": result.text,
         "structure": to_json(result.structure),
         "finish_reason": result.finish_reason,
-        "stats": asdict(result.stats) | {"ideal_speedup": result.stats.ideal_speedup},
+        "stats": result.stats.to_json(),
         "health": asdict(health(said, result.structure, result.finish_reason == "stop", count)),
         "timeline": [list(span) for span in timeline(engine.protocol, result)],
     }
@@ -136,7 +136,4 @@ def write_model_answers(records: Iterable[dict[str, Any]], system: System, file:
             "tstamp": time.time(),
         }
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text("".join(lines), encoding="utf-8")
-    partial.replace(file)
+    write_whole(file, "".join(lines))

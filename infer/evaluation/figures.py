@@ -112,8 +112,8 @@ def _structure(answers: Sequence[Record], turns: Sequence[Record]) -> dict[str, 
         "branches_per_block": float(np.mean(blocks)) if blocks else None,
         "dependent_blocks": sum(one["dependent"] for one in health),
         "repeated": float(np.mean(repeated)) if repeated else None,
-        "wrongly_forked": _share(chains) if chains else None,
-        "rightly_forked": _share(parallel) if parallel else None,
+        "wrongly_forked": _share(chains),
+        "rightly_forked": _share(parallel),
         "degree_of_parallelism": in_branches / tokens if tokens else None,
         "parallel_efficiency": (
             (in_branches - sum(one["title_tokens"] for one in forked)) / in_branches if in_branches else None

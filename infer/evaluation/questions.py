@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -40,7 +40,7 @@ class Question:
     scoring: Kind = "chat"
     choices: tuple[str, ...] = ()
     temperature: float | None = None
-    forks: bool | None = field(default=None)
+    forks: bool | None = None
 
 
 def read_questions(section: BenchmarkSection) -> list[Question]:
@@ -151,7 +151,7 @@ def _with_answer(question: Question, answer: str, asking: str) -> Question:
     if not answer:
         raise DataError('"answer" is missing: there is nothing to compare with')
     *before, last = question.turns
-    return _replace(question, turns=(*before, last + asking), references=(answer,))
+    return replace(question, turns=(*before, last + asking), references=(answer,))
 
 
 def _choice(question: Question, record: dict[str, Any]) -> Question:
@@ -170,11 +170,7 @@ def _choice(question: Question, record: dict[str, Any]) -> Question:
         raise DataError('"answer" must be a letter, a number from 0, or one of the choices')
     listed = "\n".join(f"{name}. {text}" for name, text in zip(letters, choices, strict=True))
     turn = f"{question.turns[-1]}\n\n{listed}{CHOICE}"
-    return _replace(question, turns=(*question.turns[:-1], turn), references=(letter,), choices=tuple(letters))
-
-
-def _replace(question: Question, **changes: Any) -> Question:
-    return Question(**(vars(question) | changes))
+    return replace(question, turns=(*question.turns[:-1], turn), references=(letter,), choices=tuple(letters))
 
 
 def gold(answer: str) -> str:

@@ -14,8 +14,8 @@ from markdown_it import MarkdownIt
 from infer.evaluation.config import EvalConfig
 from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question
-from infer.evaluation.run import answers_file, write_whole
-from infer.jsonl import read_journal
+from infer.evaluation.run import answers_file
+from infer.jsonl import read_journal, write_whole
 from infer.plots import plot_distribution, plot_quality, plot_speedups, plot_timeline
 from infer.timeline import Span
 

@@ -31,7 +31,7 @@ from infer.evaluation.config import EvalConfig, ModelSection
 from infer.evaluation.judge import Answers, judge
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
-from infer.jsonl import append, read_journal
+from infer.jsonl import append, read_journal, write_whole
 
 PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy", "scipy", "math-verify")
 
@@ -131,14 +131,6 @@ def answers_file(output: Path, bench: str, system: str) -> Path:
 def speed_file(output: Path, bench: str, system: str) -> Path:
     """Where the timings of a system are."""
     return output / "speed" / bench / f"{system}.jsonl"
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
 
 
 def read_run(output: Path) -> tuple[EvalConfig, dict[str, Any]]:

@@ -11,9 +11,8 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -397,8 +396,7 @@ def usage(results: Sequence[Result]) -> dict[str, Any]:
 
 def statistics(result: Result) -> dict[str, Any]:
     """What an answer cost, and its structure."""
-    stats = asdict(result.stats) | {"ideal_speedup": result.stats.ideal_speedup}
-    return {"statistics": stats, "structure": to_json(result.structure)}
+    return {"statistics": result.stats.to_json(), "structure": to_json(result.structure)}
 
 
 def finish(result: Result) -> str:
@@ -406,28 +404,25 @@ def finish(result: Result) -> str:
     return "length" if result.finish_reason == "length" else "stop"
 
 
-class _Form:
+class _Form(Protocol):
     """How answers of one of the two interfaces look."""
 
-    prefix = whole = part = ""
+    prefix: str
+    whole: str
+    part: str
 
-    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
-        raise NotImplementedError
+    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]: ...
 
-    def opening(self, number: int) -> list[dict[str, Any]]:
-        raise NotImplementedError
+    def opening(self, number: int) -> list[dict[str, Any]]: ...
 
-    def delta(self, number: int, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
+    def delta(self, number: int, delta: Delta) -> dict[str, Any]: ...
 
-    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
-        raise NotImplementedError
+    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]: ...
 
-    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any:
-        raise NotImplementedError
+    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any: ...
 
 
-class _Chat(_Form):
+class _Chat:
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
@@ -452,7 +447,7 @@ class _Chat(_Form):
         return {"content": content, "refusal": None}
 
 
-class _Text(_Form):
+class _Text:
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
     def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
