@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 # Eight devices; and most of the time of these tests goes into compiling, so what compiles fastest is best.
@@ -17,7 +18,10 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_use_fusion_emitters=false"
     + " --xla_cpu_parallel_codegen_split_count=1"
 )
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # tests watch what is compiled, and leave nothing behind
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # What one worker or process has compiled the others read, and nothing is left behind.
+    PROGRAMS = TemporaryDirectory(prefix="aspd-jax-programs-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
 import jax
 import numpy as np
 import pytest

@@ -207,8 +207,8 @@ def test_compiled_programs_stay_on_disk(tmp_path: Path) -> None:
         "--max-length",
         "64",
     ]
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "true"}
-    del environment["JAX_COMPILATION_CACHE_DIR"]  # which the door has set for this process
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    del environment["JAX_COMPILATION_CACHE_DIR"]  # of these tests
     seen = []
     for _ in range(2):
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
