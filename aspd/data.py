@@ -61,7 +61,7 @@ def run_show(options: argparse.Namespace) -> None:
     """`aspd data show`."""
     from rich.console import Console
 
-    from aspd_jax.pipeline.show import find, page, read_structured, show
+    from aspd_jax.pipeline.show import find, read_structured, records_page, show
 
     positive(options, "records")
     if options.id is not None:
@@ -69,7 +69,7 @@ def run_show(options: argparse.Namespace) -> None:
     else:
         records = list(islice(read_structured(options.file), options.records))
     if options.html is not None:
-        options.html.write_text(page(records, options.file.name))
+        options.html.write_text(records_page(records, options.file.name))
         return
     console = Console()
     for record in records:

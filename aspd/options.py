@@ -43,6 +43,36 @@ def config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: data.length=4096")
 
 
+def process_options(parser: argparse.ArgumentParser) -> None:
+    """Whether this is one of several processes that work on one model."""
+    parser.add_argument(
+        "--distributed", action="store_true", help="one of several processes, which SLURM, GKE or Cloud TPU started"
+    )
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where nothing else tells")
+    parser.add_argument("--processes", type=int, help="how many, with --coordinator")
+    parser.add_argument("--process", type=int, help="which one this is, with --coordinator")
+
+
+def join_processes(options: argparse.Namespace) -> None:
+    """Wait for the other processes; before anything else is done with JAX.
+
+    Raises:
+        RequestError: options that do not go together, or nobody there.
+    """
+    import jax
+
+    together = (options.coordinator, options.processes, options.process)
+    if any(value is not None for value in together):
+        if None in together:
+            raise RequestError("--coordinator, --processes and --process go together")
+        if not 0 <= options.process < options.processes:
+            raise RequestError(f"--process must be between 0 and {options.processes - 1}, got {options.process}")
+    if options.coordinator:
+        jax.distributed.initialize(*together)
+    elif options.distributed:
+        jax.distributed.initialize()
+
+
 def sampling_options(parser: argparse.ArgumentParser) -> None:
     """Fields of `SamplingParams`."""
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")

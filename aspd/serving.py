@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, mesh_of, model_options
+from aspd.options import command, join_processes, mesh_of, model_options, process_options
 from aspd_jax.errors import RequestError
 
 
@@ -17,9 +17,13 @@ def add(commands: Any) -> None:
         commands, "serve", run_serve, "Serve a model to clients of OpenAI's interface, with a page to try it on."
     )
     model_options(serve)
-    serve.add_argument("--mesh", metavar="AXES", help="spread the model over devices, such as data=2,tensor=4")
+    serve.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="spread the model over devices, such as data=2,tensor=4; several processes: tensor over all",
+    )
     serve.add_argument("--weights", choices=("float", "int8"), default="float", help="int8: kernels of the layers")
-    serve.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja, for a tokenizer that has none")
+    serve.add_argument("--chat-template", default="", metavar="FILE", help="Jinja, for a tokenizer that has none")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a key")
     serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
     serve.add_argument("--name", default="", help="of the model; default: the folder's name")
@@ -38,6 +42,7 @@ def add(commands: Any) -> None:
     serve.add_argument("--timeout", type=float, default=300.0, help="seconds from request to last token")
     serve.add_argument("--chunk", type=float, default=0.03, help="seconds between two looks at growing answers")
     serve.add_argument("--drain", type=float, default=30.0, help="seconds for requests under way when told to stop")
+    process_options(serve)
     serve.add_argument(
         "--warm-up", action="store_true", help="compile everything before the server says that it is ready"
     )
@@ -45,10 +50,12 @@ def add(commands: Any) -> None:
 
 def run_serve(options: argparse.Namespace) -> None:
     """`aspd serve`."""
-    from aspd_jax.language_model import load_model, model_folder
+    import jax
+
+    from aspd_jax.language_model import for_conversations, load_model, model_folder
     from infer.engine import Engine
     from infer.server.config import ServerConfig
-    from infer.server.serve import serve
+    from infer.server.serve import follow, serve
 
     keys = _keys(options.key_file)
     local = options.host in ("127.0.0.1", "::1", "localhost")
@@ -72,19 +79,21 @@ def run_serve(options: argparse.Namespace) -> None:
         drain=options.drain,
         warm_up=options.warm_up,
     )
-    lm = load_model(options.model, options.dtype, mesh_of(options.mesh), options.weights)
-    if lm.tokenizer is None:
-        raise RequestError(f"{options.model} has no tokenizer; put tokenizer.json into the folder")
-    if options.chat_template is not None:
-        try:
-            lm.tokenizer.chat_template = options.chat_template.read_text()
-        except OSError as error:
-            raise RequestError(f"--chat-template: {error}") from None
+    join_processes(options)
+    several = jax.process_count() > 1
+    mesh = mesh_of(options.mesh or (f"tensor={jax.device_count()}" if several else None))
+    if several and mesh.size != jax.device_count():
+        raise RequestError(f"--mesh {options.mesh}: the processes have {jax.device_count()} devices, and all take part")
+    lm = load_model(options.model, options.dtype, mesh, options.weights)
+    for_conversations(lm, options.model, options.chat_template)
     engine = Engine(
         lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,
         draft_tokens=options.draft_tokens,
     )  # fmt: skip
-    serve(engine, config)
+    if jax.process_index() == 0:
+        serve(engine, config)
+    else:
+        follow(engine, config)
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, config_options
+from aspd.options import command, config_options, join_processes, process_options
 
 
 def add(commands: Any) -> None:
@@ -18,12 +18,7 @@ def add(commands: Any) -> None:
     what = train.add_mutually_exclusive_group(required=True)
     what.add_argument("--output", type=Path, help="folder of the run; a killed run goes on in it")
     what.add_argument("--plan", action="store_true", help="print the memory that each device will need, and stop")
-    train.add_argument(
-        "--distributed", action="store_true", help="one of several processes, which SLURM, GKE or Cloud TPU started"
-    )
-    train.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where nothing else tells")
-    train.add_argument("--processes", type=int, help="how many, with --coordinator")
-    train.add_argument("--process", type=int, help="which one this is, with --coordinator")
+    process_options(train)
 
     export = command(commands, "export", run_export, "Write a checkpoint of a training run as a Hugging Face folder.")
     export.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
@@ -43,10 +38,7 @@ def run_train(options: argparse.Namespace) -> None:
         return
     import jax
 
-    if options.coordinator:
-        jax.distributed.initialize(options.coordinator, options.processes, options.process)
-    elif options.distributed:
-        jax.distributed.initialize()
+    join_processes(options)
     from train.loop import train
 
     train(config, options.output)

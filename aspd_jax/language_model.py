@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from transformers import AutoConfig, AutoTokenizer
 
-from aspd_jax.errors import CheckpointError
+from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.layout import Layout
 from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face
 from aspd_jax.model.transformer import Transformer
@@ -74,6 +74,25 @@ def model_folder(path: str | os.PathLike[str]) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give a Hugging Face checkpoint folder, or `demo`")
     return folder
+
+
+def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template: str | os.PathLike[str] = "") -> None:
+    """See to it that a model, loaded from `path`, has a tokenizer, and the chat template of a file if one is named.
+
+    Args:
+        template: Jinja file, for a tokenizer that has no template of its own.
+
+    Raises:
+        CheckpointError: it has no tokenizer.
+        ConfigError: the file cannot be read.
+    """
+    if lm.tokenizer is None:
+        raise CheckpointError(f"{path} has no tokenizer; put tokenizer.json into the folder")
+    if os.fspath(template):
+        try:
+            lm.tokenizer.chat_template = Path(template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template: {error}") from None
 
 
 def load_model(

@@ -164,6 +164,7 @@ def pass_times(
         forbidden=(),
         max_branches=max(2, *widths),
         max_title_tokens=1,
+        mesh=lm.mesh,
     )
     limits = Limits(np.int32(steps), Extent(*[np.int32(-1)] * 4), np.bool_(False))
     tokens = 2 * (steps + 1) * max(widths)  # each needs one for its closing tag

@@ -94,6 +94,7 @@ class Engine:
             max_title_tokens=max_title_tokens,
             draft_tokens=draft_tokens,
             text_tags=written,
+            mesh=lm.mesh,
         )
         policy = Policy.parse(branch_policy)
         self._answers: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 
 from infer.benchmark import AnswerTime, PassTime
-from infer.timeline import Span
 
 if TYPE_CHECKING:
     from infer.load import Load  # brings the client, which drawing does not need
 
 BLUE = "#4c78a8"
-COLOURS = {"serial": "#bab0ac", "titles": "#e0a458", "branch": "#8fb8de"}
 
 
 def plot_decoding(
@@ -91,28 +89,6 @@ def plot_quality(
         axes.errorbar(speed["mean"], good["mean"], xerr=around[0], yerr=around[1], marker="o", capsize=3, label=name)
     axes.set(title=title, xlabel="content tokens per second, batch 1", ylabel=quality, xlim=(0, None))
     axes.legend(fontsize=8)
-    figure.savefig(file)
-
-
-def plot_timeline(spans: Sequence[Span], title: str, file: Path) -> None:
-    """One answer as lanes over passes: serial text and titles below, every branch on a lane of its own.
-
-    A dashed line shows how long the same content takes serially.
-    """
-    lanes = max(span.lane for span in spans)
-    serial = sum(span.end - span.start for span in spans if span.kind != "titles")
-    serial -= sum(span.kind == "branch" for span in spans)  # closing tags
-    figure = Figure(figsize=(9, 1.1 + 0.26 * (lanes + 1)), layout="constrained")
-    axes = figure.subplots()
-    for span in spans:
-        axes.barh(span.lane, span.end - span.start, left=span.start, height=0.8, color=COLOURS[span.kind])
-        if span.label:
-            axes.text(span.start + 0.5, span.lane, span.label[:40], va="center", fontsize=7, clip_on=True)
-    axes.axvline(serial, color="gray", linestyle="--", linewidth=1)
-    axes.text(serial, lanes / 2, " serial mode ends", fontsize=7, color="gray", va="center", ha="right", rotation=90)
-    axes.set(title=title, xlabel="passes", xlim=(0, 1.02 * max(serial, spans[-1].end)))
-    axes.invert_yaxis()
-    axes.set_yticks(range(lanes + 1), ["serial", *(f"branch {lane}" for lane in range(1, lanes + 1))], fontsize=7)
     figure.savefig(file)
 
 

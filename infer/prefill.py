@@ -21,7 +21,7 @@ from infer.programs import capacity_for, used_slots, width_bucket
 from infer.recogniser import Recogniser, of_tokens
 from infer.request import Job
 from infer.rows import Admission, admit
-from infer.state import DecodeState, Protocol, Request, empty_state
+from infer.state import DecodeState, Protocol, Request, empty_state, settle
 from infer.step import Script, prefill
 
 PREFILL_CHUNK = 512  # tokens of a prompt in a pass
@@ -83,7 +83,7 @@ def new_state(
         recogniser = of_tokens(lm.config.vocabulary, protocol.special.ids, protocol.end, protocol.forbidden)
     cache = empty_cache(lm.config, batch, capacity, lm.mesh)
     request, tables = jax.tree.map(jnp.asarray, (_request([], batch), recogniser))
-    return empty_state(protocol, cache, request, tables)
+    return settle(empty_state(protocol, cache, request, tables), lm.mesh)
 
 
 def _request(jobs: Sequence[Job], size: int) -> Request:

@@ -11,12 +11,14 @@ from them. Nothing is ever fed twice, and special tokens need no passes of their
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from aspd_jax.model.cache import Cache
+from aspd_jax.model.cache import Cache, layer_sharding
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.tokens import SpecialTokens
 from infer.recogniser import Recogniser
@@ -66,6 +68,7 @@ class Protocol:
         max_title_tokens: T.
         draft_tokens: D, guessed tokens that a stretch may be fed with its pending one; 0: no speculation.
         text_tags: of a model whose tags are strings; None: they are the special tokens.
+        mesh: that parameters and cache are spread over.
     """
 
     model: Transformer
@@ -77,6 +80,7 @@ class Protocol:
     max_title_tokens: int
     draft_tokens: int = 0
     text_tags: Tags | None = None
+    mesh: Mesh | None = None
 
     @property
     def tags(self) -> Tags:
@@ -219,6 +223,24 @@ def empty_state(protocol: Protocol, cache: Cache, request: Request, recogniser: 
         accepted=zeros(),
         stretches=zeros(),
     )
+
+
+def in_place(state: DecodeState, mesh: Mesh | None) -> DecodeState:
+    """A state with its cache split over the mesh, and all the rest whole on every device: any process can read it."""
+    if mesh is None:
+        return state
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    places = jax.tree.map(lambda _: everywhere, state)
+    layers = jax.tree.map(lambda array: layer_sharding(array.shape, mesh), state.cache.layers)
+    places = places._replace(cache=places.cache._replace(layers=layers))
+    placed: DecodeState = jax.lax.with_sharding_constraint(state, places)
+    return placed
+
+
+@partial(jax.jit, static_argnames="mesh", donate_argnames="state")
+def settle(state: DecodeState, mesh: Mesh | None) -> DecodeState:
+    """`in_place`, for the host."""
+    return in_place(state, mesh)
 
 
 def head_lengths(state: DecodeState, protocol: Protocol) -> jax.Array:

@@ -21,7 +21,7 @@ from infer.grammar import allowed, lane_node, legal_tokens
 from infer.recogniser import END
 from infer.sampling import sample
 from infer.speculation import add_drafts, goes_on, hide_rejected, look_up
-from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol
+from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol, in_place
 
 # Tokens that some rows of the state feed: the rows (None: all, in place), and what they feed.
 Part: TypeAlias = tuple[jax.Array | None, Feed]
@@ -297,6 +297,7 @@ def run(
         return step(params, state, protocol, within, greedy, script, drafting), left - 1
 
     state, left = jax.lax.while_loop(more, body, (state, jnp.int32(limits.steps)))
+    state = in_place(state, protocol.mesh)
     return state, extent(state, protocol), left
 
 
@@ -338,6 +339,7 @@ def prefill(
     batch = state.finish.shape[0]
     state = state._replace(finish=state.finish.at[jnp.where(ends, at, batch)].set(RUNNING, mode="drop"))
     if scripted:
-        return state
+        return in_place(state, protocol.mesh)
     chosen = choose(logits[:, 0], state, protocol, lanes_of(feed, rows), greedy, script)
-    return advance(state, protocol, *_by_row(batch, [(rows, feed)], feed.lane.reshape(-1), *chosen))
+    after = advance(state, protocol, *_by_row(batch, [(rows, feed)], feed.lane.reshape(-1), *chosen))
+    return in_place(after, protocol.mesh)

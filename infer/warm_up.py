@@ -14,6 +14,7 @@ import numpy as np
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
+from aspd_jax.processes import agreed
 from infer.answer import read
 from infer.policy import Sample, StepCost, fit
 from infer.prefill import NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, begin
@@ -62,7 +63,9 @@ def measure_cost(lm: LanguageModel, protocol: Protocol, state: DecodeState) -> t
                 state = jax.block_until_ready(_padding(lm, protocol, state, batch, size, used, True))
                 times.append(1000 * (time.perf_counter() - before))
             samples.append(Sample(batch * size, batch * used, median(times[1:])))
-    return state, fit(samples)
+    # Other clocks tell otherwise, and what hangs on it has to be decided alike in all processes.
+    milliseconds = agreed(np.asarray([sample.milliseconds for sample in samples], np.float32))
+    return state, fit([of._replace(milliseconds=float(ms)) for of, ms in zip(samples, milliseconds, strict=True)])
 
 
 def _padding(

@@ -22,6 +22,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     # What one worker or process has compiled the others read, and nothing is left behind.
     PROGRAMS = TemporaryDirectory(prefix="aspd-jax-programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = "-1"  # a bound is kept by looking at every file for each new one
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 import jax
 import numpy as np
 import pytest

@@ -23,7 +23,7 @@ from infer.evaluation.health import health
 from infer.evaluation.intervals import difference, interval
 from infer.evaluation.judge import NAMES, PAIR_NAMES, read_prompts, read_score, read_winner
 from infer.evaluation.questions import Question
-from infer.evaluation.report import page
+from infer.evaluation.report import report_page
 from infer.evaluation.run import judge_run
 from infer.evaluation.seeds import compare
 from infer.evaluation.speed import content_ids, time_questions
@@ -434,4 +434,4 @@ def test_mistakes_in_a_configuration(tmp_path: Path) -> None:
 
 
 def test_a_page_shows_text_as_text(tmp_path: Path) -> None:
-    assert "<script>" not in page("| a |\n|---|\n| <script>alert(1)</script> |", tmp_path)
+    assert "<script>" not in report_page("| a |\n|---|\n| <script>alert(1)</script> |", tmp_path)

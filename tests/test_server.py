@@ -93,7 +93,7 @@ def serving(engine: Engine, **changes: Any) -> Iterator[Running]:
     settings: dict[str, Any] = {"name": "demo", "warm_up": False, "max_new_tokens": 400} | changes
     with Running(engine, ServerConfig(**settings)) as running:
         yield running
-        assert wait_for(lambda: running.driver.load == (0, 0))
+        assert wait_for(lambda: running.driver.occupancy == (0, 0))
     assert not any(row.handle for row in engine.scheduler._rows)
 
 
@@ -254,10 +254,10 @@ def test_a_client_that_goes_frees_its_row(server: Running) -> None:
             "POST", f"{server.url}/v1/chat/completions", json=ask(stream=True, temperature=2.0, **SERIAL)
         ) as reply:
             next(reply.iter_lines())
-        assert wait_for(lambda: server.driver.load == (0, 0), 120)
+        assert wait_for(lambda: server.driver.occupancy == (0, 0), 120)
     with pytest.raises(httpx.TimeoutException):
         httpx.post(f"{server.url}/v1/chat/completions", json=ask(temperature=2.0, n=8, **SERIAL), timeout=0.1)
-    assert wait_for(lambda: server.driver.load == (0, 0), 120)
+    assert wait_for(lambda: server.driver.occupancy == (0, 0), 120)
 
 
 def test_time_runs_out(engine: Engine) -> None:
@@ -355,7 +355,7 @@ def test_many_requests_leave_nothing_behind(server: Running) -> None:
 
     asyncio.run(all_of_them())
     assert len(outcomes) == 160 and len(set(outcomes)) == 4
-    assert wait_for(lambda: server.driver.load == (0, 0), 20)
+    assert wait_for(lambda: server.driver.occupancy == (0, 0), 20)
     assert wait_for(lambda: not server.driver._live, 5)
     metrics = httpx.get(f"{server.url}/metrics").text
     assert "aspd_running 0.0" in metrics and "aspd_waiting 0.0" in metrics

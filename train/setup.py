@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from aspd_jax.errors import ConfigError
-from aspd_jax.language_model import LanguageModel, load_model, random_model
+from aspd_jax.language_model import LanguageModel, for_conversations, load_model, random_model
 from aspd_jax.model.attention import chunked
 from aspd_jax.model.config import ModelConfig, from_hugging_face
 from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
@@ -86,10 +85,7 @@ def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
     if not of.checkpoint:
         return initial_model(config)
     lm = load_model(of.checkpoint, of.dtype, mesh, of.weights, of.lora_rank, of.lora_alpha)
-    if lm.tokenizer is None:
-        raise ConfigError(f"{of.checkpoint} has no tokenizer; put tokenizer.json into the folder")
-    if config.data.chat_template:
-        lm.tokenizer.chat_template = Path(config.data.chat_template).read_text()
+    for_conversations(lm, of.checkpoint, config.data.chat_template)
     shape = as_configured(lm.config, config)
     return replace(lm, config=shape, model=Transformer(shape))
 

@@ -5,11 +5,12 @@ B rows (sequences) of the cache, C slots of a row, M rows fed, F tokens fed, K k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.config import ModelConfig
@@ -39,10 +40,15 @@ class Cache(NamedTuple):
     length: jax.Array
 
 
+def layer_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """Where keys or values [B, K, C, H] of a layer lie."""
+    return named_sharding(("batch", "kv_heads", None, None), shape, mesh)
+
+
 def empty_cache(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> Cache:
     """A cache of `capacity` slots per sequence; on a mesh, split by kv heads and batch."""
     shape = (batch, config.kv_heads, capacity, config.head)
-    sharding = None if mesh is None else named_sharding(("batch", "kv_heads", None, None), shape, mesh)
+    sharding = None if mesh is None else layer_sharding(shape, mesh)
 
     def zeros() -> jax.Array:
         return jnp.zeros(shape, config.dtype, device=sharding)

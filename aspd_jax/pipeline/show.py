@@ -13,20 +13,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from aspd_jax.errors import AspdError, DataError
-from aspd_jax.structure import Parallel, Serial, Structure, from_json
-
-COLOURS = ("#2f6db5", "#b5562f", "#2f9a5b", "#8a4bb0", "#a8891a", "#b53a68", "#2a93a0", "#6b7280")
-_STYLE = """
-:root { color-scheme: light dark; --line: #8886; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-article { border-top: 1px solid var(--line); padding: 1rem 0; }
-h2 { font-size: 1rem; margin: 0; } .note { opacity: .7; font-size: .85rem; }
-.question { border-left: 3px solid var(--line); padding-left: .7rem; }
-pre { white-space: pre-wrap; font: inherit; margin: 0; }
-.branch { display: block; border-left: 4px solid; padding-left: .7rem; margin: .15rem 0; }
-.branch b { display: block; font-size: .8rem; }
-.rejected { border-bottom: 1px dotted; cursor: help; }
-"""
+from aspd_jax.pictures import answer_html, branch_colour, page
+from aspd_jax.structure import Serial, Structure, from_json
 
 
 def read_structured(file: Path) -> Iterator[dict[str, Any]]:
@@ -83,7 +71,7 @@ def _answer(structure: Structure) -> RenderableType:
             parts.append(Text(item.text.strip("\n")))
             continue
         for number, branch in enumerate(item.branches):
-            colour = COLOURS[number % len(COLOURS)]
+            colour = branch_colour(number)
             text = Text(branch.text.strip("\n"))
             parts.append(Panel(text, title=Text(branch.title, style=colour), title_align="left", border_style=colour))
     return Group(*parts)
@@ -100,13 +88,9 @@ def _notes(detail: dict[str, Any]) -> Iterator[str]:
         yield f"left out at {rejection['stage']}: {rejection['reason']}" + (f" ({titles})" if titles else "")
 
 
-def page(records: Sequence[dict[str, Any]], title: str) -> str:
+def records_page(records: Sequence[dict[str, Any]], title: str) -> str:
     """A self-contained HTML page; reasons for what was left out appear on hover."""
-    shown = "\n".join(_article(record) for record in records)
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style>\n<h1>{escape(title)}</h1>\n{shown}\n</html>\n"
-    )
+    return page(title, "\n".join([f"<h1>{escape(title)}</h1>", *map(_article, records)]))
 
 
 def _article(record: dict[str, Any]) -> str:
@@ -117,15 +101,7 @@ def _article(record: dict[str, Any]) -> str:
         if place not in answers:
             parts.append(f'<div class="question"><pre>{escape(message["content"])}</pre></div>')
             continue
-        for item in answers[place]:
-            if isinstance(item, Parallel):
-                for number, branch in enumerate(item.branches):
-                    colour = COLOURS[number % len(COLOURS)]
-                    name = f'<b style="color:{colour}">{escape(branch.title)}</b>'
-                    text = escape(branch.text.strip("\n"))
-                    parts.append(f'<div class="branch" style="border-color:{colour}">{name}<pre>{text}</pre></div>')
-            else:
-                parts.append(f"<pre>{escape(item.text)}</pre>")
+        parts.append(answer_html(answers[place]))
         detail = details.get(place, {})
         told = list(_notes(detail))
         if detail.get("measures"):

@@ -11,13 +11,14 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
+from aspd_jax.pictures import page
 from infer.evaluation.config import EvalConfig
 from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question
 from infer.evaluation.run import answers_file
 from infer.jsonl import read_journal, write_whole
-from infer.plots import plot_distribution, plot_quality, plot_speedups, plot_timeline
-from infer.timeline import Span
+from infer.plots import plot_distribution, plot_quality, plot_speedups
+from infer.timeline import Span, draw_timeline
 
 # Published results (spec, section 10), by what the name of a benchmark begins with: model, Ori, Seq, ASPD, speed-up.
 PUBLISHED = {
@@ -36,12 +37,6 @@ PUBLISHED = {
         ("Qwen2.5-32B, AIME 2025, accuracy", "12.5", "47.92", "50.00", "1.08x"),
     ],
 }
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222;"
-    "background:#fff}table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}"
-    "td,th{border:1px solid #ccc;padding:.25rem .6rem;text-align:left;white-space:nowrap}th{background:#f3f3f3}"
-    "svg{max-width:100%;height:auto}code{background:#f3f3f3}"
-)
 
 
 def write_report(
@@ -54,7 +49,7 @@ def write_report(
     whole = {"environment": environment, "config": json.loads((folder / "config.json").read_text()), "figures": found}
     write_whole(folder / "report.json", json.dumps(whole, indent=1, allow_nan=False, default=str) + "\n")
     write_whole(folder / "report.md", text + "\n")
-    write_whole(folder / "report.html", page(text, folder))
+    write_whole(folder / "report.html", report_page(text, folder))
     return text
 
 
@@ -82,9 +77,8 @@ def _plot(config: EvalConfig, found: dict[str, Any], folder: Path) -> dict[str, 
             turn = _widest(folder, bench, name)
             if turn is not None:
                 file = f"plots/{bench}-{name}-timeline.svg"
-                plot_timeline(
-                    [Span(*span) for span in turn["timeline"]], f"{bench}: an answer of {name}", folder / file
-                )
+                spans = [Span(*span) for span in turn["timeline"]]
+                draw_timeline(spans, f"{bench}: an answer of {name}").savefig(folder / file)
                 names.append(file)
         points = {
             name: (system["all"]["speed"]["content_per_second"], quality[1])
@@ -327,7 +321,7 @@ def _number(value: float | None, form: str = "{:.2f}") -> str:
     return "" if value is None else form.format(value)
 
 
-def page(text: str, folder: Path) -> str:
+def report_page(text: str, folder: Path) -> str:
     """The report as one HTML file, plots inside."""
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
 
@@ -336,7 +330,4 @@ def page(text: str, folder: Path) -> str:
         return svg[svg.index("<svg") :]
 
     body = re.sub(r'<img src="([^"]+\.svg)"[^>]*>', inline, body)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Evaluation</title>'
-        f"<style>{STYLE}</style></head><body>{body}</body></html>\n"
-    )
+    return page("Evaluation", body)

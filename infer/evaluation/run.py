@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import CheckpointError, ConfigError, RequestError
-from aspd_jax.language_model import LanguageModel, load_model
+from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.layout import Layout
 from aspd_jax.pipeline.likelihood import CHUNK, token_losses
 from aspd_jax.store import Store
@@ -76,13 +76,7 @@ def load(section: ModelSection) -> LanguageModel:
         CheckpointError: it has no tokenizer, or no template.
     """
     lm = load_model(section.path, section.dtype, weights=section.weights)
-    if lm.tokenizer is None:
-        raise CheckpointError(f"{section.path} has no tokenizer; put tokenizer.json into the folder")
-    if section.chat_template:
-        try:
-            lm.tokenizer.chat_template = Path(section.chat_template).read_text()
-        except OSError as error:
-            raise ConfigError(f"models: chat_template: {error}") from None
+    for_conversations(lm, section.path, section.chat_template)
     if lm.tokenizer.chat_template is None:
         raise CheckpointError(
             f"{section.path} has no chat template; name a Jinja file as its chat_template, such as "

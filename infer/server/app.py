@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -20,13 +20,12 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 
 from aspd_jax.errors import RequestError
-from aspd_jax.structure import to_json
 from infer.answer import Result
 from infer.engine import Engine
-from infer.logprobs import TokenLogprob, token_logprobs
 from infer.server.config import ServerConfig
-from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
+from infer.server.deltas import AsTheyCome, ReadingOrder
 from infer.server.driver import Broken, Busy, Driver, Ticket
+from infer.server.forms import Chat, Form, Text, statistics, usage
 from infer.server.messages import ChatRequest, Common, CompletionRequest, error_body
 from infer.server.metrics import Metrics
 
@@ -69,18 +68,25 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     errors: dict[int | str, dict[str, Any]] = {
         status: {"description": what}
         for status, what in (
-            (400, "invalid"), (401, "no valid key"), (404, "unknown model"), (413, "too long"), (422, "invalid"),
+            (400, "invalid"), (401, "no valid key"), (404, "unknown model"), (408, "late"), (411, "no length"),
+            (413, "too long"), (422, "invalid"),
             (429, "busy"), (500, "failed"), (503, "not ready"), (504, "timed out"),
         )
     }  # fmt: skip
-    app.post("/v1/chat/completions", responses=errors, response_model=None)(server.chat)
-    app.post("/v1/completions", responses=errors, response_model=None)(server.complete)
-    app.get("/v1/models")(server.models)
-    app.get("/v1/models/{name}", responses={404: {"description": "unknown model"}}, response_model=None)(server.model)
+    answers = {200: {"content": {"text/event-stream": {}}}, **errors}
+    app.post("/v1/chat/completions", responses=answers, response_model=None)(server.chat)
+    app.post("/v1/completions", responses=answers, response_model=None)(server.complete)
+    app.get("/v1/models", responses={401: errors[401]})(server.models)
+    app.get("/v1/models/{name}", responses={n: errors[n] for n in (401, 404)}, response_model=None)(server.model)
     app.get("/health", responses={503: {"description": "not ready"}}, response_model=None)(server.health)
     app.get("/live", responses={503: {"description": "dead"}}, response_model=None)(server.live)
-    app.get("/metrics", response_class=PlainTextResponse)(server.metrics)
+    app.get("/metrics", responses={401: errors[401]}, response_class=PlainTextResponse)(server.metrics)
     app.get("/", response_class=HTMLResponse)(server.page)
+    app.openapi_schema = schema = app.openapi()
+    for kind in ("ChatRequest", "CompletionRequest"):
+        fields = schema["components"]["schemas"][kind]["properties"]
+        fields["model"]["enum"] = [config.name]
+        fields["n"]["anyOf"][0]["maximum"] = config.max_choices
     return app
 
 
@@ -202,11 +208,11 @@ class _Server:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """OpenAI's chat completions."""
-        return await self._answer(request, body, [message.plain for message in body.messages], _Chat())
+        return await self._answer(request, body, [message.plain for message in body.messages], Chat())
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """OpenAI's completions."""
-        return await self._answer(request, body, body.text, _Text())
+        return await self._answer(request, body, body.text, Text())
 
     async def models(self) -> dict[str, Any]:
         """The one model there is."""
@@ -221,8 +227,8 @@ class _Server:
     async def health(self) -> Response:
         """200 once everything is compiled, as long as the engine runs."""
         ready = self._driver.ready.is_set()
-        load = self._driver.load
-        status = {"status": "ready" if ready else "not ready", "running": load.running, "waiting": load.waiting}
+        now = self._driver.occupancy
+        status = {"status": "ready" if ready else "not ready", "running": now.running, "waiting": now.waiting}
         return JSONResponse(status, 200 if ready else 503)
 
     async def live(self) -> Response:
@@ -245,7 +251,7 @@ class _Server:
         message = f"there is no model {name!r} here, but {self._config.name!r}"
         return Refused(404, message, "invalid_request_error", "model_not_found")
 
-    async def _answer(self, request: Request, body: Any, prompt: Any, form: _Form) -> Response:
+    async def _answer(self, request: Request, body: Any, prompt: Any, form: Form) -> Response:
         if body.model != self._config.name:
             raise self._unknown(body.model)
         count = body.n or 1
@@ -262,7 +268,7 @@ class _Server:
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}", "invalid_request_error") from None
         try:
-            tickets = self._driver.submit(jobs, grows=bool(body.stream))
+            tickets = self._driver.submit(jobs, grows=bool(body.stream), alternatives=body.alternatives)
         except Busy as busy:
             kind, wait = "rate_limit_exceeded", str(busy.seconds)
             raise Refused(429, str(busy), kind, "queue_full", **{"Retry-After": wait}) from None
@@ -276,7 +282,7 @@ class _Server:
     # A whole answer.
 
     async def _whole(
-        self, request: Request, body: Common, tickets: Sequence[Ticket], form: _Form, head: Any, deadline: float
+        self, request: Request, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float
     ) -> dict[str, Any]:
         results = asyncio.gather(*(self._result(ticket) for ticket in tickets))
         try:
@@ -288,15 +294,14 @@ class _Server:
                 if not results.done() and await request.is_disconnected():
                     raise Refused(499, "the client has gone", "client_closed_request")
             found = results.result()
+            logprobs = [self._logprobs(form, ticket) for ticket in tickets]
         except Broken:
             raise Refused(500, "the server failed on this request", "server_error") from None
         finally:
             results.cancel()
             for ticket in tickets:
                 self._driver.cancel(ticket)
-        choices = [
-            form.choice(number, result, await self._logprobs(form, body, result)) for number, result in enumerate(found)
-        ]
+        choices = [form.choice(number, *of) for number, of in enumerate(zip(found, logprobs, strict=True))]
         answer = {**head, "object": form.whole, "choices": choices, "usage": usage(found)}
         if body.aspd.statistics:
             answer["aspd"] = [statistics(result) for result in found]
@@ -312,7 +317,7 @@ class _Server:
     # A stream.
 
     async def _stream(
-        self, body: Common, tickets: Sequence[Ticket], form: _Form, head: Any, deadline: float
+        self, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float
     ) -> AsyncIterator[str]:
         """Server-sent events of all answers to a request, as they come."""
         news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
@@ -336,7 +341,7 @@ class _Server:
                     raise item
                 if isinstance(item, Result):
                     results[number] = item
-                    logprobs = await self._logprobs(form, body, item)
+                    logprobs = self._logprobs(form, tickets[number])
                     last = {**head, "choices": [form.closing(number, item, logprobs)], **extra}
                     if body.aspd.statistics:
                         last["aspd"] = statistics(item)
@@ -372,103 +377,10 @@ class _Server:
     def _note(self, ticket: Ticket, result: Result) -> None:
         self._metrics.answer(ticket.job.mode, result.finish_reason or "cancelled", result.stats)
 
-    async def _logprobs(self, form: _Form, body: Any, result: Result) -> Any:
-        if body.alternatives is None:
+    def _logprobs(self, form: Form, ticket: Ticket) -> Any:
+        if ticket.alternatives is None:
             return None
-        found = await asyncio.to_thread(
-            token_logprobs, self._engine.lm, self._engine.protocol, result, body.alternatives
-        )
+        if ticket.logprobs is None:
+            raise Broken
         decode = self._engine.lm.codec.text.decode
-        return form.logprobs(found, lambda id: decode([id]))
-
-
-def usage(results: Sequence[Result]) -> dict[str, Any]:
-    """Tokens; every tag, title and head of the answers counts as generated."""
-    prompt = results[0].stats.prompt_tokens if results else 0
-    generated = sum(result.stats.generated_tokens for result in results)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": results[0].stats.reused_tokens if results else 0},
-    }
-
-
-def statistics(result: Result) -> dict[str, Any]:
-    """What an answer cost, and its structure."""
-    return {"statistics": result.stats.to_json(), "structure": to_json(result.structure)}
-
-
-def finish(result: Result) -> str:
-    """In OpenAI's words."""
-    return "length" if result.finish_reason == "length" else "stop"
-
-
-class _Form(Protocol):
-    """How answers of one of the two interfaces look."""
-
-    prefix: str
-    whole: str
-    part: str
-
-    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]: ...
-
-    def opening(self, number: int) -> list[dict[str, Any]]: ...
-
-    def delta(self, number: int, delta: Delta) -> dict[str, Any]: ...
-
-    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]: ...
-
-    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any: ...
-
-
-class _Chat:
-    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
-        message = {"role": "assistant", "content": result.text, "refusal": None}
-        return {"index": number, "message": message, "finish_reason": finish(result), "logprobs": logprobs}
-
-    def opening(self, number: int) -> list[dict[str, Any]]:
-        return [{"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
-
-    def delta(self, number: int, delta: Delta) -> dict[str, Any]:
-        place = {} if delta.place is None else {"aspd": delta.place}
-        return {"index": number, "delta": {"content": delta.text, **place}, "finish_reason": None}
-
-    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
-        return {"index": number, "delta": {}, "finish_reason": finish(result), "logprobs": logprobs}
-
-    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any:
-        def one(id: int, logprob: float) -> dict[str, Any]:
-            return {"token": text(id), "logprob": logprob, "bytes": list(text(id).encode())}
-
-        content = [one(of.token, of.logprob) | {"top_logprobs": [one(*top) for top in of.top]} for of in found]
-        return {"content": content, "refusal": None}
-
-
-class _Text:
-    prefix, whole, part = "cmpl", "text_completion", "text_completion"
-
-    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
-        return {"index": number, "text": result.text, "finish_reason": finish(result), "logprobs": logprobs}
-
-    def opening(self, number: int) -> list[dict[str, Any]]:
-        return []
-
-    def delta(self, number: int, delta: Delta) -> dict[str, Any]:
-        place = {} if delta.place is None else {"aspd": delta.place}
-        return {"index": number, "text": delta.text, "finish_reason": None, "logprobs": None, **place}
-
-    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
-        return {"index": number, "text": "", "finish_reason": finish(result), "logprobs": logprobs}
-
-    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any:
-        tokens = [text(of.token) for of in found]
-        offsets = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [of.logprob for of in found],
-            "top_logprobs": [{text(id): value for id, value in of.top} for of in found],
-            "text_offset": offsets,
-        }
+        return form.logprobs(ticket.logprobs, lambda id: decode([id]))

@@ -8,17 +8,23 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from itertools import count
 from typing import NamedTuple
+
+import jax
 
 from infer.engine import Engine
 from infer.events import Event
 from infer.handle import Handle
+from infer.lockstep import Asked, Lockstep, Turn
+from infer.logprobs import TokenLogprob
 from infer.request import Job
 from infer.server.config import ServerConfig
 
 log = logging.getLogger("aspd.server")
 FIRST_STEPS = 4  # passes of the first chunk, before it is known how long one takes
 MOST_STEPS = 256
+HEARTBEAT = 5.0  # seconds between turns when there is nothing to do, where other processes wait for the next
 
 
 class Busy(Exception):
@@ -38,11 +44,17 @@ class Ticket:
 
     Args:
         grows: whether events are wanted while the answer grows; looking costs time.
+        alternatives: see `infer.lockstep.Asked`.
+
+    Attributes:
+        number: that no other ticket has, once the engine has it.
+        logprobs: where they were asked for, and could be computed; there before the end is told.
     """
 
-    def __init__(self, job: Job, grows: bool) -> None:
-        self.job, self.grows = job, grows
-        self.handle: Handle | None = None
+    def __init__(self, job: Job, grows: bool, alternatives: int | None = None) -> None:
+        self.job, self.grows, self.alternatives = job, grows, alternatives
+        self.number = 0
+        self.logprobs: list[TokenLogprob] | None = None
         self.events: asyncio.Queue[list[Event] | None] = asyncio.Queue()
         self.cancelled = False
         self._loop = asyncio.get_running_loop()
@@ -70,7 +82,7 @@ class Ticket:
                     return
 
 
-class Load(NamedTuple):
+class Occupancy(NamedTuple):
     """Requests that run, and that wait."""
 
     running: int
@@ -89,6 +101,9 @@ class Driver:
         self.engine, self._config = engine, config
         self.ready = threading.Event()
         self._seen = seen
+        self._lockstep = Lockstep(engine)
+        self._several = jax.process_count() > 1
+        self._numbers = count()
         self._inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._live: list[Ticket] = []
         self._admitted = 0  # tickets that have not ended, counted where they are submitted
@@ -106,18 +121,18 @@ class Driver:
         self._thread.join(timeout=self._config.drain)
 
     @property
-    def load(self) -> Load:
+    def occupancy(self) -> Occupancy:
         """What there is to do."""
         running = min(self._admitted, self.engine.max_batch)
-        return Load(running, self._admitted - running)
+        return Occupancy(running, self._admitted - running)
 
     @property
     def alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, jobs: list[Job], grows: bool) -> list[Ticket]:
-        """Queue requests, all or none; `grows`: see `Ticket`.
+    def submit(self, jobs: list[Job], grows: bool, alternatives: int | None = None) -> list[Ticket]:
+        """Queue requests, all or none; `grows`, `alternatives`: see `Ticket`.
 
         Raises:
             Busy: more would wait than may.
@@ -126,7 +141,7 @@ class Driver:
             if self._admitted + len(jobs) > self.engine.max_batch + self._config.max_waiting:
                 raise Busy(1 + (self._admitted - self.engine.max_batch) // self.engine.max_batch)
             self._admitted += len(jobs)
-        tickets = [Ticket(job, grows) for job in jobs]
+        tickets = [Ticket(job, grows, alternatives) for job in jobs]
         for ticket in tickets:
             self._inbox.put(ticket)
         return tickets
@@ -142,6 +157,7 @@ class Driver:
             self.ready.set()
             while self._turn():
                 pass
+            self._lockstep.end()
         except BaseException:
             log.exception("the engine's thread ends")
             raise
@@ -155,26 +171,33 @@ class Driver:
 
     def _turn(self) -> bool:
         """Take what came in, do a chunk, tell what happened; false when told to stop."""
-        while not self._live or not self._inbox.empty():
-            ticket = self._inbox.get()
+        new: list[Ticket] = []
+        while not (self._live or new) or not self._inbox.empty():
+            try:
+                ticket = self._inbox.get(timeout=HEARTBEAT if self._several else None)
+            except queue.Empty:
+                break
             if ticket is None:
+                self._live += new
                 return False
-            ticket.handle = self.engine.scheduler.submit(ticket.job)
-            ticket.handle.wanted = ticket.grows
-            self._live.append(ticket)
-        self._pump()
+            new.append(ticket)
+        self._pump(new)
         self._tell()
         return True
 
-    def _pump(self) -> None:
+    def _pump(self, new: list[Ticket]) -> None:
+        for ticket in new:
+            ticket.number = next(self._numbers)
+        self._live += new
+        asked = tuple(Asked(ticket.number, ticket.job, ticket.grows, ticket.alternatives) for ticket in new)
+        cancelled = tuple(ticket.number for ticket in self._live if ticket.cancelled)
         before = time.perf_counter()
         passes = self._passes()
         try:
-            for ticket in self._live:
-                if ticket.cancelled and ticket.handle is not None:
-                    self.engine.scheduler.cancel(ticket.handle)
-            self.engine.pump(self._steps)
+            self._lockstep.lead(Turn(asked, cancelled, self._steps))
         except Exception:
+            if self._several:  # the other processes are in the middle of it, and cannot be brought back
+                raise
             log.exception("the engine failed; requests under way are tried one by one")
             self._one_by_one()
             return
@@ -185,25 +208,24 @@ class Driver:
             if self._seen is not None:
                 self._seen(seconds, done)
 
+    def _handle(self, ticket: Ticket) -> Handle:
+        return self._lockstep.handles[ticket.number]
+
     def _passes(self) -> int:
         """Most passes that a request under way has had."""
-        return max((int(t.handle.passes.sum()) for t in self._live if t.handle is not None), default=0)
+        return max((int(handle.passes.sum()) for handle in self._lockstep.handles.values()), default=0)
 
     def _one_by_one(self) -> None:
         """Try again what was under way, alone; what fails alone is what broke the engine."""
-        failed = [ticket for ticket in self._live if ticket.handle is not None and ticket.handle.failed]
         scheduler = self.engine.scheduler
-        for ticket in failed:
-            handle = ticket.handle
-            assert handle is not None
+        for ticket in [ticket for ticket in self._live if self._handle(ticket).failed]:
+            handle = self._handle(ticket)
             scheduler.retry(handle)
             scheduler.alone = handle
             try:
                 while handle.result is None:
-                    if ticket.cancelled:
-                        scheduler.cancel(handle)
-                    else:
-                        self.engine.pump(self._steps)
+                    cancelled = (ticket.number,) if ticket.cancelled else ()
+                    self._lockstep.do(Turn(cancelled=cancelled, steps=self._steps))
                     self._tell()
             except Exception:
                 log.exception("a request breaks the engine")
@@ -214,14 +236,17 @@ class Driver:
 
     def _tell(self) -> None:
         for ticket in list(self._live):
-            assert ticket.handle is not None
-            news = ticket.handle.poll()
+            handle = self._handle(ticket)
+            news = handle.poll()
+            if handle.result is not None and ticket.alternatives is not None:
+                ticket.logprobs = self._lockstep.logprobs.get(ticket.number)
             if news and not ticket.cancelled:
                 ticket.tell(news)
-            if ticket.handle.result is not None:
+            if handle.result is not None:
                 self._forget(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
+        self._lockstep.forget(ticket.number)
         if ticket in self._live:
             self._live.remove(ticket)
             with self._count:

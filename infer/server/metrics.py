@@ -52,7 +52,7 @@ class Metrics:
 
     def text(self, driver: Driver) -> bytes:
         """In Prometheus' text form."""
-        load = driver.load
-        self._running.set(load.running)
-        self._waiting.set(load.waiting)
+        now = driver.occupancy
+        self._running.set(now.running)
+        self._waiting.set(now.waiting)
         return generate_latest(self._registry)

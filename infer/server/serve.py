@@ -10,10 +10,20 @@ import uvicorn
 
 from aspd_jax.errors import RequestError
 from infer.engine import Engine
+from infer.lockstep import Lockstep
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
 
 MOST_CONNECTIONS = 4096  # further ones get 503
+
+
+def follow(engine: Engine, config: ServerConfig) -> None:
+    """Do what the first of several processes does, until it has drained; that one gets the signals."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    if config.warm_up:
+        engine.warm_up()
+    Lockstep(engine).follow()
 
 
 def serve(engine: Engine, config: ServerConfig) -> None:

@@ -1,0 +1,135 @@
+"""One engine in one process or in several: what changes it is done in all of them, in the same order.
+
+A computation over the devices of several processes has to be started by every one of them. So the first process, which
+has the requests, writes down as a `Turn` what it is about to do; the others read it, and do the same. Whatever an
+engine decides besides follows from what it was asked and from what is on the devices, so all decide alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from aspd_jax.processes import tell_all
+from infer.engine import Engine
+from infer.handle import Handle
+from infer.logprobs import TokenLogprob, token_logprobs
+from infer.request import Job, SamplingParams
+
+log = logging.getLogger("aspd.server")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request.
+
+    Attributes:
+        number: that no other request has.
+        job: what is asked.
+        grows: whether its answer is looked at while it grows.
+        alternatives: how many likeliest tokens its log probabilities come with; None: it has none.
+    """
+
+    number: int
+    job: Job
+    grows: bool
+    alternatives: int | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is done to an engine between two looks at it, in this order.
+
+    Attributes:
+        asked: new requests.
+        cancelled: numbers of requests that are given up.
+        steps: most passes of the chunk.
+        last: there will be no further turn.
+    """
+
+    asked: tuple[Asked, ...] = ()
+    cancelled: tuple[int, ...] = ()
+    steps: int = 1
+    last: bool = False
+
+    def to_bytes(self) -> bytes:
+        """For another process."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Turn:
+        """What another process wrote."""
+        fields = json.loads(data)
+        return cls(tuple(map(_asked, fields["asked"])), tuple(fields["cancelled"]), fields["steps"], fields["last"])
+
+
+def _asked(fields: dict[str, Any]) -> Asked:
+    job = fields["job"]
+    job |= {"prompt": tuple(job["prompt"]), "params": SamplingParams(**job["params"])}
+    return Asked(**fields | {"job": Job(**job)})
+
+
+class Lockstep:
+    """Does turns.
+
+    Attributes:
+        handles: requests under way, by number.
+        logprobs: of requests that have ended and want them, until somebody takes them; None: they failed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.handles: dict[int, Handle] = {}
+        self.logprobs: dict[int, list[TokenLogprob] | None] = {}
+        self._alternatives: dict[int, int] = {}
+
+    def lead(self, turn: Turn) -> None:
+        """Do a turn, here and in the other processes."""
+        if jax.process_count() > 1:
+            tell_all(turn.to_bytes())
+        self.do(turn)
+
+    def end(self) -> None:
+        """Let the other processes end."""
+        if jax.process_count() > 1:
+            tell_all(Turn(last=True).to_bytes())
+
+    def follow(self) -> None:
+        """Do the turns of the first process, until its last."""
+        while not (turn := Turn.from_bytes(tell_all())).last:
+            self.do(turn)
+            self.logprobs.clear()
+            self.handles = {number: handle for number, handle in self.handles.items() if handle.result is None}
+
+    def do(self, turn: Turn) -> None:
+        """Do a turn here."""
+        scheduler = self.engine.scheduler
+        for asked in turn.asked:
+            handle = self.handles[asked.number] = scheduler.submit(asked.job)
+            handle.wanted = asked.grows
+            if asked.alternatives is not None:
+                self._alternatives[asked.number] = asked.alternatives
+        for number in turn.cancelled:
+            scheduler.cancel(self.handles[number])
+            self._alternatives.pop(number, None)
+        self.engine.pump(turn.steps)
+        for number in [number for number in self._alternatives if self.handles[number].result is not None]:
+            self.logprobs[number] = self._of(self.handles[number], self._alternatives.pop(number))
+
+    def forget(self, number: int) -> None:
+        """Nobody will ask for this request again."""
+        self.handles.pop(number, None)
+        self.logprobs.pop(number, None)
+        self._alternatives.pop(number, None)
+
+    def _of(self, handle: Handle, alternatives: int) -> list[TokenLogprob] | None:
+        assert handle.result is not None
+        try:
+            return token_logprobs(self.engine.lm, self.engine.protocol, handle.result, alternatives)
+        except Exception:
+            log.exception("log probabilities of an answer")
+            return None

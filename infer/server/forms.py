@@ -1,0 +1,103 @@
+"""How answers look to clients of OpenAI's two interfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from aspd_jax.structure import to_json
+from infer.answer import Result
+from infer.logprobs import TokenLogprob
+from infer.server.deltas import Delta
+
+
+def usage(results: Sequence[Result]) -> dict[str, Any]:
+    """Tokens; every tag, title and head of the answers counts as generated."""
+    prompt = results[0].stats.prompt_tokens if results else 0
+    generated = sum(result.stats.generated_tokens for result in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": results[0].stats.reused_tokens if results else 0},
+    }
+
+
+def statistics(result: Result) -> dict[str, Any]:
+    """What an answer cost, and its structure."""
+    return {"statistics": result.stats.to_json(), "structure": to_json(result.structure)}
+
+
+def finish(result: Result) -> str:
+    """In OpenAI's words."""
+    return "length" if result.finish_reason == "length" else "stop"
+
+
+class Form(Protocol):
+    """How answers of one of the two interfaces look."""
+
+    prefix: str
+    whole: str
+    part: str
+
+    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]: ...
+
+    def opening(self, number: int) -> list[dict[str, Any]]: ...
+
+    def delta(self, number: int, delta: Delta) -> dict[str, Any]: ...
+
+    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]: ...
+
+    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any: ...
+
+
+class Chat:
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        message = {"role": "assistant", "content": result.text, "refusal": None}
+        return {"index": number, "message": message, "finish_reason": finish(result), "logprobs": logprobs}
+
+    def opening(self, number: int) -> list[dict[str, Any]]:
+        return [{"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+
+    def delta(self, number: int, delta: Delta) -> dict[str, Any]:
+        place = {} if delta.place is None else {"aspd": delta.place}
+        return {"index": number, "delta": {"content": delta.text, **place}, "finish_reason": None}
+
+    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        return {"index": number, "delta": {}, "finish_reason": finish(result), "logprobs": logprobs}
+
+    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any:
+        def one(id: int, logprob: float) -> dict[str, Any]:
+            return {"token": text(id), "logprob": logprob, "bytes": list(text(id).encode())}
+
+        content = [one(of.token, of.logprob) | {"top_logprobs": [one(*top) for top in of.top]} for of in found]
+        return {"content": content, "refusal": None}
+
+
+class Text:
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+
+    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        return {"index": number, "text": result.text, "finish_reason": finish(result), "logprobs": logprobs}
+
+    def opening(self, number: int) -> list[dict[str, Any]]:
+        return []
+
+    def delta(self, number: int, delta: Delta) -> dict[str, Any]:
+        place = {} if delta.place is None else {"aspd": delta.place}
+        return {"index": number, "text": delta.text, "finish_reason": None, "logprobs": None, **place}
+
+    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        return {"index": number, "text": "", "finish_reason": finish(result), "logprobs": logprobs}
+
+    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any:
+        tokens = [text(of.token) for of in found]
+        offsets = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [of.logprob for of in found],
+            "top_logprobs": [{text(id): value for id, value in of.top} for of in found],
+            "text_offset": offsets,
+        }
