@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs dist clean
 
 # The virtual environment is made anew when the requirements change.
 $(VENV)/.installed: requirements.txt pyproject.toml
@@ -21,6 +21,17 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed
+	$(BIN)/pdoc --docformat google --no-show-source --output-directory build/docs aspd_jax train infer
+
+# Wheel and sdist, and an answer by the wheel in an environment that has nothing else of this folder.
+dist: $(VENV)/.installed
+	rm -rf dist build/wheel
+	$(BIN)/python -m build
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	cd build && wheel/bin/aspd generate --prompt "Hello" --max-new-tokens 8
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

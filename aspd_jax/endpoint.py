@@ -7,16 +7,36 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from functools import wraps
+from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
 from aspd_jax.configuration import at_least
 from aspd_jax.errors import ConfigError, DataError, RequestError
 from aspd_jax.layout import check_choice
 from aspd_jax.store import Reply, Store
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 Schema = Literal["auto", "schema", "object", "none"]
+
+
+def outside_event_loop(work: Callable[P, T]) -> Callable[P, T]:
+    """Let a function that runs an event loop of its own be called where one runs already, such as in a notebook."""
+
+    @wraps(work)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return work(*args, **kwargs)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work, *args, **kwargs).result()
+
+    return wrapped
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from infer.state import DecodeState, Protocol, Request, empty_state, settle
 from infer.step import Script, prefill
 
 PREFILL_CHUNK = 512  # tokens of a prompt in a pass
+LEAST_CHUNK = 16  # tokens of the smallest pass of prefill: padding is cheaper than programs for fewer
 PREFILL_TOKENS = 4096  # tokens of all prompts in a pass, padding included: their attention scores have to fit
 NO_CAP = np.iinfo(np.int32).max
 
@@ -145,7 +146,8 @@ def next_chunk(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _chunk_size(prompts: Sequence[Prompt]) -> int:
-    return width_bucket(min(PREFILL_CHUNK, max(len(p.job.prompt) - p.fed for p in prompts)))
+    left = max(len(p.job.prompt) - p.fed for p in prompts)
+    return width_bucket(min(PREFILL_CHUNK, max(LEAST_CHUNK, left)))
 
 
 def feed_chunk(

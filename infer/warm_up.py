@@ -17,7 +17,7 @@ from aspd_jax.layout import Layout
 from aspd_jax.processes import agreed
 from infer.answer import read
 from infer.policy import Sample, StepCost, fit
-from infer.prefill import NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, begin
+from infer.prefill import LEAST_CHUNK, NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, begin
 from infer.programs import Programs, used_slots, width_bucket
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import DecodeState, Protocol
@@ -33,7 +33,7 @@ def compile_all(lm: LanguageModel, protocol: Protocol, state: DecodeState, progr
     """
     nothing = Limits(np.int32(0), Extent(*[np.int32(0)] * 4), np.bool_(False))
     batch, capacity = state.cache.tokens.shape
-    sizes = [1 << n for n in range(width_bucket(min(PREFILL_CHUNK, capacity)).bit_length())]
+    sizes = [1 << n for n in range(width_bucket(min(PREFILL_CHUNK, capacity)).bit_length()) if 1 << n >= LEAST_CHUNK]
     counts = sorted({min(batch, 1 << n) for n in range(width_bucket(batch).bit_length())})
     for greedy in (True, False):
         for within in programs.every():

@@ -170,11 +170,11 @@ def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
     def guess(state: DecodeState, protocol: Protocol, used: int) -> jax.Array:
         return jnp.full_like(state.draft, likeliest)
 
-    count = 3000
+    count = 1500
     params = [SamplingParams(temperature=1.0, max_new_tokens=4, seed=seed) for seed in range(count)]
     with patched(look_up=guess):
         results = own.generate([prompt] * count, params, "serial")
-    assert sum(result.stats.accepted_tokens for result in results) > 50
+    assert sum(result.stats.accepted_tokens for result in results) > 25
     seen = np.bincount([(*result.token_ids, 0, 0, 0, 0)[3] for result in results], minlength=words)
     likely = exact * count >= 5
     observed, expected = (np.append(of[likely], of[~likely].sum()) for of in (seen, exact * count))

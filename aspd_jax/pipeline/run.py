@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from aspd_jax.endpoint import Unanswered
+from aspd_jax.endpoint import Unanswered, outside_event_loop
 from aspd_jax.errors import ConfigError, DataError, StructureError
 from aspd_jax.pipeline.annotate import agreement, annotate, independence
 from aspd_jax.pipeline.checks import find_dependence
@@ -88,6 +88,7 @@ class _Candidate(NamedTuple):
     wording: str | None
 
 
+@outside_event_loop
 def build(config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, progress: bool = True) -> Outcome:
     """Run all stages; writes `structured.jsonl`, `plain.jsonl`, `rejected.jsonl`, `report.md` and `report.json`.
 

@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from aspd_jax.configuration import config_from_dict
+from aspd_jax.endpoint import outside_event_loop
 from aspd_jax.errors import CheckpointError, ConfigError, RequestError
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.layout import Layout
@@ -85,6 +86,7 @@ def load(section: ModelSection) -> LanguageModel:
     return lm
 
 
+@outside_event_loop
 def judge_run(config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path) -> list[str]:
     """Judge the answers of a run; what was judged before is not asked again.
 

@@ -1,0 +1,111 @@
+"""Draws the pictures of README and docs from what the embedded model does: `python docs/draw.py`."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+import aspd  # noqa: F401 (sets XLA's flags)
+from aspd_jax import Branch, Layout, Parallel, Serial, build_layout, load_model
+from aspd_jax.pictures import draw_visibility, svg
+from infer import Engine, Result, SamplingParams
+from infer.terminal import picture
+from infer.timeline import draw_timeline, timeline
+
+HERE = Path(__file__).parent / "pictures"
+QUESTION = """Run the machines.
+A starts at 11: take 6, double
+B starts at 2: double, add 5, add 7, add 9
+C starts at 13: double, add 7, double
+D starts at 6: double, add 8, double
+E starts at 12: add 9, double, take 1
+F starts at 5: add 8, add 2
+G starts at 11: double, double
+Which result is the highest?"""
+PASSES = 8  # between two frames
+SECONDS = 0.22  # of a frame
+HOLD = 14  # frames that the last one stays
+WIDTH = 138
+HEIGHT = 21
+FRAME = """<g class="frame" style="animation-delay:{{delay:.2f}}s{{last}}">
+<style>.{unique_id}-matrix {{ font: {char_height}px ui-monospace, Menlo, Consolas, monospace; }} {styles}</style>
+{backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g>
+"""
+
+
+def record(engine: Engine) -> str:
+    """Both modes answering the same question, pass by pass, as one animated SVG."""
+    messages = [{"role": "user", "content": QUESTION}]
+    params = SamplingParams(max_new_tokens=400)
+    grown = [list(engine.stream(messages, params, mode, PASSES)) for mode in ("adaptive", "serial")]
+    count = max(map(len, grown))
+    frames = []
+    for number in range(count):
+        now = [results[min(number, len(results) - 1)] for results in grown]
+        frames.append(_frame(number, now))
+    total = SECONDS * (count + HOLD)
+    text, size = [], (0.0, 0.0)
+    for number, (frame, (width, height)) in enumerate(frames):
+        stays = HOLD if number == count - 1 else 0
+        name = ";animation-name:last" if stays else ""
+        text.append(frame.replace("{delay:.2f}", f"{SECONDS * number:.2f}").replace("{last}", name))
+        size = max(size[0], width), max(size[1], height)
+    one, end = 100 / (count + HOLD), 100 * (1 + HOLD) / (count + HOLD)
+    style = (
+        f".frame {{ visibility: hidden; animation: one {total:.2f}s infinite; }}"
+        f"@keyframes one {_for(one)} @keyframes last {_for(end)}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]:.0f}"><style>{style}</style>'
+        f'<rect width="100%" height="100%" rx="8" fill="#15181e"/>{"".join(text)}</svg>\n'
+    )
+
+
+def _for(share: float) -> str:
+    """Key frames of something that is seen for so many percent of the time."""
+    return f"{{ 0%, {share:.3f}% {{ visibility: visible }} {share + 0.001:.3f}%, 100% {{ visibility: hidden }} }}"
+
+
+def _frame(number: int, results: list[Result]) -> tuple[str, tuple[float, float]]:
+    """One moment: both answers side by side; and its size."""
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    table = Table.grid(expand=True, padding=(0, 1))
+    table.add_column(ratio=3)
+    table.add_column(ratio=2)
+    done = ["[green]done[/]" if result.finish_reason else "" for result in results]
+    panels = [
+        Panel(picture(result), title=f"{mode}, pass {result.stats.passes} {end}", title_align="left", height=HEIGHT)
+        for mode, result, end in zip(("adaptive", "serial"), results, done, strict=True)
+    ]
+    table.add_row(*panels)
+    console.print(table)
+    frame = console.export_svg(title="", code_format=FRAME, unique_id=f"f{number}")
+    frame = re.sub(r' clip-path="[^"]*"', "", frame)  # nothing is longer than its line
+    return frame, (WIDTH * 12.2, (HEIGHT + 1) * 24.4)
+
+
+def main() -> None:
+    """Draw everything."""
+    HERE.mkdir(exist_ok=True)
+    lm = load_model("demo")
+    engine = Engine(lm, max_length=1024, max_batch=1, reuse=False)
+    (answer,) = engine.generate([[{"role": "user", "content": QUESTION}]], SamplingParams(max_new_tokens=400))
+    lanes = draw_timeline(timeline(engine.protocol, answer), "one answer of the embedded model, pass by pass")
+    (HERE / "lanes.svg").write_text(svg(lanes))
+    parts = Parallel((Branch("pens", "$60.\n"), Branch("maps", "$40.\n"), Branch("cups", "$80.\n")))
+    ids = lm.codec.linearise((Serial("Prices.\n"), parts, Serial("Sum: $180."))).tokens
+    layout = Layout(*(field[0] for field in build_layout(ids[None], lm.codec.special)))
+    names = [lm.tokenizer.decode(int(token)).replace("\n", "⏎") for token in ids]
+    (HERE / "visibility.svg").write_text(svg(draw_visibility(layout, names, title="who sees whom")))
+    (HERE / "demo.svg").write_text(record(engine))
+    for file in sorted(HERE.glob("*.svg")):
+        print(f"{file.relative_to(HERE.parent.parent)}: {file.stat().st_size // 1024} KB")
+
+
+if __name__ == "__main__":
+    main()
