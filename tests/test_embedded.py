@@ -24,7 +24,7 @@ def test_they_are_small() -> None:
 def test_they_answer_rightly_and_fork_where_they_should(name: str, tmp_path: Path) -> None:
     """A small sample of what docs/embedded_models.md reports."""
     questions = synthetic_questions(24)
-    engine = Engine(load_model(name), max_batch=4)
+    engine = Engine(load_model(name), max_length=1024, max_batch=1)
     system = System(name, name, "adaptive")
     records = answer_questions(engine, system, questions, DecodingSection(), tmp_path / "answers.jsonl", name)
     assert [forked(record) for record in records] == [q.forks if name == "demo" else False for q in questions]

@@ -62,7 +62,7 @@ def test_turns_arrive_as_they_were(turn: Turn) -> None:
 def test_what_follows_is_in_the_same_state() -> None:
     """Two engines that do the same turns, through bytes, have the same answers and logits after each."""
     lm = load_model("demo")
-    both = [Lockstep(Engine(lm, max_length=512, max_batch=1)) for _ in range(2)]
+    both = [Lockstep(Engine(lm, max_length=1024, max_batch=1)) for _ in range(2)]
     engine = both[0].engine
     prompts = [[{"role": "user", "content": question.turns[0]}] for question in QUESTIONS[:3]]
     checked = [

@@ -23,7 +23,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 
 def test_whatever_the_schema_allows() -> None:
-    engine = Engine(load_model("demo"), max_length=256, max_batch=2)
+    engine = Engine(load_model("demo"), max_length=1024, max_batch=2)
     seen: Counter[tuple[str, int]] = Counter()
     with serving(engine, max_new_tokens=4, max_waiting=100) as server:
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
@@ -44,7 +44,7 @@ def test_whatever_the_schema_allows() -> None:
 
 def test_the_checks_would_tell() -> None:
     """Negative control: a status that the schema does not have."""
-    engine = Engine(load_model("demo"), max_length=256, max_batch=2)
+    engine = Engine(load_model("demo"), max_length=1024, max_batch=2)
     with serving(engine) as server:
         del server.app.openapi_schema["paths"]["/v1/models/{name}"]["get"]["responses"]["404"]
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
