@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint docs dist clean
+.PHONY: demo test test-all lint docs dist clean
 
 # The virtual environment is made anew when the requirements change.
 $(VENV)/.installed: requirements.txt pyproject.toml
@@ -16,6 +16,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "slow or not slow"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

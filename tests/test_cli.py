@@ -161,6 +161,7 @@ def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:
     assert code == 0 and len(json.loads(out)["token_ids"]) <= 4
 
 
+@pytest.mark.slow
 def test_ablation_trains_every_variant_once(capsys: Any, tmp_path: Path) -> None:
     assert {(v.positions, v.siblings) for v in VARIANTS.values() if v.published} == {
         ("sequential", "invisible"), ("sequential", "shared"), ("max", "invisible"), ("max", "shared"),

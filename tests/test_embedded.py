@@ -23,9 +23,9 @@ def test_they_are_small() -> None:
 @pytest.mark.parametrize("name", ["demo", "demo-seq"])
 def test_they_answer_rightly_and_fork_where_they_should(name: str, tmp_path: Path) -> None:
     """A small sample of what docs/embedded_models.md reports."""
-    questions = synthetic_questions(24)
+    questions = synthetic_questions(12)
     engine = Engine(load_model(name), max_length=1024, max_batch=1)
     system = System(name, name, "adaptive")
     records = answer_questions(engine, system, questions, DecodingSection(), tmp_path / "answers.jsonl", name)
     assert [forked(record) for record in records] == [q.forks if name == "demo" else False for q in questions]
-    assert sum(record["correct"] for record in records) >= 22
+    assert sum(record["correct"] for record in records) >= 11

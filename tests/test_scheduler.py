@@ -212,6 +212,7 @@ def test_branches_held_back_change_no_answer(bare_lm: LanguageModel, engine: Eng
     assert any(r.finish_reason == "length" and r.stats.blocks for r in free)
 
 
+@pytest.mark.slow
 def test_without_the_lockstep_rule_held_back_branches_change_answers(
     bare_lm: LanguageModel, engine: Engine, monkeypatch: Any
 ) -> None:

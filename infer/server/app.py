@@ -284,7 +284,7 @@ class _Server:
     async def _whole(
         self, request: Request, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float
     ) -> dict[str, Any]:
-        results = asyncio.gather(*(self._result(ticket) for ticket in tickets))
+        results = asyncio.create_task(self._results(tickets))
         try:
             while not results.done():
                 with suppress(TimeoutError):
@@ -306,6 +306,9 @@ class _Server:
         if body.aspd.statistics:
             answer["aspd"] = [statistics(result) for result in found]
         return answer
+
+    async def _results(self, tickets: Sequence[Ticket]) -> list[Result]:
+        return [await self._result(ticket) for ticket in tickets]
 
     async def _result(self, ticket: Ticket) -> Result:
         async for event in ticket.listen():
