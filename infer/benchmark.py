@@ -126,8 +126,10 @@ def logit_error(exact: LanguageModel, other: LanguageModel, tokens: int = 256) -
 
 
 def random_prompt(lm: LanguageModel, tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """Token ids without tags."""
-    return tuple(np.random.default_rng(seed).integers(1, lm.config.vocabulary - 6, tokens).tolist())
+    """Token ids without tags and ends."""
+    special = lm.special_tokens or NO_TOKENS
+    plain = np.setdiff1d(np.arange(lm.config.vocabulary), [*special.ids, *lm.end_ids])
+    return tuple(np.random.default_rng(seed).choice(plain, tokens).tolist())
 
 
 def _decoding_state(lm: LanguageModel, protocol: Protocol, context: int, width: int, tokens: int) -> DecodeState:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -36,6 +37,13 @@ from infer.warm_up import compile_all, measure_cost
 
 STEPS_BESIDE_PREFILL = 4  # passes of the running requests between two chunks of a prompt
 STEPS_BETWEEN_CAPS = 16  # passes between two looks at how loaded the batch is
+
+
+class Chunk(NamedTuple):
+    """Passes that were done between two looks of the host, and the seconds they took."""
+
+    passes: int
+    seconds: float
 
 
 @dataclass
@@ -66,6 +74,7 @@ class Scheduler:
         cost: of a pass, once it has been measured; `slo` needs it.
         script: tokens to take in place of sampled ones, for benchmarks and tests.
         alone: the only request that is admitted; None: all are.
+        chunk: what the last `pump` decoded.
     """
 
     def __init__(
@@ -87,6 +96,7 @@ class Scheduler:
         self.cost: StepCost | None = None
         self.script: Script | None = None
         self.alone: Handle | None = None
+        self.chunk = Chunk(0, 0.0)
         self.codec = None if lm.tokenizer is None else lm.codec
         self.head = len(protocol.separator)
         self._rows = [_Row() for _ in range(rows)]
@@ -133,15 +143,17 @@ class Scheduler:
         """Admit who waits, feed a chunk of their prompts, run a chunk of passes; false if there was nothing to do.
 
         Args:
-            steps: most passes of the chunk. It ends earlier where a request finishes and another waits for its row.
+            steps: most passes of the chunk. It ends earlier where a request finishes and another waits for its row, or
+                there is a limit at all: somebody waits for the answer then. It has one pass where a prompt has ended
+                whose request is listened to: its first token is there.
         """
         with self._lock:
+            self.chunk = Chunk(0, 0.0)
             try:
                 self._admit()
                 if not any(row.handle for row in self._rows):
                     return False
-                self._feed()
-                self._decode(steps)
+                self._decode(1 if self._feed() else steps, early=steps != NO_LIMIT)
             except BaseException:
                 # The state may be lost half-way. Who waits goes on with a new one; who ran does not.
                 self._state, self._cap = None, None
@@ -223,16 +235,17 @@ class Scheduler:
         shared = max((common_prefix(other, ids) for other in fed), default=0)
         return shared if shared >= LEAST_COPIED else 0
 
-    def _feed(self) -> None:
+    def _feed(self) -> bool:
+        """Feed a chunk of prompts; whether one ended that is listened to."""
         fed = [(row.handle.submitted, row.prompt) for row in self._rows if row.handle and row.prompt]
         prompts = next_chunk([prompt for _, prompt in sorted(fed, key=lambda pair: pair[0])])
         if not prompts:
-            return
+            return False
         state = feed_chunk(self._lm, self._protocol, self._state_now(), prompts, self.script)
         self._state = state
         done = [prompt for prompt in prompts if prompt.done]
         if not done:
-            return
+            return False
         finish = np.asarray(state.finish)
         now = time.perf_counter()
         for prompt in done:
@@ -246,9 +259,12 @@ class Scheduler:
             total = now - row.handle.submitted
             seconds |= {"prefill": total - seconds["queued"], "serial": 0.0, "parallel": 0.0, "first_token": total}
             seconds["total"] = total
+        told = any(self._handle(prompt.row).wanted for prompt in done)
         self._look(finish)
+        return told
 
-    def _decode(self, steps: int) -> None:
+    def _decode(self, steps: int, early: bool) -> None:
+        """At most so many passes; `early`: fewer if a request finishes."""
         rows = [number for number, row in enumerate(self._rows) if row.decoding]
         if not rows:
             return
@@ -265,7 +281,7 @@ class Scheduler:
         state = self._state_now()
         needed, brought = jax.device_get((next_extent(state, self._protocol), (state.stretches, state.accepted)))
         needs = Extent(*map(int, needed))
-        left, join = steps, bool(self._waiting)
+        left, join = steps, early or bool(self._waiting)
         greedy = all(handle.job.params.greedy for handle in handles)
         finish = np.full(len(self._rows), RUNNING)
         total = parallel = np.zeros(len(self._rows), np.int64)
@@ -285,6 +301,7 @@ class Scheduler:
             left -= done
             self._judge_drafts(within, done, drafting, *(np.sum(brought, axis=1) - before_it).tolist())
         now = time.perf_counter()
+        self.chunk = Chunk(steps - left, now - before)
         for number, handle in zip(rows, handles, strict=True):
             passes = np.asarray([total[number] - parallel[number], parallel[number]])
             serial, in_block = (passes - handle.passes) / max(1, (passes - handle.passes).sum()) * (now - before)

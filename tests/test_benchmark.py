@@ -119,3 +119,10 @@ def test_training_steps_are_timed_beside_a_causal_baseline(monkeypatch: pytest.M
         assert 0 < result.fastest <= result.median <= result.slowest
         assert result.tokens_per_second == pytest.approx(256 / result.median * 1000)
     assert "| causal | " in steps_table(results) and "| 1.00 |" in steps_table(results)
+
+
+def test_random_prompts_hold_no_tags() -> None:
+    """Of a model whose special tokens are not its last ones."""
+    lm = load_model("demo")
+    assert lm.special_tokens is not None and max(lm.special_tokens.ids) < lm.config.vocabulary - 100
+    assert not {*lm.special_tokens.ids, *lm.end_ids} & set(benchmark.random_prompt(lm, 10_000))

@@ -33,9 +33,9 @@ TINY = ["model.checkpoint=DIR", "data.train=train.jsonl", "steps=1", "data.rows=
 TINY += ["optimiser.accumulate=1", "evaluate_batches=0", "model.dtype=float32", "tensorboard=false"]
 # What makes a command small enough, after its own words.
 SMALLER = {
-    "aspd train configs/embedded": ["steps=1", "evaluate_batches=0", "data.short_steps=0"],
+    "aspd train configs/embedded": ["steps=1", "evaluate_batches=0", "data.short_steps=0", "data.rows=2"],
     "aspd train": TINY,
-    "aspd generate": ["--max-new-tokens", "8", "--max-length", "512"],
+    "aspd generate": ["--max-new-tokens", "8", "--max-length", "1024", "--batch", "1"],
 }
 LIST = "Tea differs by how its leaves are treated.\n\n" + "\n".join(
     f"{number}. **{name}**: {text}"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
-import jax
 import numpy as np
 
 from aspd_jax import LanguageModel
 from aspd_jax.errors import StructureError
 from infer import Engine, SamplingParams
 from tests.answers import SEPARATOR, TEXT, linearise
+from tests.conftest import patched
 
 
 def well_formed(engine: Engine, ids: list[int]) -> bool:
@@ -95,22 +94,16 @@ def ids_as_letters(engine: Engine, ids: list[int]) -> str:
     return "".join(names.get(token, ".") for token in ids)
 
 
-def test_without_the_grammar_answers_are_malformed(engine: Engine, monkeypatch: Any) -> None:
+def test_without_the_grammar_answers_are_malformed(engine: Engine) -> None:
     """Negative control of the fuzz test."""
-    import infer.step
-
-    jax.clear_caches()
-    monkeypatch.setattr(infer.step, "allowed", lambda state, protocol, lanes: np.ones((*lanes.lane.shape, 9), bool))
-    params = [SamplingParams(temperature=100.0, max_new_tokens=60, seed=seed) for seed in range(8)]
-    try:
-        malformed = 0
-        for asked in params:
+    malformed = 0
+    with patched(allowed=lambda state, protocol, lanes: np.ones((*lanes.lane.shape, 9), bool)):
+        for seed in range(8):
+            asked = SamplingParams(temperature=100.0, max_new_tokens=60, seed=seed)
             try:
                 malformed += not well_formed(engine, engine.generate([[1]], asked)[0].token_ids)
             except StructureError:
                 malformed += 1
-    finally:
-        jax.clear_caches()
     assert malformed >= 6
 
 

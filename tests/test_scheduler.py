@@ -26,6 +26,7 @@ from infer.request import Job
 from infer.reuse import RowMemory, best_match
 from infer.scheduler import STEPS_BESIDE_PREFILL
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
+from tests.conftest import patched
 
 HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
 
@@ -230,12 +231,8 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
         branch_policy="cap:1",
     )  # fmt: skip
     monkeypatch.setattr(infer.budget, "branch_budget", spent_as_decoded)
-    monkeypatch.setattr(infer.grammar, "branch_budget", spent_as_decoded)
-    jax.clear_caches()
-    try:
+    with patched(infer.grammar, branch_budget=spent_as_decoded):
         held = own.generate([[1, 2]] * 40, params)
-    finally:
-        jax.clear_caches()
     assert any(a.token_ids != b.token_ids for a, b in zip(free, held, strict=True))
 
 

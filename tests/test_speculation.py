@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ import infer.step
 from aspd_jax import LanguageModel, build_layout
 from aspd_jax.errors import RequestError, StructureError
 from infer import Engine, SamplingParams
+from infer.answer import Result
 from infer.policy import DRAFTING_PASSES, PLAIN_PASSES, DraftControl, StepCost
 from infer.prefill import start
 from infer.request import Job, Mode
@@ -87,7 +87,7 @@ def knowing(script: Script, wrong: int = 0) -> Callable[..., jax.Array]:
     return guess
 
 
-@pytest.mark.parametrize("wrong", [0, 3])
+@pytest.mark.parametrize("wrong", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong: int) -> None:
     """The answer is scripted, and the guesses know it: titles, forks, branches of unequal length, merges."""
     # All blocks of a scripted answer have the same texts in their branches.
@@ -108,46 +108,53 @@ def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong:
         assert stats.passes < (0.5 if wrong == 0 else 0.8) * stats.critical_path
 
 
-def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine) -> None:
-    """Token by token, greedy and sampled, whatever is guessed."""
-    prompts = [[1, 2, 3, 4, 1, 2, 5, 6, seed % 3 + 1] for seed in range(24)]
+def mixed() -> tuple[list[list[int]], list[SamplingParams], list[Mode]]:
+    """Requests, greedy and sampled, in both modes."""
+    prompts = [[1, 2, 3, 4, 1, 2, 5, 6, seed % 3 + 1] for seed in range(16)]
     params = [
         replace(HOT, temperature=t, seed=seed, max_new_tokens=40 + seed)
-        for seed, t in enumerate([0.0, 0.7, 2.0, 100.0] * 6)
+        for seed, t in enumerate([0.0, 0.7, 2.0, 100.0] * 4)
     ]
-    mode: list[Mode] = ["serial", *["adaptive"] * 3] * 6
-    expected = engine.generate(prompts, params, mode)
+    return prompts, params, ["serial", *["adaptive"] * 3] * 4
+
+
+def anything(state: DecodeState, protocol: Protocol, used: int) -> jax.Array:
+    """Random guesses."""
+    random = np.random.default_rng(0).integers(1, 15, (2, 3, DRAFT))
+    shifted = (jnp.asarray(random, jnp.int32) + state.passes[:, None, None]) % 14 + 1
+    return jnp.broadcast_to(shifted, state.draft.shape)
+
+
+def the_same(results: list[Result], expected: list[Result]) -> bool:
+    pairs = zip(results, expected, strict=True)
+    return all(a.token_ids == b.token_ids and a.finish_reason == b.finish_reason for a, b in pairs)
+
+
+def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine) -> None:
+    """Token by token, greedy and sampled, whatever is guessed."""
+    expected = engine.generate(*mixed())
     assert sum(result.stats.blocks for result in expected) >= 3
-
-    def check(results: Any) -> bool:
-        pairs = zip(results, expected, strict=True)
-        return all(a.token_ids == b.token_ids and a.finish_reason == b.finish_reason for a, b in pairs)
-
-    own = drafting_engine(bare_lm)
-    results = own.generate(prompts, params, mode)
-    assert check(results)
+    results = drafting_engine(bare_lm).generate(*mixed())
+    assert the_same(results, expected)
     assert sum(result.stats.accepted_tokens for result in results) > 0
     for a, b in zip(results, expected, strict=True):
         assert a.stats.critical_path == b.stats.critical_path and a.stats.passes <= b.stats.passes
-
-    random = np.random.default_rng(0).integers(1, 15, (2, 3, DRAFT))
-
-    def anything(state: DecodeState, protocol: Protocol, used: int) -> jax.Array:
-        shifted = (jnp.asarray(random, jnp.int32) + state.passes[:, None, None]) % 14 + 1
-        return jnp.broadcast_to(shifted, state.draft.shape)
-
     with patched(look_up=anything):
-        results = drafting_engine(bare_lm).generate(prompts, params, mode)
-    assert check(results)
+        results = drafting_engine(bare_lm).generate(*mixed())
+    assert the_same(results, expected)
     assert sum(result.stats.drafted_tokens for result in results) > 100
 
-    same_still = True
+
+@pytest.mark.slow
+def test_rejected_guesses_that_stay_visible_change_answers(bare_lm: LanguageModel, engine: Engine) -> None:
+    """Negative control."""
+    expected, same_still = engine.generate(*mixed()), True
     with patched(look_up=anything, hide_rejected=lambda state, *_: state):
         try:
-            same_still = check(drafting_engine(bare_lm).generate(prompts, params, mode))
+            same_still = the_same(drafting_engine(bare_lm).generate(*mixed()), expected)
         except StructureError:
             same_still = False
-    assert not same_still, "negative control: rejected guesses that stay visible change answers"
+    assert not same_still
 
 
 @pytest.mark.slow

@@ -148,13 +148,17 @@ def well_formed(text: str) -> bool:
     return bool(re.fullmatch(rf"({INSIDE}*{BLOCK})+{INSIDE}*", text, re.DOTALL))
 
 
-def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: LanguageModel) -> None:
-    """The model is made to open a block; what follows is random, and closes everything whatever the budget."""
+def opening_only(lm: LanguageModel) -> Script:
+    """What makes a model open a block, and leaves the rest to it."""
     opening = lm.codec.text.encode(t)
     of_serial = np.full((2, 600), -1, np.int32)
     of_serial[:, : len(opening)] = opening
-    nothing = np.full((2, 3, 600), -1, np.int32)
-    free.scheduler.script = Script(jnp.asarray(of_serial), jnp.asarray(nothing))
+    return Script(jnp.asarray(of_serial), jnp.full((2, 3, 600), -1, jnp.int32))
+
+
+def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: LanguageModel) -> None:
+    """The model is made to open a block; what follows is random, and closes everything whatever the budget."""
+    free.scheduler.script = opening_only(lm)
     random = np.random.default_rng(0)
     budgets = [int(n) for n in random.integers(100, 260, 30)]
     params = [
@@ -175,13 +179,21 @@ def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: Language
             blocks += 1
         assert result.stats.blocks == len(re.findall(BLOCK, text, re.DOTALL))
     assert blocks >= 30
+    free.scheduler.script = None
+
+
+@pytest.mark.slow
+def test_without_the_grammar_random_answers_are_malformed(free: Engine, lm: LanguageModel) -> None:
+    """Negative control."""
 
     def anything(state: Any, lanes: Any, rule: Any) -> Any:
         return jnp.ones((lanes.lane.shape[0], 1), bool)
 
+    free.scheduler.script = opening_only(lm)
+    params = [SamplingParams(temperature=100.0, max_new_tokens=100, seed=seed) for seed in range(4)]
     with patched(legal_tokens=anything):
-        results = free.generate(["Hi"] * 4, params[:4])
-    assert not any(well_formed(lm.codec.text.decode(r.token_ids)) for r in results), "negative control: no grammar"
+        results = free.generate(["Hi"] * 4, params)
+    assert not any(well_formed(lm.codec.text.decode(result.token_ids)) for result in results)
     free.scheduler.script = None
 
 

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import queue
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import NamedTuple
@@ -191,8 +190,6 @@ class Driver:
         self._live += new
         asked = tuple(Asked(ticket.number, ticket.job, ticket.grows, ticket.alternatives) for ticket in new)
         cancelled = tuple(ticket.number for ticket in self._live if ticket.cancelled)
-        before = time.perf_counter()
-        passes = self._passes()
         try:
             self._lockstep.lead(Turn(asked, cancelled, self._steps))
         except Exception:
@@ -201,19 +198,16 @@ class Driver:
             log.exception("the engine failed; requests under way are tried one by one")
             self._one_by_one()
             return
-        done, seconds = self._passes() - passes, time.perf_counter() - before
-        if done > 0:
-            each = seconds / done
-            self._steps = max(1, min(MOST_STEPS, round(self._config.chunk / each), 2 * self._steps))
+        passes, seconds = self.engine.scheduler.chunk
+        if passes > 0:
+            if passes >= self._steps or seconds > self._config.chunk:  # what ends early tells little
+                most = round(self._config.chunk * passes / seconds)
+                self._steps = max(1, min(MOST_STEPS, most, 2 * self._steps))
             if self._seen is not None:
-                self._seen(seconds, done)
+                self._seen(seconds, passes)
 
     def _handle(self, ticket: Ticket) -> Handle:
         return self._lockstep.handles[ticket.number]
-
-    def _passes(self) -> int:
-        """Most passes that a request under way has had."""
-        return max((int(handle.passes.sum()) for handle in self._lockstep.handles.values()), default=0)
 
     def _one_by_one(self) -> None:
         """Try again what was under way, alone; what fails alone is what broke the engine."""
