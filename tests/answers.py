@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import jax
 import numpy as np
 
-from aspd_jax import LanguageModel, SpecialTokens, build_layout
+from aspd_jax import LanguageModel, Layout, SpecialTokens, build_layout
+from aspd_jax.model.transformer import Transformer
 from infer import Result
 
 SEPARATOR = (15, 16)
@@ -41,9 +46,17 @@ def critical_path(special: SpecialTokens, parts: list) -> int:
 
 
 def full_pass(lm: LanguageModel, special: SpecialTokens, prompt: list[int], answer: list[int]) -> np.ndarray:
+    """Logits [T, V] of an answer of T tokens, from one pass over all; padded, so that few lengths are compiled."""
     tokens = np.array([prompt + answer])
-    layout = build_layout(tokens, special, lm.config.positions)
-    return np.asarray(lm.model.apply({"params": lm.params}, tokens, layout))[0, len(prompt) :]
+    padding = [(0, 0), (0, -tokens.shape[1] % 64)]
+    layout = Layout(*(np.pad(part, padding) for part in build_layout(tokens, special, lm.config.positions)))
+    logits = np.asarray(_logits(lm.model, lm.params, np.pad(tokens, padding), layout))
+    return logits[0, len(prompt) : tokens.shape[1]]
+
+
+@partial(jax.jit, static_argnames="model")
+def _logits(model: Transformer, params: Any, tokens: np.ndarray, layout: Layout) -> Any:
+    return model.apply({"params": params}, tokens, layout)
 
 
 def same(a: Result, b: Result) -> bool:
