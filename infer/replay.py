@@ -41,6 +41,9 @@ class Trace:
     widths: tuple[int, ...]
 
 
+LEAST_SIZE = 8  # places of the narrowest pass: programs for fewer take longer to compile than they save
+
+
 class _Script:
     """The tokens that sampling has to give, by stretch: serial (titles and `<|para|>` included), and each branch."""
 
@@ -95,8 +98,8 @@ def replay(lm: LanguageModel, protocol: Protocol, prompt: Sequence[int], answer:
     protocol = replace(
         protocol,
         separator=_separator(blocks, protocol.separator),
-        max_branches=max([protocol.max_branches, *(len(block.branches) for block in blocks)]),
-        max_title_tokens=max([protocol.max_title_tokens, *(len(t) for block in blocks for t in block.titles)]),
+        max_branches=_room(protocol.max_branches, *(len(block.branches) for block in blocks)),
+        max_title_tokens=_room(protocol.max_title_tokens, *(len(t) for block in blocks for t in block.titles)),
     )
     script = _Script(items, protocol, answer[-1:] if ended else ())
     layout = build_layout(np.asarray([[*prompt, *answer]]), protocol.special, lm.config.positions)
@@ -116,7 +119,7 @@ def replay(lm: LanguageModel, protocol: Protocol, prompt: Sequence[int], answer:
             state = _set_branches(state, blocks[block])
         last = script.done
         state = state._replace(finish=jnp.full_like(state.finish, RUNNING))
-        size = width_bucket(int(width(state, protocol)[0]))
+        size = max(LEAST_SIZE, width_bucket(int(width(state, protocol)[0])))
         all_logits, feed, state = replay_pass(lm.params, state, protocol, size)
         lanes = np.asarray(feed.lane)[0].tolist()
         fed = np.asarray(feed.layout.sequence)[0] > 0
@@ -125,6 +128,12 @@ def replay(lm: LanguageModel, protocol: Protocol, prompt: Sequence[int], answer:
         widths.append(len(rows))
         if last:
             return Trace(logits, len(widths) - 1, tuple(widths[:-1]))
+
+
+def _room(limit: int, *needed: int) -> int:
+    """A limit, or a power of two that holds what is needed: few programs for many answers."""
+    most = max(needed, default=0)
+    return limit if most <= limit else width_bucket(most)
 
 
 def _keys(layout: Layout) -> list[tuple[int, ...]]:
