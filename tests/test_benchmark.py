@@ -64,6 +64,7 @@ def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
         answer_times(tiny, branches=3, length=5, context=16)
 
 
+@pytest.mark.slow
 def test_guesses_are_timed_beside_answers_without(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer.policy, "DRAFTING_PASSES", 1 << 30)  # never switched off
     times = answer_times(tiny, branches=3, length=10, context=16, repeats=1, draft_tokens=2)

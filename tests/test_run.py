@@ -152,7 +152,8 @@ def losses_if_whole(run: Path) -> list[float]:
         return []
 
 
-MESHES = [{"data": 8}, {"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
+MESHES: list[Any] = [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
+MESHES += [pytest.param(shape, marks=pytest.mark.slow) for shape in ({"data": 8}, {"fsdp": 4, "tensor": 2})]
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)

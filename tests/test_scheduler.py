@@ -289,6 +289,22 @@ def test_policies_are_parsed_and_costs_fitted() -> None:
     assert Policy.parse("slo:10").branches(None, 4, 4, 1000) is None
 
 
+def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
+    """A chunk that somebody waits for ends with what he waits for; one that nobody waits for does all of it."""
+    short, long = (replace(HOT, max_new_tokens=count) for count in (5, 40))
+    quiet, heard = engine.submit([1, 2], long), engine.submit([1, 2], short)
+    heard.wanted = True
+    engine.pump(30)
+    assert engine.scheduler.chunk.passes == 1 and heard.poll()
+    engine.pump(30)
+    assert heard.result is not None and quiet.result is None
+    assert engine.scheduler.chunk.passes == heard.result.stats.passes - 1
+    unheard = engine.submit([1, 2], short)
+    engine.pump()
+    assert quiet.result is not None and unheard.result is not None
+    assert engine.scheduler.chunk.seconds > 0
+
+
 def test_warm_up_leaves_nothing_to_compile(bare_lm: LanguageModel) -> None:
     own = Engine(bare_lm, max_length=128, max_batch=1, max_branches=2, max_title_tokens=1, separator_ids=())
     assert own.warm_up() > 0

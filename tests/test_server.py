@@ -290,8 +290,8 @@ def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: 
     scheduler = engine.scheduler
     decode, failures = scheduler._decode, []
 
-    def breaks(steps: int) -> None:
-        decode(1)
+    def breaks(steps: int, early: bool) -> None:
+        decode(1, early)
         poisoned = [row.handle for row in scheduler._rows if row.handle and row.handle.job.seed == 666]
         if any(handle.passes.sum() > 2 for handle in poisoned):
             failures.append(len([row for row in scheduler._rows if row.handle]))
