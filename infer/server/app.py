@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -241,7 +242,7 @@ class _Server:
 
     async def page(self) -> HTMLResponse:
         """A page to try it on."""
-        text = self._page.replace("{{model}}", self._config.name)
+        text = self._page.replace("{{model}}", escape(self._config.name))
         return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
 
     def _model(self) -> dict[str, Any]:

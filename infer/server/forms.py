@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 from aspd_jax.structure import to_json
@@ -94,7 +95,7 @@ class Text:
 
     def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any:
         tokens = [text(of.token) for of in found]
-        offsets = [sum(map(len, tokens[:place])) for place in range(len(tokens))]
+        offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
         return {
             "tokens": tokens,
             "token_logprobs": [of.logprob for of in found],
