@@ -28,8 +28,8 @@ STYLE = """
 :root { color-scheme: light dark; --line: #8886; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 article { border-top: 1px solid var(--line); padding: 1rem 0; }
-h2 { font-size: 1rem; margin: 0; } .note { opacity: .7; font-size: .85rem; }
-.question { border-left: 3px solid var(--line); padding-left: .7rem; }
+article h2 { font-size: 1rem; margin: 0; } .note { opacity: .7; font-size: .85rem; }
+.question { border-left: 3px solid var(--line); margin: .3rem 0 .6rem; padding-left: .7rem; }
 pre { white-space: pre-wrap; font: inherit; margin: 0; }
 .block { display: flex; flex-wrap: wrap; gap: .6rem; margin: .4rem 0; }
 .branch { flex: 1 1 12rem; border-left: 4px solid; padding-left: .7rem; }
