@@ -95,8 +95,8 @@ def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
         lengths = [length for length, _ in history]
         assert lengths == sorted(lengths)
         for length, keys in history:
-            np.testing.assert_array_equal(keys[:, :length], history[-1][1][:, :length])
-            assert not keys[:, length:].any(), "nothing is written ahead"
+            np.testing.assert_array_equal(keys[..., :length], history[-1][1][..., :length])
+            assert not keys[..., length:].any(), "nothing is written ahead"
     assert forks
 
 

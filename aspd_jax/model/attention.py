@@ -3,7 +3,7 @@
 B batch, Q queries, C keys (cache slots or tokens), K kv heads, G query heads per kv head, H head size.
 
 Every implementation takes query [B, Q, K, G, H], key and value [B, K, C, H] and a `View`, and returns
-[B, Q, K, G, H] in the dtype of the query. Scores and softmax are float32.
+[B, Q, K, G, H] in the dtype of the query; keys of a cache are [B, K, H, C]. Scores and softmax are float32.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ class View(NamedTuple):
 Attention = Callable[[jax.Array, jax.Array, jax.Array, View, Siblings, Window], jax.Array]
 
 
-def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention under a mask, bool [B, Q, C]."""
+def attend(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, scores_of: str = "BKRH,BKCH->BKRC"
+) -> jax.Array:
+    """Softmax attention under a mask, bool [B, Q, C]; `scores_of`: how rows meet keys, as `einsum` has it."""
     B, Q, K, G, H = query.shape
     # All queries of a kv head as one matrix (R = G x Q rows): plain batched products, which every back end does well.
     rows = (query * H**-0.5).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Q, H)
-    scores = jnp.einsum("BKRH,BKCH->BKRC", rows, key, preferred_element_type=jnp.float32)
+    scores = jnp.einsum(scores_of, rows, key, preferred_element_type=jnp.float32)
     scores = scores.reshape(B, K, G, Q, -1)
     scores = jnp.where(mask[:, None, None], scores, HIDDEN)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
@@ -62,8 +64,15 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) 
 def dense(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
-    """The reference, and the one for decoding: all scores at once, memory Q x C."""
+    """The reference: all scores at once, memory Q x C."""
     return attend(query, key, value, view.mask(siblings, window))
+
+
+def cached(
+    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
+) -> jax.Array:
+    """The one for decoding: `dense`, over keys as they lie in the cache, [B, K, H, C]."""
+    return attend(query, key, value, view.mask(siblings, window), "BKRH,BKHC->BKRC")
 
 
 def chunked(

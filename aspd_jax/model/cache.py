@@ -18,7 +18,7 @@ from aspd_jax.sharding import named_sharding
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, [B, K, C, H] each."""
+    """Keys [B, K, H, C] and values [B, K, C, H] of one layer: the two products of attention read them as they lie."""
 
     key: jax.Array
     value: jax.Array
@@ -41,23 +41,24 @@ class Cache(NamedTuple):
 
 
 def layer_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Where keys or values [B, K, C, H] of a layer lie."""
+    """Where keys [B, K, H, C] or values [B, K, C, H] of a layer lie."""
     return named_sharding(("batch", "kv_heads", None, None), shape, mesh)
 
 
 def empty_cache(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> Cache:
     """A cache of `capacity` slots per sequence; on a mesh, split by kv heads and batch."""
-    shape = (batch, config.kv_heads, capacity, config.head)
-    sharding = None if mesh is None else layer_sharding(shape, mesh)
 
-    def zeros() -> jax.Array:
-        return jnp.zeros(shape, config.dtype, device=sharding)
+    def zeros(*sizes: int) -> jax.Array:
+        shape = (batch, config.kv_heads, *sizes)
+        return jnp.zeros(shape, config.dtype, device=None if mesh is None else layer_sharding(shape, mesh))
 
     def slots() -> jax.Array:
         return jnp.zeros((batch, capacity), jnp.int32)
 
     return Cache(
-        layers=tuple(LayerCache(zeros(), zeros()) for _ in range(config.layers)),
+        layers=tuple(
+            LayerCache(zeros(config.head, capacity), zeros(capacity, config.head)) for _ in range(config.layers)
+        ),
         tokens=slots(),
         layout=Layout(slots(), slots(), slots(), slots()),
         length=jnp.zeros((batch,), jnp.int32),
@@ -103,11 +104,11 @@ class Place(NamedTuple):
         if slots.size == 1:
             # A write of one slot becomes an update that XLA on CPU merges with the reading of the cache, for which it
             # copies the cache several times a pass. So a second one, past the end, goes with it.
-            beyond = jnp.full_like(slots, layer.key.shape[2])
+            beyond = jnp.full_like(slots, layer.value.shape[2])
             slots = jnp.concatenate([slots, beyond], axis=1)
             key, value = (jnp.concatenate([x, x], axis=1) for x in (key, value))
         return LayerCache(
-            layer.key.at[rows, :, slots].set(key.astype(layer.key.dtype), mode="drop"),
+            layer.key.at[rows, :, :, slots].set(key.astype(layer.key.dtype), mode="drop"),
             layer.value.at[rows, :, slots].set(value.astype(layer.value.dtype), mode="drop"),
         )
 

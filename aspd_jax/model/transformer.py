@@ -9,6 +9,7 @@ Pure in (parameters, tokens, layout, cache): nothing about positions or visibili
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import ceil, floor, log, pi, prod
 from typing import Any, NamedTuple
 
@@ -19,9 +20,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from aspd_jax.layout import Layout
-from aspd_jax.model.attention import Attention, View, Window, dense
+from aspd_jax.model.attention import Attention, View, Window, cached, dense
 from aspd_jax.model.cache import Cache, Group, LayerCache, Place, record
 from aspd_jax.model.config import ModelConfig, RopeConfig
+from aspd_jax.model.lowering import computed_once, product
 from aspd_jax.sharding import named_sharding
 
 LAYERS = "layers"  # name of the stacked layers' parameters
@@ -115,8 +117,7 @@ class Projection(nn.Module):
             return self.param(name, nn.with_partitioning(make, axes), shape, dtype)
 
         def times(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
-            contract = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
-            return jax.lax.dot_general(x, kernel.astype(c.dtype), (contract, ((), ())))
+            return product(x, kernel.astype(c.dtype), inputs)
 
         x = x.astype(c.dtype)
         if c.weights == "int8" and self.adapted:
@@ -192,8 +193,9 @@ class AttentionLayer(nn.Module):
             outs = []
             for seat in view:
                 used = seat.view.key.position.shape[1]
-                keys, values = (seat.place.pick(x[:, :, :used]) for x in cache)
-                outs.append(self.attention(of_group(grouped, seat), keys, values, seat.view, c.siblings, window))
+                keys = seat.place.pick(cache.key[..., :used])
+                values = seat.place.pick(cache.value[:, :, :used])
+                outs.append(cached(of_group(grouped, seat), keys, values, seat.view, c.siblings, window))
             out = outs[0] if len(outs) == 1 else jnp.concatenate([o.reshape(1, -1, *o.shape[2:]) for o in outs], 1)
         out = out.reshape(query.shape)
         output = Projection(c, (c.embed,), ("heads", "head", "embed"), 2, c.output_bias, name="output")
@@ -249,7 +251,7 @@ class Transformer(nn.Module):
 
     Attributes:
         config: shape and arithmetic.
-        attention: one of `aspd_jax.model.attention`; with a cache, `dense`.
+        attention: one of `aspd_jax.model.attention`, for full passes.
         scan: layers as one program run `config.layers` times over parameters stacked along a first axis, as
             `stack_layers` makes them. For training: it compiles once, however deep the model is.
         remat: keep only the input of each layer for the backward pass, and compute the rest again.
@@ -339,7 +341,8 @@ class Transformer(nn.Module):
             return arrays[0] if len(arrays) == 1 else jnp.concatenate([a.reshape(1, -1) for a in arrays], axis=1)
 
         x = self.embedding(together([group.tokens for group in groups]))
-        turn = rotation(c.rope, c.head, together([group.layout.position for group in groups]))
+        positions = together([group.layout.position for group in groups])
+        turn = computed_once(partial(rotation, c.rope, c.head), positions)
         layers = []
         for number in range(c.layers):
             x, layer = self._layer(number)(x, turn, seats, cache.layers[number], c.layer_window(number))

@@ -1,0 +1,58 @@
+"""Forms of a computation that XLA compiles to faster programs on CPU; on other platforms they are the plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+Value = TypeVar("Value")
+
+FEW_ROWS = 4
+LARGE_KERNEL = 1 << 16  # elements; smaller ones are in the caches, where one core is fast enough
+PARTS = 2
+
+
+def product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
+    """`x` [..., *sizes] times `kernel` [*sizes, *features], summed over the `inputs` axes of `sizes`: [..., *features].
+
+    On CPU, XLA gives a product of one row to one core, and for one of a few rows it copies the kernel first; of a batch
+    of products each goes to a core. So a large kernel meets few rows one by one, each as two halves of its inputs.
+    """
+
+    def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        contract = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
+        return jax.lax.dot_general(x, kernel, (contract, ((), ())))
+
+    def row_by_row(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        parts = kernel.reshape(PARTS, -1, prod(features))
+        rows = x.reshape(-1, PARTS, 1, parts.shape[1])
+        sums = [jax.lax.dot_general(row, parts, (((2,), (1,)), ((0,), (0,)))).sum(axis=0) for row in rows]
+        return jnp.stack(sums).reshape(*outer, *features)
+
+    outer, sizes, features = x.shape[: x.ndim - inputs], kernel.shape[:inputs], kernel.shape[inputs:]
+    large = kernel.size >= LARGE_KERNEL and kernel.dtype == jnp.float32 and prod(sizes) % PARTS == 0
+    if large and 0 < prod(outer) <= FEW_ROWS:
+        return jax.lax.platform_dependent(x, kernel, cpu=row_by_row, default=whole)
+    return whole(x, kernel)
+
+
+def computed_once(make: Callable[[jax.Array], Value], positions: jax.Array) -> Value:
+    """`make(positions)`, which are 0 or more.
+
+    XLA on CPU merges what is cheap by its own measure, sines too, with everything that uses it, and so computes it
+    again for every layer and head. It does not look into a condition, not even into one that always holds.
+    """
+
+    def behind_condition(positions: jax.Array) -> Value:
+        shapes = jax.eval_shape(make, positions)
+
+        def never(positions: jax.Array) -> Value:
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+        return jax.lax.cond((positions >= 0).any(), make, never, positions)
+
+    return jax.lax.platform_dependent(positions, cpu=behind_condition, default=make)

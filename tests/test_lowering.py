@@ -1,0 +1,109 @@
+"""Forms for CPU: the same numbers as the plain ones, and really other programs."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from aspd_jax.model.config import RopeConfig
+from aspd_jax.model.lowering import FEW_ROWS, LARGE_KERNEL, computed_once, product
+from aspd_jax.model.transformer import rotation
+
+SIDE = int(LARGE_KERNEL**0.5)
+
+
+def numbers(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(prod(shape)).normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "features"),
+    [
+        ((1, 1), (SIDE,), (SIDE,)),
+        ((1, FEW_ROWS), (SIDE,), (4, SIDE // 2)),
+        ((FEW_ROWS, 1), (4, SIDE // 4), (SIDE,)),
+        ((3,), (SIDE,), (SIDE,)),
+        ((1, FEW_ROWS + 1), (SIDE,), (SIDE,)),
+        ((2, 2), (8,), (8,)),
+        ((1, 0), (SIDE,), (SIDE,)),
+        ((1,), (3, 5), (LARGE_KERNEL,)),
+    ],
+)
+def test_a_product_is_the_sum_over_its_inputs(
+    rows: tuple[int, ...], sizes: tuple[int, ...], features: tuple[int, ...]
+) -> None:
+    x, kernel = numbers(*rows, *sizes), numbers(*sizes, *features)
+    exact = np.tensordot(np.asarray(x, np.float64), np.asarray(kernel, np.float64), len(sizes))
+    for run in (product, jax.jit(product, static_argnums=2)):
+        out = run(x, kernel, len(sizes))
+        assert out.shape == (*rows, *features)
+        np.testing.assert_allclose(out, exact, atol=1e-4)
+
+
+def test_it_has_the_same_gradients() -> None:
+    x, kernel = numbers(2, SIDE), numbers(SIDE, SIDE)
+    ours = jax.grad(lambda x, kernel: jnp.sin(product(x, kernel, 1)).sum(), (0, 1))(x, kernel)
+    plain = jax.grad(lambda x, kernel: jnp.sin(x @ kernel).sum(), (0, 1))(x, kernel)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), ours, plain)
+
+
+@pytest.mark.parametrize("split", [("a", None), (None, "a")])
+def test_a_kernel_may_lie_on_several_devices(split: tuple[str | None, str | None]) -> None:
+    mesh = Mesh(np.asarray(jax.devices()[:4]), ("a",))
+    x, kernel = numbers(2, SIDE), numbers(SIDE, SIDE)
+    spread = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec(*split)))
+    np.testing.assert_allclose(jax.jit(product, static_argnums=2)(x, spread, 1), x @ kernel, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "side", "dtype", "batched"),
+    [
+        (1, SIDE, jnp.float32, True),
+        (FEW_ROWS, SIDE, jnp.float32, True),
+        (FEW_ROWS + 1, SIDE, jnp.float32, False),
+        (1, SIDE // 2, jnp.float32, False),
+        (1, SIDE, jnp.bfloat16, False),
+    ],
+)
+def test_only_few_rows_of_large_kernels_are_special(rows: int, side: int, dtype: Any, batched: bool) -> None:
+    x, kernel = numbers(rows, side, dtype=dtype), numbers(side, side, dtype=dtype)
+    lowered = jax.jit(product, static_argnums=2).lower(x, kernel, 1)
+    assert ("batching_dims" in lowered.as_text()) == batched
+
+
+def sines(program: Any, positions: jax.Array) -> int:
+    """How often a compiled program computes sines."""
+    return jax.jit(program).lower(positions).compile().as_text().count(" sine(")
+
+
+def test_a_rotation_is_computed_once_however_many_use_it() -> None:
+    """The negative control is the plain form: if XLA computes that once too, the condition can go."""
+    rope, positions = RopeConfig(), jnp.arange(3)[None]
+
+    def layers(turn: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x = jnp.ones((32, 8))
+        for _ in range(3):
+            x = (x * turn[0][0, 0, :, None] + turn[1][0, 1, :, None]) @ jnp.ones((8, 8))
+        return x
+
+    def plain(at: jax.Array) -> jax.Array:
+        return layers(rotation(rope, 64, at))
+
+    def once(at: jax.Array) -> jax.Array:
+        return layers(computed_once(lambda at: rotation(rope, 64, at), at))
+
+    np.testing.assert_array_equal(jax.jit(once)(positions), jax.jit(plain)(positions))
+    assert sines(once, positions) == 1
+    assert sines(plain, positions) > 1
+
+
+def test_position_zero_is_turned_too() -> None:
+    first = jnp.zeros((1, 1), jnp.int32)
+    cosine, sine = jax.jit(lambda at: computed_once(lambda at: rotation(RopeConfig(), 8, at), at))(first)
+    assert (np.asarray(cosine) == 1).all() and (np.asarray(sine) == 0).all()
