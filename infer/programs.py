@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+import jax
 import numpy as np
 
 from infer.step import Extent
 
 SMALLEST_CAPACITY = 128
 SMALLEST_PART = 256  # slots of a row, below which there is little to save
+
+MAPS = Path("/proc/self/maps")  # a line for each
+MOST_MAPS = Path("/proc/sys/vm/max_map_count")
+
+
+def crowded() -> bool:
+    """Whether this process has nearly as many memory maps as Linux lets it.
+
+    XLA on CPU maps every kernel by itself, some 450 maps a program, and ends the process where it gets no more.
+    """
+    if jax.default_backend() != "cpu" or not MOST_MAPS.exists():
+        return False
+    most = int(MOST_MAPS.read_text())
+    return MAPS.read_bytes().count(b"\n") > most - most // 8
 
 
 def width_bucket(tokens: int) -> int:

@@ -8,6 +8,7 @@ and picks the program that fits what the next passes need; tokens are chosen on 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from infer.feed import widest_feed
 from infer.handle import NO_LIMIT, Handle
 from infer.policy import DraftControl, Policy, StepCost
 from infer.prefill import NO_CAP, Prompt, begin, feed_chunk, new_state, next_chunk
-from infer.programs import SMALLEST_CAPACITY, Programs, used_slots
+from infer.programs import SMALLEST_CAPACITY, Programs, crowded, used_slots
 from infer.recogniser import TextReader
 from infer.request import Job
 from infer.reuse import LEAST_COPIED, RowMemory, best_match, common_prefix
@@ -35,8 +36,11 @@ from infer.state import FORK, PARALLEL, RUNNING, SERIAL, DecodeState, Protocol
 from infer.step import Extent, Limits, Script, next_extent, run
 from infer.warm_up import compile_all, measure_cost
 
+log = logging.getLogger(__name__)
+
 STEPS_BESIDE_PREFILL = 4  # passes of the running requests between two chunks of a prompt
 STEPS_BETWEEN_CAPS = 16  # passes between two looks at how loaded the batch is
+SECONDS_BETWEEN_CROWD_CHECKS = 2.0
 
 
 class Chunk(NamedTuple):
@@ -104,6 +108,7 @@ class Scheduler:
         self._state: DecodeState | None = None
         self._cap: int | None = None
         self._stamp = 0
+        self._crowd_checked = 0.0
         self._drafts = DraftControl(protocol.draft_tokens)
         self._lock = threading.RLock()
         self._programs = Programs(rows, self._capacity, widest_feed(protocol))
@@ -149,6 +154,7 @@ class Scheduler:
         """
         with self._lock:
             self.chunk = Chunk(0, 0.0)
+            self._forget_programs_if_crowded()
             try:
                 self._admit()
                 if not any(row.handle for row in self._rows):
@@ -187,6 +193,17 @@ class Scheduler:
             if handle.row is None or not self._rows[handle.row].decoding:
                 return self._result(handle, None)
             return self._result(handle, read(self._state_now(), self._protocol, [handle.row], self._reader)[0])
+
+    def _forget_programs_if_crowded(self) -> None:
+        """Forget all programs before there are so many that the next one ends the process; each is compiled again, or
+        read from JAX's cache on disk, when it is needed.
+        """
+        now = time.monotonic()
+        if now - self._crowd_checked > SECONDS_BETWEEN_CROWD_CHECKS:
+            self._crowd_checked = now
+            if crowded():
+                log.warning("no room for more programs (vm.max_map_count); all are forgotten")
+                jax.clear_caches()
 
     def _state_now(self) -> DecodeState:
         if self._state is None:

@@ -5,7 +5,10 @@ Programs are compiled by running them on nothing: no steps, no rows, or tokens t
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from statistics import median
 
@@ -18,10 +21,12 @@ from aspd_jax.processes import agreed
 from infer.answer import read
 from infer.policy import Sample, StepCost, fit
 from infer.prefill import LEAST_CHUNK, NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, begin
-from infer.programs import Programs, used_slots, width_bucket
+from infer.programs import Programs, crowded, used_slots, width_bucket
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import DecodeState, Protocol
 from infer.step import Extent, Limits, next_extent, prefill, run
+
+log = logging.getLogger(__name__)
 
 REPEATS = 5
 TIMED_SIZES = (1, 4, 16)  # tokens of a sequence in the passes that are timed
@@ -29,19 +34,24 @@ TIMED_SIZES = (1, 4, 16)  # tokens of a sequence in the passes that are timed
 
 def compile_all(lm: LanguageModel, protocol: Protocol, state: DecodeState, programs: Programs) -> DecodeState:
     """Compile every program of passes, and of prefill for as many prompts, as long chunks and as full rows as there may
-    be; and what is done to rows between passes.
+    be; and what is done to rows between passes. Where a process has no room for all, it warns, and leaves the rest.
     """
-    nothing = Limits(np.int32(0), Extent(*[np.int32(0)] * 4), np.bool_(False))
     batch, capacity = state.cache.tokens.shape
     sizes = [1 << n for n in range(width_bucket(min(PREFILL_CHUNK, capacity)).bit_length()) if 1 << n >= LEAST_CHUNK]
     counts = sorted({min(batch, 1 << n) for n in range(width_bucket(batch).bit_length())})
+    drafts = sorted({False, protocol.draft_tokens > 0})
+    every: list[Callable[[DecodeState], DecodeState]] = []
     for greedy in (True, False):
-        for within in programs.every():
-            for drafting in {False, protocol.draft_tokens > 0}:
-                state, _, _ = run(lm.params, state, nothing, protocol, within, greedy, None, drafting)
+        for within, drafting in product(programs.every(), drafts):
+            every.append(partial(_no_pass, lm, protocol, within=within, greedy=greedy, drafting=drafting))
         for rows, size, used in product(counts, sizes, programs.slots()):
             if size <= used and (rows == 1 or rows * size <= PREFILL_TOKENS):
-                state = _padding(lm, protocol, state, rows, size, used, greedy)
+                every.append(partial(_padding, lm, protocol, rows=rows, size=size, used=used, greedy=greedy))
+    for number, compiled in enumerate(every):
+        if crowded():
+            log.warning("room for %d of %d programs: raise vm.max_map_count, or take fewer rows", number, len(every))
+            break
+        state = compiled(state)
     for rows in counts:
         state = begin(lm, protocol, state, [], rows)
         read(state, protocol, range(rows))
@@ -66,6 +76,14 @@ def measure_cost(lm: LanguageModel, protocol: Protocol, state: DecodeState) -> t
     # Other clocks tell otherwise, and what hangs on it has to be decided alike in all processes.
     milliseconds = agreed(np.asarray([sample.milliseconds for sample in samples], np.float32))
     return state, fit([of._replace(milliseconds=float(ms)) for of, ms in zip(samples, milliseconds, strict=True)])
+
+
+def _no_pass(
+    lm: LanguageModel, protocol: Protocol, state: DecodeState, within: Extent, greedy: bool, drafting: bool
+) -> DecodeState:
+    """Run no pass, in the program of `within`."""
+    nothing = Limits(np.int32(0), Extent(*[np.int32(0)] * 4), np.bool_(False))
+    return run(lm.params, state, nothing, protocol, within, greedy, None, drafting)[0]
 
 
 def _padding(

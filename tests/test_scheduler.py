@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import infer.budget
 import infer.grammar
 import infer.prefill
+import infer.programs
 import infer.scheduler
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
@@ -326,6 +328,31 @@ def test_warm_up_leaves_nothing_to_compile(bare_lm: LanguageModel) -> None:
         with pytest.raises(RequestError, match="engine at rest"):
             own.warm_up()
         handle.cancel()
+
+
+def test_programs_are_forgotten_before_they_fill_the_process(
+    bare_lm: LanguageModel, monkeypatch: Any, tmp_path: Path, caplog: Any
+) -> None:
+    """XLA on CPU ends a process that has no room for a program's memory maps."""
+    own = Engine(bare_lm, max_length=128, max_batch=1, max_branches=2, separator_ids=SEPARATOR)
+    maps, most = tmp_path / "maps", tmp_path / "max_map_count"
+    most.write_text("80\n")
+    monkeypatch.setattr(infer.programs, "MAPS", maps)
+    monkeypatch.setattr(infer.programs, "MOST_MAPS", most)
+    monkeypatch.setattr(infer.scheduler, "SECONDS_BETWEEN_CROWD_CHECKS", 0.0)
+    forgotten: list[bool] = []
+    monkeypatch.setattr(infer.scheduler.jax, "clear_caches", lambda: forgotten.append(True))
+    maps.write_text("line\n" * 70)
+    expected = own.generate([[1, 2]])[0]
+    assert not forgotten and not caplog.records
+    maps.write_text("line\n" * 71)
+    assert same(own.generate([[1, 2]])[0], expected)
+    assert forgotten and "max_map_count" in caplog.text
+    caplog.clear()
+    assert own.warm_up() > 0
+    assert "room for 0 of" in caplog.text
+    monkeypatch.setattr(infer.programs, "MOST_MAPS", tmp_path / "other systems have no such file")
+    assert not infer.programs.crowded()
 
 
 def test_a_failure_takes_nobody_with_it_who_waits(bare_lm: LanguageModel, monkeypatch: Any) -> None:
