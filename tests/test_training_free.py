@@ -160,13 +160,13 @@ def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: Language
     """The model is made to open a block; what follows is random, and closes everything whatever the budget."""
     free.scheduler.script = opening_only(lm)
     random = np.random.default_rng(0)
-    budgets = [int(n) for n in random.integers(100, 260, 16)]
+    budgets = [int(n) for n in random.integers(100, 260, 10)]
     params = [
         SamplingParams(temperature=float(random.choice([1.0, 100.0])), max_new_tokens=n, seed=seed, max_branch_tokens=m)
-        for seed, (n, m) in enumerate(zip(budgets, random.choice([1, 9, 30, 200], 16).tolist(), strict=True))
+        for seed, (n, m) in enumerate(zip(budgets, random.choice([1, 9, 30, 200], 10).tolist(), strict=True))
     ]
     blocks = 0
-    for budget, result in zip(budgets, free.generate(["Hi"] * 16, params), strict=True):
+    for budget, result in zip(budgets, free.generate(["Hi"] * 10, params), strict=True):
         assert len(result.token_ids) <= budget
         assert result.stats.passes == result.stats.critical_path - 1
         text = lm.codec.text.decode(result.token_ids)
@@ -178,7 +178,7 @@ def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: Language
             assert all(part.startswith(f"{title}: ") for title, part in zip(titles, parts, strict=True))
             blocks += 1
         assert result.stats.blocks == len(re.findall(BLOCK, text, re.DOTALL))
-    assert blocks >= 16
+    assert blocks >= 10
     free.scheduler.script = None
 
 
