@@ -8,7 +8,9 @@ and picks the program that fits what the next passes need; tokens are chosen on 
 
 from __future__ import annotations
 
+import gc
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -204,6 +206,9 @@ class Scheduler:
             if crowded():
                 log.warning("no room for more programs (vm.max_map_count); all are forgotten")
                 jax.clear_caches()
+                gc.collect()
+                if crowded():  # the maps are not programs'
+                    self._crowd_checked = math.inf
 
     def _state_now(self) -> DecodeState:
         if self._state is None:
