@@ -15,17 +15,19 @@ SMALLEST_PART = 256  # slots of a row, below which there is little to save
 
 MAPS = Path("/proc/self/maps")  # a line for each
 MOST_MAPS = Path("/proc/sys/vm/max_map_count")
+WARM_SHARE = 0.75  # of the maps, which warm-up may fill: what it compiled must not be forgotten by the next request
+FULL_SHARE = 0.875
 
 
-def crowded() -> bool:
-    """Whether this process has nearly as many memory maps as Linux lets it.
+def crowded(share: float) -> bool:
+    """Whether this process has more than a share of the memory maps that Linux lets it have.
 
     XLA on CPU maps every kernel by itself, some 450 maps a program, and ends the process where it gets no more.
     """
     if jax.default_backend() != "cpu" or not MOST_MAPS.exists():
         return False
     most = int(MOST_MAPS.read_text())
-    return MAPS.read_bytes().count(b"\n") > most - most // 8
+    return MAPS.read_bytes().count(b"\n") > most * share
 
 
 def width_bucket(tokens: int) -> int:

@@ -29,7 +29,7 @@ from infer.feed import widest_feed
 from infer.handle import NO_LIMIT, Handle
 from infer.policy import DraftControl, Policy, StepCost
 from infer.prefill import NO_CAP, Prompt, begin, feed_chunk, new_state, next_chunk
-from infer.programs import SMALLEST_CAPACITY, Programs, crowded, used_slots
+from infer.programs import FULL_SHARE, SMALLEST_CAPACITY, Programs, crowded, used_slots
 from infer.recogniser import TextReader
 from infer.request import Job
 from infer.reuse import LEAST_COPIED, RowMemory, best_match, common_prefix
@@ -203,11 +203,11 @@ class Scheduler:
         now = time.monotonic()
         if now - self._crowd_checked > SECONDS_BETWEEN_CROWD_CHECKS:
             self._crowd_checked = now
-            if crowded():
+            if crowded(FULL_SHARE):
                 log.warning("no room for more programs (vm.max_map_count); all are forgotten")
                 jax.clear_caches()
                 gc.collect()
-                if crowded():  # the maps are not programs'
+                if crowded(FULL_SHARE):  # the maps are not programs'
                     self._crowd_checked = math.inf
 
     def _state_now(self) -> DecodeState:

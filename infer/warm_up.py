@@ -21,7 +21,7 @@ from aspd_jax.processes import agreed
 from infer.answer import read
 from infer.policy import Sample, StepCost, fit
 from infer.prefill import LEAST_CHUNK, NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, begin
-from infer.programs import Programs, crowded, used_slots, width_bucket
+from infer.programs import WARM_SHARE, Programs, crowded, used_slots, width_bucket
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import DecodeState, Protocol
 from infer.step import Extent, Limits, next_extent, prefill, run
@@ -48,7 +48,7 @@ def compile_all(lm: LanguageModel, protocol: Protocol, state: DecodeState, progr
             if size <= used and (rows == 1 or rows * size <= PREFILL_TOKENS):
                 every.append(partial(_padding, lm, protocol, rows=rows, size=size, used=used, greedy=greedy))
     for number, compiled in enumerate(every):
-        if crowded():
+        if crowded(WARM_SHARE):
             log.warning("room for %d of %d programs: raise vm.max_map_count, or take fewer rows", number, len(every))
             break
         state = compiled(state)

@@ -352,8 +352,13 @@ def test_programs_are_forgotten_before_they_fill_the_process(
     caplog.clear()
     assert own.warm_up() > 0
     assert "room for 0 of" in caplog.text
+    caplog.clear()
+    maps.write_text("line\n" * 61)  # where warm-up stops, the next request forgets nothing
+    assert own.warm_up() > 0 and "room for 0 of" in caplog.text
+    fresh = Engine(bare_lm, max_length=128, max_batch=1, max_branches=2, separator_ids=SEPARATOR)
+    assert same(fresh.generate([[1, 2]])[0], expected) and len(forgotten) == 1
     monkeypatch.setattr(infer.programs, "MOST_MAPS", tmp_path / "other systems have no such file")
-    assert not infer.programs.crowded()
+    assert not infer.programs.crowded(infer.programs.WARM_SHARE)
 
 
 def test_a_failure_takes_nobody_with_it_who_waits(bare_lm: LanguageModel, monkeypatch: Any) -> None:
