@@ -22,7 +22,7 @@ from infer.recogniser import Recogniser, of_tokens
 from infer.request import Job
 from infer.rows import Admission, admit
 from infer.state import DecodeState, Protocol, Request, empty_state, settle
-from infer.step import Script, prefill
+from infer.step import Script, first_tokens, prefill
 
 PREFILL_CHUNK = 512  # tokens of a prompt in a pass
 LEAST_CHUNK = 16  # tokens of the smallest pass of prefill: padding is cheaper than programs for fewer
@@ -184,9 +184,12 @@ def feed_chunk(
         if prompt.done:
             last[at] = len(some) - 1
     used = used_slots(capacity, max(p.slots for p in prompts))
-    every = None if rows == batch else place
-    greedy = all(p.job.params.greedy for p in prompts)
-    return prefill(lm.params, state, every, tokens, layout, last, protocol, used, greedy, script, scripted)
+    logits, state = prefill(lm.params, state, None if rows == batch else place, tokens, layout, last, protocol, used)
+    if scripted or (last < 0).all():
+        return state
+    ends = Layout(*(field[np.arange(rows), last] for field in layout))
+    greedy = all(p.job.params.greedy for p in prompts if p.done)
+    return first_tokens(state, logits, place, last >= 0, ends, protocol, greedy, script)
 
 
 def start(lm: LanguageModel, protocol: Protocol, jobs: Sequence[Job], scripted: bool = False) -> DecodeState:

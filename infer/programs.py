@@ -75,10 +75,10 @@ class Programs:
         everyone = self._rows(needs.narrow + needs.wide)
         if needs.wide == 0:
             return Extent(everyone, 0, 1, slots), _least(-1, 0)
-        size, wide = self._size(needs.size), self._rows(needs.wide)
+        size, wide = _size(everyone, needs.size), self._rows(needs.wide)
         if wide < everyone:
             within, least = Extent(everyone, wide, size, slots), _least(wide // 8, size // 8)
-        elif self.rows > 1:
+        elif everyone > 1:
             within, least = Extent(0, everyone, size, slots), _least(everyone // 8, size // 8)
         else:  # a lone sequence changes to the next smaller width at once; in a batch the next wide one is never far
             within, least = Extent(0, everyone, size, slots), _least(-1, size // 2)
@@ -87,11 +87,11 @@ class Programs:
     def every(self) -> list[Extent]:
         """All that `choose` can choose."""
         counts = sorted({self._rows(count) for count in range(1, self.rows + 1)})
-        sizes = sorted({self._size(size) for size in range(2, self.widest + 1)})
         found = []
         for slots in self.slots():
             for everyone in counts:
                 found.append(Extent(everyone, 0, 1, slots))
+                sizes = sorted({_size(everyone, tokens) for tokens in range(2, self.widest + 1)})
                 for wide in (count for count in counts if count <= everyone):
                     narrow = 0 if wide == everyone else everyone
                     found += [Extent(narrow, wide, size, slots) for size in sizes]
@@ -101,13 +101,15 @@ class Programs:
         """How many slots a pass may look at."""
         return sorted({used_slots(self.capacity, needed) for needed in range(1, self.capacity + 1)})
 
-    def _size(self, tokens: int) -> int:
-        return width_bucket(tokens) if self.rows == 1 else _fourfold(tokens)
-
     def _rows(self, count: int) -> int:
         """1, 4, 16, … rows where that is at most half of them, else all, which need not be gathered."""
         size = _fourfold(count)
         return size if 2 * size <= self.rows else self.rows
+
+
+def _size(everyone: int, tokens: int) -> int:
+    """A close fit for a lone sequence, which has no other's tokens to share a pass with."""
+    return width_bucket(tokens) if everyone == 1 else _fourfold(tokens)
 
 
 def _fourfold(count: int) -> int:

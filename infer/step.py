@@ -307,7 +307,7 @@ def next_extent(state: DecodeState, protocol: Protocol) -> Extent:
     return extent(state, protocol)
 
 
-@partial(jax.jit, static_argnames=("protocol", "used", "greedy", "scripted"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("protocol", "used"), donate_argnames="state")
 def prefill(
     params: Any,
     state: DecodeState,
@@ -317,11 +317,8 @@ def prefill(
     last: jax.Array,
     protocol: Protocol,
     used: int | None,
-    greedy: bool,
-    script: Script | None,
-    scripted: bool,
-) -> DecodeState:
-    """Feed prompts, or a chunk of them, and sample the first token of the sequences whose prompt ends in it.
+) -> tuple[jax.Array, DecodeState]:
+    """Feed prompts, or a chunk of them.
 
     Args:
         rows: int32 [M], where they go; None: to all rows.
@@ -329,17 +326,45 @@ def prefill(
         layout: of the tokens.
         last: int32 [M], place of the last prompt token in this chunk, or -1.
         used: slots of the cache that are in use afterwards, or more; None: all.
-        greedy, script: see `choose`.
-        scripted: sample nothing; the caller goes on with `replay_advance`.
+
+    Returns:
+        Logits after the last tokens of prompts, float32 [M, V], and the state, in which these sequences are running.
     """
-    ends = last >= 0
-    feed = Feed(tokens, layout, jnp.maximum(last, 0)[:, None], jnp.where(ends, 0, -1)[:, None])
-    (logits,), state = forward(params, state, protocol, [Group(tokens, layout, rows, feed.rows)], used)
-    at = jnp.arange(last.shape[0]) if rows is None else rows
+    group = Group(tokens, layout, rows, jnp.maximum(last, 0)[:, None])
+    (logits,), state = forward(params, state, protocol, [group], used)
     batch = state.finish.shape[0]
-    state = state._replace(finish=state.finish.at[jnp.where(ends, at, batch)].set(RUNNING, mode="drop"))
-    if scripted:
-        return in_place(state, protocol.mesh)
-    chosen = choose(logits[:, 0], state, protocol, lanes_of(feed, rows), greedy, script)
-    after = advance(state, protocol, *_by_row(batch, [(rows, feed)], feed.lane.reshape(-1), *chosen))
+    at = jnp.arange(batch) if rows is None else rows
+    finish = state.finish.at[jnp.where(last >= 0, at, batch)].set(RUNNING, mode="drop")
+    return logits[:, 0], in_place(state._replace(finish=finish), protocol.mesh)
+
+
+@partial(jax.jit, static_argnames=("protocol", "greedy"), donate_argnames="state")
+def first_tokens(
+    state: DecodeState,
+    logits: jax.Array,
+    rows: jax.Array,
+    ended: jax.Array,
+    layout: Layout,
+    protocol: Protocol,
+    greedy: bool,
+    script: Script | None,
+) -> DecodeState:
+    """Sample the first token of sequences whose prompt is there: a program of its own, for prompts of any length.
+
+    Args:
+        logits: as `prefill` returns them.
+        rows: int32 [M], the sequences.
+        ended: bool [M], whose prompt is there.
+        layout: of the last tokens of prompts, [M].
+        greedy, script: see `choose`.
+    """
+    lanes = Lanes(rows, jnp.where(ended, 0, -1), layout)
+    batch = state.finish.shape[0]
+    at = jnp.where(ended, rows, batch)
+
+    def by_row(values: jax.Array, rest: int) -> jax.Array:
+        return jnp.full((batch, 1), rest, values.dtype).at[at, 0].set(values, mode="drop")
+
+    chosen = choose(logits, state, protocol, lanes, greedy, script)
+    after = advance(state, protocol, by_row(lanes.lane, -1), *(by_row(field, 0) for field in chosen))
     return in_place(after, protocol.mesh)

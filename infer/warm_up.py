@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from statistics import median
@@ -24,11 +24,12 @@ from infer.prefill import LEAST_CHUNK, NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, be
 from infer.programs import WARM_SHARE, Programs, crowded, used_slots, width_bucket
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import DecodeState, Protocol
-from infer.step import Extent, Limits, next_extent, prefill, run
+from infer.step import Extent, Limits, first_tokens, next_extent, prefill, run
 
 log = logging.getLogger(__name__)
 
 REPEATS = 5
+GREEDY = (True, False)
 TIMED_SIZES = (1, 4, 16)  # tokens of a sequence in the passes that are timed
 
 
@@ -41,12 +42,12 @@ def compile_all(lm: LanguageModel, protocol: Protocol, state: DecodeState, progr
     counts = sorted({min(batch, 1 << n) for n in range(width_bucket(batch).bit_length())})
     drafts = sorted({False, protocol.draft_tokens > 0})
     every: list[Callable[[DecodeState], DecodeState]] = []
-    for greedy in (True, False):
+    for greedy in GREEDY:
         for within, drafting in product(programs.every(), drafts):
             every.append(partial(_no_pass, lm, protocol, within=within, greedy=greedy, drafting=drafting))
-        for rows, size, used in product(counts, sizes, programs.slots()):
-            if size <= used and (rows == 1 or rows * size <= PREFILL_TOKENS):
-                every.append(partial(_padding, lm, protocol, rows=rows, size=size, used=used, greedy=greedy))
+    for rows, size, used in product(counts, sizes, programs.slots()):
+        if size <= used and (rows == 1 or rows * size <= PREFILL_TOKENS):
+            every.append(partial(_padding, lm, protocol, rows=rows, size=size, used=used, ways=GREEDY))
     for number, compiled in enumerate(every):
         if crowded(WARM_SHARE):
             log.warning("room for %d of %d programs: raise vm.max_map_count, or take fewer rows", number, len(every))
@@ -70,7 +71,7 @@ def measure_cost(lm: LanguageModel, protocol: Protocol, state: DecodeState) -> t
             times = []
             for _ in range(REPEATS + 1):  # the first may compile
                 before = time.perf_counter()
-                state = jax.block_until_ready(_padding(lm, protocol, state, batch, size, used, True))
+                state = jax.block_until_ready(_padding(lm, protocol, state, batch, size, used, [True]))
                 times.append(1000 * (time.perf_counter() - before))
             samples.append(Sample(batch * size, batch * used, median(times[1:])))
     # Other clocks tell otherwise, and what hangs on it has to be decided alike in all processes.
@@ -87,12 +88,16 @@ def _no_pass(
 
 
 def _padding(
-    lm: LanguageModel, protocol: Protocol, state: DecodeState, rows: int, size: int, used: int, greedy: bool
+    lm: LanguageModel, protocol: Protocol, state: DecodeState, rows: int, size: int, used: int, ways: Sequence[bool]
 ) -> DecodeState:
-    """Feed nothing, as if it were `size` tokens to so many rows."""
+    """Feed nothing, as if it were `size` tokens to so many rows, and sample nothing after it, greedily or not."""
     batch = state.finish.shape[0]
     tokens = np.zeros((rows, size), np.int32)
     layout = Layout(tokens, tokens, tokens, tokens)
-    every = None if rows == batch else np.full(rows, batch, np.int32)
-    last = np.full(rows, -1, np.int32)
-    return prefill(lm.params, state, every, tokens, layout, last, protocol, used, greedy, None, False)
+    place = np.full(rows, batch, np.int32)
+    every = None if rows == batch else place
+    logits, state = prefill(lm.params, state, every, tokens, layout, np.full(rows, -1, np.int32), protocol, used)
+    ends = Layout(*(field[:, 0] for field in layout))
+    for greedy in ways:
+        state = first_tokens(state, logits, place, np.zeros(rows, bool), ends, protocol, greedy, None)
+    return state

@@ -68,7 +68,11 @@ def few_memory_maps() -> Iterator[None]:
         jax.clear_caches()
 
 
-STATIC = {"run": ("protocol", "within", "greedy", "drafting"), "prefill": ("protocol", "used", "greedy", "scripted")}
+STATIC = {
+    "run": ("protocol", "within", "greedy", "drafting"),
+    "prefill": ("protocol", "used"),
+    "first_tokens": ("protocol", "greedy"),
+}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 Value = TypeVar("Value")
 
 FEW_ROWS = 4
-LARGE_KERNEL = 1 << 16  # elements; smaller ones are in the caches, where one core is fast enough
+LARGE_KERNEL = 1 << 18  # elements; smaller ones are in the caches, where one core is fast enough
 PARTS = 2
 
 
