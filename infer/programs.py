@@ -41,11 +41,11 @@ def capacity_for(tokens: int) -> int:
 
 
 def used_slots(capacity: int, needed: int) -> int:
-    """How many of a row's slots a pass looks at: a sixteenth, a quarter or half of them where that is enough, or all.
+    """How many of a row's slots a pass looks at: a sixteenth, an eighth, … or half of them where that is enough, or all.
 
     A part of a row has to be copied before it can be looked at, so that finer steps would cost more than they save.
     """
-    for parts in (16, 4, 2):
+    for parts in (16, 8, 4, 2):
         if max(needed, SMALLEST_PART) <= capacity // parts:
             return capacity // parts
     return capacity
