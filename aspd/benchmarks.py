@@ -49,6 +49,9 @@ def add(commands: Any) -> None:
     served.add_argument("--questions", type=Path, metavar="FILE", help="FastChat's JSONL; default: the synthetic tasks")
     served.add_argument("--rates", type=float, nargs="+", default=[1, 4, 16], help="requests per second")
     served.add_argument("--seconds", type=float, default=20.0, help="during which requests arrive, for each rate")
+    served.add_argument(
+        "--repeats", type=int, default=3, help="rounds of each load, the modes in turn; the middle counts"
+    )
     served.add_argument("--target", type=float, default=1.0, help="seconds to the last token that are in time")
     served.add_argument("--max-new-tokens", type=int, default=400)
     served.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
@@ -157,15 +160,17 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     import asyncio
     import os
     from contextlib import nullcontext
+    from functools import partial
 
     from infer.evaluation.config import BenchmarkSection
     from infer.evaluation.questions import read_questions
-    from infer.load import load, load_table, to_json
+    from infer.load import Load, load, load_table, middle, to_json, until_compiled
     from infer.request import Mode
     from train.tasks import problem
 
     if min(options.rates) <= 0 or options.seconds <= 0:
         raise RequestError("--rates and --seconds must be more than 0")
+    positive(options, "repeats")
     if options.questions is None:
         kinds = [(family, kind) for family in ("machines", "orders", "records") for kind in ("parallel", "conclusion")]
         questions = [problem(n, True, *kinds[n % len(kinds)]).question for n in range(48)]
@@ -175,18 +180,24 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     found = []
     with _server(options) if options.url is None else nullcontext(options.url) as url:
         key = os.environ.get("ASPD_API_KEY", "")
+
+        def send(rate: float, mode: Mode) -> Load:
+            sent = load(
+                url, key, options.model, questions, mode, rate, options.seconds, options.target, options.max_new_tokens
+            )
+            return asyncio.run(sent)
+
         for rate in options.rates:
             for mode in modes:
-                for _ in range(2):  # the same twice: the first time compiles what is not compiled yet
-                    of = asyncio.run(
-                        load(
-                            url, key, options.model, questions, mode, rate, options.seconds, options.target,
-                            options.max_new_tokens,
-                        )
-                    )  # fmt: skip
+                until_compiled(partial(send, rate, mode), url, key or "none")
+            rounds = [[send(rate, mode) for mode in modes] for _ in range(options.repeats)]
+            for of in map(middle, zip(*rounds, strict=True)):
                 found.append(of)
-                print(f"{rate:g} requests/s, {mode}: median {1000 * of.last[0]:.0f} ms to the last token", flush=True)
-    print(f"\n{options.model}; {where()}; open loop, Poisson, {options.seconds:g} s each\n")
+                print(f"{rate:g} requests/s, {of.mode}: {1000 * of.last[0]:.0f} ms to the last token", flush=True)
+    print(
+        f"\n{options.model}; {where()}; open loop, Poisson, {options.seconds:g} s a round, "
+        f"the middle of {options.repeats} rounds\n"
+    )
     print(load_table(found, options.target))
     if options.json:
         options.json.write_text(json.dumps(to_json(found), indent=1) + "\n")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 import openai
@@ -15,6 +17,7 @@ import openai
 from infer.request import Mode
 
 QUANTILES = (50, 95, 99)
+MOST_FIRST_ROUNDS = 12  # of a load, before it is measured
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Load:
         goodput: answers within the target per second.
         content_rate: tokens of plain text per second.
         seconds: from the first request to the last answer.
+        medians: to the last token, of every round: see `middle`.
     """
 
     mode: str
@@ -43,6 +47,7 @@ class Load:
     goodput: float
     content_rate: float
     seconds: float
+    medians: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ async def load(
     await client.close()
     good = [answer for answer in answers if answer.outcome == "answered"]
     in_time = sum(answer.last <= target for answer in good)
+    last = _quantiles([answer.last for answer in good])
     return Load(
         mode=mode,
         rate=rate,
@@ -93,12 +99,47 @@ async def load(
         refused=sum(answer.outcome == "refused" for answer in answers),
         failed=sum(answer.outcome == "failed" for answer in answers),
         first=_quantiles([answer.first for answer in good]),
-        last=_quantiles([answer.last for answer in good]),
+        last=last,
         in_time=in_time,
         goodput=in_time / whole,
         content_rate=sum(answer.content for answer in good) / whole,
         seconds=whole,
+        medians=last[:1],
     )
+
+
+def until_compiled(send: Callable[[], object], url: str, key: str) -> None:
+    """Send a load until a round of it has compiled nothing; once, where the server does not tell.
+
+    Args:
+        url: of the server's interface, which ends in /v1.
+
+    """
+    before = _programs(url, key)
+    for _ in range(MOST_FIRST_ROUNDS):
+        send()
+        now = _programs(url, key)
+        if now == before:
+            return
+        before = now
+
+
+def _programs(url: str, key: str) -> float | None:
+    """How many programs a server has compiled; None: it does not tell."""
+    metrics = Request(f"{url.rstrip('/').removesuffix('/v1')}/metrics", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urlopen(metrics, timeout=60) as answer:
+            told = answer.read().decode()
+    except OSError:
+        return None
+    found = re.search(r"^aspd_programs_total (\S+)$", told, re.MULTILINE)
+    return float(found[1]) if found else None
+
+
+def middle(rounds: Sequence[Load]) -> Load:
+    """Of several rounds of one load, that with the middle median time to the last token; and all their medians."""
+    by_time = sorted(rounds, key=lambda of: of.last[0])
+    return replace(by_time[len(rounds) // 2], medians=tuple(of.last[0] for of in rounds))
 
 
 async def _ask(
@@ -135,8 +176,9 @@ def load_table(found: Sequence[Load], target: float) -> str:
     """Markdown: every rate in serial mode, the baseline, beside adaptive mode."""
     lines = [
         f"| requests/s | mode | answered of sent | refused | first token, ms: p50 / p95 / p99 | last token, ms | "
-        f"within {target:g} s, per second | content tokens/s | last token, p50, serial by adaptive |",
-        "|---" * 9 + "|",
+        f"medians of all rounds | within {target:g} s, per second | content tokens/s | "
+        f"last token, p50, serial by adaptive |",
+        "|---" * 10 + "|",
     ]
     serial = {of.rate: of for of in found if of.mode == "serial"}
     for of in found:
@@ -150,6 +192,7 @@ def load_table(found: Sequence[Load], target: float) -> str:
             str(of.refused),
             first,
             last,
+            f"{1000 * min(of.medians):.0f} - {1000 * max(of.medians):.0f}",
             f"{of.goodput:.2f}",
             f"{of.content_rate:.0f}",
             gain,

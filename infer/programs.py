@@ -41,7 +41,7 @@ def capacity_for(tokens: int) -> int:
 
 
 def used_slots(capacity: int, needed: int) -> int:
-    """How many of a row's slots a pass looks at: a sixteenth, an eighth, … or half of them where that is enough, or all.
+    """How many of a row's slots a pass looks at: a sixteenth, an eighth, a quarter, half of them if enough, or all.
 
     A part of a row has to be copied before it can be looked at, so that finer steps would cost more than they save.
     """

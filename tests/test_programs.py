@@ -42,6 +42,8 @@ def test_a_lone_sequence_has_the_same_widths_in_every_engine(drawn: tuple[Progra
     assert least == expected_least
 
 
-@pytest.mark.parametrize(("needed", "used"), [(1, 512), (512, 512), (513, 1024), (1025, 2048), (2049, 4096), (4097, 8192)])
+@pytest.mark.parametrize(
+    ("needed", "used"), [(1, 512), (512, 512), (513, 1024), (1025, 2048), (2049, 4096), (4097, 8192)]
+)
 def test_a_pass_looks_at_a_part_of_the_rows(needed: int, used: int) -> None:
     assert used_slots(8192, needed) == used

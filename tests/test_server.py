@@ -15,10 +15,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import httpx2 as httpx
+import jax
+import numpy as np
 import openai
 import pytest
 import uvicorn
@@ -30,7 +33,7 @@ from aspd.evaluation import synthetic_questions
 from aspd_jax import load_model
 from infer import Engine, SamplingParams
 from infer.events import Event
-from infer.load import Load, load, load_table
+from infer.load import Load, load, load_table, middle, until_compiled
 from infer.logprobs import token_logprobs
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
@@ -480,8 +483,27 @@ def test_load(server: Running) -> None:
     assert of.content_rate == pytest.approx(sum(_content(n % 3) for n in range(of.sent)) / of.seconds)
     assert loaded(server.url, 8, 1e-6).goodput == 0
     assert "| 8 | serial |" in load_table([of], 600)
+    others = [replace(of, last=(seconds, 9.0, 9.0), sent=n) for n, seconds in enumerate((3.0, 1.0, 2.0))]
+    assert middle(others).sent == 2 and middle(others).medians == (3.0, 1.0, 2.0)
+    assert "| 1000 - 3000 |" in load_table([middle(others)], 600)
     nobody = asyncio.run(load("http://127.0.0.1:9/v1", "", "demo", questions, "serial", 8, 0.5, 1, 400))
     assert nobody.failed == nobody.sent > 0 and nobody.answered == 0
+
+
+def test_a_load_is_measured_when_nothing_is_left_to_compile(server: Running) -> None:
+    rounds: list[int] = []
+
+    def send() -> None:
+        rounds.append(0)
+        if len(rounds) < 3:
+            jax.jit(lambda x: x * 3 + 1)(np.zeros(len(rounds)))
+
+    until_compiled(send, f"{server.url}/v1", "none")
+    assert len(rounds) == 3
+    until_compiled(send, f"{server.url}/v1", "none")
+    assert len(rounds) == 4
+    until_compiled(send, "http://127.0.0.1:9/v1", "none")
+    assert len(rounds) == 5, "a server that does not tell"
 
 
 def _content(number: int) -> int:

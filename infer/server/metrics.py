@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from infer.answer import Statistics
 from infer.server.driver import Driver
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event, also where it reads a program from disk
 PASS_SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 
 
@@ -31,8 +33,14 @@ class Metrics:
             "aspd_last_token_seconds", "Request to last token", ["mode"], buckets=SECONDS, registry=registry
         )
         self.passes = Histogram("aspd_pass_seconds", "A forward pass", buckets=PASS_SECONDS, registry=registry)
+        self._programs = Counter("aspd_programs", "Programs compiled, or read from disk", registry=registry)
         self._running = Gauge("aspd_running", "Requests that hold a row of the cache", registry=registry)
         self._waiting = Gauge("aspd_waiting", "Requests that wait for one", registry=registry)
+        jax.monitoring.register_event_duration_secs_listener(self._event)
+
+    def _event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == COMPILED:
+            self._programs.inc()
 
     def chunk(self, seconds: float, passes: int) -> None:
         """Note a chunk of passes."""
