@@ -12,6 +12,7 @@ from infer.step import Extent
 
 SMALLEST_CAPACITY = 128
 SMALLEST_PART = 256  # slots of a row, below which there is little to save
+CLOSE_FIT = 16  # tokens that a sequence feeds: more are the titles of a block, once
 
 MAPS = Path("/proc/self/maps")  # a line for each
 MOST_MAPS = Path("/proc/sys/vm/max_map_count")
@@ -77,9 +78,9 @@ class Programs:
             return Extent(everyone, 0, 1, slots), _least(-1, 0)
         size, wide = _size(everyone, needs.size), self._rows(needs.wide)
         if wide < everyone:
-            within, least = Extent(everyone, wide, size, slots), _least(wide // 8, size // 8)
+            within, least = Extent(everyone, wide, size, slots), _least(wide // 8, size // 4)
         elif everyone > 1:
-            within, least = Extent(0, everyone, size, slots), _least(everyone // 8, size // 8)
+            within, least = Extent(0, everyone, size, slots), _least(everyone // 8, size // 4)
         else:  # a lone sequence changes to the next smaller width at once; in a batch the next wide one is never far
             within, least = Extent(0, everyone, size, slots), _least(-1, size // 2)
         return within, _least(-1, 0) if keep else least
@@ -108,12 +109,12 @@ class Programs:
 
 
 def _size(everyone: int, tokens: int) -> int:
-    """A close fit for a lone sequence, which has no other's tokens to share a pass with."""
-    return width_bucket(tokens) if everyone == 1 else _fourfold(tokens)
+    """A close fit where branches are decoded, and for a lone sequence."""
+    return width_bucket(tokens) if everyone == 1 or tokens <= CLOSE_FIT else _fourfold(tokens)
 
 
 def _fourfold(count: int) -> int:
-    """1, 4, 16, …: the first that is enough. In a batch, few programs are worth more than a close fit."""
+    """1, 4, 16, …: the first that is enough. Elsewhere, few programs are worth more than a close fit."""
     size = 1
     while size < count:
         size *= 4
