@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -66,6 +67,14 @@ def few_memory_maps() -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if next(TESTS) % 4 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MEMORY_MAPS:
         jax.clear_caches()
+        gc.collect()
+
+
+def pytest_collection_finish() -> None:
+    """What imports have left is no garbage, and looking through it takes time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 STATIC = {

@@ -30,7 +30,7 @@ def test_whatever_the_schema_allows() -> None:
         for found in schema.get_all_operations():
             operation = found.ok()
 
-            @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=14, deadline=None, suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy())
             def ask(case: Any) -> None:
                 reply = case.call(timeout=300)

@@ -57,7 +57,7 @@ def text_of(events: list[Event], blocks: int) -> list[Any]:
     return parts
 
 
-@pytest.mark.parametrize("steps", [1, 3, 1000])
+@pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow), 1000])
 def test_events_tell_the_whole_answer(engine: Engine, steps: int) -> None:
     for params in seeds_that_fork(engine, 3):
         handle = engine.submit([1, 2], params, steps=steps)
