@@ -42,14 +42,15 @@ def capacity_for(tokens: int) -> int:
 
 
 def used_slots(capacity: int, needed: int) -> int:
-    """How many of a row's slots a pass looks at: a sixteenth, an eighth, a quarter, half of them if enough, or all.
+    """How many of a row's slots a pass looks at: 256, 1024, 4096, … or half of them where that is enough, or all.
 
     A part of a row has to be copied before it can be looked at, so that finer steps would cost more than they save.
     """
-    for parts in (16, 8, 4, 2):
-        if max(needed, SMALLEST_PART) <= capacity // parts:
-            return capacity // parts
-    return capacity
+    part = SMALLEST_PART
+    while part < needed:
+        part *= 4
+    half = capacity // 2
+    return min(part, half if max(needed, SMALLEST_PART) <= half else capacity)
 
 
 @dataclass(frozen=True)
@@ -76,23 +77,23 @@ class Programs:
         everyone = self._rows(needs.narrow + needs.wide)
         if needs.wide == 0:
             return Extent(everyone, 0, 1, slots), _least(-1, 0)
-        size, wide = _size(everyone, needs.size), self._rows(needs.wide)
+        size, wide = _size(needs.size), self._rows(needs.wide)
         if wide < everyone:
             within, least = Extent(everyone, wide, size, slots), _least(wide // 8, size // 4)
         elif everyone > 1:
             within, least = Extent(0, everyone, size, slots), _least(everyone // 8, size // 4)
         else:  # a lone sequence changes to the next smaller width at once; in a batch the next wide one is never far
-            within, least = Extent(0, everyone, size, slots), _least(-1, size // 2)
+            within, least = Extent(0, everyone, size, slots), _least(-1, size // (2 if size <= CLOSE_FIT else 4))
         return within, _least(-1, 0) if keep else least
 
     def every(self) -> list[Extent]:
         """All that `choose` can choose."""
         counts = sorted({self._rows(count) for count in range(1, self.rows + 1)})
+        sizes = sorted({_size(tokens) for tokens in range(2, self.widest + 1)})
         found = []
         for slots in self.slots():
             for everyone in counts:
                 found.append(Extent(everyone, 0, 1, slots))
-                sizes = sorted({_size(everyone, tokens) for tokens in range(2, self.widest + 1)})
                 for wide in (count for count in counts if count <= everyone):
                     narrow = 0 if wide == everyone else everyone
                     found += [Extent(narrow, wide, size, slots) for size in sizes]
@@ -108,9 +109,9 @@ class Programs:
         return size if 2 * size <= self.rows else self.rows
 
 
-def _size(everyone: int, tokens: int) -> int:
-    """A close fit where branches are decoded, and for a lone sequence."""
-    return width_bucket(tokens) if everyone == 1 or tokens <= CLOSE_FIT else _fourfold(tokens)
+def _size(tokens: int) -> int:
+    """A close fit where branches are decoded."""
+    return width_bucket(tokens) if tokens <= CLOSE_FIT else _fourfold(tokens)
 
 
 def _fourfold(count: int) -> int:

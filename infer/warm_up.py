@@ -42,12 +42,12 @@ def compile_all(lm: LanguageModel, protocol: Protocol, state: DecodeState, progr
     counts = sorted({min(batch, 1 << n) for n in range(width_bucket(batch).bit_length())})
     drafts = sorted({False, protocol.draft_tokens > 0})
     every: list[Callable[[DecodeState], DecodeState]] = []
-    for greedy in GREEDY:
-        for within, drafting in product(programs.every(), drafts):
-            every.append(partial(_no_pass, lm, protocol, within=within, greedy=greedy, drafting=drafting))
     for rows, size, used in product(counts, sizes, programs.slots()):
         if size <= used and (rows == 1 or rows * size <= PREFILL_TOKENS):
             every.append(partial(_padding, lm, protocol, rows=rows, size=size, used=used, ways=GREEDY))
+    for greedy in GREEDY:
+        for within, drafting in product(programs.every(), drafts):
+            every.append(partial(_no_pass, lm, protocol, within=within, greedy=greedy, drafting=drafting))
     for number, compiled in enumerate(every):
         if crowded(WARM_SHARE):
             log.warning("room for %d of %d programs: raise vm.max_map_count, or take fewer rows", number, len(every))

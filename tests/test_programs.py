@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.programs import Programs, used_slots
+from infer.programs import CLOSE_FIT, Programs, used_slots
 from infer.step import Extent
 
 
@@ -33,17 +33,24 @@ def test_what_is_chosen_holds_the_pass_and_is_kept_for_it(drawn: tuple[Programs,
 
 
 @given(programs_and_needs())
-def test_a_lone_sequence_has_the_same_widths_in_every_engine(drawn: tuple[Programs, Extent]) -> None:
+def test_branches_get_a_close_fit(drawn: tuple[Programs, Extent]) -> None:
+    """A lone sequence at every width, as soon as it needs less; a batch when it needs a quarter."""
     programs, needs = drawn
-    lone = Extent(min(needs.narrow, 1 - min(needs.wide, 1)), min(needs.wide, 1), needs.size, needs.slots)
-    within, least = programs.choose(lone)
-    expected, expected_least = Programs(1, programs.capacity, programs.widest).choose(lone)
-    assert within.size == expected.size < 2 * lone.size
-    assert least == expected_least
+    within, least = programs.choose(needs)
+    if needs.size <= CLOSE_FIT:
+        assert within.size < 2 * needs.size
+        if within.wide:
+            lone = within.narrow + within.wide == 1
+            assert least.size == within.size // (2 if lone else 4)
 
 
 @pytest.mark.parametrize(
-    ("needed", "used"), [(1, 512), (512, 512), (513, 1024), (1025, 2048), (2049, 4096), (4097, 8192)]
-)
-def test_a_pass_looks_at_a_part_of_the_rows(needed: int, used: int) -> None:
-    assert used_slots(8192, needed) == used
+    ("capacity", "needed", "used"),
+    [
+        (128, 1, 128), (512, 1, 256), (512, 257, 512), (1024, 257, 512), (2048, 256, 256), (2048, 257, 1024),
+        (2048, 1025, 2048), (8192, 1025, 4096), (8192, 4097, 8192), (5000, 1025, 2500),
+        (5000, 2501, 4096), (5000, 4097, 5000),
+    ],
+)  # fmt: skip
+def test_a_pass_looks_at_a_part_of_the_rows(capacity: int, needed: int, used: int) -> None:
+    assert used_slots(capacity, needed) == used
