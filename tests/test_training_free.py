@@ -156,6 +156,7 @@ def opening_only(lm: LanguageModel) -> Script:
     return Script(jnp.asarray(of_serial), jnp.full((2, 3, 600), -1, jnp.int32))
 
 
+@pytest.mark.slow
 def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: LanguageModel) -> None:
     """The model is made to open a block; what follows is random, and closes everything whatever the budget."""
     free.scheduler.script = opening_only(lm)
