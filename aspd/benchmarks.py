@@ -189,7 +189,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
 
         for rate in options.rates:
             for mode in modes:
-                until_compiled(partial(send, rate, mode), url, key or "none")
+                until_compiled(partial(send, rate, mode), url, key)
             rounds = [[send(rate, mode) for mode in modes] for _ in range(options.repeats)]
             for of in map(middle, zip(*rounds, strict=True)):
                 found.append(of)

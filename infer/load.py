@@ -113,7 +113,6 @@ def until_compiled(send: Callable[[], object], url: str, key: str) -> None:
 
     Args:
         url: of the server's interface, which ends in /v1.
-
     """
     before = _programs(url, key)
     for _ in range(MOST_FIRST_ROUNDS):

@@ -358,13 +358,9 @@ def first_tokens(
         layout: of the last tokens of prompts, [M].
         greedy, script: see `choose`.
     """
-    lanes = Lanes(rows, jnp.where(ended, 0, -1), layout)
-    batch = state.finish.shape[0]
-    at = jnp.where(ended, rows, batch)
-
-    def by_row(values: jax.Array, rest: int) -> jax.Array:
-        return jnp.full((batch, 1), rest, values.dtype).at[at, 0].set(values, mode="drop")
-
-    chosen = choose(logits, state, protocol, lanes, greedy, script)
-    after = advance(state, protocol, by_row(lanes.lane, -1), *(by_row(field, 0) for field in chosen))
+    lane = jnp.where(ended, 0, -1)[:, None]
+    place = jnp.zeros_like(lane)
+    feed = Feed(place, Layout(*(field[:, None] for field in layout)), place, lane)  # its tokens have been fed
+    chosen = choose(logits, state, protocol, lanes_of(feed, rows), greedy, script)
+    after = advance(state, protocol, *_by_row(state.finish.shape[0], [(rows, feed)], lane[:, 0], *chosen))
     return in_place(after, protocol.mesh)

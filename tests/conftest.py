@@ -44,6 +44,7 @@ import infer.step
 import infer.warm_up
 from aspd_jax import LanguageModel, SpecialTokens, load_model
 from infer import Engine
+from infer.programs import crowded
 from train.tasks import problem
 from train.vocabulary import train_tokenizer
 
@@ -56,7 +57,6 @@ settings.register_profile("project", deadline=None)
 settings.load_profile("project")
 
 
-MOST_MEMORY_MAPS = 45_000  # the kernel ends a process at 65,530, and every compiled program takes 60 or more
 TESTS = count(1)
 
 
@@ -64,8 +64,7 @@ TESTS = count(1)
 def few_memory_maps() -> Iterator[None]:
     """Forget compiled programs when there are many; counting them takes a while, so not after every test."""
     yield
-    maps = Path("/proc/self/maps")
-    if next(TESTS) % 4 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MEMORY_MAPS:
+    if next(TESTS) % 4 == 0 and crowded(2 / 3):
         jax.clear_caches()
         gc.collect()
 
