@@ -149,7 +149,7 @@ def read(
     """Sequences as far as they are, from what was fed and what is pending; `reader`: of tags that are text."""
     size = width_bucket(len(rows))
     padded = np.asarray([*rows, *[rows[0]] * (size - len(rows))], np.int32)
-    shot: Snapshot = jax.device_get(snapshot(state, padded, protocol, widest_feed(protocol)))
+    shot = snapshot(state, padded, protocol, widest_feed(protocol)).read()
     return [_reading(shot, index, protocol, reader) for index in range(len(rows))]
 
 

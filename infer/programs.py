@@ -78,13 +78,8 @@ class Programs:
         if needs.wide == 0:
             return Extent(everyone, 0, 1, slots), _least(-1, 0)
         size, wide = _size(needs.size), self._rows(needs.wide)
-        if wide < everyone:
-            within, least = Extent(everyone, wide, size, slots), _least(wide // 8, size // 4)
-        elif everyone > 1:
-            within, least = Extent(0, everyone, size, slots), _least(everyone // 8, size // 4)
-        else:  # a lone sequence changes to the next smaller width at once; in a batch the next wide one is never far
-            within, least = Extent(0, everyone, size, slots), _least(-1, size // (2 if size <= CLOSE_FIT else 4))
-        return within, _least(-1, 0) if keep else least
+        within = Extent(everyone if wide < everyone else 0, wide, size, slots)
+        return within, _least(-1, 0) if keep else _least(wide // 8, size // 4)
 
     def every(self) -> list[Extent]:
         """All that `choose` can choose."""

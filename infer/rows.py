@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from aspd_jax.layout import Layout
 from infer.feed import Feed, plan
+from infer.packed import Packed
 from infer.state import RUNNING, STOP, DecodeState, Protocol, Request, take
 
 
@@ -87,13 +88,13 @@ class Snapshot(NamedTuple):
 
 
 @partial(jax.jit, static_argnames=("protocol", "size"))
-def snapshot(state: DecodeState, rows: jax.Array, protocol: Protocol, size: int) -> Snapshot:
+def snapshot(state: DecodeState, rows: jax.Array, protocol: Protocol, size: int) -> Packed[Snapshot]:
     """A copy of rows, with the tokens sampled or due but not fed, of finished sequences too."""
     some, nothing = take(state, rows), cast(Any, ())
     feed = plan(some, protocol, size, everything=True)
     cache = some.cache
     rest = some._replace(cache=nothing, request=nothing, recogniser=nothing)
-    return Snapshot(cache.tokens, cache.layout, cache.length, feed, rest)
+    return Packed.of(Snapshot(cache.tokens, cache.layout, cache.length, feed, rest))
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -35,7 +35,7 @@ from infer.request import Job
 from infer.reuse import LEAST_COPIED, RowMemory, best_match, common_prefix
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import FORK, PARALLEL, RUNNING, SERIAL, DecodeState, Protocol
-from infer.step import Extent, Limits, Script, next_extent, run
+from infer.step import Extent, Limits, Report, Script, report, run
 from infer.warm_up import compile_all, measure_cost
 
 log = logging.getLogger(__name__)
@@ -151,8 +151,8 @@ class Scheduler:
 
         Args:
             steps: most passes of the chunk. It ends earlier where a request finishes and another waits for its row, or
-                there is a limit at all: somebody waits for the answer then. It has one pass where a prompt has ended
-                whose request is listened to: its first token is there.
+                there is a limit at all: somebody waits for the answer then. Where a prompt has ended whose request is
+                listened to, its first token is there: the chunk has one pass for other requests, none without any.
         """
         with self._lock:
             self.chunk = Chunk(0, 0.0)
@@ -161,7 +161,10 @@ class Scheduler:
                 self._admit()
                 if not any(row.handle for row in self._rows):
                     return False
-                self._decode(1 if self._feed() else steps, early=steps != NO_LIMIT)
+                others = any(row.decoding for row in self._rows)
+                told = self._feed()
+                if others or not told:
+                    self._decode(1 if told else steps, early=steps != NO_LIMIT)
             except BaseException:
                 # The state may be lost half-way. Who waits goes on with a new one; who ran does not.
                 self._state, self._cap = None, None
@@ -301,42 +304,41 @@ class Scheduler:
         before = time.perf_counter()
         self._hold_back()
         state = self._state_now()
-        needed, brought = jax.device_get((next_extent(state, self._protocol), (state.stretches, state.accepted)))
-        needs = Extent(*map(int, needed))
+        told = report(state, self._protocol).read()
         left, join = steps, early or bool(self._waiting)
         greedy = all(handle.job.params.greedy for handle in handles)
-        finish = np.full(len(self._rows), RUNNING)
-        total = parallel = np.zeros(len(self._rows), np.int64)
-        while left > 0 and needs.size > 0 and not (join and (finish[rows] != RUNNING).any()):
+        while left > 0 and told.needs.size > 0 and not (join and (told.finish[rows] != RUNNING).any()):
             # Where stop strings are looked for, a pass takes one token of a stretch: none may follow such a string.
             drafting = self._drafts.on and not stops
             most = min(left, self._drafts.passes)
-            within, least = self._programs.choose(needs, keep=drafting)
+            within, least = self._programs.choose(Extent(*map(int, told.needs)), keep=drafting)
             limits = Limits(np.int32(most), least, np.bool_(join))
-            state, *after = run(self._lm.params, state, limits, self._protocol, within, greedy, self.script, drafting)
+            state, after = run(self._lm.params, state, limits, self._protocol, within, greedy, self.script, drafting)
             self._state = state
-            before_it = np.sum(brought, axis=1)
-            (needed, unused), finish, total, parallel, brought = jax.device_get(
-                (after, state.finish, state.passes, state.parallel_passes, (state.stretches, state.accepted))
-            )
-            needs, done = Extent(*map(int, needed)), most - int(unused)
+            before_it, told = told, after.read()
+            done = most - int(told.left)
             left -= done
-            self._judge_drafts(within, done, drafting, *(np.sum(brought, axis=1) - before_it).tolist())
+            self._judge_drafts(within, done, drafting, before_it, told)
         now = time.perf_counter()
         self.chunk = Chunk(steps - left, now - before)
         for number, handle in zip(rows, handles, strict=True):
-            passes = np.asarray([total[number] - parallel[number], parallel[number]])
+            in_blocks = told.parallel_passes[number]
+            passes = np.asarray([told.passes[number] - in_blocks, in_blocks])
             serial, in_block = (passes - handle.passes) / max(1, (passes - handle.passes).sum()) * (now - before)
             handle.passes = passes
             handle.seconds["serial"] += float(serial)
             handle.seconds["parallel"] += float(in_block)
             handle.seconds["total"] = now - handle.submitted
-        self._look(finish)
+        self._look(told.finish)
 
-    def _judge_drafts(self, within: Extent, passes: int, drafting: bool, stretches: int, accepted: int) -> None:
+    def _judge_drafts(self, within: Extent, passes: int, drafting: bool, before: Report, after: Report) -> None:
         if not drafting:
             self._drafts.note_plain(passes)
         elif self.cost is not None:
+            stretches, accepted = (
+                int(np.sum(new - old))
+                for old, new in ((before.stretches, after.stretches), (before.accepted, after.accepted))
+            )
             fed, slots = within.narrow + within.wide * within.size, len(self._rows) * within.slots
             self._drafts.note(self.cost, passes, fed, slots, stretches, accepted)
 

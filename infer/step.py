@@ -18,6 +18,8 @@ from aspd_jax.model.cache import Group, find_place
 from infer.advance import advance, recognise
 from infer.feed import Feed, Lanes, lanes_of, only, plan, width
 from infer.grammar import allowed, lane_node, legal_tokens
+from infer.packed import Packed
+from infer.part import part_of, put_back
 from infer.recogniser import END
 from infer.sampling import sample
 from infer.speculation import add_drafts, goes_on, hide_rejected, look_up
@@ -262,6 +264,29 @@ class Limits(NamedTuple):
     join: Any
 
 
+class Report(NamedTuple):
+    """What the host has to know between chunks of passes.
+
+    Attributes:
+        needs: of the next pass; scalars.
+        left: how many of `Limits.steps` are left; a scalar.
+        finish, passes, parallel_passes, stretches, accepted: as in the state, [B].
+    """
+
+    needs: Extent
+    left: Any
+    finish: Any
+    passes: Any
+    parallel_passes: Any
+    stretches: Any
+    accepted: Any
+
+
+def _report(state: DecodeState, protocol: Protocol, left: jax.Array) -> Packed[Report]:
+    counts = (state.finish, state.passes, state.parallel_passes, state.stretches, state.accepted)
+    return Packed.of(Report(extent(state, protocol), left, *counts))
+
+
 @partial(jax.jit, static_argnames=("protocol", "within", "greedy", "drafting"), donate_argnames="state")
 def run(
     params: Any,
@@ -272,14 +297,13 @@ def run(
     greedy: bool,
     script: Script | None,
     drafting: bool,
-) -> tuple[DecodeState, Extent, jax.Array]:
-    """Steps on the device, as long as `within` holds what they need.
-
-    Returns:
-        The state, what the next step will need, and how many of `limits.steps` are left.
-    """
+) -> tuple[DecodeState, Packed[Report]]:
+    """Steps on the device, as long as `within` holds what they need."""
     if not drafting:
         state = state._replace(draft=jnp.full_like(state.draft, -1))
+    whole, part = state, part_of(state, protocol, max(within.narrow, within.wide), within.slots)
+    script = jax.tree.map(part.pick, script)
+    state = part.state
     running = jnp.sum(state.finish == RUNNING)
 
     def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
@@ -297,14 +321,14 @@ def run(
         return step(params, state, protocol, within, greedy, script, drafting), left - 1
 
     state, left = jax.lax.while_loop(more, body, (state, jnp.int32(limits.steps)))
-    state = in_place(state, protocol.mesh)
-    return state, extent(state, protocol), left
+    state = in_place(put_back(whole, part._replace(state=state)), protocol.mesh)
+    return state, _report(state, protocol, left)
 
 
 @partial(jax.jit, static_argnames="protocol")
-def next_extent(state: DecodeState, protocol: Protocol) -> Extent:
-    """`extent`, for the host."""
-    return extent(state, protocol)
+def report(state: DecodeState, protocol: Protocol) -> Packed[Report]:
+    """Of a state as it is."""
+    return _report(state, protocol, jnp.int32(0))
 
 
 @partial(jax.jit, static_argnames=("protocol", "used"), donate_argnames="state")

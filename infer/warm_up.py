@@ -24,7 +24,7 @@ from infer.prefill import LEAST_CHUNK, NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, be
 from infer.programs import WARM_SHARE, Programs, crowded, used_slots, width_bucket
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import DecodeState, Protocol
-from infer.step import Extent, Limits, first_tokens, next_extent, prefill, run
+from infer.step import Extent, Limits, first_tokens, prefill, report, run
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def compile_all(lm: LanguageModel, protocol: Protocol, state: DecodeState, progr
     for rows in counts:
         state = begin(lm, protocol, state, [], rows)
         read(state, protocol, range(rows))
-    jax.block_until_ready(next_extent(state, protocol))
+    jax.block_until_ready(report(state, protocol))
     state = copy_row(state, 0, 0)
     state = stop_stretches(state, np.zeros(batch, bool), np.zeros(state.branch_live.shape, bool))
     return set_branch_cap(state, np.full(batch, NO_CAP, np.int32))

@@ -18,7 +18,7 @@ from infer import Engine, SamplingParams
 from infer.prefill import start
 from infer.programs import width_bucket
 from infer.request import Job
-from infer.step import Extent, next_extent, step
+from infer.step import Extent, report, step
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
 from tests.conftest import GOLDEN, SHARED, tiny_config, write_checkpoint
 
@@ -88,7 +88,7 @@ def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
         job = Job((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 100, seed)
         state = start(lm, protocol, [job])
         history: list[tuple[int, np.ndarray]] = []
-        while (widest := int(next_extent(state, protocol).size)) > 0:
+        while (widest := int(report(state, protocol).read().needs.size)) > 0:
             forks += widest >= 7
             state = one_step(lm.params, state, protocol, Extent(0, 1, width_bucket(widest), 128))
             history.append((int(state.cache.length[0]), np.asarray(state.cache.layers[-1].key)[0]))

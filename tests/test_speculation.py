@@ -121,7 +121,7 @@ def mixed() -> tuple[list[list[int]], list[SamplingParams], list[Mode]]:
 
 def anything(state: DecodeState, protocol: Protocol, used: int) -> jax.Array:
     """Random guesses."""
-    random = np.random.default_rng(0).integers(1, 15, (2, 3, DRAFT))
+    random = np.random.default_rng(0).integers(1, 15, (3, DRAFT))
     shifted = (jnp.asarray(random, jnp.int32) + state.passes[:, None, None]) % 14 + 1
     return jnp.broadcast_to(shifted, state.draft.shape)
 

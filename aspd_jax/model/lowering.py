@@ -56,3 +56,8 @@ def computed_once(make: Callable[[jax.Array], Value], positions: jax.Array) -> V
         return jax.lax.cond((positions >= 0).any(), make, never, positions)
 
     return jax.lax.platform_dependent(positions, cpu=behind_condition, default=make)
+
+
+def copies_slices() -> bool:
+    """Whether what is multiplied with a part of an array copies this part first; elsewhere it is read where it lies."""
+    return jax.default_backend() == "cpu"
