@@ -47,6 +47,9 @@ def add(commands: Any) -> None:
     served.add_argument("--model", default="demo", metavar="DIR|demo", help="checkpoint folder, or the name at --url")
     served.add_argument("--batch", type=int, default=8, help="rows of the server that is started")
     served.add_argument("--questions", type=Path, metavar="FILE", help="FastChat's JSONL; default: the synthetic tasks")
+    served.add_argument(
+        "--least-branches", type=int, default=3, metavar="N", help="of right answers to the synthetic tasks: 3 to 8"
+    )
     served.add_argument("--rates", type=float, nargs="+", default=[1, 4, 16], help="requests per second")
     served.add_argument("--seconds", type=float, default=20.0, help="during which requests arrive, for each rate")
     served.add_argument(
@@ -161,19 +164,23 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     import os
     from contextlib import nullcontext
     from functools import partial
+    from itertools import count, islice
 
     from infer.evaluation.config import BenchmarkSection
     from infer.evaluation.questions import read_questions
     from infer.load import Load, load, load_table, middle, to_json, until_compiled
     from infer.request import Mode
-    from train.tasks import problem
+    from train.tasks import FAMILIES, problem
 
     if min(options.rates) <= 0 or options.seconds <= 0:
         raise RequestError("--rates and --seconds must be more than 0")
+    if not 3 <= options.least_branches <= 8:
+        raise RequestError("--least-branches must be between 3 and 8")
     positive(options, "repeats")
     if options.questions is None:
-        kinds = [(family, kind) for family in ("machines", "orders", "records") for kind in ("parallel", "conclusion")]
-        questions = [problem(n, True, *kinds[n % len(kinds)]).question for n in range(48)]
+        kinds = [(family, kind) for family in FAMILIES for kind in ("parallel", "conclusion")]
+        problems = (problem(n, True, *kinds[n % len(kinds)]) for n in count())
+        questions = [p.question for p in islice((p for p in problems if p.branches >= options.least_branches), 48)]
     else:
         questions = [question.turns[0] for question in read_questions(BenchmarkSection(file=str(options.questions)))]
     modes: tuple[Mode, ...] = ("serial", "adaptive")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ import numpy as np
 import openai
 
 from infer.request import Mode
+
+log = logging.getLogger(__name__)
 
 QUANTILES = (50, 95, 99)
 MOST_FIRST_ROUNDS = 12  # of a load, before it is measured
@@ -31,6 +34,7 @@ class Load:
         in_time: answers within the target.
         goodput: answers within the target per second.
         content_rate: tokens of plain text per second.
+        ideal: median of the answers' ideal speed-up, which bounds what parallel branches can gain.
         seconds: from the first request to the last answer.
         medians: to the last token, of every round: see `middle`.
     """
@@ -46,6 +50,7 @@ class Load:
     in_time: int
     goodput: float
     content_rate: float
+    ideal: float
     seconds: float
     medians: tuple[float, ...]
 
@@ -56,6 +61,7 @@ class _Answer:
     first: float = 0.0
     last: float = 0.0
     content: int = 0
+    ideal: float = 0.0
 
 
 async def load(
@@ -103,6 +109,7 @@ async def load(
         in_time=in_time,
         goodput=in_time / whole,
         content_rate=sum(answer.content for answer in good) / whole,
+        ideal=_quantiles([answer.ideal for answer in good])[0],
         seconds=whole,
         medians=last[:1],
     )
@@ -121,6 +128,7 @@ def until_compiled(send: Callable[[], object], url: str, key: str) -> None:
         if now == before:
             return
         before = now
+    log.warning("programs are still being compiled after %d rounds; the figures hold some of that", MOST_FIRST_ROUNDS)
 
 
 def _programs(url: str, key: str) -> float | None:
@@ -145,7 +153,7 @@ async def _ask(
     client: openai.AsyncOpenAI, model: str, question: str, mode: Mode, max_tokens: int, due: float
 ) -> _Answer:
     """One request; times count from when it was due, so that a client that lags hides nothing."""
-    first = last = 0.0
+    first = last = ideal = 0.0
     content = 0
     extra: dict[str, Any] = {"aspd": {"mode": mode, "statistics": True}}
     try:
@@ -157,14 +165,14 @@ async def _ask(
             now = time.perf_counter() - due
             if chunk.choices and chunk.choices[0].delta.content:
                 first = first or now
-            statistics = (chunk.model_extra or {}).get("aspd")
-            if statistics:
-                content, last = statistics["statistics"]["content_tokens"], now
+            if told := (chunk.model_extra or {}).get("aspd"):
+                cost = told["statistics"]
+                content, ideal, last = cost["content_tokens"], cost["ideal_speedup"], now
     except openai.RateLimitError:
         return _Answer("refused")
     except openai.OpenAIError:
         return _Answer("failed")
-    return _Answer("answered", first or last, last, content)
+    return _Answer("answered", first or last, last, content, ideal)
 
 
 def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
@@ -176,8 +184,8 @@ def load_table(found: Sequence[Load], target: float) -> str:
     lines = [
         f"| requests/s | mode | answered of sent | refused | first token, ms: p50 / p95 / p99 | last token, ms | "
         f"medians of all rounds | within {target:g} s, per second | content tokens/s | "
-        f"last token, p50, serial by adaptive |",
-        "|---" * 10 + "|",
+        f"ideal speed-up, p50 | last token, p50, serial by adaptive |",
+        "|---" * 11 + "|",
     ]
     serial = {of.rate: of for of in found if of.mode == "serial"}
     for of in found:
@@ -194,6 +202,7 @@ def load_table(found: Sequence[Load], target: float) -> str:
             f"{1000 * min(of.medians):.0f} - {1000 * max(of.medians):.0f}",
             f"{of.goodput:.2f}",
             f"{of.content_rate:.0f}",
+            f"{of.ideal:.2f}x",
             gain,
         ]
         lines.append(f"| {' | '.join(cells)} |")

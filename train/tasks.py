@@ -70,7 +70,12 @@ class Problem:
     @property
     def forks(self) -> bool:
         """Whether the right answer has a block."""
-        return any(isinstance(item, Parallel) for item in self.structure)
+        return self.branches > 0
+
+    @property
+    def branches(self) -> int:
+        """Branches of the right answer."""
+        return sum(len(item.branches) for item in self.structure if isinstance(item, Parallel))
 
 
 def problem(seed: int, held_out: bool, family: str | None = None, kind: str | None = None) -> Problem:
