@@ -16,7 +16,7 @@ from aspd_jax.model.cache import LayerCache
 from aspd_jax.model.lowering import copies_slices
 from infer.state import RUNNING, STOP, DecodeState, Protocol, take
 
-MOST_BYTES = 8 << 20  # of keys and values: copying more once a chunk costs as much as copying some in every pass
+MOST_BYTES = 8 << 20  # of keys and values: more do not stay in the processor's caches, and chunks can be short
 
 
 class Part(NamedTuple):
@@ -40,12 +40,10 @@ def part_of(state: DecodeState, protocol: Protocol, count: int, slots: int) -> P
     caches; the whole state where passes look at it as it lies.
     """
     batch, capacity = state.cache.tokens.shape
-    whole = Part(None, state)
-    size = sum(layer.key.nbytes + layer.value.nbytes for layer in state.cache.layers) * count * slots
-    if not copies_slices() or protocol.mesh is not None or size > MOST_BYTES * batch * capacity:
-        return whole
-    if (count, slots) == (batch, capacity):
-        return whole
+    of_slot = sum(layer.key.nbytes + layer.value.nbytes for layer in state.cache.layers) // (batch * capacity)
+    large = count * slots * of_slot > MOST_BYTES
+    if not copies_slices() or protocol.mesh is not None or large or (count, slots) == (batch, capacity):
+        return Part(None, state)
     rows, some = None, state
     if count < batch:
         rows = jnp.nonzero(state.finish == RUNNING, size=count, fill_value=batch)[0].astype(jnp.int32)
@@ -88,8 +86,8 @@ def _rows(array: jax.Array, rows: jax.Array | None) -> jax.Array:
 
 
 def _put_rows(array: jax.Array, new: jax.Array, rows: jax.Array | None) -> jax.Array:
-    """Rows of a layer where they were, as blocks: a scatter goes number by number. Rows past the end fall on the last
-    one, so they go first, and it is as it was if it is no other.
+    """Put rows of a layer where they were, each as a block: a scatter goes number by number. Those past the end fall on
+    the last row, as which they were taken. So they go first, before it comes itself, if it is running.
     """
     zero = (0,) * (array.ndim - 1)
     if rows is None:
