@@ -92,7 +92,7 @@ def test_a_part_comes_from_the_running_rows_and_goes_back_to_them(
         assert (value[:, :, :slots] == added[..., None, None]).all() and (value[:, :, slots:] == 0).all()
 
 
-def test_rows_past_the_end_go_back_first(engine: Engine, empty: DecodeState, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_past_the_end_go_back_first(engine: Engine, empty: DecodeState) -> None:
     """Negative control: put back last, they would undo what the last row became."""
     whole = filled(empty, [False] * (ROWS - 1) + [True])
     part = part_of(whole, engine.protocol, 2, 16)
