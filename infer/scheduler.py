@@ -335,10 +335,8 @@ class Scheduler:
         if not drafting:
             self._drafts.note_plain(passes)
         elif self.cost is not None:
-            stretches, accepted = (
-                int(np.sum(new - old))
-                for old, new in ((before.stretches, after.stretches), (before.accepted, after.accepted))
-            )
+            stretches = int(np.sum(after.stretches - before.stretches))
+            accepted = int(np.sum(after.accepted - before.accepted))
             fed, slots = within.narrow + within.wide * within.size, len(self._rows) * within.slots
             self._drafts.note(self.cost, passes, fed, slots, stretches, accepted)
 

@@ -19,11 +19,11 @@ from infer.advance import advance, recognise
 from infer.feed import Feed, Lanes, lanes_of, only, plan, width
 from infer.grammar import allowed, lane_node, legal_tokens
 from infer.packed import Packed
-from infer.part import part_of, put_back
 from infer.recogniser import END
 from infer.sampling import sample
 from infer.speculation import add_drafts, goes_on, hide_rejected, look_up
 from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol, in_place
+from infer.workspace import put_back, workspace_of
 
 # Tokens that some rows of the state feed: the rows (None: all, in place), and what they feed.
 Part: TypeAlias = tuple[jax.Array | None, Feed]
@@ -282,9 +282,11 @@ class Report(NamedTuple):
     accepted: Any
 
 
-def _report(state: DecodeState, protocol: Protocol, left: jax.Array) -> Packed[Report]:
+@partial(jax.jit, static_argnames="protocol")
+def report(state: DecodeState, protocol: Protocol, left: jax.Array | int = 0) -> Packed[Report]:
+    """What the host has to know of a state."""
     counts = (state.finish, state.passes, state.parallel_passes, state.stretches, state.accepted)
-    return Packed.of(Report(extent(state, protocol), left, *counts))
+    return Packed.of(Report(extent(state, protocol), jnp.int32(left), *counts))
 
 
 @partial(jax.jit, static_argnames=("protocol", "within", "greedy", "drafting"), donate_argnames="state")
@@ -301,9 +303,9 @@ def run(
     """Steps on the device, as long as `within` holds what they need."""
     if not drafting:
         state = state._replace(draft=jnp.full_like(state.draft, -1))
-    whole, part = state, part_of(state, protocol, max(within.narrow, within.wide), within.slots)
-    script = jax.tree.map(part.pick, script)
-    state = part.state
+    whole, workspace = state, workspace_of(state, protocol, max(within.narrow, within.wide), within.slots)
+    script = jax.tree.map(workspace.pick, script)
+    state = workspace.state
     running = jnp.sum(state.finish == RUNNING)
 
     def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
@@ -321,14 +323,8 @@ def run(
         return step(params, state, protocol, within, greedy, script, drafting), left - 1
 
     state, left = jax.lax.while_loop(more, body, (state, jnp.int32(limits.steps)))
-    state = in_place(put_back(whole, part._replace(state=state)), protocol.mesh)
-    return state, _report(state, protocol, left)
-
-
-@partial(jax.jit, static_argnames="protocol")
-def report(state: DecodeState, protocol: Protocol) -> Packed[Report]:
-    """Of a state as it is."""
-    return _report(state, protocol, jnp.int32(0))
+    state = in_place(put_back(whole, workspace._replace(state=state)), protocol.mesh)
+    return state, report(state, protocol, left)
 
 
 @partial(jax.jit, static_argnames=("protocol", "used"), donate_argnames="state")

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import infer.part
+import infer.workspace
 from aspd_jax import LanguageModel
 from infer import Engine
 from infer.packed import Packed
-from infer.part import Part, part_of, put_back
 from infer.prefill import new_state
 from infer.state import RUNNING, STOP, DecodeState, Protocol
+from infer.workspace import Workspace, put_back, workspace_of
 
 ROWS, SLOTS = 6, 64
 
@@ -53,18 +53,18 @@ def told(state: DecodeState) -> DecodeState:
 
 
 @partial(jax.jit, static_argnames=("protocol", "count", "slots"))
-def work(whole: DecodeState, protocol: Protocol, count: int, slots: int) -> tuple[Part, DecodeState, DecodeState]:
-    """A part, the state with the part as it was, and with one in which all that belongs to running rows has changed."""
-    part = part_of(whole, protocol, count, slots)
-    mine = part.state.finish == RUNNING
+def work(whole: DecodeState, protocol: Protocol, count: int, slots: int) -> tuple[Workspace, DecodeState, DecodeState]:
+    """A workspace; the state with it as it was, and with all that belongs to running rows changed."""
+    space = workspace_of(whole, protocol, count, slots)
+    mine = space.state.finish == RUNNING
 
     def changed(array: jax.Array) -> jax.Array:
         return jnp.where(mine.reshape(-1, *[1] * (array.ndim - 1)), array + 1, array)
 
-    cache = part.state.cache
+    cache = space.state.cache
     cache = cache._replace(layers=jax.tree.map(changed, cache.layers), tokens=changed(cache.tokens))
-    worked = part.state._replace(cache=cache, passes=changed(part.state.passes))
-    return part, put_back(whole, part), put_back(whole, Part(part.rows, worked))
+    worked = space.state._replace(cache=cache, passes=changed(space.state.passes))
+    return space, put_back(whole, space), put_back(whole, Workspace(space.rows, worked))
 
 
 @settings(max_examples=40)
@@ -73,13 +73,13 @@ def work(whole: DecodeState, protocol: Protocol, count: int, slots: int) -> tupl
     slots=st.sampled_from([16, SLOTS]),
     close=st.booleans(),
 )
-def test_a_part_comes_from_the_running_rows_and_goes_back_to_them(
+def test_a_workspace_comes_from_the_running_rows_and_goes_back_to_them(
     engine: Engine, empty: DecodeState, running: list[bool], slots: int, close: bool
 ) -> None:
     whole = filled(empty, running)
     count = next(count for count in (2, 4, ROWS) if count >= sum(running) and (close or count == ROWS))
-    part, same, after = work(whole, engine.protocol, count, slots)
-    assert part.state.cache.tokens.shape == (count, slots) and part.state.cache.layers[0].key.shape[-1] == slots
+    space, same, after = work(whole, engine.protocol, count, slots)
+    assert space.state.cache.tokens.shape == (count, slots) and space.state.cache.layers[0].key.shape[-1] == slots
     assert not differs(told(same), told(whole)).any()
     assert (differs(told(after), told(whole)) == running).all()
     added = np.asarray(running)[:, None]
@@ -95,26 +95,26 @@ def test_a_part_comes_from_the_running_rows_and_goes_back_to_them(
 def test_rows_past_the_end_go_back_first(engine: Engine, empty: DecodeState) -> None:
     """Negative control: put back last, they would undo what the last row became."""
     whole = filled(empty, [False] * (ROWS - 1) + [True])
-    part = part_of(whole, engine.protocol, 2, 16)
-    layers = jax.tree.map(lambda array: array.at[0].add(1), part.state.cache.layers)
-    worked = Part(part.rows, part.state._replace(cache=part.state.cache._replace(layers=layers)))
+    space = workspace_of(whole, engine.protocol, 2, 16)
+    layers = jax.tree.map(lambda array: array.at[0].add(1), space.state.cache.layers)
+    worked = Workspace(space.rows, space.state._replace(cache=space.state.cache._replace(layers=layers)))
     assert differs(put_back(whole, worked).cache.layers, whole.cache.layers)[-1]
     flipped = jax.tree.map(lambda array: array[::-1], layers)
-    rows = Part(part.rows[::-1], worked.state._replace(cache=worked.state.cache._replace(layers=flipped)))  # type: ignore[index]
+    rows = Workspace(space.rows[::-1], worked.state._replace(cache=worked.state.cache._replace(layers=flipped)))  # type: ignore[index]
     assert not differs(put_back(whole, rows).cache.layers, whole.cache.layers).any()
 
 
-def test_large_parts_and_other_platforms_stay_whole(
+def test_large_workspaces_and_other_platforms_stay_whole(
     engine: Engine, empty: DecodeState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = filled(empty, [True] + [False] * (ROWS - 1))
-    assert part_of(whole, engine.protocol, 1, 16).state is not whole
-    assert part_of(whole, engine.protocol, ROWS, SLOTS).state is whole, "all of it is used"
-    monkeypatch.setattr(infer.part, "MOST_BYTES", 1000)
-    assert part_of(whole, engine.protocol, 1, 16).state is whole
+    assert workspace_of(whole, engine.protocol, 1, 16).state is not whole
+    assert workspace_of(whole, engine.protocol, ROWS, SLOTS).state is whole, "all of it is used"
+    monkeypatch.setattr(infer.workspace, "MOST_BYTES", 1000)
+    assert workspace_of(whole, engine.protocol, 1, 16).state is whole
     monkeypatch.undo()
-    monkeypatch.setattr(infer.part, "copies_slices", lambda: False)
-    assert part_of(whole, engine.protocol, 1, 16).state is whole
+    monkeypatch.setattr(infer.workspace, "copies_slices", lambda: False)
+    assert workspace_of(whole, engine.protocol, 1, 16).state is whole
 
 
 def test_what_is_packed_is_read_as_it_was() -> None:

@@ -1,6 +1,6 @@
 """The part of the state that a chunk of passes works on, where the passes would copy it each time they look at it.
 
-B rows of the state, M of them in the part.
+B rows of the state, M of them in the workspace.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infer.state import RUNNING, STOP, DecodeState, Protocol, take
 MOST_BYTES = 8 << 20  # of keys and values: more do not stay in the processor's caches, and chunks can be short
 
 
-class Part(NamedTuple):
+class Workspace(NamedTuple):
     """Rows and slots of a state.
 
     Attributes:
@@ -31,11 +31,11 @@ class Part(NamedTuple):
     state: DecodeState
 
     def pick(self, array: jax.Array) -> jax.Array:
-        """The part's rows of an array [B, …]."""
+        """Its rows of an array [B, …]."""
         return array if self.rows is None else jnp.take(array, self.rows, axis=0, mode="clip")
 
 
-def part_of(state: DecodeState, protocol: Protocol, count: int, slots: int) -> Part:
+def workspace_of(state: DecodeState, protocol: Protocol, count: int, slots: int) -> Workspace:
     """What passes over at most `count` running sequences need of a state, which is in the first `slots` slots of their
     caches; the whole state where passes look at it as it lies.
     """
@@ -43,7 +43,7 @@ def part_of(state: DecodeState, protocol: Protocol, count: int, slots: int) -> P
     of_slot = sum(layer.key.nbytes + layer.value.nbytes for layer in state.cache.layers) // (batch * capacity)
     large = count * slots * of_slot > MOST_BYTES
     if not copies_slices() or protocol.mesh is not None or large or (count, slots) == (batch, capacity):
-        return Part(None, state)
+        return Workspace(None, state)
     rows, some = None, state
     if count < batch:
         rows = jnp.nonzero(state.finish == RUNNING, size=count, fill_value=batch)[0].astype(jnp.int32)
@@ -54,12 +54,12 @@ def part_of(state: DecodeState, protocol: Protocol, count: int, slots: int) -> P
     )
     layout = Layout(*(field[:, :slots] for field in some.cache.layout))
     cache = some.cache._replace(layers=layers, tokens=some.cache.tokens[:, :slots], layout=layout)
-    return Part(rows, some._replace(cache=cache))
+    return Workspace(rows, some._replace(cache=cache))
 
 
-def put_back(whole: DecodeState, part: Part) -> DecodeState:
-    """A state with a part of it as it is now."""
-    rows, state = part
+def put_back(whole: DecodeState, workspace: Workspace) -> DecodeState:
+    """The state that a workspace was taken from, with the workspace as it is now."""
+    rows, state = workspace
     if state.cache.tokens.shape == whole.cache.tokens.shape:
         return state
 
@@ -73,7 +73,8 @@ def put_back(whole: DecodeState, part: Part) -> DecodeState:
         of._replace(cache=of.cache._replace(layers=()), request=nothing, recogniser=nothing) for of in (whole, state)
     ]
     after: DecodeState = jax.tree.map(put, *small)
-    layers = jax.tree.map(partial(_put_rows, rows=rows), whole.cache.layers, state.cache.layers)
+    put_layer = put if rows is None else partial(_put_rows, rows=rows)
+    layers = jax.tree.map(put_layer, whole.cache.layers, state.cache.layers)
     cache = after.cache._replace(layers=layers)
     return after._replace(cache=cache, request=whole.request, recogniser=whole.recogniser)
 
@@ -85,13 +86,11 @@ def _rows(array: jax.Array, rows: jax.Array | None) -> jax.Array:
     return jnp.concatenate([jax.lax.dynamic_slice_in_dim(array, row, 1) for row in rows])
 
 
-def _put_rows(array: jax.Array, new: jax.Array, rows: jax.Array | None) -> jax.Array:
+def _put_rows(array: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
     """Put rows of a layer where they were, each as a block: a scatter goes number by number. Those past the end fall on
     the last row, as which they were taken. So they go first, before it comes itself, if it is running.
     """
     zero = (0,) * (array.ndim - 1)
-    if rows is None:
-        return jax.lax.dynamic_update_slice(array, new, (0, *zero))
 
     def one(nth: jax.Array, array: jax.Array) -> jax.Array:
         nth = rows.size - 1 - nth
