@@ -31,7 +31,7 @@ def test_whatever_the_schema_allows() -> None:
             operation = found.ok()
 
             # The same cases each time: how many of so few reach the engine would be chance.
-            @settings(max_examples=14, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=20, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy())
             def ask(case: Any) -> None:
                 reply = case.call(timeout=300)
@@ -39,7 +39,7 @@ def test_whatever_the_schema_allows() -> None:
                 case.validate_response(reply, checks=CHECKS)
 
             ask()
-    assert seen["/v1/chat/completions", 200] and seen["/v1/completions", 200], "they reach the engine"
+    assert seen["/v1/chat/completions", 200] > 2 and seen["/v1/completions", 200] > 2, "they reach the engine"
     assert {path for path, _ in seen} >= {"/", "/health", "/live", "/metrics", "/v1/models", "/v1/models/{name}"}
 
 
