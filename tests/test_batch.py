@@ -100,7 +100,7 @@ def test_kill_9(lm: LanguageModel, source: Path, tmp_path: Path) -> None:
     journal = tmp_path / "cut.jsonl.journal"
     process = subprocess.Popen([*command, "--output", str(cut)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None and (not journal.exists() or journal.read_text().count("\n") < 3):
-        time.sleep(0.02)
+        time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not cut.exists()

@@ -106,6 +106,23 @@ def server(engine: Engine) -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture
+def slow_motion(engine: Engine, monkeypatch: Any) -> None:
+    """Passes of 10 ms at least, so that an answer of `endless` takes a while on any machine."""
+    decode = engine.scheduler._decode
+
+    def one_pass(steps: int, early: bool) -> None:
+        decode(1, early)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(engine.scheduler, "_decode", one_pass)
+
+
+def endless(seed: int = 7, **more: Any) -> dict[str, Any]:
+    """Asks for an answer of at least 24 tokens."""
+    return ask(seed=seed, temperature=2.0, **more, **SERIAL)
+
+
 def ask(number: int = 0, **more: Any) -> dict[str, Any]:
     message = {"role": "user", "content": QUESTIONS[number].turns[0]}
     return {"model": "demo", "messages": [message], "temperature": 0} | more
@@ -238,38 +255,36 @@ def test_bodies_are_bounded(server: Running) -> None:
     assert httpx.get(url).status_code == 405
 
 
-def test_a_full_queue_says_when_to_come_back(engine: Engine) -> None:
-    long = ask(temperature=2.0, stream=True, **SERIAL)
+def test_a_full_queue_says_when_to_come_back(engine: Engine, slow_motion: None) -> None:
     with serving(engine, max_waiting=0) as server, httpx.Client(timeout=60) as client:
-        streams = [client.stream("POST", f"{server.url}/v1/chat/completions", json=long) for _ in range(2)]
+        url = f"{server.url}/v1/chat/completions"
+        streams = [client.stream("POST", url, json=endless(seed, stream=True)) for seed in (7, 8)]
         replies = [stream.__enter__() for stream in streams]
         assert [reply.status_code for reply in replies] == [200, 200]
-        refused = httpx.post(f"{server.url}/v1/chat/completions", json=ask())
+        refused = httpx.post(url, json=ask())
         for stream in streams:
             stream.__exit__(None, None, None)
     assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
     assert refused.json()["error"]["code"] == "queue_full"
 
 
-def test_a_client_that_goes_frees_its_row(server: Running) -> None:
+def test_a_client_that_goes_frees_its_row(server: Running, slow_motion: None) -> None:
+    url = f"{server.url}/v1/chat/completions"
     with httpx.Client(timeout=60) as client:
-        with client.stream(
-            "POST", f"{server.url}/v1/chat/completions", json=ask(stream=True, temperature=2.0, **SERIAL)
-        ) as reply:
+        with client.stream("POST", url, json=endless(stream=True)) as reply:
             next(reply.iter_lines())
         assert wait_for(lambda: server.driver.occupancy == (0, 0), 120)
     with pytest.raises(httpx.TimeoutException):
-        httpx.post(f"{server.url}/v1/chat/completions", json=ask(temperature=2.0, n=8, **SERIAL), timeout=0.1)
+        httpx.post(url, json=endless(n=8), timeout=0.1)
     assert wait_for(lambda: server.driver.occupancy == (0, 0), 120)
 
 
-def test_time_runs_out(engine: Engine) -> None:
+def test_time_runs_out(engine: Engine, slow_motion: None) -> None:
     with serving(engine, timeout=0.05, chunk=0.01) as server:
-        late = httpx.post(f"{server.url}/v1/chat/completions", json=ask(temperature=2.0, **SERIAL), timeout=60)
+        url = f"{server.url}/v1/chat/completions"
+        late = httpx.post(url, json=endless(), timeout=60)
         assert late.status_code == 504 and late.json()["error"]["type"] == "timeout"
-        with httpx.stream(
-            "POST", f"{server.url}/v1/chat/completions", json=ask(temperature=2.0, stream=True, **SERIAL), timeout=60
-        ) as reply:
+        with httpx.stream("POST", url, json=endless(stream=True), timeout=60) as reply:
             assert json.loads([line for line in reply.iter_lines() if line][-1][6:])["error"]["type"] == "timeout"
 
 
