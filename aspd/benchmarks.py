@@ -48,6 +48,9 @@ def add(commands: Any) -> None:
     served.add_argument("--batch", type=int, default=8, help="rows of the server that is started")
     served.add_argument("--questions", type=Path, metavar="FILE", help="FastChat's JSONL; default: the synthetic tasks")
     served.add_argument(
+        "--long", action="store_true", help="of the synthetic tasks, those with long branches (letters)"
+    )
+    served.add_argument(
         "--least-branches", type=int, default=3, metavar="N", help="of right answers to the synthetic tasks: 3 to 8"
     )
     served.add_argument("--rates", type=float, nargs="+", default=[1, 4, 16], help="requests per second")
@@ -56,7 +59,7 @@ def add(commands: Any) -> None:
         "--repeats", type=int, default=3, help="rounds of each load, the modes in turn; the middle counts"
     )
     served.add_argument("--target", type=float, default=1.0, help="seconds to the last token that are in time")
-    served.add_argument("--max-new-tokens", type=int, default=400)
+    served.add_argument("--max-new-tokens", type=int, default=800)
     served.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     served.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (.svg, .png, .pdf)")
 
@@ -170,15 +173,20 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     from infer.evaluation.questions import read_questions
     from infer.load import Load, load, load_table, middle, to_json, until_compiled
     from infer.request import Mode
-    from train.tasks import FAMILIES, problem
+    from train.tasks import FAMILIES, LONG_FAMILY, problem
 
     if min(options.rates) <= 0 or options.seconds <= 0:
         raise RequestError("--rates and --seconds must be more than 0")
     if not 3 <= options.least_branches <= 8:
         raise RequestError("--least-branches must be between 3 and 8")
+    if options.questions is not None and (options.long or options.least_branches > 3):
+        raise RequestError(
+            "--long and --least-branches choose among the synthetic tasks; leave them out, or --questions"
+        )
     positive(options, "repeats")
     if options.questions is None:
-        kinds = [(family, kind) for family in FAMILIES for kind in ("parallel", "conclusion")]
+        families = (LONG_FAMILY,) if options.long else FAMILIES
+        kinds = [(family, kind) for family in families for kind in ("parallel", "conclusion")]
         problems = (problem(n, True, *kinds[n % len(kinds)]) for n in count())
         questions = [p.question for p in islice((p for p in problems if p.branches >= options.least_branches), 48)]
     else:

@@ -36,6 +36,12 @@ def add(commands: Any) -> None:
     stats.add_argument("--tokenizer", metavar="DIR", default="", help="whose tokens are counted; default: an estimate")
     stats.add_argument("--json", action="store_true", help="plain values")
 
+    tasks = command(kinds, "tasks", run_tasks, "Write synthetic questions, with structured answers, to train on.")
+    tasks.add_argument("--count", type=int, default=4000, help="how many")
+    tasks.add_argument("--long-every", type=int, default=0, metavar="N", help="one in N has long branches; 0: none")
+    tasks.add_argument("--held-out", action="store_true", help="questions that are never written without this")
+    tasks.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSONL")
+
 
 def run_build(options: argparse.Namespace) -> None:
     """`aspd data build`."""
@@ -96,3 +102,19 @@ def run_stats(options: argparse.Namespace) -> None:
         ]
     )
     print(json.dumps(found, indent=1) if options.json else "\n".join(statistics_table(found)))
+
+
+def run_tasks(options: argparse.Namespace) -> None:
+    """`aspd data tasks`."""
+    from train.tasks import conversations
+
+    positive(options, "count")
+    if options.long_every < 0:
+        raise RequestError(f"--long-every must be at least 0, got {options.long_every}")
+    made = conversations(options.count, options.held_out, options.long_every)
+    try:
+        with options.output.open("w") as out:
+            out.writelines(json.dumps(record) + "\n" for record in made)
+    except OSError as error:
+        raise RequestError(f"--output {options.output}: {error.strerror}") from None
+    print(f"{options.count} conversations written to {options.output}")

@@ -86,15 +86,15 @@ def _questions(config: Any) -> dict[str, Any]:
     from infer.evaluation.questions import read_questions
 
     return {
-        name: synthetic_questions(section.limit or SYNTHETIC)
-        if section.kind == "synthetic"
+        name: synthetic_questions(section.limit or SYNTHETIC, section.kind == "synthetic-long")
+        if section.synthetic
         else read_questions(section)
         for name, section in config.benchmarks.items()
     }
 
 
-def synthetic_questions(count: int) -> list[Any]:
-    """Held-out problems of the synthetic tasks, as many of each family and kind."""
+def synthetic_questions(count: int, long: bool = False) -> list[Any]:
+    """Held-out problems of the synthetic tasks, as many of each family and kind; see `train.tasks.held_out`."""
     from infer.evaluation.questions import Question
     from train.tasks import held_out
 
@@ -107,7 +107,7 @@ def synthetic_questions(count: int) -> list[Any]:
             scoring="synthetic",
             forks=problem.forks,
         )
-        for number, problem in enumerate(held_out(count))
+        for number, problem in enumerate(held_out(count, long=long))
     ]
 
 

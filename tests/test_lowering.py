@@ -6,13 +6,14 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from aspd_jax.model.config import RopeConfig
-from aspd_jax.model.lowering import FEW_ROWS, LARGE_KERNEL, computed_once, product
+from aspd_jax.model.lowering import FEW_ROWS, LARGE_KERNEL, VECTOR, computed_once, product, softmax
 from aspd_jax.model.transformer import rotation
 
 SIDE = int(LARGE_KERNEL**0.5)
@@ -107,3 +108,32 @@ def test_position_zero_is_turned_too() -> None:
     first = jnp.zeros((1, 1), jnp.int32)
     cosine, sine = jax.jit(lambda at: computed_once(lambda at: rotation(RopeConfig(), 8, at), at))(first)
     assert (np.asarray(cosine) == 1).all() and (np.asarray(sine) == 0).all()
+
+
+@pytest.mark.parametrize("width", [1, VECTOR, 2 * VECTOR, 100, 384, 1024, 2500])
+def test_softmax_by_halves_is_softmax(width: int) -> None:
+    scores = 5 * numbers(3, 2, width)
+    scores = scores.at[0, 0, width // 2 :].set(-1e30).at[1, 1].set(-1e30)  # as of tokens that are not seen
+    exact = np.exp(np.asarray(scores, np.float64) - np.asarray(scores, np.float64).max(axis=-1, keepdims=True))
+    exact /= exact.sum(axis=-1, keepdims=True)
+    np.testing.assert_allclose(jax.jit(softmax)(scores), exact, rtol=2e-6, atol=1e-30)
+
+
+def test_what_is_not_seen_changes_no_share() -> None:
+    """However many slots a pass looks at beyond those in use, an answer is the same to the last bit."""
+    scores = numbers(4, 256)
+    wide = jnp.pad(scores, ((0, 0), (0, 768)), constant_values=-1e30)
+    np.testing.assert_array_equal(jax.jit(softmax)(wide)[:, :256], jax.jit(softmax)(scores))
+
+
+def test_softmax_takes_no_sum_over_neighbours_on_cpu_alone() -> None:
+    """The negative control is the plain form: if XLA stops going window by window there, the halves can go."""
+
+    def windows(program: Any) -> int:
+        return jax.jit(program).lower(numbers(4, 1024)).compile().as_text().count(" reduce-window(")
+
+    assert windows(softmax) == 0 and windows(jax.nn.softmax) > 0
+    elsewhere = jax.export.export(jax.jit(softmax), platforms=["cuda"])(jax.ShapeDtypeStruct((4, 1024), jnp.float32))
+    assert "tensor<4x512xf32>" not in elsewhere.mlir_module()
+    here = jax.export.export(jax.jit(softmax), platforms=["cpu"])(jax.ShapeDtypeStruct((4, 1024), jnp.float32))
+    assert "tensor<4x512xf32>" in here.mlir_module()

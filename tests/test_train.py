@@ -15,7 +15,7 @@ from aspd_jax import LanguageModel
 from aspd_jax.configuration import config_from_dict, read_config
 from aspd_jax.errors import ConfigError
 from aspd_jax.pipeline.config import DataConfig
-from aspd_jax.structure import Parallel, plain_text
+from aspd_jax.structure import Parallel, from_json, plain_text
 from infer.evaluation.config import EvalConfig
 from tests.conftest import ROOT
 from train.ablation import AblationConfig
@@ -23,7 +23,7 @@ from train.batches import example, first_fit, pack, synthetic_batch
 from train.config import DataSection, ModelSection, TrainConfig, load_config
 from train.loss import next_token_loss
 from train.setup import initial_model
-from train.tasks import FAMILIES, KINDS, held_out, is_held_out, problem, recital
+from train.tasks import FAMILIES, KINDS, LONG_FAMILY, conversations, held_out, is_held_out, problem, recital
 
 SMALL = TrainConfig(
     model=ModelSection(layers=1, embed=32, heads=2, kv_heads=1, head=16, feed_forward=32),
@@ -49,7 +49,7 @@ def small_lm() -> LanguageModel:
     return initial_model(SMALL)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, LONG_FAMILY])
 @pytest.mark.parametrize("kind", KINDS)
 def test_problems_are_what_their_kind_says(family: str, kind: str) -> None:
     counts = set()
@@ -63,7 +63,7 @@ def test_problems_are_what_their_kind_says(family: str, kind: str) -> None:
             if isinstance(item, Parallel):
                 counts.add(len(item.branches))
                 assert len({branch.title for branch in item.branches}) == len(item.branches)
-    assert not counts or (min(counts) == 3 and max(counts) >= (5 if family == "records" else 7))
+    assert not counts or (min(counts) == 3 and max(counts) >= (5 if family in ("records", LONG_FAMILY) else 7))
 
 
 def test_arithmetic_in_answers_is_right() -> None:
@@ -93,8 +93,36 @@ def test_recitals_repeat_their_words() -> None:
 def test_held_out_is_balanced_and_apart_from_training() -> None:
     problems = list(held_out(48))
     assert {(p.family, p.kind) for p in problems} == {(f, k) for f in FAMILIES for k in KINDS}
+    assert {(p.family, p.kind) for p in held_out(4, long=True)} == {(LONG_FAMILY, k) for k in KINDS}
     trained = {problem(seed, held_out=False).question for seed in range(500)}
     assert not trained & {p.question for p in problems}
+
+
+def test_letters_say_what_the_facts_say() -> None:
+    """Every fact of a letter stands in the line of its name; nothing is said of a pet where there is none."""
+    for made in (problem(seed, True, LONG_FAMILY, "parallel") for seed in range(40)):
+        lines = (line.split(": ") for line in made.question.splitlines() if ": " in line)
+        facts = {name: fact.split(", ") for name, fact in lines}
+        block = next(item for item in made.structure if isinstance(item, Parallel))
+        for branch in block.branches:
+            job, city, age, hobby, *pet = facts[branch.title]
+            said = re.fullmatch(
+                r"Dear (\w+), the (\w+) club of (\w+) is looking for a (\w+)\. "
+                r"At (\d+) you are not too old for (\w+)\. (?:There is room for your (\w+)\. )?"
+                r"Yours, the club of (\w+)\.\n",
+                branch.text,
+            )
+            assert said is not None
+            assert said.groups() == (branch.title, hobby, city, job, age, hobby, pet[0] if pet else None, city)
+
+
+def test_conversations_are_problems_to_train_on() -> None:
+    made = list(conversations(12, held_out=False, long_every=3))
+    of = [problem(seed, False, LONG_FAMILY if seed % 3 == 2 else None) for seed in range(12)]
+    assert [record["messages"][0]["content"] for record in made] == [item.question for item in of]
+    assert [plain_text(from_json(record["structure"])) for record in made] == [item.answer for item in of]
+    assert not any(is_held_out(item.question) for item in of)
+    assert all(is_held_out(record["messages"][0]["content"]) for record in conversations(3, held_out=True))
 
 
 def test_loss_lies_on_sampled_answer_tokens_only(small_lm: LanguageModel) -> None:

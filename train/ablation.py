@@ -17,13 +17,13 @@ from typing import Literal, NamedTuple
 from aspd_jax.configuration import at_least
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings
-from aspd_jax.structure import Branch, Parallel, Serial, Structure, to_json
+from aspd_jax.structure import Branch, Parallel, Serial, Structure
 from train.config import DataSection, ModelSection, OptimiserSection, TrainConfig
-from train.tasks import Problem, problem
+from train.tasks import Problem, conversation, problem
 
 Quality = Literal["verified", "unverified", "random"]
-# No branch of the synthetic tasks is longer. `predict` spaces branches by the longest that the limits allow, and was
-# trained on spacings of this order.
+# No branch of the tasks that `problem` draws from is longer. `predict` spaces branches by the longest that the limits
+# allow, and was trained on spacings of this order.
 MAX_BRANCH_TOKENS = 64
 
 
@@ -117,8 +117,7 @@ def write_conversations(folder: Path, quality: Quality, count: int) -> Path:
         with partial.open("w") as out:
             for seed in range(count):
                 item = problem(seed, held_out=False)
-                messages = [{"role": "user", "content": item.question}]
-                out.write(json.dumps({"messages": messages, "structure": to_json(RESTRUCTURE[quality](item))}) + "\n")
+                out.write(json.dumps(conversation(item, RESTRUCTURE[quality](item))) + "\n")
         partial.replace(file)
     return file
 

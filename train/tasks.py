@@ -1,6 +1,7 @@
 """Synthetic questions with checkable answers, some of which must be decoded serially.
 
-Three families, each in four kinds:
+Three families of short parts, and `letters`, whose parts are as long as those of answers that people ask for; each in
+four kinds:
 
 * `parallel`: three to eight parts that do not depend on each other: a block.
 * `conclusion`: the same, and a closing sentence that needs the results of the branches.
@@ -18,10 +19,12 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
-from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_text
+from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_text, to_json
 
-FAMILIES = ("orders", "records", "machines")
+FAMILIES = ("orders", "records", "machines")  # short parts: what a problem is of, unless it is said
+LONG_FAMILY = "letters"
 KINDS = ("parallel", "conclusion", "single", "chain")
 HELD_OUT_SHARE = 16  # one question in so many is held out
 
@@ -79,7 +82,7 @@ class Problem:
 
 
 def problem(seed: int, held_out: bool, family: str | None = None, kind: str | None = None) -> Problem:
-    """The problem of a seed; of any family and kind unless these are given."""
+    """The problem of a seed; of any short family and kind unless these are given."""
     random = Random(seed)
     chosen_family = family or random.choice(FAMILIES)
     chosen_kind = kind or random.choice(KINDS)
@@ -87,6 +90,19 @@ def problem(seed: int, held_out: bool, family: str | None = None, kind: str | No
         question, structure = MAKERS[chosen_family](random, chosen_kind)
         if is_held_out(question) == held_out:
             return Problem(chosen_family, chosen_kind, question, structure)
+
+
+def conversations(count: int, held_out: bool, long_every: int = 0) -> Iterator[dict[str, Any]]:
+    """Problems of the first seeds as training data (docs/training.md); one in `long_every` has long parts; 0: none."""
+    for seed in range(count):
+        long = long_every > 0 and seed % long_every == long_every - 1
+        yield conversation(problem(seed, held_out, LONG_FAMILY if long else None))
+
+
+def conversation(item: Problem, structure: Structure | None = None) -> dict[str, Any]:
+    """A problem as training data, with another structure of the same answer if there is one."""
+    messages = [{"role": "user", "content": item.question}]
+    return {"messages": messages, "structure": to_json(structure or item.structure)}
 
 
 def recital(seed: int) -> Problem:
@@ -117,10 +133,11 @@ def is_held_out(question: str) -> bool:
     return zlib.crc32(question.encode()) % HELD_OUT_SHARE == 0
 
 
-def held_out(count: int, seed: int = 0) -> Iterator[Problem]:
-    """Held-out problems, as many of each family and kind."""
+def held_out(count: int, seed: int = 0, long: bool = False) -> Iterator[Problem]:
+    """Held-out problems, as many of each family and kind; `long`: of that with long parts."""
+    families = (LONG_FAMILY,) if long else FAMILIES
     for number in range(count):
-        family, kind = FAMILIES[number % 3], KINDS[number // 3 % 4]
+        family, kind = families[number % len(families)], KINDS[number // len(families) % len(KINDS)]
         yield problem(seed + number, True, family, kind)
 
 
@@ -190,31 +207,80 @@ def _records(random: Random, kind: str) -> tuple[str, Structure]:
         question = f"{' '.join(shuffled)} Who is above {names[0]}, one after the other?"
         lines = "".join(f"{fact}\n" for fact in facts)
         return question, (Serial(f"Going up from {names[0]}.\n{lines}At the top is {names[-1]}.\n"),)
-    people = random.sample(NAMES, _count(random))
-    ages = [10 * decade + random.randint(0, 9) for decade in random.sample(range(2, 10), len(people))]
-    context, texts = [], {}
-    for name, age in zip(people, ages, strict=True):
-        city, job, hobby = random.choice(CITIES), random.choice(JOBS), random.choice(HOBBIES)
-        context.append(f"{name}: {job}, {city}, {age}, {hobby}")
-        texts[name] = f"{name}, a {job} from {city}, aged {age}, likes {hobby}"
-        if random.random() < 0.5:
-            pet = random.choice(PETS)
-            context[-1] += f", {pet}"
-            texts[name] += f" and has a {pet}"
-        texts[name] += "."
-    given = "Facts:\n" + "\n".join(context)
+    people = _people(random)
+    texts = {}
+    for p in people:
+        texts[p.name] = f"{p.name}, a {p.job} from {p.city}, aged {p.age}, likes {p.hobby}"
+        texts[p.name] += f" and has a {p.pet}.\n" if p.pet else ".\n"
+    given = _facts(people)
     if kind == "single":
-        name = random.choice(people)
-        return f"{given}\nDescribe just one:\n{name}", (Serial(texts[name] + "\n"),)
+        name = random.choice(people).name
+        return f"{given}\nDescribe just one:\n{name}", (Serial(texts[name]),)
     asked = random.sample(people, random.randint(3, len(people)))
-    branches = [Branch(name, f"{texts[name]}\n") for name in asked]
-    listed = "\n".join(asked)
+    branches = [Branch(person.name, texts[person.name]) for person in asked]
+    listed = "\n".join(person.name for person in asked)
     if kind == "parallel":
         return f"{given}\nDescribe:\n{listed}", _block("Here is what the facts say.\n", branches, None)
-    oldest = max(ages[people.index(name)] for name in asked)
     question = f"{given}\nDescribe these, and say how old the oldest of them is:\n{listed}"
-    conclusion = f"The oldest of them is {oldest}.\n"
-    return question, _block("Here is what the facts say.\n", branches, conclusion)
+    return question, _block("Here is what the facts say.\n", branches, _oldest(asked))
+
+
+@dataclass(frozen=True)
+class _Person:
+    name: str
+    age: int
+    city: str
+    job: str
+    hobby: str
+    pet: str  # empty: none
+
+
+def _people(random: Random) -> list[_Person]:
+    """Three to eight people, of ages that differ in their first digit."""
+    names = random.sample(NAMES, _count(random))
+    ages = [10 * decade + random.randint(0, 9) for decade in random.sample(range(2, 10), len(names))]
+    people = []
+    for name, age in zip(names, ages, strict=True):
+        city, job, hobby = random.choice(CITIES), random.choice(JOBS), random.choice(HOBBIES)
+        people.append(_Person(name, age, city, job, hobby, random.choice(PETS) if random.random() < 0.5 else ""))
+    return people
+
+
+def _facts(people: list[_Person]) -> str:
+    lines = [f"{p.name}: {p.job}, {p.city}, {p.age}, {p.hobby}" + (f", {p.pet}" if p.pet else "") for p in people]
+    return "Facts:\n" + "\n".join(lines)
+
+
+def _oldest(people: list[_Person]) -> str:
+    return f"The oldest of them is {max(person.age for person in people)}.\n"
+
+
+def _letters(random: Random, kind: str) -> tuple[str, Structure]:
+    people = _people(random)
+    given = _facts(people)
+    if kind == "chain":
+        told = random.sample(people, random.randint(3, len(people)))
+        lines = [f"{told[0].name}, the {told[0].job} from {told[0].city}, is the first to know.\n"]
+        for before, person in itertools.pairwise(told):
+            lines.append(f"{before.name} tells {person.name}, the {person.job} from {person.city}.\n")
+        question = f"{given}\nEach tells the next:\n" + "\n".join(person.name for person in told)
+        return question, (Serial("The news goes round.\n" + "".join(lines)),)
+    texts = {}
+    for p in people:
+        texts[p.name] = f"Dear {p.name}, the {p.hobby} club of {p.city} is looking for a {p.job}. "
+        texts[p.name] += f"At {p.age} you are not too old for {p.hobby}. "
+        texts[p.name] += f"There is room for your {p.pet}. " if p.pet else ""
+        texts[p.name] += f"Yours, the club of {p.city}.\n"
+    if kind == "single":
+        name = random.choice(people).name
+        return f"{given}\nWrite a letter to just one:\n{name}", (Serial(texts[name]),)
+    asked = random.sample(people, random.randint(3, len(people)))
+    branches = [Branch(person.name, texts[person.name]) for person in asked]
+    listed = "\n".join(person.name for person in asked)
+    if kind == "parallel":
+        return f"{given}\nWrite a letter to each:\n{listed}", _block("Here are the letters.\n", branches, None)
+    question = f"{given}\nWrite a letter to each, and say how old the oldest of them is:\n{listed}"
+    return question, _block("Here are the letters.\n", branches, _oldest(asked))
 
 
 def _steps(random: Random, value: int, count: int) -> tuple[list[str], list[str], int]:
@@ -275,4 +341,5 @@ MAKERS: dict[str, Callable[[Random, str], tuple[str, Structure]]] = {
     "orders": _orders,
     "records": _records,
     "machines": _machines,
+    LONG_FAMILY: _letters,
 }

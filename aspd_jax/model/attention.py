@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout, Siblings, visible
+from aspd_jax.model.lowering import softmax
 
 HIDDEN = -1e30  # finite, so that a row that sees nothing (padding) gives no NaN
 QUERY_CHUNK = 128
@@ -47,7 +48,12 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array, View, Siblings, Window], 
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, scores_of: str = "BKRH,BKCH->BKRC"
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array,
+    scores_of: str = "BKRH,BKCH->BKRC",
+    shares_of: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
 ) -> jax.Array:
     """Softmax attention under a mask, bool [B, Q, C]; `scores_of`: how rows meet keys, as `einsum` has it."""
     B, Q, K, G, H = query.shape
@@ -56,7 +62,7 @@ def attend(
     scores = jnp.einsum(scores_of, rows, key, preferred_element_type=jnp.float32)
     scores = scores.reshape(B, K, G, Q, -1)
     scores = jnp.where(mask[:, None, None], scores, HIDDEN)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    weights = shares_of(scores).astype(value.dtype)
     out = jnp.einsum("BKRC,BKCH->BKRH", weights.reshape(B, K, G * Q, -1), value)
     return out.reshape(B, K, G, Q, H).transpose(0, 3, 1, 2, 4)
 
@@ -72,7 +78,7 @@ def cached(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
     """The one for decoding: `dense`, over keys as they lie in the cache, [B, K, H, C]."""
-    return attend(query, key, value, view.mask(siblings, window), "BKRH,BKHC->BKRC")
+    return attend(query, key, value, view.mask(siblings, window), "BKRH,BKHC->BKRC", softmax)
 
 
 def chunked(

@@ -14,6 +14,7 @@ Value = TypeVar("Value")
 FEW_ROWS = 4
 LARGE_KERNEL = 1 << 18  # elements; smaller ones are in the caches, where one core is fast enough
 PARTS = 2
+VECTOR = 16  # numbers that a core takes at once
 
 
 def product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
@@ -38,6 +39,26 @@ def product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
     if large and 0 < prod(outer) <= FEW_ROWS:
         return jax.lax.platform_dependent(x, kernel, cpu=row_by_row, default=whole)
     return whole(x, kernel)
+
+
+def softmax(scores: jax.Array) -> jax.Array:
+    """Softmax over the last axis; not for training, where the halves would be kept.
+
+    XLA on CPU takes a sum or a maximum over neighbours one number after another. Halves that meet are vectors.
+    """
+
+    def by_halves(scores: jax.Array) -> jax.Array:
+        shares = jnp.exp(scores - jnp.max(_folded(jnp.maximum, scores), axis=-1, keepdims=True))
+        return shares / jnp.sum(_folded(jnp.add, shares), axis=-1, keepdims=True)
+
+    return jax.lax.platform_dependent(scores, cpu=by_halves, default=jax.nn.softmax)
+
+
+def _folded(operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """The halves of the last axis put together, again and again while they are even and not narrower than a vector."""
+    while x.shape[-1] % 2 == 0 and x.shape[-1] > VECTOR:
+        x = operation(*jnp.split(x, 2, axis=-1))
+    return x
 
 
 def computed_once(make: Callable[[jax.Array], Value], positions: jax.Array) -> Value:

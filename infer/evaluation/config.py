@@ -13,7 +13,7 @@ from aspd_jax.model.config import Weights
 from infer.request import SamplingParams
 
 Role = Literal["ori", "seq", "aspd"]
-Kind = Literal["chat", "maths", "choice", "exact", "synthetic"]
+Kind = Literal["chat", "maths", "choice", "exact", "synthetic", "synthetic-long"]
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class BenchmarkSection:
     """Questions, and what counts as a right answer.
 
     Attributes:
-        file: JSONL of questions; none for `synthetic`.
+        file: JSONL of questions; none for the synthetic kinds.
         kind: `chat` (FastChat's question files, with `documents` for answers from given texts), `maths` (a question and
             an answer to be found; GSM8K and MATH too), `choice` (with `choices`), `exact` (the answer is the whole
-            text), `synthetic` (the project's own tasks, held out).
+            text), `synthetic` (the project's own tasks, held out), `synthetic-long` (those with long parts).
         references: FastChat's model_answer file with answers to compare with, by the same question ids; optional.
-        limit: questions taken, from all categories in turn; 0: all (of `synthetic`: 240).
+        limit: questions taken, from all categories in turn; 0: all (of the synthetic kinds: 240).
     """
 
     file: str = ""
@@ -65,8 +65,15 @@ class BenchmarkSection:
     def __post_init__(self) -> None:
         check_choice("benchmarks.*.kind", self.kind, Kind)
         at_least("benchmarks.*.limit", self.limit, 0)
-        if bool(self.file) == (self.kind == "synthetic"):
-            raise ConfigError("benchmarks: every benchmark needs a file, but those of kind synthetic, which have none")
+        if bool(self.file) == self.synthetic:
+            raise ConfigError(
+                "benchmarks: every benchmark needs a file, but those of a synthetic kind, which have none"
+            )
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether the questions are made, not read."""
+        return self.kind in ("synthetic", "synthetic-long")
 
 
 @dataclass(frozen=True)
