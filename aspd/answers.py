@@ -139,14 +139,12 @@ def run_demo(options: argparse.Namespace) -> None:
     """`aspd demo`."""
     from aspd_jax import load_model
     from infer.terminal import demonstrate, demonstrate_larger
-    from train.tasks import KINDS, problem
+    from train.tasks import FAMILIES, KINDS, LONG_FAMILY, problem
 
     positive(options, "questions")
-    # Blocks first, and a chain that must stay serial; then the other families and kinds.
-    order = [("machines", "conclusion"), ("orders", "conclusion"), ("machines", "chain"), ("machines", "parallel")]
-    order += [
-        (family, kind) for family in ("records", "orders", "machines") for kind in KINDS if (family, kind) not in order
-    ]
+    # A block of short branches, one of long ones, and a chain that must stay serial; then the other families and kinds.
+    order = [("machines", "conclusion"), (LONG_FAMILY, "parallel"), ("machines", "chain"), ("orders", "conclusion")]
+    order += [(family, kind) for family in FAMILIES for kind in KINDS if (family, kind) not in order]
     problems = [
         problem(options.seed * 1000 + number, True, *order[number % len(order)]) for number in range(options.questions)
     ]

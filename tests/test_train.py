@@ -108,7 +108,7 @@ def test_letters_say_what_the_facts_say() -> None:
             job, city, age, hobby, *pet = facts[branch.title]
             said = re.fullmatch(
                 r"Dear (\w+), the (\w+) club of (\w+) is looking for a (\w+)\. "
-                r"At (\d+) you are not too old for (\w+)\. (?:There is room for your (\w+)\. )?"
+                r"At (\d+) you are not too old for (\w+)(?:, and there is room for your (\w+))?\. "
                 r"Yours, the club of (\w+)\.\n",
                 branch.text,
             )

@@ -268,8 +268,8 @@ def _letters(random: Random, kind: str) -> tuple[str, Structure]:
     texts = {}
     for p in people:
         texts[p.name] = f"Dear {p.name}, the {p.hobby} club of {p.city} is looking for a {p.job}. "
-        texts[p.name] += f"At {p.age} you are not too old for {p.hobby}. "
-        texts[p.name] += f"There is room for your {p.pet}. " if p.pet else ""
+        texts[p.name] += f"At {p.age} you are not too old for {p.hobby}"
+        texts[p.name] += f", and there is room for your {p.pet}. " if p.pet else ". "
         texts[p.name] += f"Yours, the club of {p.city}.\n"
     if kind == "single":
         name = random.choice(people).name
