@@ -54,6 +54,7 @@ JOBS = [
 HOBBIES = ["chess", "tennis", "rowing", "poetry", "fishing", "skiing", "dancing", "hiking", "cooking", "jazz"]
 PETS = ["cat", "dog", "parrot", "horse", "turtle", "rabbit", "goat", "hamster"]
 MACHINES = tuple("ABCDEFGH")
+AND_THE_OLDEST = "and say how old the oldest of them is"
 
 
 @dataclass(frozen=True)
@@ -212,17 +213,8 @@ def _records(random: Random, kind: str) -> tuple[str, Structure]:
     for p in people:
         texts[p.name] = f"{p.name}, a {p.job} from {p.city}, aged {p.age}, likes {p.hobby}"
         texts[p.name] += f" and has a {p.pet}.\n" if p.pet else ".\n"
-    given = _facts(people)
-    if kind == "single":
-        name = random.choice(people).name
-        return f"{given}\nDescribe just one:\n{name}", (Serial(texts[name]),)
-    asked = random.sample(people, random.randint(3, len(people)))
-    branches = [Branch(person.name, texts[person.name]) for person in asked]
-    listed = "\n".join(person.name for person in asked)
-    if kind == "parallel":
-        return f"{given}\nDescribe:\n{listed}", _block("Here is what the facts say.\n", branches, None)
-    question = f"{given}\nDescribe these, and say how old the oldest of them is:\n{listed}"
-    return question, _block("Here is what the facts say.\n", branches, _oldest(asked))
+    asks = {"single": "Describe just one", "parallel": "Describe", "conclusion": f"Describe these, {AND_THE_OLDEST}"}
+    return _of_some(random, people, texts, kind, asks[kind], "Here is what the facts say.\n")
 
 
 @dataclass(frozen=True)
@@ -251,19 +243,27 @@ def _facts(people: list[_Person]) -> str:
     return "Facts:\n" + "\n".join(lines)
 
 
-def _oldest(people: list[_Person]) -> str:
-    return f"The oldest of them is {max(person.age for person in people)}.\n"
+def _of_some(
+    random: Random, people: list[_Person], texts: dict[str, str], kind: str, ask: str, intro: str
+) -> tuple[str, Structure]:
+    """What is said of some of the people, a branch of each; of one, where the kind is `single`."""
+    asked = [random.choice(people)] if kind == "single" else random.sample(people, random.randint(3, len(people)))
+    question = f"{_facts(people)}\n{ask}:\n" + "\n".join(person.name for person in asked)
+    if kind == "single":
+        return question, (Serial(texts[asked[0].name]),)
+    branches = [Branch(person.name, texts[person.name]) for person in asked]
+    oldest = f"The oldest of them is {max(person.age for person in asked)}.\n"
+    return question, _block(intro, branches, oldest if kind == "conclusion" else None)
 
 
 def _letters(random: Random, kind: str) -> tuple[str, Structure]:
     people = _people(random)
-    given = _facts(people)
     if kind == "chain":
         told = random.sample(people, random.randint(3, len(people)))
         lines = [f"{told[0].name}, the {told[0].job} from {told[0].city}, is the first to know.\n"]
         for before, person in itertools.pairwise(told):
             lines.append(f"{before.name} tells {person.name}, the {person.job} from {person.city}.\n")
-        question = f"{given}\nEach tells the next:\n" + "\n".join(person.name for person in told)
+        question = f"{_facts(people)}\nEach tells the next:\n" + "\n".join(person.name for person in told)
         return question, (Serial("The news goes round.\n" + "".join(lines)),)
     texts = {}
     for p in people:
@@ -271,16 +271,9 @@ def _letters(random: Random, kind: str) -> tuple[str, Structure]:
         texts[p.name] += f"At {p.age} you are not too old for {p.hobby}"
         texts[p.name] += f", and there is room for your {p.pet}. " if p.pet else ". "
         texts[p.name] += f"Yours, the club of {p.city}.\n"
-    if kind == "single":
-        name = random.choice(people).name
-        return f"{given}\nWrite a letter to just one:\n{name}", (Serial(texts[name]),)
-    asked = random.sample(people, random.randint(3, len(people)))
-    branches = [Branch(person.name, texts[person.name]) for person in asked]
-    listed = "\n".join(person.name for person in asked)
-    if kind == "parallel":
-        return f"{given}\nWrite a letter to each:\n{listed}", _block("Here are the letters.\n", branches, None)
-    question = f"{given}\nWrite a letter to each, and say how old the oldest of them is:\n{listed}"
-    return question, _block("Here are the letters.\n", branches, _oldest(asked))
+    ask = "Write a letter to"
+    asks = {"single": f"{ask} just one", "parallel": f"{ask} each", "conclusion": f"{ask} each, {AND_THE_OLDEST}"}
+    return _of_some(random, people, texts, kind, asks[kind], "Here are the letters.\n")
 
 
 def _steps(random: Random, value: int, count: int) -> tuple[list[str], list[str], int]:
