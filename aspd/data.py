@@ -106,6 +106,7 @@ def run_stats(options: argparse.Namespace) -> None:
 
 def run_tasks(options: argparse.Namespace) -> None:
     """`aspd data tasks`."""
+    from infer.jsonl import write_whole
     from train.tasks import conversations
 
     positive(options, "count")
@@ -113,8 +114,7 @@ def run_tasks(options: argparse.Namespace) -> None:
         raise RequestError(f"--long-every must be at least 0, got {options.long_every}")
     made = conversations(options.count, options.held_out, options.long_every)
     try:
-        with options.output.open("w") as out:
-            out.writelines(json.dumps(record) + "\n" for record in made)
+        write_whole(options.output, "".join(json.dumps(record) + "\n" for record in made))
     except OSError as error:
         raise RequestError(f"--output {options.output}: {error.strerror}") from None
     print(f"{options.count} conversations written to {options.output}")
