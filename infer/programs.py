@@ -42,15 +42,8 @@ def capacity_for(tokens: int) -> int:
 
 
 def used_slots(capacity: int, needed: int) -> int:
-    """How many of a row's slots a pass looks at: 256, 1024, 4096, … or half of them where that is enough, or all.
-
-    A part of a row has to be copied before it can be looked at, so that finer steps would cost more than they save.
-    """
-    part = SMALLEST_PART
-    while part < needed:
-        part *= 4
-    half = capacity // 2
-    return min(part, half if max(needed, SMALLEST_PART) <= half else capacity)
+    """How many of a row's slots a pass looks at: 256, 512, 1024, … or all."""
+    return min(max(SMALLEST_PART, width_bucket(needed)), capacity)
 
 
 @dataclass(frozen=True)
