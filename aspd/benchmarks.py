@@ -203,9 +203,9 @@ def run_bench_serve(options: argparse.Namespace) -> None:
             return asyncio.run(sent)
 
         for rate in options.rates:
-            for mode in modes:
-                until_compiled(partial(send, rate, mode), url, key)
-            rounds = [[send(rate, mode) for mode in modes] for _ in range(options.repeats)]
+            rounds = [
+                [until_compiled(partial(send, rate, mode), url, key) for mode in modes] for _ in range(options.repeats)
+            ]
             for of in map(middle, zip(*rounds, strict=True)):
                 found.append(of)
                 print(f"{rate:g} requests/s, {of.mode}: {1000 * of.last[0]:.0f} ms to the last token", flush=True)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 from urllib.request import Request, urlopen
 
 import numpy as np
@@ -20,7 +20,9 @@ from infer.request import Mode
 log = logging.getLogger(__name__)
 
 QUANTILES = (50, 95, 99)
-MOST_FIRST_ROUNDS = 12  # of a load, before it is measured
+MOST_ROUNDS = 12  # of a load, until one compiles nothing
+
+Sent = TypeVar("Sent")
 
 
 @dataclass(frozen=True)
@@ -115,20 +117,24 @@ async def load(
     )
 
 
-def until_compiled(send: Callable[[], object], url: str, key: str) -> None:
+def until_compiled(send: Callable[[], Sent], url: str, key: str) -> Sent:
     """Send a load until a round of it has compiled nothing; once, where the server does not tell.
 
     Args:
         url: of the server's interface, which ends in /v1.
+
+    Returns:
+        What the last round gave.
     """
     before = _programs(url, key)
-    for _ in range(MOST_FIRST_ROUNDS):
-        send()
+    for _ in range(MOST_ROUNDS):
+        found = send()
         now = _programs(url, key)
         if now == before:
-            return
+            return found
         before = now
-    log.warning("programs are still being compiled after %d rounds; the figures hold some of that", MOST_FIRST_ROUNDS)
+    log.warning("programs are still being compiled after %d rounds; the figures hold some of that", MOST_ROUNDS)
+    return found
 
 
 def _programs(url: str, key: str) -> float | None:

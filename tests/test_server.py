@@ -511,17 +511,15 @@ def test_load(server: Running) -> None:
 def test_a_load_is_measured_when_nothing_is_left_to_compile(server: Running) -> None:
     rounds: list[int] = []
 
-    def send() -> None:
+    def send() -> int:
         rounds.append(0)
         if len(rounds) < 3:
             jax.jit(lambda x: x * 3 + 1)(np.zeros(len(rounds)))
+        return len(rounds)
 
-    until_compiled(send, f"{server.url}/v1", "none")
-    assert len(rounds) == 3
-    until_compiled(send, f"{server.url}/v1", "none")
-    assert len(rounds) == 4
-    until_compiled(send, "http://127.0.0.1:9/v1", "none")
-    assert len(rounds) == 5, "a server that does not tell"
+    assert until_compiled(send, f"{server.url}/v1", "none") == len(rounds) == 3
+    assert until_compiled(send, f"{server.url}/v1", "none") == len(rounds) == 4
+    assert until_compiled(send, "http://127.0.0.1:9/v1", "none") == len(rounds) == 5, "a server that does not tell"
 
 
 def _content(number: int) -> int:
