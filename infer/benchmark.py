@@ -177,7 +177,7 @@ def pass_times(
             state = jax.block_until_ready(jax.tree.map(jnp.copy, states[width]))  # every run starts with the same cache
             within = Extent(0, 1, width, state.cache.tokens.shape[1])
             begun = time.perf_counter()
-            told = run(lm.params, state, limits, protocol, within, True, None, False)[1].read()
+            told = run(lm.params, state, None, limits, protocol, within, True, None, False)[-1].read()
             times[width].append((time.perf_counter() - begun) / steps)
             if int(told.needs.size) != width:
                 raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")

@@ -37,6 +37,7 @@ from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import FORK, PARALLEL, RUNNING, SERIAL, DecodeState, Protocol
 from infer.step import Extent, Limits, Report, Script, report, run
 from infer.warm_up import compile_all, measure_cost
+from infer.workspace import Desk
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class Scheduler:
         self._stamp = 0
         self._crowd_checked = 0.0
         self._drafts = DraftControl(protocol.draft_tokens)
+        self._desk = Desk(protocol)
         self._lock = threading.RLock()
         self._programs = Programs(rows, self._capacity, widest_feed(protocol))
 
@@ -168,6 +170,7 @@ class Scheduler:
             except BaseException:
                 # The state may be lost half-way. Who waits goes on with a new one; who ran does not.
                 self._state, self._cap = None, None
+                self._desk.clear()
                 for row in self._rows:
                     if row.handle is not None:
                         row.handle.failed = True
@@ -188,6 +191,7 @@ class Scheduler:
             if any(row.handle for row in self._rows):
                 raise RequestError("warm_up is for an engine at rest; requests are under way")
             before = time.perf_counter()
+            self._desk.clear()
             self._state = compile_all(self._lm, self._protocol, self._state_now(), self._programs)
             self._state, self.cost = measure_cost(self._lm, self._protocol, self._state)
             return time.perf_counter() - before
@@ -240,6 +244,7 @@ class Scheduler:
             self._waiting.popleft()
             if match.source != match.row:
                 state = copy_row(state, match.source, match.row)
+                self._desk.clear()
             row = self._rows[match.row]
             prompt = Prompt(job, match.row, match.tokens, match.slots, match.in_order)
             row.handle, row.prompt = handle, prompt
@@ -268,6 +273,7 @@ class Scheduler:
             return False
         state = feed_chunk(self._lm, self._protocol, self._state_now(), prompts, self.script)
         self._state = state
+        self._desk.clear()
         done = [prompt for prompt in prompts if prompt.done]
         if not done:
             return False
@@ -313,8 +319,12 @@ class Scheduler:
             most = min(left, self._drafts.passes)
             within, least = self._programs.choose(Extent(*map(int, told.needs)), keep=drafting)
             limits = Limits(np.int32(most), least, np.bool_(join))
-            state, after = run(self._lm.params, state, limits, self._protocol, within, greedy, self.script, drafting)
+            workspace = self._desk.take(state, max(within.narrow, within.wide), within.slots, told.finish)
+            state, workspace, after = run(
+                self._lm.params, state, workspace, limits, self._protocol, within, greedy, self.script, drafting
+            )
             self._state = state
+            self._desk.put(workspace)
             before_it, told = told, after.read()
             done = most - int(told.left)
             left -= done

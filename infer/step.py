@@ -23,7 +23,7 @@ from infer.recogniser import END
 from infer.sampling import sample
 from infer.speculation import add_drafts, goes_on, hide_rejected, look_up
 from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol, in_place
-from infer.workspace import put_back, workspace_of
+from infer.workspace import Workspace, put_back, work_on
 
 # Tokens that some rows of the state feed: the rows (None: all, in place), and what they feed.
 Part: TypeAlias = tuple[jax.Array | None, Feed]
@@ -289,23 +289,25 @@ def report(state: DecodeState, protocol: Protocol, left: jax.Array | int = 0) ->
     return Packed.of(Report(extent(state, protocol), jnp.int32(left), *counts))
 
 
-@partial(jax.jit, static_argnames=("protocol", "within", "greedy", "drafting"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("protocol", "within", "greedy", "drafting"), donate_argnames=("state", "workspace"))
 def run(
     params: Any,
     state: DecodeState,
+    workspace: Workspace | None,
     limits: Limits,
     protocol: Protocol,
     within: Extent,
     greedy: bool,
     script: Script | None,
     drafting: bool,
-) -> tuple[DecodeState, Packed[Report]]:
-    """Steps on the device, as long as `within` holds what they need."""
+) -> tuple[DecodeState, Workspace | None, Packed[Report]]:
+    """Steps on the device, as long as `within` holds what they need; `workspace`: see `Desk.take`."""
     if not drafting:
         state = state._replace(draft=jnp.full_like(state.draft, -1))
-    whole, workspace = state, workspace_of(state, protocol, max(within.narrow, within.wide), within.slots)
-    script = jax.tree.map(workspace.pick, script)
-    state = workspace.state
+    whole, state = state, work_on(state, workspace)
+    if workspace is not None:
+        script = jax.tree.map(workspace.pick, script)
+    first = state.prompt_length if drafting else state.cache.length  # accepted drafts fill the gaps of rejected ones
     running = jnp.sum(state.finish == RUNNING)
 
     def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
@@ -323,8 +325,9 @@ def run(
         return step(params, state, protocol, within, greedy, script, drafting), left - 1
 
     state, left = jax.lax.while_loop(more, body, (state, jnp.int32(limits.steps)))
-    state = in_place(put_back(whole, workspace._replace(state=state)), protocol.mesh)
-    return state, report(state, protocol, left)
+    state, workspace = put_back(whole, workspace, state, first)
+    state = in_place(state, protocol.mesh)
+    return state, workspace, report(state, protocol, left)
 
 
 @partial(jax.jit, static_argnames=("protocol", "used"), donate_argnames="state")

@@ -25,6 +25,7 @@ from infer.programs import WARM_SHARE, Programs, crowded, used_slots, width_buck
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import DecodeState, Protocol
 from infer.step import Extent, Limits, first_tokens, prefill, report, run
+from infer.workspace import Desk
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ def _no_pass(
 ) -> DecodeState:
     """Run no pass, in the program of `within`."""
     nothing = Limits(np.int32(0), Extent(*[np.int32(0)] * 4), np.bool_(False))
-    return run(lm.params, state, nothing, protocol, within, greedy, None, drafting)[0]
+    workspace = Desk(protocol).take(state, max(within.narrow, within.wide), within.slots, np.asarray(state.finish))
+    return run(lm.params, state, workspace, nothing, protocol, within, greedy, None, drafting)[0]
 
 
 def _padding(

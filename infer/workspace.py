@@ -1,15 +1,16 @@
-"""The part of the state that a chunk of passes works on, where the passes would copy it each time they look at it.
+"""Keys and values that passes work on, where the passes would copy them each time they look at them.
 
-B rows of the state, M of them in the workspace.
+B rows of the state, M of them in the workspace, S slots of each, C cache slots, K kv heads, H head size.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import LayerCache
@@ -17,51 +18,119 @@ from aspd_jax.model.lowering import copies_slices
 from infer.state import RUNNING, STOP, DecodeState, Protocol, take
 
 MOST_BYTES = 8 << 20  # of keys and values: more do not stay in the processor's caches, and chunks can be short
+BLOCK = 64  # slots that are put back together
+
+Layers: TypeAlias = tuple[LayerCache, ...]
 
 
 class Workspace(NamedTuple):
-    """Rows and slots of a state.
+    """The first slots of some rows of the cache.
 
     Attributes:
-        rows: int32 [M], the running sequences, then numbers past the end; None: all rows.
-        state: of these rows, [M], with the first slots of their caches.
+        rows: int32 [M], numbers past the end for none; None: all rows, in order.
+        layers: keys [M, K, H, S] and values [M, K, S, H] of each layer.
     """
 
     rows: jax.Array | None
-    state: DecodeState
+    layers: Layers
 
     def pick(self, array: jax.Array) -> jax.Array:
         """Its rows of an array [B, …]."""
         return array if self.rows is None else jnp.take(array, self.rows, axis=0, mode="clip")
 
 
-def workspace_of(state: DecodeState, protocol: Protocol, count: int, slots: int) -> Workspace:
-    """What passes over at most `count` running sequences need of a state, which is in the first `slots` slots of their
-    caches; the whole state where passes look at it as it lies.
+class Desk:
+    """Where the host keeps a workspace from one chunk of passes to the next.
+
+    It stays true as long as nothing but `run` writes keys and values; who does has to `clear` it.
     """
+
+    def __init__(self, protocol: Protocol) -> None:
+        self._protocol = protocol
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the workspace."""
+        self._workspace: Workspace | None = None
+        self._rows: frozenset[int] = frozenset()
+
+    def take(self, state: DecodeState, count: int, slots: int, finish: np.ndarray) -> Workspace | None:
+        """The workspace for passes over at most `count` running sequences, which are in the first `slots` slots of
+        their caches: the one that lies there, if it fits. It is given away, and comes back with `put`.
+
+        Args:
+            finish: [B], as in the state.
+
+        Returns:
+            None where passes look at the state as it lies.
+        """
+        kept, rows = self._workspace, self._rows
+        self.clear()
+        if not _pays(state, self._protocol, count, slots):
+            return None
+        running = np.flatnonzero(finish == RUNNING)
+        self._rows = rows
+        if kept is not None and kept.layers[0].value.shape[::2] == (count, slots) and rows.issuperset(running.tolist()):
+            return kept
+        batch, every = finish.size, None
+        if count < batch:
+            every = np.full(count, batch, np.int32)
+            every[: running.size] = running
+        self._rows = frozenset(range(batch) if every is None else running.tolist())
+        return copy_out(state, every, slots)
+
+    def put(self, workspace: Workspace | None) -> None:
+        """Keep what `run` gave back."""
+        self._workspace = workspace
+
+
+def _pays(state: DecodeState, protocol: Protocol, count: int, slots: int) -> bool:
     batch, capacity = state.cache.tokens.shape
     of_slot = sum(layer.key.nbytes + layer.value.nbytes for layer in state.cache.layers) // (batch * capacity)
-    large = count * slots * of_slot > MOST_BYTES
-    if not copies_slices() or protocol.mesh is not None or large or (count, slots) == (batch, capacity):
-        return Workspace(None, state)
-    rows, some = None, state
-    if count < batch:
-        rows = jnp.nonzero(state.finish == RUNNING, size=count, fill_value=batch)[0].astype(jnp.int32)
-        some = take(state, rows)
-        some = some._replace(finish=jnp.where(rows < batch, some.finish, STOP))
-    layers = tuple(
-        LayerCache(_rows(of.key[..., :slots], rows), _rows(of.value[:, :, :slots], rows)) for of in state.cache.layers
-    )
+    small = count * slots * of_slot <= MOST_BYTES
+    return copies_slices() and protocol.mesh is None and small and (count, slots) != (batch, capacity)
+
+
+@partial(jax.jit, static_argnames="slots")
+def copy_out(state: DecodeState, rows: jax.Array | None, slots: int) -> Workspace:
+    """A workspace of these rows; see `Workspace`."""
+
+    def some(array: jax.Array) -> jax.Array:
+        if rows is None:
+            return array
+        return jnp.concatenate([jax.lax.dynamic_slice_in_dim(array, row, 1) for row in rows])
+
+    layers = (LayerCache(some(of.key[..., :slots]), some(of.value[:, :, :slots])) for of in state.cache.layers)
+    return Workspace(rows, tuple(layers))
+
+
+def work_on(whole: DecodeState, workspace: Workspace | None) -> DecodeState:
+    """The state as passes see it, [M]: the rows and slots of the workspace; the whole one without a workspace."""
+    if workspace is None:
+        return whole
+    rows, some = workspace.rows, whole
+    if rows is not None:
+        some = take(whole, rows)
+        some = some._replace(finish=jnp.where(rows < whole.finish.size, some.finish, STOP))
+    slots = workspace.layers[0].value.shape[2]
     layout = Layout(*(field[:, :slots] for field in some.cache.layout))
-    cache = some.cache._replace(layers=layers, tokens=some.cache.tokens[:, :slots], layout=layout)
-    return Workspace(rows, some._replace(cache=cache))
+    return some._replace(
+        cache=some.cache._replace(layers=workspace.layers, tokens=some.cache.tokens[:, :slots], layout=layout)
+    )
 
 
-def put_back(whole: DecodeState, workspace: Workspace) -> DecodeState:
-    """The state that a workspace was taken from, with the workspace as it is now."""
-    rows, state = workspace
-    if state.cache.tokens.shape == whole.cache.tokens.shape:
-        return state
+def put_back(
+    whole: DecodeState, workspace: Workspace | None, state: DecodeState, first: jax.Array
+) -> tuple[DecodeState, Workspace | None]:
+    """The whole state, and its workspace, after passes.
+
+    Args:
+        state: what has become of `work_on(whole, workspace)`, [M].
+        first: int32 [M], a slot before which no key and no value of the row has been written.
+    """
+    if workspace is None:
+        return state, None
+    rows = workspace.rows
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         if rows is None:
@@ -73,27 +142,36 @@ def put_back(whole: DecodeState, workspace: Workspace) -> DecodeState:
         of._replace(cache=of.cache._replace(layers=()), request=nothing, recogniser=nothing) for of in (whole, state)
     ]
     after: DecodeState = jax.tree.map(put, *small)
-    put_layer = put if rows is None else partial(_put_rows, rows=rows)
-    layers = jax.tree.map(put_layer, whole.cache.layers, state.cache.layers)
+    layers = _put_slots(whole.cache.layers, state.cache.layers, rows, first, state.cache.length)
     cache = after.cache._replace(layers=layers)
-    return after._replace(cache=cache, request=whole.request, recogniser=whole.recogniser)
+    return after._replace(cache=cache, request=whole.request, recogniser=whole.recogniser), Workspace(
+        rows, state.cache.layers
+    )
 
 
-def _rows(array: jax.Array, rows: jax.Array | None) -> jax.Array:
-    """Rows of a layer; those past the end are the last one."""
-    if rows is None:
-        return array
-    return jnp.concatenate([jax.lax.dynamic_slice_in_dim(array, row, 1) for row in rows])
+def _put_slots(layers: Layers, new: Layers, rows: jax.Array | None, first: jax.Array, end: jax.Array) -> Layers:
+    """Put slots from `first` to `end` of each row where they belong, in blocks: a scatter goes number by number."""
+    size = min(BLOCK, new[0].value.shape[2])
+    start = first // size
+    blocks = jnp.where(end > first, -(-end // size) - start, 0)
+    if rows is not None:
+        blocks = jnp.where(rows < layers[0].value.shape[0], blocks, 0)
+    ends = jnp.cumsum(blocks)
 
+    def one(nth: jax.Array, layers: Layers) -> Layers:
+        row = jnp.sum(nth >= ends)
+        slot = (start[row] + nth - (ends[row] - blocks[row])) * size
+        to = row if rows is None else rows[row]
 
-def _put_rows(array: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
-    """Put rows of a layer where they were, each as a block: a scatter goes number by number. Those past the end fall on
-    the last row, as which they were taken. So they go first, before it comes itself, if it is running.
-    """
-    zero = (0,) * (array.ndim - 1)
+        def put(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+            at = [jnp.zeros_like(slot)] * 4
+            at[axis] = slot
+            sizes = [1, *new.shape[1:]]
+            sizes[axis] = size
+            return jax.lax.dynamic_update_slice(old, jax.lax.dynamic_slice(new, [row, *at[1:]], sizes), [to, *at[1:]])
 
-    def one(nth: jax.Array, array: jax.Array) -> jax.Array:
-        nth = rows.size - 1 - nth
-        return jax.lax.dynamic_update_slice(array, jax.lax.dynamic_slice_in_dim(new, nth, 1), (rows[nth], *zero))
+        return tuple(
+            LayerCache(put(a.key, b.key, 3), put(a.value, b.value, 2)) for a, b in zip(layers, new, strict=True)
+        )
 
-    return jax.lax.fori_loop(0, rows.size, one, array)
+    return jax.lax.fori_loop(0, ends[-1], one, layers)

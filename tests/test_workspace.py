@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,13 +13,15 @@ from hypothesis import strategies as st
 
 import infer.workspace
 from aspd_jax import LanguageModel
-from infer import Engine
+from infer import Engine, SamplingParams
+from infer.benchmark import random_prompt
 from infer.packed import Packed
 from infer.prefill import new_state
-from infer.state import RUNNING, STOP, DecodeState, Protocol
-from infer.workspace import Workspace, put_back, workspace_of
+from infer.state import RUNNING, STOP, DecodeState
+from infer.workspace import BLOCK, Desk, Workspace, put_back, work_on
 
-ROWS, SLOTS = 6, 64
+ROWS, SLOTS = 6, 256
+CLEAR = Desk.clear
 
 
 @pytest.fixture(scope="module")
@@ -52,69 +53,139 @@ def told(state: DecodeState) -> DecodeState:
     return state._replace(recogniser=())  # type: ignore[arg-type]
 
 
-@partial(jax.jit, static_argnames=("protocol", "count", "slots"))
-def work(whole: DecodeState, protocol: Protocol, count: int, slots: int) -> tuple[Workspace, DecodeState, DecodeState]:
-    """A workspace; the state with it as it was, and with all that belongs to running rows changed."""
-    space = workspace_of(whole, protocol, count, slots)
-    mine = space.state.finish == RUNNING
+@jax.jit
+def work(whole: DecodeState, space: Workspace, first: jax.Array) -> tuple[DecodeState, DecodeState, Workspace]:
+    """The state as it comes back when nothing was done, and when all that belongs to running rows was changed."""
+    state = work_on(whole, space)
+    mine = state.finish == RUNNING
 
     def changed(array: jax.Array) -> jax.Array:
         return jnp.where(mine.reshape(-1, *[1] * (array.ndim - 1)), array + 1, array)
 
-    cache = space.state.cache
+    cache = state.cache
     cache = cache._replace(layers=jax.tree.map(changed, cache.layers), tokens=changed(cache.tokens))
-    worked = space.state._replace(cache=cache, passes=changed(space.state.passes))
-    return space, put_back(whole, space), put_back(whole, Workspace(space.rows, worked))
+    worked, kept = put_back(whole, space, state._replace(cache=cache, passes=changed(state.passes)), first)
+    assert kept is not None
+    return put_back(whole, space, state, first)[0], worked, kept
 
 
 @settings(max_examples=40)
 @given(
     running=st.lists(st.booleans(), min_size=ROWS, max_size=ROWS),
-    slots=st.sampled_from([16, SLOTS]),
+    slots=st.sampled_from([64, 128, SLOTS]),
     close=st.booleans(),
+    ranges=st.lists(st.tuples(st.integers(0, 128), st.integers(0, 128)), min_size=ROWS, max_size=ROWS),
 )
-def test_a_workspace_comes_from_the_running_rows_and_goes_back_to_them(
-    engine: Engine, empty: DecodeState, running: list[bool], slots: int, close: bool
+def test_a_workspace_comes_from_the_running_rows_and_what_was_written_goes_back(
+    engine: Engine,
+    empty: DecodeState,
+    running: list[bool],
+    slots: int,
+    close: bool,
+    ranges: list[tuple[int, int]],
 ) -> None:
-    whole = filled(empty, running)
     count = next(count for count in (2, 4, ROWS) if count >= sum(running) and (close or count == ROWS))
-    space, same, after = work(whole, engine.protocol, count, slots)
-    assert space.state.cache.tokens.shape == (count, slots) and space.state.cache.layers[0].key.shape[-1] == slots
+    if (count, slots) == (ROWS, SLOTS):
+        return
+    first, end = np.asarray(ranges).T.clip(0, slots)
+    whole = filled(empty, running)
+    whole = whole._replace(cache=whole.cache._replace(length=jnp.asarray(end)))
+    space = Desk(engine.protocol).take(whole, count, slots, np.asarray(whole.finish))
+    assert space is not None and space.layers[0].value.shape[::2] == (count, slots)
+    own = np.arange(ROWS) if space.rows is None else np.asarray(space.rows)
+    same, after, kept = work(whole, space, jnp.asarray(first)[own.clip(max=ROWS - 1)])
     assert not differs(told(same), told(whole)).any()
-    assert (differs(told(after), told(whole)) == running).all()
+    assert (differs(told(after)._replace(cache=()), told(whole)._replace(cache=())) == running).all()  # type: ignore[arg-type]
     added = np.asarray(running)[:, None]
     assert (np.asarray(after.passes - whole.passes) == added[:, 0]).all()
     assert (np.asarray(after.cache.tokens - whole.cache.tokens)[:, :slots] == added).all()
     assert (np.asarray(after.cache.tokens - whole.cache.tokens)[:, slots:] == 0).all()
+    place = np.arange(SLOTS)
+    written = added & (place >= first[:, None]) & (place < end[:, None])
+    block = place // BLOCK
+    touched = (
+        added & (end > first)[:, None] & (block >= first[:, None] // BLOCK) & (block <= (end[:, None] - 1) // BLOCK)
+    )
     for new, old in zip(after.cache.layers, whole.cache.layers, strict=True):
-        key, value = np.asarray(new.key - old.key), np.asarray(new.value - old.value)
-        assert (key[..., :slots] == added[..., None, None]).all() and (key[..., slots:] == 0).all()
-        assert (value[:, :, :slots] == added[..., None, None]).all() and (value[:, :, slots:] == 0).all()
+        key, value = np.asarray(new.key - old.key).swapaxes(2, 3), np.asarray(new.value - old.value)
+        for change in (key, value):
+            assert (change[:, :, written.any(axis=0)] >= written[:, None, written.any(axis=0), None]).all()
+            assert (change == touched[:, None, :, None]).all()
+    for new, old in zip(kept.layers, space.layers, strict=True):
+        at = own.clip(max=ROWS - 1)
+        mine = (np.asarray(running)[at] & (own < ROWS))[:, None, None, None]
+        assert (np.asarray(new.key - old.key) == mine).all() and (np.asarray(new.value - old.value) == mine).all()
 
 
-def test_rows_past_the_end_go_back_first(engine: Engine, empty: DecodeState) -> None:
-    """Negative control: put back last, they would undo what the last row became."""
-    whole = filled(empty, [False] * (ROWS - 1) + [True])
-    space = workspace_of(whole, engine.protocol, 2, 16)
-    layers = jax.tree.map(lambda array: array.at[0].add(1), space.state.cache.layers)
-    worked = Workspace(space.rows, space.state._replace(cache=space.state.cache._replace(layers=layers)))
-    assert differs(put_back(whole, worked).cache.layers, whole.cache.layers)[-1]
-    flipped = jax.tree.map(lambda array: array[::-1], layers)
-    rows = Workspace(space.rows[::-1], worked.state._replace(cache=worked.state.cache._replace(layers=flipped)))  # type: ignore[index]
-    assert not differs(put_back(whole, rows).cache.layers, whole.cache.layers).any()
+def test_the_workspace_stays_as_long_as_it_fits(engine: Engine, empty: DecodeState) -> None:
+    desk = Desk(engine.protocol)
+
+    def take(running: list[int], count: int = 2, slots: int = 64) -> Workspace:
+        finish = np.full(ROWS, STOP)
+        finish[running] = RUNNING
+        space = desk.take(empty._replace(finish=jnp.asarray(finish)), count, slots, finish)
+        assert space is not None
+        return space
+
+    def kept(before: Workspace, *arguments: Any, **options: Any) -> bool:
+        desk.put(before)
+        return take(*arguments, **options) is before
+
+    space = take([1, 4])
+    assert space.rows is not None and np.asarray(space.rows).tolist() == [1, 4]
+    assert kept(space, [1, 4]) and kept(space, [4]), "a row that has ended does no harm"
+    assert not kept(take([1, 4]), [1, 3])
+    assert not kept(take([1, 4]), [1, 4], slots=128)
+    assert not kept(take([1, 4]), [1, 4], count=4)
+    every = take([1], count=ROWS)
+    assert every.rows is None and kept(every, [0, 2, 5], count=ROWS), "it holds all rows"
+    desk.put(space := take([1, 4]))
+    desk.clear()
+    assert take([1, 4]) is not space
+    desk.put(space)
+    first, second = take([1, 4]), take([1, 4])
+    assert first is space and second is not space, "it is given away once"
 
 
 def test_large_workspaces_and_other_platforms_stay_whole(
     engine: Engine, empty: DecodeState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = filled(empty, [True] + [False] * (ROWS - 1))
-    assert workspace_of(whole, engine.protocol, 1, 16).state is not whole
-    assert workspace_of(whole, engine.protocol, ROWS, SLOTS).state is whole, "all of it is used"
+    finish = np.asarray([RUNNING] + [STOP] * (ROWS - 1))
+
+    def take(count: int, slots: int) -> Workspace | None:
+        return Desk(engine.protocol).take(empty, count, slots, finish)
+
+    assert take(1, 64) is not None
+    assert take(ROWS, SLOTS) is None, "all of it is used"
     monkeypatch.setattr(infer.workspace, "MOST_BYTES", 1000)
-    assert workspace_of(whole, engine.protocol, 1, 16).state is whole
+    assert take(1, 64) is None
     monkeypatch.undo()
     monkeypatch.setattr(infer.workspace, "copies_slices", lambda: False)
-    assert workspace_of(whole, engine.protocol, 1, 16).state is whole
+    assert take(1, 64) is None
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_prompts_that_come_in_between_are_seen(
+    bare_lm: LanguageModel, cleared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: a workspace that is kept while a prompt is fed does not hold that prompt."""
+    params = SamplingParams(max_new_tokens=40, temperature=1, seed=0)
+    prompts = [random_prompt(bare_lm, tokens, seed=tokens) for tokens in (20, 30, 25)]
+
+    def answers(together: bool) -> list[list[int]]:
+        engine = Engine(bare_lm, max_length=512, max_batch=2, reuse=False)
+        handles = []
+        for prompt in prompts:
+            handles.append(engine.submit(prompt, params, mode="serial"))
+            engine.pump(8)
+            if not together:
+                handles[-1].wait()
+        return [handle.wait().token_ids for handle in handles]
+
+    alone = answers(together=False)
+    if not cleared:
+        monkeypatch.setattr(Desk, "clear", lambda self: None if hasattr(self, "_rows") else CLEAR(self))
+    assert (answers(together=True) == alone) == cleared
 
 
 def test_what_is_packed_is_read_as_it_was() -> None:
