@@ -170,7 +170,7 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
         StructureError: naming the place of the first tag that cannot stand where it does.
     """
     ids = np.asarray(tokens, np.int32)
-    tags = [(int(i), int(ids[i])) for i in np.flatnonzero(np.isin(ids, special.ids))]
+    tags = [(int(i), int(ids[i])) for i in np.flatnonzero((ids[:, None] == special.ids).any(axis=1))]
     names = dict(zip(special.ids, TAGS.values(), strict=True))
     items: list[ItemIds] = []
     cursor = 0  # first token not read yet

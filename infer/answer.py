@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
 from aspd_jax.layout import Layout
@@ -118,8 +117,7 @@ class Reading:
         answer: as far as it is.
         passes: forward passes after prefill.
         critical_path: of the answer as far as it is.
-        cached: tokens in the cache, prompt included, in the order of the linearisation.
-        in_order: so many slots of the cache hold the first tokens in this order.
+        tokens, layout: what is in the cache, prompt included, [T], by slot.
         slots: of the cache that are in use.
         drafted, accepted: guesses fed, and those of them that were right.
     """
@@ -127,15 +125,33 @@ class Reading:
     answer: Answer
     passes: int
     critical_path: int
-    cached: np.ndarray
-    in_order: int
+    tokens: np.ndarray
+    layout: Layout
     slots: int
     drafted: int
     accepted: int
 
+    def cached(self) -> tuple[np.ndarray, int]:
+        """Tokens in the cache in the order of the linearisation; so many slots hold the first ones in this order."""
+        written = _written(self.layout)
+        order = written[linear_order(_at(self.layout, written))]
+        elsewhere = np.flatnonzero(order != np.arange(order.size))
+        return self.tokens[order], int(elsewhere[0]) if elsewhere.size else order.size
+
+
+def _written(layout: Layout) -> np.ndarray:
+    """Slots that hold a token; those of rejected guesses do not."""
+    return np.flatnonzero(layout.sequence > 0)
+
+
+def _at(layout: Layout, places: np.ndarray) -> Layout:
+    return Layout(*(field[places] for field in layout))
+
 
 def linear_order(layout: Layout) -> np.ndarray:
     """Indices that bring the tokens of one sequence [T] into the order of the linearisation."""
+    if not layout.block.any():
+        return np.argsort(layout.position, kind="stable")
     anchor = np.array(layout.position)
     for block in np.unique(layout.block[layout.block > 0]):
         inside = layout.block == block
@@ -154,28 +170,28 @@ def read(
 
 
 def _reading(shot: Snapshot, index: int, protocol: Protocol, reader: TextReader | None) -> Reading:
-    of = jax.tree.map(lambda field: field[index], shot)
-    state, feed, slots = of.state, of.pending, int(of.length)
-    phase, start = int(state.phase), int(state.prompt_length)
-    written = np.flatnonzero(of.layout.sequence[:slots] > 0)
-    cached = written[linear_order(Layout(*(field[written] for field in of.layout)))]
-    out_of_order = np.flatnonzero(cached != np.arange(cached.size))
-    due = feed.layout.sequence > 0
-    fed = written[written >= start]
-    ids = np.concatenate([of.tokens[fed], feed.tokens[due]])
-    own = Layout(*(np.concatenate([a[fed], b[due]]) for a, b in zip(of.layout, feed.layout, strict=True)))
+    state, feed, slots = shot.state, shot.pending, int(shot.length[index])
+    phase, start = int(state.phase[index]), int(state.prompt_length[index])
+    tokens = np.asarray(shot.tokens)[index, :slots]
+    layout = Layout(*(field[index, :slots] for field in shot.layout))
+    fed = _written(layout)
+    fed = fed[np.searchsorted(fed, start) :]
+    due = np.flatnonzero(feed.layout.sequence[index] > 0)
+    ids = np.concatenate([tokens[fed], feed.tokens[index, due]])
+    own = Layout(*(np.concatenate([a[fed], b[index, due]]) for a, b in zip(layout, feed.layout, strict=True)))
     order = linear_order(own)
     in_block = phase in (FORK, PARALLEL)
-    still_open = frozenset((np.flatnonzero(state.branch_live) + 1).tolist()) if in_block else frozenset()
+    still_open = frozenset((np.flatnonzero(state.branch_live[index]) + 1).tolist()) if in_block else frozenset()
+    finish = int(state.finish[index])
     return Reading(
-        answer=_answer(ids[order], own.branch[order], phase, int(state.finish), protocol, still_open, reader),
-        passes=int(state.passes),
-        critical_path=int(state.critical_path) + (int(state.branch_sampled.max()) if in_block else 0),
-        cached=of.tokens[cached],
-        in_order=int(out_of_order[0]) if out_of_order.size else cached.size,
+        answer=_answer(ids[order], own.branch[order], phase, finish, protocol, still_open, reader),
+        passes=int(state.passes[index]),
+        critical_path=int(state.critical_path[index]) + (int(state.branch_sampled[index].max()) if in_block else 0),
+        tokens=tokens,
+        layout=layout,
         slots=slots,
-        drafted=int(state.drafted),
-        accepted=int(state.accepted),
+        drafted=int(state.drafted[index]),
+        accepted=int(state.accepted[index]),
     )
 
 

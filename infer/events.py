@@ -61,7 +61,10 @@ class EventReader:
         for number, item in enumerate(answer.items):
             last = number + 1 == len(answer.items) and result is None
             if isinstance(item, SerialIds):
-                events += self._stretch((number, 0), 0, item, growing=last)
+                if (number, 0) not in self._ended:
+                    events += self._stretch((number, 0), 0, item, growing=last)
+                if not last:
+                    self._ended.add((number, 0))
                 continue
             block += 1
             if number not in self._forked:
@@ -70,8 +73,10 @@ class EventReader:
             growing = answer.open_branches if last else ()
             for branch, text in enumerate(item.texts(self._head), 1):
                 key = (number, branch)
+                if key in self._ended:
+                    continue
                 events += self._stretch(key, block, text, growing=branch in growing)
-                if branch not in growing and key not in self._ended:
+                if branch not in growing:
                     self._ended.add(key)
                     events.append(Event("branch", block, branch, text=self._final(text)))
             if not growing and number not in self._merged:

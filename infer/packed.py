@@ -36,8 +36,11 @@ class Packed(Generic[Tree]):
     def read(self) -> Tree:
         """On the host: the tree, of NumPy arrays."""
         structure, kinds = self.form
-        pieces = np.split(np.asarray(self.array), np.cumsum([prod(shape) for shape, _ in kinds])[:-1])
-        shaped = [piece.reshape(shape).astype(kind) for piece, (shape, kind) in zip(pieces, kinds, strict=True)]
+        array, shaped, start = np.asarray(self.array), [], 0
+        for shape, kind in kinds:
+            end = start + prod(shape)
+            shaped.append(array[start:end].reshape(shape).astype(kind, copy=False))
+            start = end
         tree: Tree = jax.tree.unflatten(structure, shaped)
         return tree
 

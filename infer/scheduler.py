@@ -23,6 +23,7 @@ import numpy as np
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
+from aspd_jax.layout import Layout
 from aspd_jax.tokens import BlockIds, SerialIds
 from infer.answer import Answer, Reading, Result, cut, read, result
 from infer.feed import widest_feed
@@ -410,7 +411,7 @@ class Scheduler:
             row = self._rows[handle.row]
             row.handle = None
             if reading is not None:
-                row.memory = RowMemory(reading.cached, reading.in_order, reading.slots, self._stamp)
+                row.memory = RowMemory(*reading.cached(), reading.slots, self._stamp)
         final = self._result(handle, reading)
         self._ended(final)
         handle.note(reading.answer if reading else Answer(np.zeros(0, np.int32), (), SERIAL, RUNNING), final)
@@ -418,7 +419,8 @@ class Scheduler:
     def _result(self, handle: Handle, reading: Reading | None) -> Result:
         if reading is None:
             nothing = np.zeros(0, np.int32)
-            reading = Reading(Answer(nothing, (), SERIAL, RUNNING), 0, 0, nothing, *[0] * 4)
+            none = Layout(*[nothing] * len(Layout._fields))
+            reading = Reading(Answer(nothing, (), SERIAL, RUNNING), 0, 0, nothing, none, 0, 0, 0)
         made = result(reading, handle.job, self.codec, self._protocol, handle.reused, handle.seconds)
         return replace(made, finish_reason="cancelled") if handle.cancelled else made
 
