@@ -86,9 +86,10 @@ class Desk:
 
 def _pays(state: DecodeState, protocol: Protocol, count: int, slots: int) -> bool:
     batch, capacity = state.cache.tokens.shape
+    if not copies_slices() or protocol.mesh is not None or (count, slots) == (batch, capacity):
+        return False
     of_slot = sum(layer.key.nbytes + layer.value.nbytes for layer in state.cache.layers) // (batch * capacity)
-    small = count * slots * of_slot <= MOST_BYTES
-    return copies_slices() and protocol.mesh is None and small and (count, slots) != (batch, capacity)
+    return count * slots * of_slot <= MOST_BYTES
 
 
 @partial(jax.jit, static_argnames="slots")
