@@ -134,7 +134,7 @@ class Reading:
     def cached(self) -> tuple[np.ndarray, int]:
         """Tokens in the cache in the order of the linearisation; so many slots hold the first ones in this order."""
         written = _written(self.layout)
-        order = written[linear_order(_at(self.layout, written))]
+        order = written[linear_order(Layout(*(field[written] for field in self.layout)))]
         elsewhere = np.flatnonzero(order != np.arange(order.size))
         return self.tokens[order], int(elsewhere[0]) if elsewhere.size else order.size
 
@@ -144,14 +144,8 @@ def _written(layout: Layout) -> np.ndarray:
     return np.flatnonzero(layout.sequence > 0)
 
 
-def _at(layout: Layout, places: np.ndarray) -> Layout:
-    return Layout(*(field[places] for field in layout))
-
-
 def linear_order(layout: Layout) -> np.ndarray:
     """Indices that bring the tokens of one sequence [T] into the order of the linearisation."""
-    if not layout.block.any():
-        return np.argsort(layout.position, kind="stable")
     anchor = np.array(layout.position)
     for block in np.unique(layout.block[layout.block > 0]):
         inside = layout.block == block
@@ -174,8 +168,8 @@ def _reading(shot: Snapshot, index: int, protocol: Protocol, reader: TextReader 
     phase, start = int(state.phase[index]), int(state.prompt_length[index])
     tokens = np.asarray(shot.tokens)[index, :slots]
     layout = Layout(*(field[index, :slots] for field in shot.layout))
-    fed = _written(layout)
-    fed = fed[np.searchsorted(fed, start) :]
+    written = _written(layout)
+    fed = written[written >= start]
     due = np.flatnonzero(feed.layout.sequence[index] > 0)
     ids = np.concatenate([tokens[fed], feed.tokens[index, due]])
     own = Layout(*(np.concatenate([a[fed], b[index, due]]) for a, b in zip(layout, feed.layout, strict=True)))

@@ -320,7 +320,7 @@ class Scheduler:
             most = min(left, self._drafts.passes)
             within, least = self._programs.choose(Extent(*map(int, told.needs)), keep=drafting)
             limits = Limits(np.int32(most), least, np.bool_(join))
-            workspace = self._desk.take(state, max(within.narrow, within.wide), within.slots, told.finish)
+            workspace = self._desk.take(state, within.rows, within.slots, told.finish)
             state, workspace, after = run(
                 self._lm.params, state, workspace, limits, self._protocol, within, greedy, self.script, drafting
             )

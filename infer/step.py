@@ -46,6 +46,11 @@ class Extent(NamedTuple):
     size: Any
     slots: Any
 
+    @property
+    def rows(self) -> int:
+        """Of a program: sequences that it takes. Where it has narrow places, these are enough for all."""
+        return max(self.narrow, self.wide)
+
 
 def forward(
     params: Any, state: DecodeState, protocol: Protocol, groups: Sequence[Group], used: int | None = None

@@ -85,7 +85,7 @@ def _no_pass(
 ) -> DecodeState:
     """Run no pass, in the program of `within`."""
     nothing = Limits(np.int32(0), Extent(*[np.int32(0)] * 4), np.bool_(False))
-    workspace = Desk(protocol).take(state, max(within.narrow, within.wide), within.slots, np.asarray(state.finish))
+    workspace = Desk(protocol).take(state, within.rows, within.slots, np.asarray(state.finish))
     return run(lm.params, state, workspace, nothing, protocol, within, greedy, None, drafting)[0]
 
 

@@ -18,7 +18,7 @@ from aspd_jax.model.lowering import copies_slices
 from infer.state import RUNNING, STOP, DecodeState, Protocol, take
 
 MOST_BYTES = 8 << 20  # of keys and values: more do not stay in the processor's caches, and chunks can be short
-BLOCK = 64  # slots that are put back together
+BLOCK = 64  # slots that are put back together; caches have a multiple of it (`infer.programs`)
 
 Layers: TypeAlias = tuple[LayerCache, ...]
 
@@ -47,12 +47,12 @@ class Desk:
 
     def __init__(self, protocol: Protocol) -> None:
         self._protocol = protocol
-        self.clear()
+        self._workspace: Workspace | None = None
+        self._rows: frozenset[int] = frozenset()
 
     def clear(self) -> None:
         """Forget the workspace."""
-        self._workspace: Workspace | None = None
-        self._rows: frozenset[int] = frozenset()
+        self._workspace = None
 
     def take(self, state: DecodeState, count: int, slots: int, finish: np.ndarray) -> Workspace | None:
         """The workspace for passes over at most `count` running sequences, which are in the first `slots` slots of
@@ -64,20 +64,19 @@ class Desk:
         Returns:
             None where passes look at the state as it lies.
         """
-        kept, rows = self._workspace, self._rows
-        self.clear()
+        kept, self._workspace = self._workspace, None
         if not _pays(state, self._protocol, count, slots):
             return None
-        running = np.flatnonzero(finish == RUNNING)
-        self._rows = rows
-        if kept is not None and kept.layers[0].value.shape[::2] == (count, slots) and rows.issuperset(running.tolist()):
+        batch, running = finish.size, np.flatnonzero(finish == RUNNING)
+        fits = kept is not None and kept.layers[0].value.shape[::2] == (count, slots)
+        if fits and self._rows.issuperset(running.tolist()):
             return kept
-        batch, every = finish.size, None
-        if count < batch:
-            every = np.full(count, batch, np.int32)
-            every[: running.size] = running
-        self._rows = frozenset(range(batch) if every is None else running.tolist())
-        return copy_out(state, every, slots)
+        if count == batch:
+            self._rows = frozenset(range(batch))
+            return copy_out(state, None, slots)
+        self._rows = frozenset(running.tolist())
+        rows = np.pad(running, (0, count - running.size), constant_values=batch)
+        return copy_out(state, rows.astype(np.int32), slots)
 
     def put(self, workspace: Workspace | None) -> None:
         """Keep what `run` gave back."""
@@ -115,9 +114,8 @@ def work_on(whole: DecodeState, workspace: Workspace | None) -> DecodeState:
         some = some._replace(finish=jnp.where(rows < whole.finish.size, some.finish, STOP))
     slots = workspace.layers[0].value.shape[2]
     layout = Layout(*(field[:, :slots] for field in some.cache.layout))
-    return some._replace(
-        cache=some.cache._replace(layers=workspace.layers, tokens=some.cache.tokens[:, :slots], layout=layout)
-    )
+    cache = some.cache._replace(layers=workspace.layers, tokens=some.cache.tokens[:, :slots], layout=layout)
+    return some._replace(cache=cache)
 
 
 def put_back(
@@ -145,30 +143,28 @@ def put_back(
     after: DecodeState = jax.tree.map(put, *small)
     layers = _put_slots(whole.cache.layers, state.cache.layers, rows, first, state.cache.length)
     cache = after.cache._replace(layers=layers)
-    return after._replace(cache=cache, request=whole.request, recogniser=whole.recogniser), Workspace(
-        rows, state.cache.layers
-    )
+    after = after._replace(cache=cache, request=whole.request, recogniser=whole.recogniser)
+    return after, Workspace(rows, state.cache.layers)
 
 
 def _put_slots(layers: Layers, new: Layers, rows: jax.Array | None, first: jax.Array, end: jax.Array) -> Layers:
     """Put slots from `first` to `end` of each row where they belong, in blocks: a scatter goes number by number."""
-    size = min(BLOCK, new[0].value.shape[2])
-    start = first // size
-    blocks = jnp.where(end > first, -(-end // size) - start, 0)
+    start = first // BLOCK
+    blocks = jnp.where(end > first, -(-end // BLOCK) - start, 0)
     if rows is not None:
         blocks = jnp.where(rows < layers[0].value.shape[0], blocks, 0)
     ends = jnp.cumsum(blocks)
 
     def one(nth: jax.Array, layers: Layers) -> Layers:
         row = jnp.sum(nth >= ends)
-        slot = (start[row] + nth - (ends[row] - blocks[row])) * size
+        slot = (start[row] + nth - (ends[row] - blocks[row])) * BLOCK
         to = row if rows is None else rows[row]
 
         def put(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
             at = [jnp.zeros_like(slot)] * 4
             at[axis] = slot
             sizes = [1, *new.shape[1:]]
-            sizes[axis] = size
+            sizes[axis] = BLOCK
             return jax.lax.dynamic_update_slice(old, jax.lax.dynamic_slice(new, [row, *at[1:]], sizes), [to, *at[1:]])
 
         return tuple(
