@@ -168,18 +168,18 @@ def pass_times(
         max_title_tokens=1,
         mesh=lm.mesh,
     )
-    limits = Limits(np.int32(steps), Extent(*[np.int32(-1)] * 4), np.bool_(False))
+    limits = Limits(np.int32(steps), Extent(*[np.int32(-1)] * 5), np.bool_(False))
     tokens = 2 * (steps + 1) * max(widths)  # each needs one for its closing tag
     states = {width: _decoding_state(lm, protocol, context, width, tokens) for width in widths}
     times: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(repeats + 1):  # the first runs compile
         for width in widths:
             state = jax.block_until_ready(jax.tree.map(jnp.copy, states[width]))  # every run starts with the same cache
-            within = Extent(0, 1, width, state.cache.tokens.shape[1])
+            within = Extent(0, 0, 1, width, state.cache.tokens.shape[1])
             begun = time.perf_counter()
             told = run(lm.params, state, None, limits, protocol, within, True, None, False)[-1].read()
             times[width].append((time.perf_counter() - begun) / steps)
-            if int(told.needs.size) != width:
+            if int(told.needs[0].size) != width:
                 raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")
     results = []
     for width in widths:

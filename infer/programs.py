@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from infer.step import Extent
+from infer.step import FEW, Extent
 
 SMALLEST_CAPACITY = 128
 SMALLEST_PART = 256  # slots of a row, below which there is little to save
-CLOSE_FIT = 16  # tokens that a sequence feeds: more are the titles of a block, once
+CLOSE_FIT = FEW[-1]  # tokens that a sequence feeds: more are the titles of a block, once
 
 MAPS = Path("/proc/self/maps")  # a line for each
 MOST_MAPS = Path("/proc/sys/vm/max_map_count")
@@ -60,19 +62,25 @@ class Programs:
     capacity: int
     widest: int
 
-    def choose(self, needs: Extent, keep: bool = False) -> tuple[Extent, Extent]:
+    def choose(self, needs: Sequence[Extent], keep: bool = False) -> tuple[Extent, Extent]:
         """The smallest program that does what is needed, and how little may be needed while it is left for a smaller.
 
         Args:
+            needs: the same pass, sequences split into narrow and wide ones in one way or another.
             keep: however little that is; where drafts come and go.
         """
-        slots = used_slots(self.capacity, needs.slots)
-        everyone = self._rows(needs.narrow + needs.wide)
+        within = min(map(self._fit, needs), key=lambda extent: extent.places)
+        if keep or not within.wide:
+            return within, _least(-1, 0)
+        return within, _least(within.wide // 8, within.size // 4)
+
+    def _fit(self, needs: Extent) -> Extent:
+        """The smallest program that splits sequences like this."""
+        slots, everyone = used_slots(self.capacity, needs.slots), self._rows(needs.narrow + needs.wide)
         if needs.wide == 0:
-            return Extent(everyone, 0, 1, slots), _least(-1, 0)
+            return Extent(everyone, needs.few, 0, needs.few, slots)
         size, wide = _size(needs.size), self._rows(needs.wide)
-        within = Extent(everyone if wide < everyone else 0, wide, size, slots)
-        return within, _least(-1, 0) if keep else _least(wide // 8, size // 4)
+        return Extent(everyone, needs.few, wide, size, slots) if wide < everyone else Extent(0, 0, wide, size, slots)
 
     def every(self) -> list[Extent]:
         """All that `choose` can choose."""
@@ -81,10 +89,11 @@ class Programs:
         found = []
         for slots in self.slots():
             for everyone in counts:
-                found.append(Extent(everyone, 0, 1, slots))
-                for wide in (count for count in counts if count <= everyone):
-                    narrow = 0 if wide == everyone else everyone
-                    found += [Extent(narrow, wide, size, slots) for size in sizes]
+                found.append(Extent(everyone, 1, 0, 1, slots))
+                found += [Extent(0, 0, everyone, size, slots) for size in sizes]
+                for wide, size, few in product((count for count in counts if count < everyone), sizes, FEW):
+                    if few < size:
+                        found.append(Extent(everyone, few, wide, size, slots))
         return found
 
     def slots(self) -> list[int]:
@@ -111,4 +120,4 @@ def _fourfold(count: int) -> int:
 
 
 def _least(wide: int, size: int) -> Extent:
-    return Extent(*(np.int32(value) for value in (0, wide, size, 0)))
+    return Extent(*(np.int32(value) for value in (0, 0, wide, size, 0)))

@@ -314,11 +314,12 @@ class Scheduler:
         told = report(state, self._protocol).read()
         left, join = steps, early or bool(self._waiting)
         greedy = all(handle.job.params.greedy for handle in handles)
-        while left > 0 and told.needs.size > 0 and not (join and (told.finish[rows] != RUNNING).any()):
+        while left > 0 and told.needs[0].size > 0 and not (join and (told.finish[rows] != RUNNING).any()):
             # Where stop strings are looked for, a pass takes one token of a stretch: none may follow such a string.
             drafting = self._drafts.on and not stops
             most = min(left, self._drafts.passes)
-            within, least = self._programs.choose(Extent(*map(int, told.needs)), keep=drafting)
+            needs = [Extent(*map(int, needs)) for needs in told.needs]
+            within, least = self._programs.choose(needs[:1] if drafting else needs, keep=drafting)
             limits = Limits(np.int32(most), least, np.bool_(join))
             workspace = self._desk.take(state, within.rows, within.slots, told.finish)
             state, workspace, after = run(
@@ -348,7 +349,7 @@ class Scheduler:
         elif self.cost is not None:
             stretches = int(np.sum(after.stretches - before.stretches))
             accepted = int(np.sum(after.accepted - before.accepted))
-            fed, slots = within.narrow + within.wide * within.size, len(self._rows) * within.slots
+            fed, slots = within.places, len(self._rows) * within.slots
             self._drafts.note(self.cost, passes, fed, slots, stretches, accepted)
 
     def _hold_back(self) -> None:

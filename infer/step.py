@@ -25,6 +25,8 @@ from infer.speculation import add_drafts, goes_on, hide_rejected, look_up
 from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol, in_place
 from infer.workspace import Workspace, put_back, work_on
 
+FEW = (1, 16)  # tokens of narrow sequences: a serial stretch has one, and a block where others fork no more than 16
+
 # Tokens that some rows of the state feed: the rows (None: all, in place), and what they feed.
 Part: TypeAlias = tuple[jax.Array | None, Feed]
 
@@ -32,16 +34,18 @@ Part: TypeAlias = tuple[jax.Array | None, Feed]
 class Extent(NamedTuple):
     """How large a pass is, or has to be.
 
-    A pass feeds one token to each narrow sequence and up to `size` tokens to each wide one.
+    A pass feeds up to `few` tokens to each narrow sequence and up to `size` tokens to each wide one.
 
     Attributes:
-        narrow: sequences that feed one token.
+        narrow: sequences that feed at most `few` tokens.
+        few: 0 where there are no narrow ones.
         wide: sequences that feed more.
         size: F, most tokens that a sequence feeds.
         slots: slots of the cache that are in use after the pass.
     """
 
     narrow: Any
+    few: Any
     wide: Any
     size: Any
     slots: Any
@@ -50,6 +54,11 @@ class Extent(NamedTuple):
     def rows(self) -> int:
         """Of a program: sequences that it takes. Where it has narrow places, these are enough for all."""
         return max(self.narrow, self.wide)
+
+    @property
+    def places(self) -> int:
+        """Of a program: for tokens, used or not."""
+        return self.narrow * self.few + self.wide * self.size
 
 
 def forward(
@@ -101,12 +110,13 @@ def choose(
     return jnp.where(ends_branch, protocol.tags.branch_end, token), ends_branch
 
 
-def extent(state: DecodeState, protocol: Protocol) -> Extent:
-    """What the next pass needs; int32 scalars."""
+def extent(state: DecodeState, protocol: Protocol, few: int = FEW[0]) -> Extent:
+    """What the next pass needs, where sequences that feed at most `few` tokens are narrow; int32 scalars."""
     widths = width(state, protocol)
-    wide = widths > 1
+    wide = widths > few
     return Extent(
-        narrow=jnp.sum(widths == 1, dtype=jnp.int32),
+        narrow=jnp.sum((widths > 0) & ~wide, dtype=jnp.int32),
+        few=jnp.int32(few),
         wide=jnp.sum(wide, dtype=jnp.int32),
         size=jnp.max(widths),
         slots=jnp.max(jnp.where(widths > 0, state.cache.length + widths, 0)),
@@ -125,8 +135,8 @@ def step(
     """Feed all pending tokens of every running sequence, and sample what follows.
 
     Args:
-        within: ints, at least `extent(state)`. Where `narrow` or `wide` is the number of all sequences, the pass takes
-            them in place; else it gathers those it needs.
+        within: ints, at least what `extent` says for its `few`. Where `narrow` or `wide` is the number of all
+            sequences, the pass takes them in place; else it gathers those it needs.
         greedy, script: see `choose`.
         drafting: feed the drafts of the state, too, and look up those of the next pass; else there must be none.
     """
@@ -135,11 +145,11 @@ def step(
     whole = plan(state, protocol, within.size)
     feeds: list[Part] = []
     if within.narrow:
-        first: Feed = jax.tree.map(lambda field: field[:, :1], whole)
-        feeds.append(_some(first, widths == 1, within.narrow))
+        first: Feed = jax.tree.map(lambda field: field[:, : within.few], whole)
+        feeds.append(_some(first, (widths > 0) & (widths <= within.few), within.narrow))
     if within.wide:
         whole = add_drafts(whole, state) if drafting else whole
-        feeds.append(_some(whole, widths > (1 if within.narrow else 0), within.wide))
+        feeds.append(_some(whole, widths > within.few, within.wide))
     groups = [_group(state, part, drafting) for part in feeds]
     logits, after = forward(params, state, protocol, groups, within.slots)
     after = count_pass(after, widths)
@@ -273,12 +283,12 @@ class Report(NamedTuple):
     """What the host has to know between chunks of passes.
 
     Attributes:
-        needs: of the next pass; scalars.
+        needs: of the next pass, for each of `FEW`; scalars.
         left: how many of `Limits.steps` are left; a scalar.
         finish, passes, parallel_passes, stretches, accepted: as in the state, [B].
     """
 
-    needs: Extent
+    needs: tuple[Extent, ...]
     left: Any
     finish: Any
     passes: Any
@@ -291,7 +301,8 @@ class Report(NamedTuple):
 def report(state: DecodeState, protocol: Protocol, left: jax.Array | int = 0) -> Packed[Report]:
     """What the host has to know of a state."""
     counts = (state.finish, state.passes, state.parallel_passes, state.stretches, state.accepted)
-    return Packed.of(Report(extent(state, protocol), jnp.int32(left), *counts))
+    needs = tuple(extent(state, protocol, few) for few in FEW)
+    return Packed.of(Report(needs, jnp.int32(left), *counts))
 
 
 @partial(jax.jit, static_argnames=("protocol", "within", "greedy", "drafting"), donate_argnames=("state", "workspace"))
@@ -317,10 +328,9 @@ def run(
 
     def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
         state, left = carry
-        needs = extent(state, protocol)
-        wide = needs.wide if within.narrow else needs.wide + needs.narrow
-        fits = (wide <= within.wide) & (needs.size <= within.size) & (needs.slots <= within.slots)
-        fits &= (needs.narrow <= within.narrow) | (within.narrow == 0)
+        needs, split = extent(state, protocol), extent(state, protocol, within.few)
+        fits = (split.narrow <= within.narrow) & (split.wide <= within.wide)
+        fits &= (needs.size <= within.size) & (needs.slots <= within.slots)
         smaller = jnp.stack([needs.wide <= limits.least.wide, needs.size <= limits.least.size])
         finished = jnp.sum(state.finish == RUNNING) < running
         return (left > 0) & (needs.size > 0) & fits & ~jnp.any(smaller) & ~(limits.join & finished)

@@ -84,7 +84,7 @@ def _no_pass(
     lm: LanguageModel, protocol: Protocol, state: DecodeState, within: Extent, greedy: bool, drafting: bool
 ) -> DecodeState:
     """Run no pass, in the program of `within`."""
-    nothing = Limits(np.int32(0), Extent(*[np.int32(0)] * 4), np.bool_(False))
+    nothing = Limits(np.int32(0), Extent(*[np.int32(0)] * 5), np.bool_(False))
     workspace = Desk(protocol).take(state, within.rows, within.slots, np.asarray(state.finish))
     return run(lm.params, state, workspace, nothing, protocol, within, greedy, None, drafting)[0]
 

@@ -18,6 +18,7 @@ from infer import Engine, SamplingParams
 from infer.prefill import start
 from infer.programs import width_bucket
 from infer.request import Job
+from infer.state import RUNNING
 from infer.step import Extent, report, step
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
 from tests.conftest import GOLDEN, SHARED, tiny_config, write_checkpoint
@@ -55,6 +56,24 @@ def test_output_is_the_same_alone_in_a_batch_and_afterwards(engine: Engine) -> N
     assert other.token_ids != together[1].token_ids, "negative control: another seed gives another answer"
 
 
+def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None:
+    """Sequences whose titles are many tokens feed them in a pass in which others feed those of their branches."""
+    own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
+    jobs = [Job((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 150, seed) for seed in range(10, 14)]
+    state, whole = start(bare_lm, own.protocol, jobs), Extent(0, 0, 4, 32, 256)
+    while [needs.wide for needs in report(state, own.protocol).read().needs] != [3, 1]:
+        state = one_step(bare_lm.params, state, own.protocol, whole)
+        assert (state.finish == RUNNING).any(), "there was no such pass"
+    ways = [whole, Extent(4, 16, 1, 32, 256), Extent(4, 1, 1, 32, 256)]
+    plain, close, wrong = (one_step(bare_lm.params, state, own.protocol, way) for way in ways)
+    for name in ("token", "branch_token", "phase", "passes"):
+        np.testing.assert_array_equal(getattr(close, name), getattr(plain, name))
+    for one, other in zip(close.cache.layers, plain.cache.layers, strict=True):
+        np.testing.assert_allclose(one.value, other.value, atol=1e-5)
+    np.testing.assert_array_equal(close.cache.length, plain.cache.length)
+    assert (wrong.cache.length != plain.cache.length).any(), "negative control: branches have no place in it"
+
+
 def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
     folder = write_checkpoint(
         tmp_path, tiny_config(vocab_size=24, num_attention_heads=8, num_key_value_heads=8, hidden_size=64), seed=2
@@ -88,9 +107,9 @@ def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
         job = Job((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 100, seed)
         state = start(lm, protocol, [job])
         history: list[tuple[int, np.ndarray]] = []
-        while (widest := int(report(state, protocol).read().needs.size)) > 0:
+        while (widest := int(report(state, protocol).read().needs[0].size)) > 0:
             forks += widest >= 7
-            state = one_step(lm.params, state, protocol, Extent(0, 1, width_bucket(widest), 128))
+            state = one_step(lm.params, state, protocol, Extent(0, 0, 1, width_bucket(widest), 128))
             history.append((int(state.cache.length[0]), np.asarray(state.cache.layers[-1].key)[0]))
         lengths = [length for length, _ in history]
         assert lengths == sorted(lengths)

@@ -2,45 +2,83 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.programs import CLOSE_FIT, Programs, used_slots
-from infer.step import Extent
+from infer.step import FEW, Extent
+
+
+class Pass(NamedTuple):
+    """An engine's programs, and how many tokens each of its sequences feeds in a pass; 0: it is not running."""
+
+    programs: Programs
+    widths: list[int]
+    slots: int
+
+    @property
+    def needs(self) -> list[Extent]:
+        """What the device says of it."""
+        size = max(self.widths)
+        narrow = [sum(0 < width <= few for width in self.widths) for few in FEW]
+        wide = [sum(width > few for width in self.widths) for few in FEW]
+        return [Extent(narrow[n], few, wide[n], size, self.slots) for n, few in enumerate(FEW)]
 
 
 @st.composite
-def programs_and_needs(draw: st.DrawFn) -> tuple[Programs, Extent]:
-    """An engine's programs, and a pass that some of its sequences need; at least one feeds something."""
+def passes(draw: st.DrawFn) -> Pass:
+    """Some sequences feed one token, some those of their branches, some a fork; at least one feeds something."""
     rows, capacity = draw(st.integers(1, 40)), draw(st.integers(128, 5000))
     widest = draw(st.integers(2, min(200, capacity)))
-    wide = draw(st.integers(0, rows))
-    narrow = draw(st.integers(0 if wide else 1, rows - wide))
-    size = draw(st.integers(2, widest)) if wide else 1
-    return Programs(rows, capacity, widest), Extent(narrow, wide, size, draw(st.integers(size, capacity)))
+    one = st.one_of(st.integers(0, 1), st.integers(2, min(CLOSE_FIT, widest)), st.integers(2, widest))
+    widths = draw(st.lists(one, min_size=rows, max_size=rows).filter(any))
+    return Pass(Programs(rows, capacity, widest), widths, draw(st.integers(max(widths), capacity)))
 
 
-@given(programs_and_needs())
-def test_what_is_chosen_holds_the_pass_and_is_kept_for_it(drawn: tuple[Programs, Extent]) -> None:
-    programs, needs = drawn
-    within, least = programs.choose(needs)
-    assert within in programs.every()
-    assert needs.size <= within.size and needs.slots <= within.slots
-    assert needs.wide <= within.wide and needs.narrow <= (within.narrow or within.wide - needs.wide)
-    if needs.wide:  # else the loop would end before its first pass, and choose the same again
-        assert needs.wide > least.wide and needs.size > least.size
+@given(passes())
+def test_what_is_chosen_holds_the_pass_and_is_kept_for_it(drawn: Pass) -> None:
+    within, least = drawn.programs.choose(drawn.needs)
+    assert within in drawn.programs.every()
+    assert max(drawn.widths) <= within.size and drawn.slots <= within.slots
+    wide = sum(width > within.few for width in drawn.widths)
+    narrow = sum(0 < width <= within.few for width in drawn.widths)
+    assert wide <= within.wide and narrow <= within.narrow
+    branching = sum(width > 1 for width in drawn.widths)
+    if branching:  # else the loop would end before its first pass, and choose the same again
+        assert branching > least.wide and max(drawn.widths) > least.size
 
 
-@given(programs_and_needs())
-def test_branches_get_a_close_fit(drawn: tuple[Programs, Extent]) -> None:
+@given(passes())
+def test_branches_get_a_close_fit(drawn: Pass) -> None:
     """Less than twice what is needed; kept until a quarter is enough, for a change costs as much as some passes."""
-    programs, needs = drawn
-    within, least = programs.choose(needs)
-    if needs.size <= CLOSE_FIT:
-        assert within.size < 2 * needs.size
+    within, least = drawn.programs.choose(drawn.needs)
+    size = max(drawn.widths)
+    if size <= CLOSE_FIT:
+        assert within.size < 2 * size
         if within.wide:
             assert least.size == within.size // 4
+
+
+@given(passes())
+def test_the_smallest_of_all_programs_is_chosen(drawn: Pass) -> None:
+    """Of those that hold the pass, none has fewer places."""
+    within, _ = drawn.programs.choose(drawn.needs)
+    for other in drawn.programs.every():
+        wide = sum(width > other.few for width in drawn.widths)
+        narrow = sum(0 < width <= other.few for width in drawn.widths)
+        if wide <= other.wide and narrow <= other.narrow and max(drawn.widths) <= other.size:
+            assert within.places <= other.places, other
+
+
+def test_a_fork_costs_other_sequences_little() -> None:
+    """One of 32 sequences announces a block with 60 tokens of titles, while the others have branches or none."""
+    programs = Programs(32, 2048, 64)
+    drawn = Pass(programs, [60] + [5] * 15 + [1] * 16, 500)
+    assert programs.choose(drawn.needs)[0] == Extent(32, 16, 1, 64, 512)
+    assert programs.choose(drawn.needs[:1])[0] == Extent(32, 1, 16, 64, 512)  # if narrow ones were those with one token
 
 
 @pytest.mark.parametrize(
