@@ -3,7 +3,7 @@
 B batch, Q queries, C keys (cache slots or tokens), K kv heads, G query heads per kv head, H head size.
 
 Every implementation takes query [B, Q, K, G, H], key and value [B, K, C, H] and a `View`, and returns
-[B, Q, K, G, H] in the dtype of the query; keys of a cache are [B, K, H, C]. Scores and softmax are float32.
+[B, Q, K, G, H] in the dtype of the query. Scores and softmax are float32.
 """
 
 from __future__ import annotations
@@ -74,11 +74,9 @@ def dense(
     return attend(query, key, value, view.mask(siblings, window))
 
 
-def cached(
-    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
-) -> jax.Array:
-    """The one for decoding: `dense`, over keys as they lie in the cache, [B, K, H, C]."""
-    return attend(query, key, value, view.mask(siblings, window), "BKRH,BKHC->BKRC", softmax)
+def cached(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+    """The one for decoding: over keys as they lie in the cache, [B, K, H, C], and a mask that is there already."""
+    return attend(query, key, value, mask, "BKRH,BKHC->BKRC", softmax)
 
 
 def chunked(

@@ -64,8 +64,8 @@ def _folded(operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array
 def computed_once(make: Callable[[jax.Array], Value], positions: jax.Array) -> Value:
     """`make(positions)`, which are 0 or more.
 
-    XLA on CPU merges what is cheap by its own measure, sines too, with everything that uses it, and so computes it
-    again for every layer and head. It does not look into a condition, not even into one that always holds.
+    XLA on CPU merges what is cheap by its own measure, sines and masks too, with everything that uses it, and so
+    computes it again for every layer and head. It does not look into a condition, not even into one that always holds.
     """
 
     def behind_condition(positions: jax.Array) -> Value:

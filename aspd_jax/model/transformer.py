@@ -9,7 +9,6 @@ Pure in (parameters, tokens, layout, cache): nothing about positions or visibili
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from math import ceil, floor, log, pi, prod
 from typing import Any, NamedTuple
 
@@ -149,12 +148,12 @@ class Seat(NamedTuple):
     """A group of fed tokens in a layer: who looks at whom, where it stands in the cache, and which tokens it is.
 
     Attributes:
-        view: of the group, [M, F] over [M, C'], where only the first C' slots of the cache are in use.
+        mask: bool [M, F, C'], where only the first C' slots of the cache are in use.
         place: its rows and slots.
         tokens: which of the tokens of the pass are the group's.
     """
 
-    view: View
+    mask: jax.Array
     place: Place
     tokens: slice
 
@@ -192,10 +191,10 @@ class AttentionLayer(nn.Module):
                 cache = seat.place.write(cache, *(of_group(x, seat) for x in (key, value)))
             outs = []
             for seat in view:
-                used = seat.view.key.position.shape[1]
+                used = seat.mask.shape[2]
                 keys = seat.place.pick(cache.key[..., :used])
                 values = seat.place.pick(cache.value[:, :, :used])
-                outs.append(cached(of_group(grouped, seat), keys, values, seat.view, c.siblings, window))
+                outs.append(cached(of_group(grouped, seat), keys, values, seat.mask))
             out = outs[0] if len(outs) == 1 else jnp.concatenate([o.reshape(1, -1, *o.shape[2:]) for o in outs], 1)
         out = out.reshape(query.shape)
         output = Projection(c, (c.embed,), ("heads", "head", "embed"), 2, c.output_bias, name="output")
@@ -330,22 +329,28 @@ class Transformer(nn.Module):
         for group in groups:
             cache, place = record(cache, group, used)
             places.append(place)
-        seats, start = [], 0
+        views, tokens, start = [], [], 0
         for group, place in zip(groups, places, strict=True):
             seen = Layout(*(place.pick(field[:, : key_slot.size]) for field in cache.layout))
-            tokens = slice(start, start + group.tokens.size)
-            seats.append(Seat(View(group.layout, seen, place.slots, key_slot), place, tokens))
-            start = tokens.stop
+            views.append(View(group.layout, seen, place.slots, key_slot))
+            tokens.append(slice(start, start + group.tokens.size))
+            start = tokens[-1].stop
 
         def together(arrays: list[jax.Array]) -> jax.Array:
             return arrays[0] if len(arrays) == 1 else jnp.concatenate([a.reshape(1, -1) for a in arrays], axis=1)
 
+        windows = [c.layer_window(number) for number in range(c.layers)]
+        kinds = list(dict.fromkeys(windows))
+
+        def of_all_layers(positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], list[list[jax.Array]]]:
+            return rotation(c.rope, c.head, positions), [[v.mask(c.siblings, kind) for v in views] for kind in kinds]
+
+        turn, masks = computed_once(of_all_layers, together([group.layout.position for group in groups]))
         x = self.embedding(together([group.tokens for group in groups]))
-        positions = together([group.layout.position for group in groups])
-        turn = computed_once(partial(rotation, c.rope, c.head), positions)
         layers = []
-        for number in range(c.layers):
-            x, layer = self._layer(number)(x, turn, seats, cache.layers[number], c.layer_window(number))
+        for number, window in enumerate(windows):
+            seats = [Seat(*of) for of in zip(masks[kinds.index(window)], places, tokens, strict=True)]
+            x, layer = self._layer(number)(x, turn, seats, cache.layers[number], window)
             layers.append(layer)
         asked = []
         for group, seat in zip(groups, seats, strict=True):
