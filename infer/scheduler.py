@@ -110,6 +110,7 @@ class Scheduler:
         self._rows = [_Row() for _ in range(rows)]
         self._waiting: deque[Handle] = deque()
         self._state: DecodeState | None = None
+        self._told: tuple[DecodeState, Report] | None = None
         self._cap: int | None = None
         self._stamp = 0
         self._crowd_checked = 0.0
@@ -170,7 +171,7 @@ class Scheduler:
                     self._decode(1 if told else steps, early=steps != NO_LIMIT)
             except BaseException:
                 # The state may be lost half-way. Who waits goes on with a new one; who ran does not.
-                self._state, self._cap = None, None
+                self._state, self._told, self._cap = None, None, None
                 self._desk.clear()
                 for row in self._rows:
                     if row.handle is not None:
@@ -310,8 +311,7 @@ class Scheduler:
             steps = min(steps, STEPS_BETWEEN_CAPS)
         before = time.perf_counter()
         self._hold_back()
-        state = self._state_now()
-        told = report(state, self._protocol).read()
+        state, told = self._state_now(), self._reported()
         left, join = steps, early or bool(self._waiting)
         greedy = all(handle.job.params.greedy for handle in handles)
         while left > 0 and told.needs[0].size > 0 and not (join and (told.finish[rows] != RUNNING).any()):
@@ -328,6 +328,7 @@ class Scheduler:
             self._state = state
             self._desk.put(workspace)
             before_it, told = told, after.read()
+            self._told = state, told
             done = most - int(told.left)
             left -= done
             self._judge_drafts(within, done, drafting, before_it, told)
@@ -342,6 +343,13 @@ class Scheduler:
             handle.seconds["parallel"] += float(in_block)
             handle.seconds["total"] = now - handle.submitted
         self._look(told.finish)
+
+    def _reported(self) -> Report:
+        """What the last passes reported, as long as nothing else has changed the state since."""
+        state = self._state_now()
+        if self._told is None or self._told[0] is not state:
+            self._told = state, report(state, self._protocol).read()
+        return self._told[1]
 
     def _judge_drafts(self, within: Extent, passes: int, drafting: bool, before: Report, after: Report) -> None:
         if not drafting:

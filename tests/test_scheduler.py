@@ -27,6 +27,7 @@ from infer.prefill import Prompt, next_chunk
 from infer.request import Job
 from infer.reuse import RowMemory, best_match
 from infer.scheduler import STEPS_BESIDE_PREFILL
+from infer.step import report
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
 from tests.conftest import patched
 
@@ -308,6 +309,19 @@ def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
     engine.pump()
     assert quiet.result is not None and unheard.result is not None
     assert engine.scheduler.chunk.seconds > 0
+
+
+def test_a_state_is_asked_once_what_it_needs(engine: Engine, monkeypatch: Any) -> None:
+    """Passes report what the next ones need; the state is asked anew where something else has changed it."""
+    asked = []
+    monkeypatch.setattr(infer.scheduler, "report", lambda *args: asked.append(1) or report(*args))
+    handles = [engine.submit([1, 2], replace(HOT, max_new_tokens=40, seed=seed)) for seed in range(2)]
+    for pump in range(3):
+        engine.pump(2)
+        assert len(asked) == 1, pump
+    handles[0].cancel()
+    assert handles[1].wait().finish_reason is not None
+    assert len(asked) == 2
 
 
 def test_warm_up_leaves_nothing_to_compile(bare_lm: LanguageModel) -> None:
