@@ -23,7 +23,7 @@ from infer import Engine, SamplingParams
 from infer.lockstep import Asked, Lockstep, Turn
 from infer.request import Job
 from tests.conftest import ROOT
-from tests.test_server import wait_for
+from tests.serving import wait_for
 
 QUESTIONS = sorted(
     (question for question in synthetic_questions(6) if question.forks),

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 
 from aspd_jax import load_model
 from infer import Engine
-from tests.test_server import serving
+from tests.serving import serving
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 

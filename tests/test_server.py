@@ -14,8 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -24,80 +22,21 @@ import jax
 import numpy as np
 import openai
 import pytest
-import uvicorn
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import aspd
-from aspd.evaluation import synthetic_questions
 from aspd_jax import load_model
 from infer import Engine, SamplingParams
-from infer.events import Event
-from infer.load import Load, load, load_table, middle, until_compiled
 from infer.logprobs import token_logprobs
-from infer.server.app import make_app
-from infer.server.config import ServerConfig
-from infer.server.deltas import AsTheyCome, ReadingOrder
-from infer.server.driver import Driver
 from tests.conftest import ROOT
+from tests.serving import QUESTIONS, Running, ask, serving, wait_for
 
-QUESTIONS = [question for question in synthetic_questions(12) if question.forks]
 LONG = {"role": "user", "content": "word " * 3000}
 SERIAL = {"aspd": {"mode": "serial"}}
-
-
-class Running:
-    """A server in a thread of this process."""
-
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
-        self.engine = engine
-        self.app = make_app(engine, config)
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        self.address = self._socket.getsockname()
-        self.url = f"http://127.0.0.1:{self.address[1]}"
-        self.server = uvicorn.Server(uvicorn.Config(self.app, log_level="error", timeout_graceful_shutdown=5))
-        self._thread = threading.Thread(target=lambda: self.server.run(sockets=[self._socket]), daemon=True)
-
-    @property
-    def driver(self) -> Driver:
-        return self.app.state.driver  # type: ignore[no-any-return]
-
-    def __enter__(self) -> Running:
-        self._thread.start()
-        assert wait_for(lambda: self.server.started and self.driver.ready.is_set())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.server.should_exit = True
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
-
-
-def wait_for(holds: Any, seconds: float = 120) -> bool:
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine(load_model("demo"), max_length=1024, max_batch=2)
-
-
-@contextmanager
-def serving(engine: Engine, **changes: Any) -> Iterator[Running]:
-    settings: dict[str, Any] = {"name": "demo", "warm_up": False, "max_new_tokens": 400} | changes
-    with Running(engine, ServerConfig(**settings)) as running:
-        yield running
-        assert wait_for(lambda: running.driver.occupancy == (0, 0))
-    assert not any(row.handle for row in engine.scheduler._rows)
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +60,6 @@ def slow_motion(engine: Engine, monkeypatch: Any) -> None:
 def endless(seed: int = 7, **more: Any) -> dict[str, Any]:
     """Asks for an answer of at least 24 tokens."""
     return ask(seed=seed, temperature=2.0, **more, **SERIAL)
-
-
-def ask(number: int = 0, **more: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": QUESTIONS[number].turns[0]}
-    return {"model": "demo", "messages": [message], "temperature": 0} | more
 
 
 def test_the_official_client(server: Running) -> None:
@@ -203,9 +137,6 @@ def test_what_is_asked_is_what_is_sampled(server: Running) -> None:
 
 def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
     """Of an answer with a block, beside the stepwise engine."""
-    import jax
-    import numpy as np
-
     (result,) = engine.generate([ask()["messages"]], SamplingParams(max_new_tokens=400))
     found = token_logprobs(engine.lm, engine.protocol, result, 1)
     assert engine.lm.codec.text.decode([of.token for of in found]) == result.text
@@ -384,55 +315,6 @@ def test_many_requests_leave_nothing_behind(server: Running) -> None:
     assert counted and int(counted[0]) > 40
 
 
-def events_of(answer: list[Any], random: Random) -> tuple[list[Event], str]:
-    """Events of an answer in which all branches of a block grow side by side, and its text."""
-    events, text, block = [], "", 0
-    for item in answer:
-        if isinstance(item, str):
-            events += [Event("token", text=item[i : i + 2]) for i in range(0, len(item), 2)]
-            text += item
-            continue
-        block += 1
-        events.append(Event("fork", block, titles=tuple("t" for _ in item)))
-        left = dict(enumerate(item, 1))
-        while left:
-            branch = random.choice(sorted(left))
-            if left[branch]:
-                events.append(Event("token", block, branch, left[branch][:2]))
-                left[branch] = left[branch][2:]
-            else:
-                events.append(Event("branch", block, branch, item[branch - 1]))
-                del left[branch]
-        events.append(Event("merge", block))
-        text += "".join(item)
-    return events, text
-
-
-texts = st.text("abc", max_size=7)
-
-
-@settings(max_examples=150)
-@given(st.lists(texts | st.lists(texts, min_size=2, max_size=4), max_size=5), st.randoms(use_true_random=False))
-def test_reading_order(answer: list[Any], random: Random) -> None:
-    """Every text that was sent is a beginning of the answer, and as long as it can be."""
-    events, text = events_of(answer, random)
-    order, sent = ReadingOrder(), ""
-    written: dict[tuple[int, int], str] = {}
-    for event in events:
-        sent += "".join(delta.text for delta in order.take(event))
-        assert text.startswith(sent)
-        if event.kind == "token" and event.branch <= 1:  # serial text and first branches are never held back
-            assert sent.endswith(event.text)
-        if event.kind == "merge":
-            assert len(sent) >= len("".join(written.values()))
-        if event.kind == "token":
-            written[event.block, event.branch] = written.get((event.block, event.branch), "") + event.text
-    assert sent == text
-    if any(isinstance(item, list) and sum(map(bool, item)) > 1 for item in answer):
-        mixed = "".join(delta.text for event in events for delta in AsTheyCome().take(event))
-        assert sorted(mixed) == sorted(text)
-
-
 def test_it_finishes_what_is_under_way_when_told_to_stop() -> None:
     command = [
         sys.executable,
@@ -486,45 +368,6 @@ def test_a_port_that_is_taken(capsys: Any) -> None:
         taken.listen()
         assert aspd.main(["serve", "--port", str(taken.getsockname()[1]), "--max-length", "256"]) == 2
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
-
-
-def test_load(server: Running) -> None:
-    """Requests come at their own pace; what is measured is what was sent."""
-    questions = [question.turns[0] for question in QUESTIONS[:3]]
-
-    def loaded(url: str, rate: float, target: float) -> Load:
-        return asyncio.run(load(f"{url}/v1", "", "demo", questions, "serial", rate, 1.5, target, 400))
-
-    of = loaded(server.url, 8, 600)
-    assert of.sent == of.answered > 4 and of.refused == of.failed == 0 and of.in_time == of.sent
-    assert 0 < of.first[0] <= of.last[0] and list(of.last) == sorted(of.last)
-    assert of.content_rate == pytest.approx(sum(_content(n % 3) for n in range(of.sent)) / of.seconds)
-    assert loaded(server.url, 8, 1e-6).goodput == 0
-    assert "| 8 | serial |" in load_table([of], 600) and 0.9 < of.ideal <= 1, "nothing is parallel in serial mode"
-    others = [replace(of, last=(seconds, 9.0, 9.0), sent=n) for n, seconds in enumerate((3.0, 1.0, 2.0))]
-    assert middle(others).sent == 2 and middle(others).medians == (3.0, 1.0, 2.0)
-    assert "| 1000 - 3000 |" in load_table([middle(others)], 600)
-    nobody = asyncio.run(load("http://127.0.0.1:9/v1", "", "demo", questions, "serial", 8, 0.5, 1, 400))
-    assert nobody.failed == nobody.sent > 0 and nobody.answered == 0
-
-
-def test_a_load_is_measured_when_nothing_is_left_to_compile(server: Running) -> None:
-    rounds: list[int] = []
-
-    def send() -> int:
-        rounds.append(0)
-        if len(rounds) < 3:
-            jax.jit(lambda x: x * 3 + 1)(np.zeros(len(rounds)))
-        return len(rounds)
-
-    assert until_compiled(send, f"{server.url}/v1", "none") == len(rounds) == 3
-    assert until_compiled(send, f"{server.url}/v1", "none") == len(rounds) == 4
-    assert until_compiled(send, "http://127.0.0.1:9/v1", "none") == len(rounds) == 5, "a server that does not tell"
-
-
-def _content(number: int) -> int:
-    """Tokens of the right answer's text."""
-    return len(load_model("demo").codec.text.encode(QUESTIONS[number].references[0]))
 
 
 def test_the_page_in_a_browser(server: Running) -> None:
