@@ -28,7 +28,7 @@ from infer.engine import NO_TOKENS, Engine
 from infer.prefill import start
 from infer.request import Job, Mode, SamplingParams
 from infer.state import PARALLEL, DecodeState, Protocol
-from infer.step import Extent, Limits, Script, run
+from infer.step import Extent, Least, Limits, Script, run
 
 COPY_BYTES = 1 << 28
 SERIAL_TEXT = 32  # tokens before and after the block together
@@ -168,7 +168,7 @@ def pass_times(
         max_title_tokens=1,
         mesh=lm.mesh,
     )
-    limits = Limits(np.int32(steps), Extent(*[np.int32(-1)] * 5), np.bool_(False))
+    limits = Limits(np.int32(steps), Least(np.int32(-1), np.int32(-1)), np.bool_(False))
     tokens = 2 * (steps + 1) * max(widths)  # each needs one for its closing tag
     states = {width: _decoding_state(lm, protocol, context, width, tokens) for width in widths}
     times: dict[int, list[float]] = {width: [] for width in widths}
@@ -179,7 +179,7 @@ def pass_times(
             begun = time.perf_counter()
             told = run(lm.params, state, None, limits, protocol, within, True, None, False)[-1].read()
             times[width].append((time.perf_counter() - begun) / steps)
-            if int(told.needs[0].size) != width:
+            if told.widths.max() != width:
                 raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")
     results = []
     for width in widths:

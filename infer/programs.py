@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -10,11 +9,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from infer.step import FEW, Extent
+from infer.step import Extent, Least
 
 SMALLEST_CAPACITY = 128
 SMALLEST_PART = 256  # slots of a row, below which there is little to save
-CLOSE_FIT = FEW[-1]  # tokens that a sequence feeds: more are the titles of a block, once
+CLOSE_FIT = 16  # tokens that a sequence feeds: more are the titles of a block, once
+FEW = (1, CLOSE_FIT)  # tokens of narrow sequences: a serial stretch has one, a block beside a fork no more than 16
 
 MAPS = Path("/proc/self/maps")  # a line for each
 MOST_MAPS = Path("/proc/sys/vm/max_map_count")
@@ -62,25 +62,27 @@ class Programs:
     capacity: int
     widest: int
 
-    def choose(self, needs: Sequence[Extent], keep: bool = False) -> tuple[Extent, Extent]:
+    def choose(self, widths: np.ndarray, slots: int, keep: bool = False) -> tuple[Extent, Least]:
         """The smallest program that does what is needed, and how little may be needed while it is left for a smaller.
 
         Args:
-            needs: the same pass, sequences split into narrow and wide ones in one way or another.
-            keep: however little that is; where drafts come and go.
+            widths: [B], tokens that each sequence feeds; some are more than 0.
+            slots: in use after the pass.
+            keep: however little that is; where drafts come and go, which narrow sequences have no places for.
         """
-        within = min(map(self._fit, needs), key=lambda extent: extent.places)
-        if keep or not within.wide:
-            return within, _least(-1, 0)
-        return within, _least(within.wide // 8, within.size // 4)
+        splits = [self._split(widths, slots, few) for few in (FEW[:1] if keep else FEW)]
+        within = min(splits, key=lambda extent: extent.places)
+        never = keep or not within.wide
+        return within, Least(*map(np.int32, (-1, 0) if never else (within.wide // 8, within.size // 4)))
 
-    def _fit(self, needs: Extent) -> Extent:
-        """The smallest program that splits sequences like this."""
-        slots, everyone = used_slots(self.capacity, needs.slots), self._rows(needs.narrow + needs.wide)
-        if needs.wide == 0:
-            return Extent(everyone, needs.few, 0, needs.few, slots)
-        size, wide = _size(needs.size), self._rows(needs.wide)
-        return Extent(everyone, needs.few, wide, size, slots) if wide < everyone else Extent(0, 0, wide, size, slots)
+    def _split(self, widths: np.ndarray, slots: int, few: int) -> Extent:
+        """The smallest program in which sequences that feed at most `few` tokens are narrow."""
+        wide, slots = int((widths > few).sum()), used_slots(self.capacity, slots)
+        everyone = self._rows(int((widths > 0).sum()))
+        if wide == 0:
+            return Extent(everyone, few, 0, few, slots)
+        wide, size = self._rows(wide), _size(int(widths.max()))
+        return Extent(everyone, few, wide, size, slots) if wide < everyone else Extent(0, 0, wide, size, slots)
 
     def every(self) -> list[Extent]:
         """All that `choose` can choose."""
@@ -117,7 +119,3 @@ def _fourfold(count: int) -> int:
     while size < count:
         size *= 4
     return size
-
-
-def _least(wide: int, size: int) -> Extent:
-    return Extent(*(np.int32(value) for value in (0, 0, wide, size, 0)))

@@ -314,12 +314,11 @@ class Scheduler:
         state, told = self._state_now(), self._reported()
         left, join = steps, early or bool(self._waiting)
         greedy = all(handle.job.params.greedy for handle in handles)
-        while left > 0 and told.needs[0].size > 0 and not (join and (told.finish[rows] != RUNNING).any()):
+        while left > 0 and told.widths.any() and not (join and (told.finish[rows] != RUNNING).any()):
             # Where stop strings are looked for, a pass takes one token of a stretch: none may follow such a string.
             drafting = self._drafts.on and not stops
             most = min(left, self._drafts.passes)
-            needs = [Extent(*map(int, needs)) for needs in told.needs]
-            within, least = self._programs.choose(needs[:1] if drafting else needs, keep=drafting)
+            within, least = self._programs.choose(told.widths, int(told.slots), keep=drafting)
             limits = Limits(np.int32(most), least, np.bool_(join))
             workspace = self._desk.take(state, within.rows, within.slots, told.finish)
             state, workspace, after = run(

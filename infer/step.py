@@ -25,14 +25,12 @@ from infer.speculation import add_drafts, goes_on, hide_rejected, look_up
 from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol, in_place
 from infer.workspace import Workspace, put_back, work_on
 
-FEW = (1, 16)  # tokens of narrow sequences: a serial stretch has one, and a block where others fork no more than 16
-
 # Tokens that some rows of the state feed: the rows (None: all, in place), and what they feed.
 Part: TypeAlias = tuple[jax.Array | None, Feed]
 
 
 class Extent(NamedTuple):
-    """How large a pass is, or has to be.
+    """How large a pass may be.
 
     A pass feeds up to `few` tokens to each narrow sequence and up to `size` tokens to each wide one.
 
@@ -44,20 +42,20 @@ class Extent(NamedTuple):
         slots: slots of the cache that are in use after the pass.
     """
 
-    narrow: Any
-    few: Any
-    wide: Any
-    size: Any
-    slots: Any
+    narrow: int
+    few: int
+    wide: int
+    size: int
+    slots: int
 
     @property
     def rows(self) -> int:
-        """Of a program: sequences that it takes. Where it has narrow places, these are enough for all."""
+        """Sequences that it takes. Where it has narrow places, these are enough for all."""
         return max(self.narrow, self.wide)
 
     @property
     def places(self) -> int:
-        """Of a program: for tokens, used or not."""
+        """For tokens, used or not."""
         return self.narrow * self.few + self.wide * self.size
 
 
@@ -110,17 +108,9 @@ def choose(
     return jnp.where(ends_branch, protocol.tags.branch_end, token), ends_branch
 
 
-def extent(state: DecodeState, protocol: Protocol, few: int = FEW[0]) -> Extent:
-    """What the next pass needs, where sequences that feed at most `few` tokens are narrow; int32 scalars."""
-    widths = width(state, protocol)
-    wide = widths > few
-    return Extent(
-        narrow=jnp.sum((widths > 0) & ~wide, dtype=jnp.int32),
-        few=jnp.int32(few),
-        wide=jnp.sum(wide, dtype=jnp.int32),
-        size=jnp.max(widths),
-        slots=jnp.max(jnp.where(widths > 0, state.cache.length + widths, 0)),
-    )
+def slots_after(state: DecodeState, widths: jax.Array) -> jax.Array:
+    """How many slots are in use after a pass in which sequences feed so many tokens, [B]; a scalar."""
+    return jnp.max(jnp.where(widths > 0, state.cache.length + widths, 0))
 
 
 def step(
@@ -135,8 +125,8 @@ def step(
     """Feed all pending tokens of every running sequence, and sample what follows.
 
     Args:
-        within: ints, at least what `extent` says for its `few`. Where `narrow` or `wide` is the number of all
-            sequences, the pass takes them in place; else it gathers those it needs.
+        within: has room for what `width` says. Where `narrow` or `wide` is the number of all sequences, the pass
+            takes them in place; else it gathers those it needs.
         greedy, script: see `choose`.
         drafting: feed the drafts of the state, too, and look up those of the next pass; else there must be none.
     """
@@ -265,17 +255,29 @@ def count_pass(state: DecodeState, widths: jax.Array) -> DecodeState:
     return state._replace(passes=state.passes + fed, parallel_passes=state.parallel_passes + (fed & in_block))
 
 
+class Least(NamedTuple):
+    """How little a pass may need while its program is left for a smaller one; int32 scalars, negative for never.
+
+    Attributes:
+        wide: so many sequences that feed more than one token.
+        size: so many tokens of a sequence.
+    """
+
+    wide: Any
+    size: Any
+
+
 class Limits(NamedTuple):
     """When `run` gives control back to the host; int32 scalars, `join` bool.
 
     Attributes:
         steps: after so many steps.
-        least: when a pass would need no more than this of everything, so that a smaller program would do.
+        least: when a pass would need no more than this of either.
         join: as soon as a sequence finishes, because another waits for its place.
     """
 
     steps: Any
-    least: Extent
+    least: Least
     join: Any
 
 
@@ -283,12 +285,14 @@ class Report(NamedTuple):
     """What the host has to know between chunks of passes.
 
     Attributes:
-        needs: of the next pass, for each of `FEW`; scalars.
+        widths: as `width` has it, of the next pass, [B].
+        slots: in use after it; a scalar.
         left: how many of `Limits.steps` are left; a scalar.
         finish, passes, parallel_passes, stretches, accepted: as in the state, [B].
     """
 
-    needs: tuple[Extent, ...]
+    widths: Any
+    slots: Any
     left: Any
     finish: Any
     passes: Any
@@ -300,9 +304,9 @@ class Report(NamedTuple):
 @partial(jax.jit, static_argnames="protocol")
 def report(state: DecodeState, protocol: Protocol, left: jax.Array | int = 0) -> Packed[Report]:
     """What the host has to know of a state."""
+    widths = width(state, protocol)
     counts = (state.finish, state.passes, state.parallel_passes, state.stretches, state.accepted)
-    needs = tuple(extent(state, protocol, few) for few in FEW)
-    return Packed.of(Report(needs, jnp.int32(left), *counts))
+    return Packed.of(Report(widths, slots_after(state, widths), jnp.int32(left), *counts))
 
 
 @partial(jax.jit, static_argnames=("protocol", "within", "greedy", "drafting"), donate_argnames=("state", "workspace"))
@@ -328,12 +332,13 @@ def run(
 
     def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
         state, left = carry
-        needs, split = extent(state, protocol), extent(state, protocol, within.few)
-        fits = (split.narrow <= within.narrow) & (split.wide <= within.wide)
-        fits &= (needs.size <= within.size) & (needs.slots <= within.slots)
-        smaller = jnp.stack([needs.wide <= limits.least.wide, needs.size <= limits.least.size])
+        widths = width(state, protocol)
+        size, wide = jnp.max(widths), widths > within.few
+        fits = (jnp.sum(wide) <= within.wide) & (jnp.sum((widths > 0) & ~wide) <= within.narrow)
+        fits &= (size <= within.size) & (slots_after(state, widths) <= within.slots)
+        smaller = (jnp.sum(widths > 1) <= limits.least.wide) | (size <= limits.least.size)
         finished = jnp.sum(state.finish == RUNNING) < running
-        return (left > 0) & (needs.size > 0) & fits & ~jnp.any(smaller) & ~(limits.join & finished)
+        return (left > 0) & (size > 0) & fits & ~smaller & ~(limits.join & finished)
 
     def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
         state, left = carry

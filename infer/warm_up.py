@@ -24,7 +24,7 @@ from infer.prefill import LEAST_CHUNK, NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, be
 from infer.programs import WARM_SHARE, Programs, crowded, used_slots, width_bucket
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import DecodeState, Protocol
-from infer.step import Extent, Limits, first_tokens, prefill, report, run
+from infer.step import Extent, Least, Limits, first_tokens, prefill, report, run
 from infer.workspace import Desk
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def _no_pass(
     lm: LanguageModel, protocol: Protocol, state: DecodeState, within: Extent, greedy: bool, drafting: bool
 ) -> DecodeState:
     """Run no pass, in the program of `within`."""
-    nothing = Limits(np.int32(0), Extent(*[np.int32(0)] * 5), np.bool_(False))
+    nothing = Limits(np.int32(0), Least(np.int32(0), np.int32(0)), np.bool_(False))
     workspace = Desk(protocol).take(state, within.rows, within.slots, np.asarray(state.finish))
     return run(lm.params, state, workspace, nothing, protocol, within, greedy, None, drafting)[0]
 

@@ -16,7 +16,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
 from infer.prefill import start
-from infer.programs import width_bucket
+from infer.programs import FEW, width_bucket
 from infer.request import Job
 from infer.state import RUNNING
 from infer.step import Extent, report, step
@@ -61,7 +61,7 @@ def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
     jobs = [Job((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 150, seed) for seed in range(10, 14)]
     state, whole = start(bare_lm, own.protocol, jobs), Extent(0, 0, 4, 32, 256)
-    while [needs.wide for needs in report(state, own.protocol).read().needs] != [3, 1]:
+    while [(report(state, own.protocol).read().widths > few).sum() for few in FEW] != [3, 1]:
         state = one_step(bare_lm.params, state, own.protocol, whole)
         assert (state.finish == RUNNING).any(), "there was no such pass"
     ways = [whole, Extent(4, 16, 1, 32, 256), Extent(4, 1, 1, 32, 256)]
@@ -107,7 +107,7 @@ def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
         job = Job((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 100, seed)
         state = start(lm, protocol, [job])
         history: list[tuple[int, np.ndarray]] = []
-        while (widest := int(report(state, protocol).read().needs[0].size)) > 0:
+        while (widest := int(report(state, protocol).read().widths.max())) > 0:
             forks += widest >= 7
             state = one_step(lm.params, state, protocol, Extent(0, 0, 1, width_bucket(widest), 128))
             history.append((int(state.cache.length[0]), np.asarray(state.cache.layers[-1].key)[0]))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.programs import CLOSE_FIT, Programs, used_slots
-from infer.step import FEW, Extent
+from infer.step import Extent, Least
 
 
 class Pass(NamedTuple):
@@ -19,13 +20,8 @@ class Pass(NamedTuple):
     widths: list[int]
     slots: int
 
-    @property
-    def needs(self) -> list[Extent]:
-        """What the device says of it."""
-        size = max(self.widths)
-        narrow = [sum(0 < width <= few for width in self.widths) for few in FEW]
-        wide = [sum(width > few for width in self.widths) for few in FEW]
-        return [Extent(narrow[n], few, wide[n], size, self.slots) for n, few in enumerate(FEW)]
+    def choose(self, keep: bool = False) -> tuple[Extent, Least]:
+        return self.programs.choose(np.asarray(self.widths), self.slots, keep)
 
 
 @st.composite
@@ -40,7 +36,7 @@ def passes(draw: st.DrawFn) -> Pass:
 
 @given(passes())
 def test_what_is_chosen_holds_the_pass_and_is_kept_for_it(drawn: Pass) -> None:
-    within, least = drawn.programs.choose(drawn.needs)
+    within, least = drawn.choose()
     assert within in drawn.programs.every()
     assert max(drawn.widths) <= within.size and drawn.slots <= within.slots
     wide = sum(width > within.few for width in drawn.widths)
@@ -54,7 +50,7 @@ def test_what_is_chosen_holds_the_pass_and_is_kept_for_it(drawn: Pass) -> None:
 @given(passes())
 def test_branches_get_a_close_fit(drawn: Pass) -> None:
     """Less than twice what is needed; kept until a quarter is enough, for a change costs as much as some passes."""
-    within, least = drawn.programs.choose(drawn.needs)
+    within, least = drawn.choose()
     size = max(drawn.widths)
     if size <= CLOSE_FIT:
         assert within.size < 2 * size
@@ -65,7 +61,7 @@ def test_branches_get_a_close_fit(drawn: Pass) -> None:
 @given(passes())
 def test_the_smallest_of_all_programs_is_chosen(drawn: Pass) -> None:
     """Of those that hold the pass, none has fewer places."""
-    within, _ = drawn.programs.choose(drawn.needs)
+    within, _ = drawn.choose()
     for other in drawn.programs.every():
         wide = sum(width > other.few for width in drawn.widths)
         narrow = sum(0 < width <= other.few for width in drawn.widths)
@@ -77,8 +73,8 @@ def test_a_fork_costs_other_sequences_little() -> None:
     """One of 32 sequences announces a block with 60 tokens of titles, while the others have branches or none."""
     programs = Programs(32, 2048, 64)
     drawn = Pass(programs, [60] + [5] * 15 + [1] * 16, 500)
-    assert programs.choose(drawn.needs)[0] == Extent(32, 16, 1, 64, 512)
-    assert programs.choose(drawn.needs[:1])[0] == Extent(32, 1, 16, 64, 512)  # if narrow ones were those with one token
+    assert drawn.choose()[0] == Extent(32, 16, 1, 64, 512)
+    assert drawn.choose(keep=True)[0] == Extent(32, 1, 16, 64, 512)  # if narrow ones were those with one token
 
 
 @pytest.mark.parametrize(
