@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infer.programs import CLOSE_FIT, Programs, used_slots
@@ -59,13 +59,17 @@ def test_branches_get_a_close_fit(drawn: Pass) -> None:
 
 
 @given(passes())
+@example(Pass(Programs(8, 128, 2), [0, 0, 0, 1, 1, 1, 1, 2], 2))  # 4 + 1 places would do, but not the 4 rows they imply
 def test_the_smallest_of_all_programs_is_chosen(drawn: Pass) -> None:
-    """Of those that hold the pass, none has fewer places."""
+    """Of those that hold the pass and a row for each of its sequences, none has fewer places."""
     within, _ = drawn.choose()
+    sequences = sum(width > 0 for width in drawn.widths)
+    assert sequences <= within.rows
     for other in drawn.programs.every():
         wide = sum(width > other.few for width in drawn.widths)
         narrow = sum(0 < width <= other.few for width in drawn.widths)
-        if wide <= other.wide and narrow <= other.narrow and max(drawn.widths) <= other.size:
+        holds = wide <= other.wide and narrow <= other.narrow and max(drawn.widths) <= other.size
+        if holds and sequences <= other.rows:
             assert within.places <= other.places, other
 
 
