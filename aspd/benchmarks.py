@@ -58,6 +58,13 @@ def add(commands: Any) -> None:
     served.add_argument(
         "--repeats", type=int, default=3, help="rounds of each load, the modes in turn; the middle counts"
     )
+    served.add_argument(
+        "--most-stolen",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="send a round again in which this machine's host took more of the processors' time, 0 to 1 (Linux)",
+    )
     served.add_argument("--target", type=float, default=1.0, help="seconds to the last token that are in time")
     served.add_argument("--max-new-tokens", type=int, default=800)
     served.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
@@ -171,8 +178,9 @@ def run_bench_serve(options: argparse.Namespace) -> None:
 
     from infer.evaluation.config import BenchmarkSection
     from infer.evaluation.questions import read_questions
-    from infer.load import Load, load, load_table, middle, to_json, until_compiled
+    from infer.load import Load, load, load_table, middle, to_json, undisturbed
     from infer.request import Mode
+    from infer.stolen import processor_time
     from train.tasks import FAMILIES, LONG_FAMILY, problem
 
     if min(options.rates) <= 0 or options.seconds <= 0:
@@ -183,6 +191,10 @@ def run_bench_serve(options: argparse.Namespace) -> None:
         raise RequestError(
             "--long and --least-branches choose among the synthetic tasks; leave them out, or --questions"
         )
+    if not 0 <= options.most_stolen <= 1:
+        raise RequestError(f"--most-stolen is a share between 0 and 1, got {options.most_stolen:g}")
+    if options.most_stolen < 1 and processor_time() is None:
+        raise RequestError("--most-stolen needs what Linux counts in /proc/stat; leave it out on this machine")
     positive(options, "repeats")
     if options.questions is None:
         families = (LONG_FAMILY,) if options.long else FAMILIES
@@ -204,7 +216,8 @@ def run_bench_serve(options: argparse.Namespace) -> None:
 
         for rate in options.rates:
             rounds = [
-                [until_compiled(partial(send, rate, mode), url, key) for mode in modes] for _ in range(options.repeats)
+                [undisturbed(partial(send, rate, mode), url, key, options.most_stolen) for mode in modes]
+                for _ in range(options.repeats)
             ]
             for of in map(middle, zip(*rounds, strict=True)):
                 found.append(of)

@@ -89,6 +89,7 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["bench", "decode", "--answers", "8by60"], "--answers takes branches x tokens, such as 8x60, got '8by60'"),
         (["bench", "decode", "--shape", "70b"], "unknown shape '70b'; known are 27m, 1b, 7b"),
         (["bench", "decode", "--widths", "2", "4"], "--widths must be powers of two and start with 1, got [2, 4]"),
+        (["bench", "serve", "--most-stolen", "5"], "--most-stolen is a share between 0 and 1, got 5"),
         (["demo", "--questions", "0"], "--questions must be at least 1"),
         (["data", "tasks", "--count", "0", "--output", "x"], "--count must be at least 1"),
         (["data", "tasks", "--long-every", "-1", "--output", "x"], "--long-every must be at least 0"),

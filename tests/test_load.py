@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,8 +16,11 @@ import pytest
 
 from aspd_jax import load_model
 from infer import Engine
-from infer.load import Load, load, load_table, middle, until_compiled
+from infer.load import Load, load, load_table, middle, undisturbed
+from infer.stolen import processor_time, stolen_share
 from tests.serving import QUESTIONS, Running, serving
+
+SENT = Load("serial", 8, 1, 1, 0, 0, (1.0,) * 3, (2.0,) * 3, 1, 0.5, 100, 1, 2, 0.0, (2.0,))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,9 @@ def test_load(server: Running) -> None:
     assert 0 < of.first[0] <= of.last[0] and list(of.last) == sorted(of.last)
     assert of.content_rate == pytest.approx(sum(_content(n % 3) for n in range(of.sent)) / of.seconds)
     assert loaded(server.url, 8, 1e-6).goodput == 0
-    assert "| 8 | serial |" in load_table([of], 600) and 0.9 < of.ideal <= 1, "nothing is parallel in serial mode"
+    assert "| 8 | serial |" in load_table([of], 600) and "| 25% |" in load_table([replace(of, stolen=0.25)], 600)
+    assert of.stolen is None or 0 <= of.stolen < 1
+    assert 0.9 < of.ideal <= 1, "nothing is parallel in serial mode"
     others = [replace(of, last=(seconds, 9.0, 9.0), sent=n) for n, seconds in enumerate((3.0, 1.0, 2.0))]
     assert middle(others).sent == 2 and middle(others).medians == (3.0, 1.0, 2.0)
     assert "| 1000 - 3000 |" in load_table([middle(others)], 600)
@@ -43,17 +52,54 @@ def test_load(server: Running) -> None:
 
 
 def test_a_load_is_measured_when_nothing_is_left_to_compile(server: Running) -> None:
-    rounds: list[int] = []
+    rounds: list[Load] = []
 
-    def send() -> int:
-        rounds.append(0)
-        if len(rounds) < 3:
-            jax.jit(lambda x: x * 3 + 1)(np.zeros(len(rounds)))
-        return len(rounds)
+    def send() -> Load:
+        if len(rounds) < 2:
+            jax.jit(lambda x: x * 3 + 1)(np.zeros(len(rounds) + 1))
+        rounds.append(replace(SENT, sent=len(rounds)))
+        return rounds[-1]
 
-    assert until_compiled(send, f"{server.url}/v1", "none") == len(rounds) == 3
-    assert until_compiled(send, f"{server.url}/v1", "none") == len(rounds) == 4
-    assert until_compiled(send, "http://127.0.0.1:9/v1", "none") == len(rounds) == 5, "a server that does not tell"
+    for count in (3, 4):
+        assert undisturbed(send, f"{server.url}/v1", "none") == rounds[-1] and len(rounds) == count
+    assert undisturbed(send, "http://127.0.0.1:9/v1", "none") == rounds[4], "a server that does not tell"
+
+
+@pytest.mark.parametrize(
+    ("most", "shares", "taken"),
+    [
+        (0.1, (0.5, 0.2, 0.1, 0.0), 2),
+        (1.0, (0.5, 0.2, 0.1, 0.0), 0),
+        (0.1, (None, 0.0), 0),
+        (0.1, (*(0.5,) * 7, 0.3, *(0.5,) * 5), 7),  # the best of twelve
+    ],
+)
+def test_a_load_is_measured_when_the_host_leaves_the_processors_alone(
+    most: float, shares: tuple[float | None, ...], taken: int
+) -> None:
+    rounds = [replace(SENT, stolen=share) for share in shares]
+    coming = iter(rounds)
+    assert undisturbed(lambda: next(coming), "http://127.0.0.1:9/v1", "", most) is rounds[taken]
+
+
+def test_stolen_time(tmp_path: Path) -> None:
+    """As proc_stat(5) has it: guest time is in user time already, idle time is nobody's."""
+    stat = tmp_path / "stat"
+    counted = []
+    for line in ("cpu  10 1 5 900 7 1 1 2 9 9", "cpu  40 1 15 999 9 1 1 42 9 9", "cpu  40 1 15 999 9"):
+        stat.write_text(f"{line}\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+        counted.append(processor_time(stat))
+    assert stolen_share(counted[0], counted[1]) == 40 / (30 + 10 + 40)
+    assert stolen_share(counted[0], counted[0]) == 0
+    assert counted[2] is None and stolen_share(counted[0], None) is None, "a Linux that does not count it"
+    assert processor_time(tmp_path / "none") is None
+    if sys.platform == "linux":
+        first = processor_time()
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+        second = processor_time()
+        assert first and second and second.used - first.used >= 0.1 * os.sysconf("SC_CLK_TCK")
 
 
 def _content(number: int) -> int:
