@@ -13,8 +13,8 @@ from infer.step import Extent, Least
 
 SMALLEST_CAPACITY = 128
 SMALLEST_PART = 256  # slots of a row, below which there is little to save
-CLOSE_FIT = 16  # tokens that a sequence feeds: more are the titles of a block, once
-FEW = (1, CLOSE_FIT)  # tokens of narrow sequences: a serial stretch has one, a block beside a fork no more than 16
+CLOSE_FIT = (1, 2, 4, 6, 10, 16)  # tokens that a sequence feeds: more are the titles of a block, once
+FEW = (1, CLOSE_FIT[-1])  # tokens of narrow sequences: a serial stretch has one, a block beside a fork no more than 16
 
 MAPS = Path("/proc/self/maps")  # a line for each
 MOST_MAPS = Path("/proc/sys/vm/max_map_count")
@@ -110,7 +110,7 @@ class Programs:
 
 def _size(tokens: int) -> int:
     """A close fit where branches are decoded."""
-    return width_bucket(tokens) if tokens <= CLOSE_FIT else _fourfold(tokens)
+    return next((size for size in CLOSE_FIT if size >= tokens), _fourfold(tokens))
 
 
 def _fourfold(count: int) -> int:
