@@ -49,7 +49,7 @@ def test_what_is_chosen_holds_the_pass_and_is_kept_for_it(drawn: Pass) -> None:
 
 @given(passes())
 def test_branches_get_a_close_fit(drawn: Pass) -> None:
-    """At most half as much again as is needed; kept until a quarter is enough, for a change costs as much as some passes."""
+    """Half as much again at most; kept until a quarter is enough, for a change costs as much as some passes."""
     within, least = drawn.choose()
     size = max(drawn.widths)
     if size <= CLOSE_FIT[-1]:
