@@ -23,11 +23,13 @@ class ProcessorTime(NamedTuple):
 
 
 def processor_time(stat: Path = STAT) -> ProcessorTime | None:
-    """What Linux has counted so far; None: it does not tell, or this is not Linux."""
+    """What Linux has counted so far; None: it does not tell, as in some sandboxes, or this is not Linux."""
     if not stat.exists():
         return None
     ticks = [int(count) for count in stat.read_text().partition("\n")[0].split()[1:]]
-    return ProcessorTime(sum(ticks[kind] for kind in USED), ticks[STOLEN]) if len(ticks) > STOLEN else None
+    if len(ticks) <= STOLEN or not any(ticks):
+        return None
+    return ProcessorTime(sum(ticks[kind] for kind in USED), ticks[STOLEN])
 
 
 def stolen_share(before: ProcessorTime | None, after: ProcessorTime | None) -> float | None:
