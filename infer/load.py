@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from random import Random
 from typing import Any
 from urllib.request import Request, urlopen
@@ -128,10 +130,11 @@ def undisturbed(send: Callable[[], Load], url: str, key: str, most_stolen: float
         most_stolen: share of the time, as in `Load.stolen`.
 
     Returns:
-        That round; the least disturbed one where none was undisturbed, with a warning.
+        That round. Where none was undisturbed, with a warning, the one that lost least time; where all compiled, the
+        last one, which compiled least.
     """
     before = _programs(url, key)
-    rounds: list[tuple[bool, float, Load]] = []
+    rounds: list[tuple[float, Load]] = []
     for _ in range(MOST_ROUNDS):
         found = send()
         now = _programs(url, key)
@@ -140,13 +143,11 @@ def undisturbed(send: Callable[[], Load], url: str, key: str, most_stolen: float
             return found
         reason = "programs were compiled" if compiled else f"{stolen:.0%} of the processors' time was stolen"
         log.warning("%g requests/s, %s: %s meanwhile; sent again", found.rate, found.mode, reason)
-        rounds.append((compiled, stolen, found))
+        rounds.append((math.inf if compiled else stolen, found))
         before = now
-    compiled, stolen, found = min(rounds, key=lambda of: of[:2])
-    also = "programs compiled and " if compiled else ""
-    log.warning(
-        "no round of %d was undisturbed; the best has %s%.0f%% of the time stolen", MOST_ROUNDS, also, 100 * stolen
-    )
+    stolen, found = min(reversed(rounds), key=itemgetter(0))
+    held = "compiling" if stolen == math.inf else f"{stolen:.0%} of the time stolen"
+    log.warning("no round of %d was undisturbed; the figures hold %s", MOST_ROUNDS, held)
     return found
 
 

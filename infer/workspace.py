@@ -17,7 +17,7 @@ from aspd_jax.model.cache import LayerCache
 from aspd_jax.model.lowering import copies_slices
 from infer.state import RUNNING, STOP, DecodeState, Protocol, take
 
-MOST_BYTES = 32 << 20  # of keys and values: a copy of more takes longer than a few passes without one
+MOST_BYTES = 32 << 20  # of keys and values: copying much costs a short chunk more than its passes save
 BLOCK = 64  # slots that are put back together; caches have a multiple of it (`infer.programs`)
 
 Layers: TypeAlias = tuple[LayerCache, ...]

@@ -7,7 +7,9 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -59,8 +61,8 @@ def test_a_load_is_measured_when_nothing_is_left_to_compile(server: Running) -> 
         rounds.append(replace(SENT, sent=len(rounds)))
         return rounds[-1]
 
-    for count in (3, 4):
-        assert undisturbed(send, f"{server.url}/v1", "none") == rounds[-1] and len(rounds) == count
+    for sent in (3, 4):
+        assert undisturbed(send, f"{server.url}/v1", "none") == rounds[-1] and len(rounds) == sent
     assert undisturbed(send, "http://127.0.0.1:9/v1", "none") == rounds[4], "a server that does not tell"
 
 
@@ -79,6 +81,13 @@ def test_a_load_is_measured_when_the_host_leaves_the_processors_alone(
     rounds = [replace(SENT, stolen=share) for share in shares]
     coming = iter(rounds)
     assert undisturbed(lambda: next(coming), "http://127.0.0.1:9/v1", "", most) is rounds[taken]
+
+
+def test_where_all_rounds_compile_the_last_one_counts(monkeypatch: Any) -> None:
+    programs, rounds = count(), [replace(SENT, sent=n, stolen=n / 100) for n in range(12)]
+    monkeypatch.setattr("infer.load._programs", lambda url, key: next(programs))
+    coming = iter(rounds)
+    assert undisturbed(lambda: next(coming), "", "") is rounds[-1]
 
 
 def test_stolen_time(tmp_path: Path) -> None:
