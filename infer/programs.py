@@ -13,8 +13,8 @@ from infer.step import Extent, Least
 
 SMALLEST_CAPACITY = 128
 SMALLEST_PART = 256  # slots of a row, below which there is little to save
-CLOSE_FIT = (1, 2, 4, 6, 10, 16)  # tokens that a sequence feeds: more are the titles of a block, once
-FEW = (1, CLOSE_FIT[-1])  # tokens of narrow sequences: a serial stretch has one, a block beside a fork no more than 16
+CLOSE_FIT = (1, 2, 4, 6, 8, 12, 16, 32)  # tokens that a sequence feeds: more are the titles of a large block, once
+FEW = (1, 16)  # tokens of narrow sequences: a serial stretch has one, a block beside a fork hardly more than 16
 
 MAPS = Path("/proc/self/maps")  # a line for each
 MOST_MAPS = Path("/proc/sys/vm/max_map_count")
@@ -72,8 +72,9 @@ class Programs:
         """
         splits = [self._split(widths, slots, few) for few in (FEW[:1] if keep else FEW)]
         within = min(splits, key=lambda extent: extent.places)
-        never = keep or not within.wide
-        return within, Least(*map(np.int32, (-1, 0) if never else (within.wide // 8, within.size // 4)))
+        if keep or not within.wide:
+            return within, Least(np.int32(-1), np.int32(0))
+        return within, Least(np.int32(within.wide // 8), np.int32(_left_at(within.size)))
 
     def _split(self, widths: np.ndarray, slots: int, few: int) -> Extent:
         """The smallest program in which sequences that feed at most `few` tokens are narrow."""
@@ -109,8 +110,13 @@ class Programs:
 
 
 def _size(tokens: int) -> int:
-    """A close fit where branches are decoded."""
+    """A close fit where branches are decoded, and for most titles."""
     return next((size for size in CLOSE_FIT if size >= tokens), _fourfold(tokens))
+
+
+def _left_at(size: int) -> int:
+    """So few tokens of a sequence that a smaller size is worth a change of programs, which costs some passes."""
+    return size // (2 if size <= CLOSE_FIT[-1] else 4)
 
 
 def _fourfold(count: int) -> int:
