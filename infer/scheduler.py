@@ -246,7 +246,7 @@ class Scheduler:
             self._waiting.popleft()
             if match.source != match.row:
                 state = copy_row(state, match.source, match.row)
-                self._desk.clear()
+                self._desk.written([match.row])
             row = self._rows[match.row]
             prompt = Prompt(job, match.row, match.tokens, match.slots, match.in_order)
             row.handle, row.prompt = handle, prompt
@@ -275,7 +275,7 @@ class Scheduler:
             return False
         state = feed_chunk(self._lm, self._protocol, self._state_now(), prompts, self.script)
         self._state = state
-        self._desk.clear()
+        self._desk.written(prompt.row for prompt in prompts)
         done = [prompt for prompt in prompts if prompt.done]
         if not done:
             return False

@@ -25,7 +25,7 @@ from infer.programs import WARM_SHARE, Programs, crowded, used_slots, width_buck
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import DecodeState, Protocol
 from infer.step import Extent, Least, Limits, first_tokens, prefill, report, run
-from infer.workspace import Desk
+from infer.workspace import Desk, copy_again
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ def _no_pass(
     """Run no pass, in the program of `within`."""
     nothing = Limits(np.int32(0), Least(np.int32(0), np.int32(0)), np.bool_(False))
     workspace = Desk(protocol).take(state, within.rows, within.slots, np.asarray(state.finish))
+    if workspace is not None:
+        workspace = copy_again(state.cache.layers, workspace, np.int32(0), np.int32(0))
     return run(lm.params, state, workspace, nothing, protocol, within, greedy, None, drafting)[0]
 
 

@@ -5,6 +5,7 @@ B rows of the state, M of them in the workspace, S slots of each, C cache slots,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -42,17 +43,22 @@ class Workspace(NamedTuple):
 class Desk:
     """Where the host keeps a workspace from one chunk of passes to the next.
 
-    It stays true as long as nothing but `run` writes keys and values; who does has to `clear` it.
+    It stays true as long as nothing but `run` writes keys and values; who else does has to say so (`written`).
     """
 
     def __init__(self, protocol: Protocol) -> None:
         self._protocol = protocol
         self._workspace: Workspace | None = None
-        self._rows: frozenset[int] = frozenset()
+        self._rows: list[int] = []
+        self._stale: set[int] = set()
 
     def clear(self) -> None:
         """Forget the workspace."""
         self._workspace = None
+
+    def written(self, rows: Iterable[int]) -> None:
+        """Copy these rows again before passes work on them: their keys and values have been written by others."""
+        self._stale.update(rows)
 
     def take(self, state: DecodeState, count: int, slots: int, finish: np.ndarray) -> Workspace | None:
         """The workspace for passes over at most `count` running sequences, which are in the first `slots` slots of
@@ -67,15 +73,20 @@ class Desk:
         kept, self._workspace = self._workspace, None
         if not _pays(state, self._protocol, count, slots):
             return None
-        batch, running = finish.size, np.flatnonzero(finish == RUNNING)
-        fits = kept is not None and kept.layers[0].value.shape[::2] == (count, slots)
-        if fits and self._rows.issuperset(running.tolist()):
+        batch, running = finish.size, np.flatnonzero(finish == RUNNING).tolist()
+        stale = self._stale.intersection(running)
+        fits = set(self._rows).issuperset(running) and 2 * len(stale) <= count
+        if kept is not None and fits and kept.layers[0].value.shape[::2] == (count, slots):
+            for row in stale:
+                kept = copy_again(state.cache.layers, kept, np.int32(row), np.int32(self._rows.index(row)))
+            self._stale -= stale
             return kept
+        self._stale.clear()
         if count == batch:
-            self._rows = frozenset(range(batch))
+            self._rows = list(range(batch))
             return copy_out(state, None, slots)
-        self._rows = frozenset(running.tolist())
-        rows = np.pad(running, (0, count - running.size), constant_values=batch)
+        self._rows = running
+        rows = np.pad(running, (0, count - len(running)), constant_values=batch)
         return copy_out(state, rows.astype(np.int32), slots)
 
     def put(self, workspace: Workspace | None) -> None:
@@ -102,6 +113,17 @@ def copy_out(state: DecodeState, rows: jax.Array | None, slots: int) -> Workspac
 
     layers = (LayerCache(some(of.key[..., :slots]), some(of.value[:, :, :slots])) for of in state.cache.layers)
     return Workspace(rows, tuple(layers))
+
+
+@partial(jax.jit, donate_argnames="workspace")
+def copy_again(layers: Layers, workspace: Workspace, row: jax.Array, place: jax.Array) -> Workspace:
+    """The workspace with a row of the cache as it is now; `place`: which of the workspace's rows it is."""
+
+    def put(own: jax.Array, whole: jax.Array) -> jax.Array:
+        slots = jax.lax.dynamic_slice_in_dim(whole, row, 1)[:, :, : own.shape[2], : own.shape[3]]
+        return jax.lax.dynamic_update_slice_in_dim(own, slots, place, 0)
+
+    return workspace._replace(layers=jax.tree.map(put, workspace.layers, layers))
 
 
 def work_on(whole: DecodeState, workspace: Workspace | None) -> DecodeState:

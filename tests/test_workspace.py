@@ -146,6 +146,39 @@ def test_the_workspace_stays_as_long_as_it_fits(engine: Engine, empty: DecodeSta
     assert first is space and second is not space, "it is given away once"
 
 
+def test_rows_that_others_have_written_are_copied_again(engine: Engine, empty: DecodeState) -> None:
+    """Up to half of the rows one by one; more, and the workspace is a new one."""
+
+    def take(desk: Desk, state: DecodeState, count: int) -> Workspace:
+        space = desk.take(state, count, 64, np.asarray(state.finish))
+        assert space is not None
+        return space
+
+    def in_rows(state: DecodeState, space: Workspace, rows: list[int]) -> list[bool]:
+        """Whether the workspace's rows have keys and values of these rows of the state."""
+        found = []
+        for place, row in enumerate(rows):
+            pairs = zip(space.layers, state.cache.layers, strict=True)
+            same = [(a.key[place] == b.key[row, ..., :64], a.value[place] == b.value[row, :, :64]) for a, b in pairs]
+            found.append(all(bool(part.all()) for pair in same for part in pair))
+        return found
+
+    for running, count in (([1, 4], 2), ([0, 1, 2, 4], ROWS)):
+        before = filled(empty, [row in running for row in range(ROWS)])
+        after = before._replace(cache=before.cache._replace(layers=jax.tree.map(lambda x: x + 1, before.cache.layers)))
+        rows = running if count < ROWS else list(range(ROWS))
+        desk = Desk(engine.protocol)
+        desk.put(take(desk, before, count))
+        desk.written([4, 5])
+        space = take(desk, after, count)
+        assert in_rows(after, space, rows) == [row == 4 for row in rows], "no other row, and none that does not run"
+        desk.put(space)
+        assert take(desk, after, count) is space, "once is enough"
+        desk.put(space)
+        desk.written(range(ROWS))
+        assert all(in_rows(after, take(desk, after, count), rows))
+
+
 def test_large_workspaces_and_other_platforms_stay_whole(
     engine: Engine, empty: DecodeState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,9 +196,9 @@ def test_large_workspaces_and_other_platforms_stay_whole(
     assert take(1, 64) is None
 
 
-@pytest.mark.parametrize("cleared", [True, False])
+@pytest.mark.parametrize("said", [True, False])
 def test_prompts_that_come_in_between_are_seen(
-    bare_lm: LanguageModel, cleared: bool, monkeypatch: pytest.MonkeyPatch
+    bare_lm: LanguageModel, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: a workspace that is kept while a prompt is fed does not hold that prompt."""
     params = SamplingParams(max_new_tokens=40, temperature=1, seed=0)
@@ -182,9 +215,9 @@ def test_prompts_that_come_in_between_are_seen(
         return [handle.wait().token_ids for handle in handles]
 
     alone = answers(together=False)
-    if not cleared:
-        monkeypatch.setattr(Desk, "clear", lambda self: None)
-    assert (answers(together=True) == alone) == cleared
+    if not said:
+        monkeypatch.setattr(Desk, "written", lambda self, rows: None)
+    assert (answers(together=True) == alone) == said
 
 
 def test_what_is_packed_is_read_as_it_was() -> None:
