@@ -62,7 +62,8 @@ class Desk:
 
     def take(self, state: DecodeState, count: int, slots: int, finish: np.ndarray) -> Workspace | None:
         """The workspace for passes over at most `count` running sequences, which are in the first `slots` slots of
-        their caches: the one that lies there, if it fits. It is given away, and comes back with `put`.
+        their caches: the one that lies there, if it fits and at most half of it has to be copied again. It is given
+        away, and comes back with `put`.
 
         Args:
             finish: [B], as in the state.
