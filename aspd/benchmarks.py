@@ -46,6 +46,10 @@ def add(commands: Any) -> None:
     )
     served.add_argument("--model", default="demo", metavar="DIR|demo", help="checkpoint folder, or the name at --url")
     served.add_argument("--batch", type=int, default=8, help="rows of the server that is started")
+    served.add_argument(
+        "--max-waiting", type=int, default=4096, metavar="N",
+        help="requests that may wait for a row of that server; further ones are refused (429)",
+    )  # fmt: skip
     served.add_argument("--questions", type=Path, metavar="FILE", help="FastChat's JSONL; default: the synthetic tasks")
     served.add_argument(
         "--long", action="store_true", help="of the synthetic tasks, those with long branches (letters)"
@@ -185,6 +189,8 @@ def run_bench_serve(options: argparse.Namespace) -> None:
 
     if min(options.rates) <= 0 or options.seconds <= 0:
         raise RequestError("--rates and --seconds must be more than 0")
+    if options.max_waiting < 0:
+        raise RequestError(f"--max-waiting must be at least 0, got {options.max_waiting}")
     if not 3 <= options.least_branches <= 8:
         raise RequestError("--least-branches must be between 3 and 8")
     if options.questions is not None and (options.long or options.least_branches > 3):
@@ -246,7 +252,8 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     from urllib.request import urlopen
 
     command = [sys.executable, "-m", "aspd", "serve", "--model", options.model, "--name", options.model, "--port", "0"]
-    command += ["--batch", str(options.batch), "--max-waiting", "4096", "--max-new-tokens", str(options.max_new_tokens)]
+    command += ["--batch", str(options.batch), "--max-waiting", str(options.max_waiting)]
+    command += ["--max-new-tokens", str(options.max_new_tokens)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -90,6 +90,7 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["bench", "decode", "--shape", "70b"], "unknown shape '70b'; known are 27m, 1b, 7b"),
         (["bench", "decode", "--widths", "2", "4"], "--widths must be powers of two and start with 1, got [2, 4]"),
         (["bench", "serve", "--most-stolen", "5"], "--most-stolen is a share between 0 and 1, got 5"),
+        (["bench", "serve", "--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
         (["demo", "--questions", "0"], "--questions must be at least 1"),
         (["data", "tasks", "--count", "0", "--output", "x"], "--count must be at least 1"),
         (["data", "tasks", "--long-every", "-1", "--output", "x"], "--long-every must be at least 0"),

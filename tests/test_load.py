@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+import aspd
 from aspd_jax import load_model
 from infer import Engine
 from infer.load import Load, load, load_table, middle, undisturbed
@@ -50,6 +52,21 @@ def test_load(server: Running) -> None:
     assert "| 1000 - 3000 |" in load_table([middle(others)], 600)
     nobody = asyncio.run(load("http://127.0.0.1:9/v1", "", "demo", questions, "serial", 8, 0.5, 1, 400))
     assert nobody.failed == nobody.sent > 0 and nobody.answered == 0
+
+
+def test_a_server_of_the_benchmark_refuses_what_may_not_wait(tmp_path: Path) -> None:
+    """One row and no place to wait: of requests that come at once, most are refused; with places, none."""
+    found: list[dict[str, Any]] = []
+    for waiting in ("0", "100"):
+        file = tmp_path / f"{waiting}.json"
+        sent = ["--rates", "200", "--seconds", "0.1", "--repeats", "1", "--max-new-tokens", "8", "--json", str(file)]
+        assert aspd.main(["bench", "serve", "--batch", "1", "--max-waiting", waiting, *sent]) == 0
+        found += json.loads(file.read_text())
+    assert [of["mode"] for of in found] == ["serial", "adaptive"] * 2
+    for of in found[:2]:
+        assert 0 < of["answered"] < of["sent"] and of["refused"] == of["sent"] - of["answered"]
+    for of in found[2:]:
+        assert of["answered"] == of["sent"] > 5 and of["refused"] == 0
 
 
 def test_a_load_is_measured_when_nothing_is_left_to_compile(server: Running) -> None:
