@@ -180,6 +180,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     from functools import partial
     from itertools import count, islice
 
+    from aspd_jax.configuration import at_least
     from infer.evaluation.config import BenchmarkSection
     from infer.evaluation.questions import read_questions
     from infer.load import Load, load, load_table, middle, to_json, undisturbed
@@ -189,8 +190,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
 
     if min(options.rates) <= 0 or options.seconds <= 0:
         raise RequestError("--rates and --seconds must be more than 0")
-    if options.max_waiting < 0:
-        raise RequestError(f"--max-waiting must be at least 0, got {options.max_waiting}")
+    at_least("--max-waiting", options.max_waiting, 0)
     if not 3 <= options.least_branches <= 8:
         raise RequestError("--least-branches must be between 3 and 8")
     if options.questions is not None and (options.long or options.least_branches > 3):

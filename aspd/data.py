@@ -106,12 +106,12 @@ def run_stats(options: argparse.Namespace) -> None:
 
 def run_tasks(options: argparse.Namespace) -> None:
     """`aspd data tasks`."""
+    from aspd_jax.configuration import at_least
     from infer.jsonl import write_whole
     from train.tasks import conversations
 
     positive(options, "count")
-    if options.long_every < 0:
-        raise RequestError(f"--long-every must be at least 0, got {options.long_every}")
+    at_least("--long-every", options.long_every, 0)
     made = conversations(options.count, options.held_out, options.long_every)
     try:
         write_whole(options.output, "".join(json.dumps(record) + "\n" for record in made))
