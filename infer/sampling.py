@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout, visible
+from aspd_jax.model.lowering import argmax
 from infer.feed import Lanes
 from infer.state import MOST_BRANCHES, DecodeState, Protocol, Request
 
@@ -73,7 +74,7 @@ def sample(logits: jax.Array, state: DecodeState, protocol: Protocol, lanes: Lan
         lambda: penalise_repetition(logits, request, state, protocol, lanes),
         lambda: logits,
     )
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = argmax(logits)
 
     def draw() -> jax.Array:
         warm = logits / jnp.where(request.temperature > 0, request.temperature, 1.0)[:, None]

@@ -15,6 +15,7 @@ import numpy as np
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import Group, find_place
+from aspd_jax.model.lowering import argmax
 from infer.advance import advance, recognise
 from infer.feed import Feed, Lanes, lanes_of, only, plan, width
 from infer.grammar import allowed, lane_node, legal_tokens
@@ -96,7 +97,7 @@ def choose(
         script: see `Script`.
     """
     logits = jnp.where(legal_tokens(state, lanes, allowed(state, protocol, lanes)), logits, -jnp.inf)
-    token = jnp.argmax(logits, axis=-1).astype(jnp.int32) if greedy else sample(logits, state, protocol, lanes)
+    token = argmax(logits) if greedy else sample(logits, state, protocol, lanes)
     if script is not None:
         branch = jnp.maximum(lanes.lane - 1, 0)
         serial = script.serial[lanes.row, state.sampled[lanes.row]]

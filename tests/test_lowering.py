@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from aspd_jax.model.config import RopeConfig
-from aspd_jax.model.lowering import FEW_ROWS, LARGE_KERNEL, VECTOR, computed_once, product, softmax
+from aspd_jax.model.lowering import FEW_ROWS, LARGE_KERNEL, VECTOR, argmax, computed_once, product, softmax
 from aspd_jax.model.transformer import rotation
 
 SIDE = int(LARGE_KERNEL**0.5)
@@ -137,3 +138,32 @@ def test_softmax_takes_no_sum_over_neighbours_on_cpu_alone() -> None:
     assert "tensor<4x512xf32>" not in elsewhere.mlir_module()
     here = jax.export.export(jax.jit(softmax), platforms=["cpu"])(jax.ShapeDtypeStruct((4, 1024), jnp.float32))
     assert "tensor<4x512xf32>" in here.mlir_module()
+
+
+@pytest.mark.parametrize("width", [1, 2, VECTOR, VECTOR + 1, 33, 768, 4096, 32_006])
+def test_argmax_by_halves_is_the_first_of_the_largest(width: int) -> None:
+    x = np.random.default_rng(width).integers(0, 5, (6, width)).astype(np.float32)  # most numbers are there often
+    x[1] = -np.inf
+    x[2, : width // 2] = -np.inf
+    x[3, width // 3] = x[3, -1] = 9
+    x[4, -1] = 9
+    x[5, width // 2] = np.nan
+    found = jax.jit(argmax)(x)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, np.argmax(x, axis=-1))
+    np.testing.assert_array_equal(argmax(x[0]), np.argmax(x[0]))
+
+
+def test_argmax_takes_vectors_on_cpu_alone() -> None:
+    """The negative control is the plain form: if XLA stops going number by number there, the halves can go."""
+    x = numbers(4, 1024)
+
+    def pairs(program: Any) -> int:
+        return len(re.findall(r"\(f32\[4\]\S*, s32\[4\]\S*\) reduce\(", jax.jit(program).lower(x).compile().as_text()))
+
+    def plain(x: jax.Array) -> jax.Array:
+        return jnp.argmax(x, axis=-1)
+
+    assert pairs(argmax) == 0 and pairs(plain) > 0
+    elsewhere = jax.export.export(jax.jit(argmax), platforms=["cuda"])(jax.ShapeDtypeStruct((4, 1024), jnp.float32))
+    assert "tensor<4x512xf32>" not in elsewhere.mlir_module()

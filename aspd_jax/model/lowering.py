@@ -48,16 +48,44 @@ def softmax(scores: jax.Array) -> jax.Array:
     """
 
     def by_halves(scores: jax.Array) -> jax.Array:
-        shares = jnp.exp(scores - jnp.max(_folded(jnp.maximum, scores), axis=-1, keepdims=True))
+        shares = jnp.exp(scores - _largest(scores))
         return shares / jnp.sum(_folded(jnp.add, shares), axis=-1, keepdims=True)
 
     return jax.lax.platform_dependent(scores, cpu=by_halves, default=jax.nn.softmax)
 
 
-def _folded(operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """The halves of the last axis put together, again and again while they are even and not narrower than a vector."""
-    while x.shape[-1] % 2 == 0 and x.shape[-1] > VECTOR:
-        x = operation(*jnp.split(x, 2, axis=-1))
+def argmax(x: jax.Array) -> jax.Array:
+    """The place of the largest number of the last axis, the first of several, int32 [...]; NaN counts as the largest.
+
+    XLA on CPU looks for it number by number, with its place at hand. A maximum and the first place that holds it are
+    two looks, but of vectors.
+    """
+
+    def by_halves(x: jax.Array) -> jax.Array:
+        place = jnp.arange(x.shape[-1], dtype=jnp.int32)
+        found = jnp.where((x == _largest(x)) | jnp.isnan(x), place, x.shape[-1])
+        return jnp.min(_folded(jnp.minimum, found, twice=True), axis=-1)
+
+    def plain(x: jax.Array) -> jax.Array:
+        return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+    return jax.lax.platform_dependent(x, cpu=by_halves, default=plain)
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    return jnp.max(_folded(jnp.maximum, x, twice=True), axis=-1, keepdims=True)
+
+
+def _folded(operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, twice: bool = False) -> jax.Array:
+    """The halves of the last axis put together, again and again while it is not narrower than a vector.
+
+    Args:
+        twice: whether the operation may take a number twice: halves of an odd number share the one in the middle then,
+            which are left alone else.
+    """
+    while (size := x.shape[-1]) > VECTOR and (twice or size % 2 == 0):
+        half = -(-size // 2)
+        x = operation(x[..., :half], x[..., size - half :])
     return x
 
 
