@@ -44,7 +44,9 @@ def add(commands: Any) -> None:
     serve.add_argument("--drain", type=float, default=30.0, help="seconds for requests under way when told to stop")
     process_options(serve)
     serve.add_argument(
-        "--warm-up", action="store_true", help="compile everything before the server says that it is ready"
+        "--warm-up",
+        action="store_true",
+        help="compile programs that hold every request before the server says that it is ready",
     )
 
 
@@ -88,7 +90,7 @@ def run_serve(options: argparse.Namespace) -> None:
     for_conversations(lm, options.model, options.chat_template)
     engine = Engine(
         lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,
-        draft_tokens=options.draft_tokens,
+        draft_tokens=options.draft_tokens, compile_beside=True,
     )  # fmt: skip
     if jax.process_index() == 0:
         serve(engine, config)

@@ -45,6 +45,8 @@ class Engine:
         draft_tokens: guesses per stretch and pass, looked up in what was said before, and verified; 0: none. Answers
             are the same token by token; where guesses do not pay for the wider passes, they are left out.
         text_tags: of a model without special tokens: it writes them as text, as these ask it to; None: special tokens.
+        compile_beside: compile programs in a thread, and do passes in larger ones meanwhile if any holds them, so that
+            nobody waits; not where several processes serve one model.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Engine:
         reuse: bool = True,
         draft_tokens: int = 0,
         text_tags: TextTags | None = None,
+        compile_beside: bool = False,
     ) -> None:
         for name, value, least in (
             ("max_length", max_length, 2),
@@ -99,8 +102,9 @@ class Engine:
         policy = Policy.parse(branch_policy)
         self._answers: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
         self.scheduler = Scheduler(
-            lm, self.protocol, max_batch, capacity_for(self.max_length), policy, reuse, self._remember, reader
-        )
+            lm, self.protocol, max_batch, capacity_for(self.max_length), policy, reuse, self._remember, reader,
+            compile_beside,
+        )  # fmt: skip
 
     def encode(self, prompt: Prompt, mode: Mode = "adaptive") -> list[int]:
         """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are.
@@ -213,9 +217,14 @@ class Engine:
         self._answers.clear()
         self.scheduler.forget()
 
-    def warm_up(self) -> float:
-        """Compile every program that requests may need, and measure what a pass costs; returns the seconds it took."""
-        return self.scheduler.warm_up()
+    def warm_up(self, closely: bool = True) -> float:
+        """Compile what requests may need, and measure what a pass costs; returns the seconds it took.
+
+        Args:
+            closely: every program; else a few that hold every pass, and those which fit it better are compiled when
+                they are needed.
+        """
+        return self.scheduler.warm_up(closely)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", steps: int = 1

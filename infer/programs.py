@@ -48,6 +48,11 @@ def used_slots(capacity: int, needed: int) -> int:
     return min(max(SMALLEST_PART, width_bucket(needed)), capacity)
 
 
+def part_sizes(capacity: int) -> list[int]:
+    """How many slots a pass may look at."""
+    return sorted({used_slots(capacity, needed) for needed in range(1, capacity + 1)})
+
+
 @dataclass(frozen=True)
 class Programs:
     """The programs of an engine.
@@ -90,7 +95,7 @@ class Programs:
         counts = sorted({self._rows(count) for count in range(1, self.rows + 1)})
         sizes = sorted({_size(tokens) for tokens in range(2, self.widest + 1)})
         found = []
-        for slots in self.slots():
+        for slots in part_sizes(self.capacity):
             for everyone in counts:
                 found.append(Extent(everyone, 1, 0, 1, slots))
                 found += [Extent(0, 0, everyone, size, slots) for size in sizes]
@@ -99,9 +104,14 @@ class Programs:
                         found.append(Extent(everyone, few, wide, size, slots))
         return found
 
-    def slots(self) -> list[int]:
-        """How many slots a pass may look at."""
-        return sorted({used_slots(self.capacity, needed) for needed in range(1, self.capacity + 1)})
+    def cover(self) -> list[Extent]:
+        """A few of them, one of which holds any pass, though not closely: over all sequences, and 4, 16, 64, … wide."""
+        sizes = sorted({_size(min(_fourfold(tokens), self.widest)) for tokens in range(2, self.widest + 1)})
+        found = []
+        for slots in part_sizes(self.capacity):
+            found.append(Extent(self.rows, 1, 0, 1, slots))
+            found += [Extent(0, 0, self.rows, size, slots) for size in sizes]
+        return found
 
     def _rows(self, count: int) -> int:
         """1, 4, 16, … rows where that is at most half of them, else all, which need not be gathered."""

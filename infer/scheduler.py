@@ -26,6 +26,7 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
 from aspd_jax.tokens import BlockIds, SerialIds
 from infer.answer import Answer, Reading, Result, cut, read, result
+from infer.compiler import Compiler, Program
 from infer.feed import widest_feed
 from infer.handle import NO_LIMIT, Handle
 from infer.policy import DraftControl, Policy, StepCost
@@ -43,6 +44,7 @@ from infer.workspace import Desk
 log = logging.getLogger(__name__)
 
 STEPS_BESIDE_PREFILL = 4  # passes of the running requests between two chunks of a prompt
+STEPS_IN_LARGER = 16  # passes in a larger program between two looks whether the best is there
 STEPS_BETWEEN_CAPS = 16  # passes between two looks at how loaded the batch is
 SECONDS_BETWEEN_CROWD_CHECKS = 2.0
 
@@ -77,6 +79,7 @@ class Scheduler:
         reuse: let a prompt begin with what a row still holds of it.
         ended: called with every result.
         reader: of tags that are text.
+        compile_beside: see `Engine`.
 
     Attributes:
         cost: of a pass, once it has been measured; `slo` needs it.
@@ -95,6 +98,7 @@ class Scheduler:
         reuse: bool,
         ended: Callable[[Result], None],
         reader: TextReader | None = None,
+        compile_beside: bool = False,
     ) -> None:
         # Room for all drafts of a pass, and for as many slots of rejected ones that are not filled again yet.
         drafts = 2 * protocol.max_branches * protocol.draft_tokens
@@ -118,6 +122,8 @@ class Scheduler:
         self._desk = Desk(protocol)
         self._lock = threading.RLock()
         self._programs = Programs(rows, self._capacity, widest_feed(protocol))
+        # Other processes would pick other programs, and wait for each other in them.
+        self._compiler = Compiler(lm, protocol, compile_beside and jax.process_count() == 1)
 
     def submit(self, job: Job, steps: int = NO_LIMIT) -> Handle:
         """Queue a request; something has to `pump` until it is done."""
@@ -187,14 +193,15 @@ class Scheduler:
                 if row.handle is None:
                     row.memory = RowMemory()
 
-    def warm_up(self) -> float:
-        """Compile every program that requests may need, and measure what a pass costs; returns the seconds it took."""
+    def warm_up(self, closely: bool = True) -> float:
+        """See `Engine.warm_up`."""
         with self._lock:
             if any(row.handle for row in self._rows):
                 raise RequestError("warm_up is for an engine at rest; requests are under way")
             before = time.perf_counter()
             self._desk.clear()
-            self._state = compile_all(self._lm, self._protocol, self._state_now(), self._programs)
+            programs = self._programs.every() if closely else self._programs.cover()
+            self._state = compile_all(self._lm, self._protocol, self._state_now(), programs, self._compiler)
             self._state, self.cost = measure_cost(self._lm, self._protocol, self._state)
             return time.perf_counter() - before
 
@@ -215,6 +222,7 @@ class Scheduler:
             if crowded(FULL_SHARE):
                 log.warning("no room for more programs (vm.max_map_count); all are forgotten")
                 jax.clear_caches()
+                self._compiler.forget()
                 gc.collect()
                 if crowded(FULL_SHARE):  # the maps are not programs'
                     self._crowd_checked = math.inf
@@ -318,7 +326,13 @@ class Scheduler:
             # Where stop strings are looked for, a pass takes one token of a stretch: none may follow such a string.
             drafting = self._drafts.on and not stops
             most = min(left, self._drafts.passes)
-            within, least = self._programs.choose(told.widths, int(told.slots), keep=drafting)
+            slots = int(told.slots)
+            best, least = self._programs.choose(told.widths, slots, keep=drafting)
+            within = best
+            if self.script is None:
+                within = self._compiler.pick(Program(best, greedy, drafting), told.widths, slots, state)
+            if within != best:
+                most = min(most, STEPS_IN_LARGER)
             limits = Limits(np.int32(most), least, np.bool_(join))
             workspace = self._desk.take(state, within.rows, within.slots, told.finish)
             state, workspace, after = run(

@@ -59,6 +59,12 @@ class Extent(NamedTuple):
         """For tokens, used or not."""
         return self.narrow * self.few + self.wide * self.size
 
+    def holds(self, widths: Any, slots: Any) -> Any:
+        """Whether sequences that feed so many tokens, [B], to so many slots find room in it; NumPy or JAX."""
+        wide, fed = widths > self.few, widths > 0
+        enough = (wide.sum() <= self.wide) & ((fed & ~wide).sum() <= self.narrow) & (fed.sum() <= self.rows)
+        return enough & (widths.max() <= self.size) & (slots <= self.slots)
+
 
 def forward(
     params: Any, state: DecodeState, protocol: Protocol, groups: Sequence[Group], used: int | None = None
@@ -334,11 +340,10 @@ def run(
     def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
         state, left = carry
         widths = width(state, protocol)
-        size, wide = jnp.max(widths), widths > within.few
-        fits = (jnp.sum(wide) <= within.wide) & (jnp.sum((widths > 0) & ~wide) <= within.narrow)
-        fits &= (size <= within.size) & (slots_after(state, widths) <= within.slots)
+        size = jnp.max(widths)
         smaller = (jnp.sum(widths > 1) <= limits.least.wide) | (size <= limits.least.size)
         finished = jnp.sum(state.finish == RUNNING) < running
+        fits = within.holds(widths, slots_after(state, widths))
         return (left > 0) & (size > 0) & fits & ~smaller & ~(limits.join & finished)
 
     def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:

@@ -19,12 +19,13 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
 from aspd_jax.processes import agreed
 from infer.answer import read
+from infer.compiler import NO_PASS, Compiler, Program
 from infer.policy import Sample, StepCost, fit
 from infer.prefill import LEAST_CHUNK, NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, begin
-from infer.programs import WARM_SHARE, Programs, crowded, used_slots, width_bucket
+from infer.programs import WARM_SHARE, crowded, part_sizes, used_slots, width_bucket
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import DecodeState, Protocol
-from infer.step import Extent, Least, Limits, first_tokens, prefill, report, run
+from infer.step import Extent, first_tokens, prefill, report, run
 from infer.workspace import Desk, copy_again
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,10 @@ GREEDY = (True, False)
 TIMED_SIZES = (1, 4, 16)  # tokens of a sequence in the passes that are timed
 
 
-def compile_all(lm: LanguageModel, protocol: Protocol, state: DecodeState, programs: Programs) -> DecodeState:
-    """Compile every program of passes, and of prefill for as many prompts, as long chunks and as full rows as there may
+def compile_all(
+    lm: LanguageModel, protocol: Protocol, state: DecodeState, programs: Sequence[Extent], compiler: Compiler
+) -> DecodeState:
+    """Compile these programs of passes, and prefill for as many prompts, as long chunks and as full rows as there may
     be; and what is done to rows between passes. Where a process has no room for all, it warns, and leaves the rest.
     """
     batch, capacity = state.cache.tokens.shape
@@ -43,12 +46,12 @@ def compile_all(lm: LanguageModel, protocol: Protocol, state: DecodeState, progr
     counts = sorted({min(batch, 1 << n) for n in range(width_bucket(batch).bit_length())})
     drafts = sorted({False, protocol.draft_tokens > 0})
     every: list[Callable[[DecodeState], DecodeState]] = []
-    for rows, size, used in product(counts, sizes, programs.slots()):
+    for rows, size, used in product(counts, sizes, part_sizes(capacity)):
         if size <= used and (rows == 1 or rows * size <= PREFILL_TOKENS):
             every.append(partial(_padding, lm, protocol, rows=rows, size=size, used=used, ways=GREEDY))
     for greedy in GREEDY:
-        for within, drafting in product(programs.every(), drafts):
-            every.append(partial(_no_pass, lm, protocol, within=within, greedy=greedy, drafting=drafting))
+        for within, drafting in product(programs, drafts):
+            every.append(partial(_no_pass, lm, protocol, program=Program(within, greedy, drafting), compiler=compiler))
     for number, compiled in enumerate(every):
         if crowded(WARM_SHARE):
             log.warning("room for %d of %d programs: raise vm.max_map_count, or take fewer rows", number, len(every))
@@ -81,14 +84,16 @@ def measure_cost(lm: LanguageModel, protocol: Protocol, state: DecodeState) -> t
 
 
 def _no_pass(
-    lm: LanguageModel, protocol: Protocol, state: DecodeState, within: Extent, greedy: bool, drafting: bool
+    lm: LanguageModel, protocol: Protocol, state: DecodeState, program: Program, compiler: Compiler
 ) -> DecodeState:
-    """Run no pass, in the program of `within`."""
-    nothing = Limits(np.int32(0), Least(np.int32(0), np.int32(0)), np.bool_(False))
+    """Run no pass, in this program."""
+    within, greedy, drafting = program
     workspace = Desk(protocol).take(state, within.rows, within.slots, np.asarray(state.finish))
     if workspace is not None:
         workspace = copy_again(state.cache.layers, workspace, np.int32(0), np.int32(0))
-    return run(lm.params, state, workspace, nothing, protocol, within, greedy, None, drafting)[0]
+    state = run(lm.params, state, workspace, NO_PASS, protocol, within, greedy, None, drafting)[0]
+    compiler.note(program)
+    return state
 
 
 def _padding(

@@ -95,12 +95,29 @@ class Desk:
         self._workspace = workspace
 
 
+def workspace_shape(state: DecodeState, protocol: Protocol, count: int, slots: int) -> Workspace | None:
+    """What `Desk.take` gives for a state, as shapes; of the state, too, only shapes count."""
+    if not _pays(state, protocol, count, slots):
+        return None
+    batch = state.finish.shape[0]
+    rows = None if count == batch else jax.ShapeDtypeStruct((count,), np.int32)
+    shape: Workspace = jax.eval_shape(partial(copy_out, slots=slots), state, rows)
+    return shape
+
+
+def compile_copies(state: DecodeState, workspace: Workspace) -> None:
+    """Compile what `Desk.take` runs for such a workspace; shapes are enough."""
+    slots = workspace.layers[0].value.shape[2]
+    copy_out.lower(state, workspace.rows, slots).compile()
+    copy_again.lower(state.cache.layers, workspace, np.int32(0), np.int32(0)).compile()
+
+
 def _pays(state: DecodeState, protocol: Protocol, count: int, slots: int) -> bool:
     batch, capacity = state.cache.tokens.shape
     if not copies_slices() or protocol.mesh is not None or (count, slots) == (batch, capacity):
         return False
-    of_slot = sum(layer.key.nbytes + layer.value.nbytes for layer in state.cache.layers) // (batch * capacity)
-    return count * slots * of_slot <= MOST_BYTES
+    whole = sum(of.size * of.dtype.itemsize for of in jax.tree.leaves(state.cache.layers))
+    return count * slots * whole <= MOST_BYTES * batch * capacity
 
 
 @partial(jax.jit, static_argnames="slots")

@@ -38,6 +38,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 import aspd  # noqa: F401 (the door sets XLA's flags; processes that tests start come through it)
+import infer.compiler
 import infer.prefill
 import infer.scheduler
 import infer.step
@@ -93,7 +94,7 @@ def patched(module: ModuleType = infer.step, **functions: Callable[..., Any]) ->
             compiled = getattr(infer.step, name)
             inner = compiled.__wrapped__
             again = jax.jit(wraps(inner)(lambda *args, inner=inner: inner(*args)), static_argnames=static)
-            for user in (infer.step, infer.scheduler, infer.prefill, infer.warm_up):
+            for user in (infer.step, infer.scheduler, infer.prefill, infer.warm_up, infer.compiler):
                 if getattr(user, name, None) is compiled:
                     patch.setattr(user, name, again)
         yield

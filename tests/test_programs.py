@@ -72,9 +72,24 @@ def test_the_smallest_of_all_programs_is_chosen(drawn: Pass) -> None:
     for other in drawn.programs.every():
         wide = sum(width > other.few for width in drawn.widths)
         narrow = sum(0 < width <= other.few for width in drawn.widths)
-        holds = wide <= other.wide and narrow <= other.narrow and max(drawn.widths) <= other.size
-        if holds and sequences <= other.rows:
-            assert within.places <= other.places, other
+        enough = wide <= other.wide and narrow <= other.narrow and max(drawn.widths) <= other.size
+        holds = enough and sequences <= other.rows
+        assert not holds or within.places <= other.places, other
+        assert other.holds(np.asarray(drawn.widths), drawn.slots) == (holds and drawn.slots <= other.slots)
+
+
+@given(passes())
+def test_some_of_the_cover_holds_every_pass(drawn: Pass) -> None:
+    programs = drawn.programs
+    assert set(programs.cover()) <= set(programs.every())
+    held = [within for within in programs.cover() if within.holds(np.asarray(drawn.widths), drawn.slots)]
+    smallest = min(held, key=lambda within: (within.places, within.slots))
+    assert smallest.size < 4 * max(drawn.widths) and smallest.slots == used_slots(programs.capacity, drawn.slots)
+
+
+def test_the_cover_is_small() -> None:
+    programs = Programs(32, 2048, 433)
+    assert len(programs.cover()) == 24 and len(programs.every()) > 500
 
 
 def test_a_fork_costs_other_sequences_little() -> None:

@@ -80,7 +80,7 @@ def test_the_official_client(server: Running) -> None:
     assert [model.id for model in client.models.list()] == ["demo"] and client.models.retrieve("demo").id == "demo"
 
 
-def test_branches_in_the_stream(server: Running) -> None:
+def test_branches_in_the_stream(server: Running, slow_motion: None) -> None:
     """They come mixed, every one whole; put together by block and branch they are the same text."""
     blocks: dict[int, list[str]] = {}
     pieces: list[Any] = []

@@ -23,7 +23,7 @@ class ServerConfig:
         timeout: seconds from request to last token.
         chunk: seconds between two looks at growing answers, as near as whole passes come.
         drain: seconds that requests under way have to end when the server is told to stop.
-        warm_up: compile everything before the server says that it is ready.
+        warm_up: compile programs that hold any request before the server says that it is ready.
     """
 
     host: str = "127.0.0.1"
