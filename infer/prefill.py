@@ -17,7 +17,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import empty_cache
-from infer.programs import capacity_for, used_slots, width_bucket
+from infer.programs import capacity_for, doubled_slots, width_bucket
 from infer.recogniser import Recogniser, of_tokens
 from infer.request import Job
 from infer.rows import Admission, admit
@@ -183,7 +183,7 @@ def feed_chunk(
         prompt.slots += len(some)
         if prompt.done:
             last[at] = len(some) - 1
-    used = used_slots(capacity, max(p.slots for p in prompts))
+    used = doubled_slots(capacity, max(p.slots for p in prompts))
     logits, state = prefill(lm.params, state, None if rows == batch else place, tokens, layout, last, protocol, used)
     if scripted or (last < 0).all():
         return state

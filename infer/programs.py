@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -44,13 +45,20 @@ def capacity_for(tokens: int) -> int:
 
 
 def used_slots(capacity: int, needed: int) -> int:
-    """How many of a row's slots a pass looks at: 256, 512, 1024, … or all."""
+    """How many of a row's slots a pass looks at: 256, 384, 512, 768, 1024, … or all."""
+    doubled = max(SMALLEST_PART, width_bucket(needed))
+    between = 3 * doubled // 4
+    return min(between if needed <= between and between > SMALLEST_PART else doubled, capacity)
+
+
+def doubled_slots(capacity: int, needed: int) -> int:
+    """The same with fewer programs: 256, 512, 1024, … or all."""
     return min(max(SMALLEST_PART, width_bucket(needed)), capacity)
 
 
-def part_sizes(capacity: int) -> list[int]:
-    """How many slots a pass may look at."""
-    return sorted({used_slots(capacity, needed) for needed in range(1, capacity + 1)})
+def part_sizes(capacity: int, of: Callable[[int, int], int]) -> list[int]:
+    """How many slots a pass may look at, by one of these rules."""
+    return sorted({of(capacity, needed) for needed in range(1, capacity + 1)})
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Programs:
         counts = sorted({self._rows(count) for count in range(1, self.rows + 1)})
         sizes = sorted({_size(tokens) for tokens in range(2, self.widest + 1)})
         found = []
-        for slots in part_sizes(self.capacity):
+        for slots in part_sizes(self.capacity, used_slots):
             for everyone in counts:
                 found.append(Extent(everyone, 1, 0, 1, slots))
                 found += [Extent(0, 0, everyone, size, slots) for size in sizes]
@@ -108,7 +116,7 @@ class Programs:
         """A few of them, one of which holds any pass, though not closely: over all sequences, and 4, 16, 64, … wide."""
         sizes = sorted({_size(min(_fourfold(tokens), self.widest)) for tokens in range(2, self.widest + 1)})
         found = []
-        for slots in part_sizes(self.capacity):
+        for slots in part_sizes(self.capacity, doubled_slots):
             found.append(Extent(self.rows, 1, 0, 1, slots))
             found += [Extent(0, 0, self.rows, size, slots) for size in sizes]
         return found

@@ -22,7 +22,7 @@ from infer.answer import read
 from infer.compiler import NO_PASS, Compiler, Program
 from infer.policy import Sample, StepCost, fit
 from infer.prefill import LEAST_CHUNK, NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, begin
-from infer.programs import WARM_SHARE, crowded, part_sizes, used_slots, width_bucket
+from infer.programs import WARM_SHARE, crowded, doubled_slots, part_sizes, width_bucket
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import DecodeState, Protocol
 from infer.step import Extent, first_tokens, prefill, report, run
@@ -46,7 +46,7 @@ def compile_all(
     counts = sorted({min(batch, 1 << n) for n in range(width_bucket(batch).bit_length())})
     drafts = sorted({False, protocol.draft_tokens > 0})
     every: list[Callable[[DecodeState], DecodeState]] = []
-    for rows, size, used in product(counts, sizes, part_sizes(capacity)):
+    for rows, size, used in product(counts, sizes, part_sizes(capacity, doubled_slots)):
         if size <= used and (rows == 1 or rows * size <= PREFILL_TOKENS):
             every.append(partial(_padding, lm, protocol, rows=rows, size=size, used=used, ways=GREEDY))
     for greedy in GREEDY:
@@ -70,7 +70,7 @@ def measure_cost(lm: LanguageModel, protocol: Protocol, state: DecodeState) -> t
     """Time passes of several widths over parts of the cache, and fit what a pass costs."""
     batch, capacity = state.cache.tokens.shape
     samples = []
-    for used in sorted({used_slots(capacity, 1), capacity}):
+    for used in sorted({doubled_slots(capacity, 1), capacity}):
         for size in TIMED_SIZES:
             times = []
             for _ in range(REPEATS + 1):  # the first may compile

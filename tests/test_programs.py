@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infer.programs import CLOSE_FIT, FEW, Programs, used_slots
+from infer.programs import CLOSE_FIT, FEW, Programs, doubled_slots, part_sizes, used_slots
 from infer.step import Extent, Least
 
 
@@ -84,7 +84,7 @@ def test_some_of_the_cover_holds_every_pass(drawn: Pass) -> None:
     assert set(programs.cover()) <= set(programs.every())
     held = [within for within in programs.cover() if within.holds(np.asarray(drawn.widths), drawn.slots)]
     smallest = min(held, key=lambda within: (within.places, within.slots))
-    assert smallest.size < 4 * max(drawn.widths) and smallest.slots == used_slots(programs.capacity, drawn.slots)
+    assert smallest.size < 4 * max(drawn.widths) and smallest.slots == doubled_slots(programs.capacity, drawn.slots)
 
 
 def test_the_cover_is_small() -> None:
@@ -101,12 +101,24 @@ def test_a_fork_costs_other_sequences_little() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "needed", "used"),
+    ("capacity", "needed", "used", "doubled"),
     [
-        (128, 1, 128), (512, 1, 256), (512, 257, 512), (2048, 256, 256), (2048, 257, 512), (2048, 513, 1024),
-        (2048, 1025, 2048), (8192, 1025, 2048), (8192, 4097, 8192), (5000, 1025, 2048),
-        (5000, 2501, 4096), (5000, 4097, 5000),
+        (128, 1, 128, 128), (512, 1, 256, 256), (512, 256, 256, 256), (512, 257, 384, 512), (512, 385, 512, 512),
+        (2048, 257, 384, 512), (2048, 384, 384, 512), (2048, 513, 768, 1024), (2048, 769, 1024, 1024),
+        (2048, 1025, 1536, 2048), (2048, 1537, 2048, 2048), (8192, 4097, 6144, 8192), (5000, 1025, 1536, 2048),
+        (5000, 3073, 4096, 4096), (5000, 4097, 5000, 5000), (320, 257, 320, 320),
     ],
 )  # fmt: skip
-def test_a_pass_looks_at_a_part_of_the_rows(capacity: int, needed: int, used: int) -> None:
+def test_a_pass_looks_at_a_part_of_the_rows(capacity: int, needed: int, used: int, doubled: int) -> None:
     assert used_slots(capacity, needed) == used
+    assert doubled_slots(capacity, needed) == doubled
+
+
+@given(st.integers(128, 9000).flatmap(lambda capacity: st.tuples(st.just(capacity), st.integers(1, capacity))))
+def test_a_part_holds_what_is_needed_and_at_most_half_as_much_again(sizes: tuple[int, int]) -> None:
+    capacity, needed = sizes
+    used, doubled = used_slots(capacity, needed), doubled_slots(capacity, needed)
+    assert needed <= used <= doubled <= capacity
+    assert used <= max(1.5 * needed, 256) and doubled < max(2 * needed, 257)
+    for rule, size in ((used_slots, used), (doubled_slots, doubled)):
+        assert size in part_sizes(capacity, rule)
