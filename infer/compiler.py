@@ -96,7 +96,8 @@ class Compiler:
             workspaces[within] = workspace_shape(like, self._protocol, within.rows, within.slots)
         self._missed[program] += 1
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._compile, name="compiler")
+            # No daemon, whoever asks: a process that ends while XLA compiles would crash.
+            self._thread = threading.Thread(target=self._compile, name="compiler", daemon=False)
             self._thread.start()
 
     def _shape(self, array: jax.Array) -> jax.ShapeDtypeStruct:
