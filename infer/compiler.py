@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from infer.workspace import Workspace, compile_copies, workspace_shape
 
 log = logging.getLogger(__name__)
 
+ENOUGH_MISSES = 16  # chunks of passes in larger programs; compiling takes as long as some thousand passes on CPU
 NO_PASS = Limits(np.int32(0), Least(np.int32(0), np.int32(0)), np.bool_(False))
 
 
@@ -95,7 +97,7 @@ class Compiler:
         if within not in workspaces:
             workspaces[within] = workspace_shape(like, self._protocol, within.rows, within.slots)
         self._missed[program] += 1
-        if self._thread is None or not self._thread.is_alive():
+        if self._missed[program] >= ENOUGH_MISSES and (self._thread is None or not self._thread.is_alive()):
             # No daemon, whoever asks: a process that ends while XLA compiles would crash.
             self._thread = threading.Thread(target=self._compile, name="compiler", daemon=False)
             self._thread.start()
@@ -105,13 +107,13 @@ class Compiler:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     def _compile(self) -> None:
-        """One after another, until none is missed, or the process ends."""
+        """One after another, until none is missed often enough, or the process ends."""
         while threading.main_thread().is_alive():
             with self._lock:
-                if not self._missed:
+                program, misses = max(self._missed.items(), key=itemgetter(1), default=(None, 0))
+                if program is None or misses < ENOUGH_MISSES:
                     self._thread = None
                     return
-                program = self._missed.most_common(1)[0][0]
                 state, workspaces = self._shapes
             compiled = not crowded(WARM_SHARE) and self._try(program, state, workspaces[program.within])
             with self._lock:

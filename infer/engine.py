@@ -45,8 +45,8 @@ class Engine:
         draft_tokens: guesses per stretch and pass, looked up in what was said before, and verified; 0: none. Answers
             are the same token by token; where guesses do not pay for the wider passes, they are left out.
         text_tags: of a model without special tokens: it writes them as text, as these ask it to; None: special tokens.
-        compile_beside: compile programs in a thread, and do passes in larger ones meanwhile if any holds them, so that
-            nobody waits; not where several processes serve one model.
+        compile_beside: compile programs in a thread once they are missed often, and take larger ones until then; a
+            request waits only for what none holds. Not where several processes serve one model.
     """
 
     def __init__(

@@ -55,6 +55,12 @@ def gate(monkeypatch: Any) -> Iterator[threading.Event]:
     event.set()
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: Any) -> None:
+    """A program that was missed once is compiled."""
+    monkeypatch.setattr(infer.compiler, "ENOUGH_MISSES", 1)
+
+
 def make(lm: LanguageModel, beside: bool = True) -> Engine:
     return Engine(
         lm, max_length=128, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
@@ -142,6 +148,25 @@ def test_nothing_that_holds_a_pass_is_compiled_at_once(
     own.scheduler._compiler.wait()
     own.scheduler._compiler.forget()  # as when memory maps run out
     assert all_same(answer(own), expected)
+
+
+def test_what_is_rarely_missed_is_not_compiled(
+    bare_lm: LanguageModel, ran: list[Extent], expected: list[Result], monkeypatch: Any
+) -> None:
+    own = make(bare_lm)
+    compiler, cover = own.scheduler._compiler, set(own.scheduler._programs.cover())
+    own.warm_up(closely=False)
+    monkeypatch.setattr(infer.compiler, "ENOUGH_MISSES", 1 << 30)
+    assert all_same(answer(own), expected)
+    compiler.wait()
+    program, misses = compiler._missed.most_common(1)[0]
+    assert set(ran) <= cover and misses > 1
+    monkeypatch.setattr(infer.compiler, "ENOUGH_MISSES", misses)
+    assert all_same(answer(own), expected)
+    compiler.wait()
+    ran.clear()
+    assert all_same(answer(own), expected)
+    assert program.within in ran
 
 
 def test_what_does_not_compile_is_not_tried_again(
