@@ -90,7 +90,8 @@ def run_serve(options: argparse.Namespace) -> None:
     for_conversations(lm, options.model, options.chat_template)
     engine = Engine(
         lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,
-        draft_tokens=options.draft_tokens, compile_beside=True,
+        draft_tokens=options.draft_tokens,
+        compile_beside=jax.default_backend() != "cpu",  # where the passes need the cores that would compile
     )  # fmt: skip
     if jax.process_index() == 0:
         serve(engine, config)

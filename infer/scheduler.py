@@ -86,6 +86,7 @@ class Scheduler:
         script: tokens to take in place of sampled ones, for benchmarks and tests.
         alone: the only request that is admitted; None: all are.
         chunk: what the last `pump` decoded.
+        compiles_beside: see `Engine`.
     """
 
     def __init__(
@@ -123,7 +124,8 @@ class Scheduler:
         self._lock = threading.RLock()
         self._programs = Programs(rows, self._capacity, widest_feed(protocol))
         # Other processes would pick other programs, and wait for each other in them.
-        self._compiler = Compiler(lm, protocol, compile_beside and jax.process_count() == 1)
+        self.compiles_beside = compile_beside and jax.process_count() == 1
+        self._compiler = Compiler(lm, protocol, self.compiles_beside)
 
     def submit(self, job: Job, steps: int = NO_LIMIT) -> Handle:
         """Queue a request; something has to `pump` until it is done."""

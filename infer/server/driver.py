@@ -152,7 +152,7 @@ class Driver:
     def _run(self) -> None:
         try:
             if self._config.warm_up:
-                log.info("warmed up in %.1f s", self.engine.warm_up(closely=self._several))
+                log.info("warmed up in %.1f s", self.engine.warm_up(closely=not self.engine.scheduler.compiles_beside))
             self.ready.set()
             while self._turn():
                 pass
