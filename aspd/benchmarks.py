@@ -13,6 +13,9 @@ from typing import Any
 from aspd.options import positive, shape_options, where
 from aspd_jax.errors import RequestError
 
+SERVED_ROWS = 8
+SERVED_WAITING = 4096
+
 
 def add(commands: Any) -> None:
     """Add these commands."""
@@ -45,10 +48,13 @@ def add(commands: Any) -> None:
         "--url", help="of a server, such as http://127.0.0.1:8000/v1; default: one of --model is started"
     )
     served.add_argument("--model", default="demo", metavar="DIR|demo", help="checkpoint folder, or the name at --url")
-    served.add_argument("--batch", type=int, default=8, help="rows of the server that is started")
     served.add_argument(
-        "--max-waiting", type=int, default=4096, metavar="N",
-        help="requests that may wait for a row of that server; further ones are refused (429)",
+        "--batch", type=int, nargs="+", metavar="N",
+        help=f"rows of the server that is started; of several numbers, a server each (default: {SERVED_ROWS})",
+    )  # fmt: skip
+    served.add_argument(
+        "--max-waiting", type=int, metavar="N",
+        help=f"requests that may wait for a row of that server; further ones get 429 (default: {SERVED_WAITING})",
     )  # fmt: skip
     served.add_argument("--questions", type=Path, metavar="FILE", help="FastChat's JSONL; default: the synthetic tasks")
     served.add_argument(
@@ -176,21 +182,27 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     """`aspd bench serve`."""
     import asyncio
     import os
-    from contextlib import nullcontext
+    from dataclasses import replace
     from functools import partial
     from itertools import count, islice
 
     from aspd_jax.configuration import at_least
     from infer.evaluation.config import BenchmarkSection
     from infer.evaluation.questions import read_questions
-    from infer.load import Load, load, load_table, middle, to_json, undisturbed
+    from infer.load import Load, best_goodput, load, load_table, middle, to_json, undisturbed
     from infer.request import Mode
     from infer.stolen import processor_time
     from train.tasks import FAMILIES, LONG_FAMILY, problem
 
     if min(options.rates) <= 0 or options.seconds <= 0:
         raise RequestError("--rates and --seconds must be more than 0")
-    at_least("--max-waiting", options.max_waiting, 0)
+    if options.url is not None and (options.batch, options.max_waiting) != (None, None):
+        raise RequestError("--batch and --max-waiting are of a server that is started; leave them out, or --url")
+    batches = options.batch or [SERVED_ROWS]
+    for rows in batches:
+        at_least("--batch", rows, 1)
+    waiting = SERVED_WAITING if options.max_waiting is None else options.max_waiting
+    at_least("--max-waiting", waiting, 0)
     if not 3 <= options.least_branches <= 8:
         raise RequestError("--least-branches must be between 3 and 8")
     if options.questions is not None and (options.long or options.least_branches > 3):
@@ -210,15 +222,15 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     else:
         questions = [question.turns[0] for question in read_questions(BenchmarkSection(file=str(options.questions)))]
     modes: tuple[Mode, ...] = ("serial", "adaptive")
+    key = os.environ.get("ASPD_API_KEY", "")
     found = []
-    with _server(options) if options.url is None else nullcontext(options.url) as url:
-        key = os.environ.get("ASPD_API_KEY", "")
 
+    def measure(url: str, rows: int | None) -> None:
         def send(rate: float, mode: Mode) -> Load:
             sent = load(
                 url, key, options.model, questions, mode, rate, options.seconds, options.target, options.max_new_tokens
             )
-            return asyncio.run(sent)
+            return replace(asyncio.run(sent), rows=rows)
 
         for rate in options.rates:
             rounds = [
@@ -227,12 +239,20 @@ def run_bench_serve(options: argparse.Namespace) -> None:
             ]
             for of in map(middle, zip(*rounds, strict=True)):
                 found.append(of)
-                print(f"{rate:g} requests/s, {of.mode}: {1000 * of.last[0]:.0f} ms to the last token", flush=True)
+                print(f"{of.title}: {1000 * of.last[0]:.0f} ms to the last token", flush=True)
+
+    if options.url is not None:
+        measure(options.url, None)
+    else:
+        for rows in batches:
+            with _server(options.model, rows, waiting, options.max_new_tokens) as url:
+                measure(url, rows)
     print(
         f"\n{options.model}; {where()}; open loop, Poisson, {options.seconds:g} s a round, "
         f"the middle of {options.repeats} rounds\n"
     )
     print(load_table(found, options.target))
+    print(f"\n{best_goodput(found, options.target)}")
     if options.json:
         options.json.write_text(json.dumps(to_json(found), indent=1) + "\n")
     if options.plot:
@@ -242,7 +262,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _server(options: argparse.Namespace) -> Iterator[str]:
+def _server(model: str, rows: int, waiting: int, max_new_tokens: int) -> Iterator[str]:
     """A server of its own process, so that it and the load do not wait for each other; gives its address."""
     import re
     import subprocess
@@ -251,9 +271,8 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     from urllib.error import URLError
     from urllib.request import urlopen
 
-    command = [sys.executable, "-m", "aspd", "serve", "--model", options.model, "--name", options.model, "--port", "0"]
-    command += ["--batch", str(options.batch), "--max-waiting", str(options.max_waiting)]
-    command += ["--max-new-tokens", str(options.max_new_tokens)]
+    command = [sys.executable, "-m", "aspd", "serve", "--model", model, "--name", model, "--port", "0"]
+    command += ["--batch", str(rows), "--max-waiting", str(waiting), "--max-new-tokens", str(max_new_tokens)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

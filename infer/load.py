@@ -41,6 +41,7 @@ class Load:
         seconds: from the first request to the last answer.
         stolen: share of this machine's processor time that its host took meanwhile; None: not known.
         medians: to the last token, of every round: see `middle`.
+        rows: of the server, which answers so many requests at a time; None: not known.
     """
 
     mode: str
@@ -58,6 +59,17 @@ class Load:
     seconds: float
     stolen: float | None
     medians: tuple[float, ...]
+    rows: int | None = None
+
+    @property
+    def who(self) -> str:
+        """The mode, and the server where it is known: "adaptive (8 rows)"."""
+        return self.mode if self.rows is None else f"{self.mode} ({self.rows} row{'s' * (self.rows > 1)})"
+
+    @property
+    def title(self) -> str:
+        """Such as "4 requests/s, adaptive (8 rows)"."""
+        return f"{self.rate:g} requests/s, {self.who}"
 
 
 @dataclass(frozen=True)
@@ -142,7 +154,7 @@ def undisturbed(send: Callable[[], Load], url: str, key: str, most_stolen: float
         if not compiled and stolen <= most_stolen:
             return found
         reason = "programs were compiled" if compiled else f"{stolen:.0%} of the processors' time was stolen"
-        log.warning("%g requests/s, %s: %s meanwhile; sent again", found.rate, found.mode, reason)
+        log.warning("%s: %s meanwhile; sent again", found.title, reason)
         rounds.append((math.inf if compiled else stolen, found))
         before = now
     stolen, found = min(reversed(rounds), key=itemgetter(0))
@@ -200,19 +212,20 @@ def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def load_table(found: Sequence[Load], target: float) -> str:
-    """Markdown: every rate in serial mode, the baseline, beside adaptive mode."""
+    """Markdown: every rate in serial mode, the baseline, beside adaptive mode of the same server."""
     lines = [
-        f"| requests/s | mode | answered of sent | refused | first token, ms: p50 / p95 / p99 | last token, ms | "
+        "| rows | requests/s | mode | answered of sent | refused | first token, ms: p50 / p95 / p99 | last token, ms | "
         f"medians of all rounds | within {target:g} s, per second | content tokens/s | "
         f"ideal speed-up, p50 | stolen | last token, p50, serial by adaptive |",
-        "|---" * 12 + "|",
+        "|---" * 13 + "|",
     ]
-    serial = {of.rate: of for of in found if of.mode == "serial"}
+    serial = {(of.rows, of.rate): of for of in found if of.mode == "serial"}
     for of in found:
         first, last = (" / ".join(f"{1000 * value:.0f}" for value in part) for part in (of.first, of.last))
-        base = serial.get(of.rate)
+        base = serial.get((of.rows, of.rate))
         gain = f"{base.last[0] / of.last[0]:.2f}x" if base and of.mode == "adaptive" and of.last[0] else ""
         cells = [
+            "" if of.rows is None else str(of.rows),
             f"{of.rate:g}",
             of.mode,
             f"{of.answered} of {of.sent}",
@@ -228,6 +241,21 @@ def load_table(found: Sequence[Load], target: float) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def best_goodput(found: Sequence[Load], target: float) -> str:
+    """For every rate, the best server of each mode: how many answers within the target it gives per second."""
+    lines = []
+    for rate in dict.fromkeys(of.rate for of in found):
+        best = {of.mode: of for of in sorted(found, key=_worth) if of.rate == rate}
+        told = [f"{best[mode].goodput:.2f} {best[mode].who}" for mode in ("serial", "adaptive")]
+        gain = f": {best['adaptive'].goodput / best['serial'].goodput:.2f}x" if best["serial"].goodput else ""
+        lines.append(f"{rate:g} requests/s, best within {target:g} s, per second: {', '.join(told)}{gain}")
+    return "\n".join(lines)
+
+
+def _worth(of: Load) -> tuple[float, float]:
+    return of.goodput, -of.last[0]
 
 
 def to_json(found: Sequence[Load]) -> list[dict[str, Any]]:

@@ -93,23 +93,23 @@ def plot_quality(
 
 
 def plot_load(found: Sequence[Load], target: float, title: str, file: Path) -> None:
-    """Time to the last token (median and 95th percentile) and goodput by rate, a line for each mode."""
+    """Time to the last token (median and 95th percentile) and goodput by rate, a line for each mode and server."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     figure.suptitle(title, fontsize=10)
     times, goodput = figure.subplots(1, 2)
-    for mode in dict.fromkeys(of.mode for of in found):
-        some = [of for of in found if of.mode == mode]
+    for line_of in dict.fromkeys(of.who for of in found):
+        some = [of for of in found if of.who == line_of]
         rates = [of.rate for of in some]
-        (line,) = times.plot(rates, [1000 * of.last[0] for of in some], marker="o", label=f"{mode}, median")
+        (line,) = times.plot(rates, [1000 * of.last[0] for of in some], marker="o", label=f"{line_of}, median")
         times.plot(
             rates,
             [1000 * of.last[1] for of in some],
             marker=".",
             linestyle=":",
             color=line.get_color(),
-            label=f"{mode}, p95",
+            label=f"{line_of}, p95",
         )
-        goodput.plot(rates, [of.goodput for of in some], marker="o", label=mode)
+        goodput.plot(rates, [of.goodput for of in some], marker="o", label=line_of)
     times.set(xlabel="requests per second", ylabel="ms to last token", yscale="log")
     goodput.set(xlabel="requests per second", ylabel=f"answers within {target:g} s, per second", ylim=(0, None))
     for axes in (times, goodput):
