@@ -47,7 +47,7 @@ def test_reading_order(answer: list[Any], random: Random) -> None:
     order, sent = ReadingOrder(), ""
     written: dict[tuple[int, int], str] = {}
     for event in events:
-        sent += "".join(delta.text for delta in order.take(event))
+        sent += "".join(delta.text for delta in order.take([event]))
         assert text.startswith(sent)
         if event.kind == "token" and event.branch <= 1:  # serial text and first branches are never held back
             assert sent.endswith(event.text)
@@ -56,6 +56,12 @@ def test_reading_order(answer: list[Any], random: Random) -> None:
         if event.kind == "token":
             written[event.block, event.branch] = written.get((event.block, event.branch), "") + event.text
     assert sent == text
+    looks = [events[at : at + 3] for at in range(0, len(events), 3)]
+    joined, one_by_one = ReadingOrder(), ReadingOrder()
+    for look in looks:  # what several events bring is sent at once
+        deltas = joined.take(look)
+        assert len(deltas) <= 1
+        assert "".join(delta.text for delta in deltas) == "".join(d.text for e in look for d in one_by_one.take([e]))
     if any(isinstance(item, list) and sum(map(bool, item)) > 1 for item in answer):
-        mixed = "".join(delta.text for event in events for delta in AsTheyCome().take(event))
+        mixed = "".join(delta.text for event in events for delta in AsTheyCome().take([event]))
         assert sorted(mixed) == sorted(text)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,7 +24,7 @@ from aspd_jax.errors import RequestError
 from infer.answer import Result
 from infer.engine import Engine
 from infer.server.config import ServerConfig
-from infer.server.deltas import AsTheyCome, ReadingOrder
+from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
 from infer.server.driver import Broken, Busy, Driver, Ticket
 from infer.server.forms import Chat, Form, Text, statistics, usage
 from infer.server.messages import ChatRequest, Common, CompletionRequest, error_body
@@ -37,6 +37,9 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 DISCONNECT_SECONDS = 0.1  # between two looks at whether a client that waits for a whole answer is still there
+
+# Of an answer, by its number: what to send after a look at it, and how it ended, if it has.
+News: TypeAlias = tuple[int, list[Delta], Result | Broken | None]
 
 
 class Refused(Exception):
@@ -312,10 +315,10 @@ class _Server:
         return [await self._result(ticket) for ticket in tickets]
 
     async def _result(self, ticket: Ticket) -> Result:
-        async for event in ticket.listen():
-            if event.result is not None:
-                self._note(ticket, event.result)
-                return event.result
+        async for news in ticket.listen():
+            if (result := news[-1].result) is not None:
+                self._note(ticket, result)
+                return result
         raise Broken
 
     # A stream.
@@ -324,7 +327,7 @@ class _Server:
         self, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float
     ) -> AsyncIterator[str]:
         """Server-sent events of all answers to a request, as they come."""
-        news: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        news: asyncio.Queue[News] = asyncio.Queue()
         tasks = [asyncio.create_task(self._follow(number, t, body, news)) for number, t in enumerate(tickets)]
         head = head | {"object": form.part}
         with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -340,18 +343,18 @@ class _Server:
                     yield sse({**head, "choices": [choice], **extra})
             while len(results) < len(tickets):
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                    number, item = await news.get()
-                if isinstance(item, BaseException):
-                    raise item
-                if isinstance(item, Result):
-                    results[number] = item
+                    number, deltas, end = await news.get()
+                if isinstance(end, Broken):
+                    raise end
+                events = [{**head, "choices": [form.delta(number, delta)], **extra} for delta in deltas]
+                if end is not None:
+                    results[number] = end
                     logprobs = self._logprobs(form, tickets[number])
-                    last = {**head, "choices": [form.closing(number, item, logprobs)], **extra}
+                    events.append({**head, "choices": [form.closing(number, end, logprobs)], **extra})
                     if body.aspd.statistics:
-                        last["aspd"] = statistics(item)
-                    yield sse(last)
-                else:
-                    yield sse({**head, "choices": [form.delta(number, item)], **extra})
+                        events[-1]["aspd"] = statistics(end)
+                if events:
+                    yield "".join(map(sse, events))  # in one piece: each costs a write
             if with_usage:
                 every = [results[number] for number in range(len(tickets))]
                 yield sse({**head, "choices": [], "usage": usage(every)})
@@ -366,17 +369,15 @@ class _Server:
             for task in tasks:
                 task.cancel()
 
-    async def _follow(self, number: int, ticket: Ticket, body: Common, news: asyncio.Queue[tuple[int, Any]]) -> None:
+    async def _follow(self, number: int, ticket: Ticket, body: Common, news: asyncio.Queue[News]) -> None:
         order = AsTheyCome() if body.aspd.stream == "branches" else ReadingOrder()
         try:
-            async for event in ticket.listen():
-                for delta in order.take(event):
-                    news.put_nowait((number, delta))
-                if event.result is not None:
-                    self._note(ticket, event.result)
-                    news.put_nowait((number, event.result))
+            async for events in ticket.listen():
+                if (result := events[-1].result) is not None:
+                    self._note(ticket, result)
+                news.put_nowait((number, order.take(events), result))
         except Broken as broken:
-            news.put_nowait((number, broken))
+            news.put_nowait((number, [], broken))
 
     def _note(self, ticket: Ticket, result: Result) -> None:
         self._metrics.answer(ticket.job.mode, result.finish_reason or "cancelled", result.stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from infer.events import Event
@@ -27,36 +28,41 @@ class ReadingOrder:
         self._held: dict[int, str] = {}
         self._ended: set[int] = set()
 
-    def take(self, event: Event) -> list[Delta]:
-        """What can be sent now."""
+    def take(self, events: Sequence[Event]) -> list[Delta]:
+        """What can be sent after a look at the answer: one delta at most, each costs server and client time."""
+        text = "".join(map(self._due, events))
+        return [Delta(text)] if text else []
+
+    def _due(self, event: Event) -> str:
         if event.kind == "fork":
             self._first, self._held, self._ended = 1, dict.fromkeys(range(1, len(event.titles) + 1), ""), set()
-            return []
-        if event.kind == "token":
+        elif event.kind == "token":
             if event.branch in (0, self._first):
-                return [Delta(event.text)] if event.text else []
+                return event.text
             self._held[event.branch] += event.text
-            return []
-        if event.kind == "branch":
+        elif event.kind == "branch":
             self._ended.add(event.branch)
             text = ""
             while self._first in self._ended:
                 self._first += 1
                 text += self._held.get(self._first, "")
-            return [Delta(text)] if text else []
-        if event.kind == "merge":
+            return text
+        elif event.kind == "merge":
             self._first = 0
-        return []
+        return ""
 
 
 class AsTheyCome:
     """Every event, with its place."""
 
-    def take(self, event: Event) -> list[Delta]:
-        """What can be sent now."""
+    def take(self, events: Sequence[Event]) -> list[Delta]:
+        """What can be sent after a look at the answer."""
+        return [delta for event in events if (delta := self._delta(event)) is not None]
+
+    def _delta(self, event: Event) -> Delta | None:
         place: dict[str, Any] = {"event": event.kind, "block": event.block, "branch": event.branch}
         if event.kind == "token":
-            return [Delta(event.text, place)] if event.text else []
+            return Delta(event.text, place) if event.text else None
         if event.kind == "fork":
-            return [Delta("", place | {"titles": list(event.titles)})]
-        return [] if event.kind == "done" else [Delta("", place)]
+            return Delta("", place | {"titles": list(event.titles)})
+        return None if event.kind == "done" else Delta("", place)

@@ -65,8 +65,8 @@ class Ticket:
         except RuntimeError:  # the loop is closed: nobody listens any more
             self.cancelled = True
 
-    async def listen(self) -> AsyncIterator[Event]:
-        """Events up to `done`.
+    async def listen(self) -> AsyncIterator[list[Event]]:
+        """What each look at the answer found, up to `done`.
 
         Raises:
             Broken: the engine failed.
@@ -75,10 +75,9 @@ class Ticket:
             news = await self.events.get()
             if news is None:
                 raise Broken
-            for event in news:
-                yield event
-                if event.kind == "done":
-                    return
+            yield news
+            if news[-1].kind == "done":
+                return
 
 
 class Occupancy(NamedTuple):
