@@ -19,7 +19,7 @@ from aspd_jax.model.lowering import copies_slices
 from infer.state import RUNNING, STOP, DecodeState, Protocol, take
 
 MOST_BYTES = 32 << 20  # of keys and values: copying much costs a short chunk more than its passes save
-BLOCK = 64  # slots that are put back together; caches have a multiple of it (`infer.programs`)
+BLOCK = 32  # slots that are put back together; caches have a multiple of it (`infer.programs`)
 
 Layers: TypeAlias = tuple[LayerCache, ...]
 

@@ -1,8 +1,9 @@
+"""What training learns from: synthetic problems, batches, the loss, and configurations."""
+
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +19,13 @@ from aspd_jax.pipeline.config import DataConfig
 from aspd_jax.structure import Parallel, from_json, plain_text
 from infer.evaluation.config import EvalConfig
 from tests.conftest import ROOT
+from tests.training import SMALL, changed
 from train.ablation import AblationConfig
 from train.batches import example, first_fit, pack, synthetic_batch
-from train.config import DataSection, ModelSection, TrainConfig, load_config
+from train.config import TrainConfig, load_config
 from train.loss import next_token_loss
 from train.setup import initial_model
 from train.tasks import FAMILIES, KINDS, LONG_FAMILY, conversations, held_out, is_held_out, problem, recital
-
-SMALL = TrainConfig(
-    model=ModelSection(layers=1, embed=32, heads=2, kv_heads=1, head=16, feed_forward=32),
-    data=DataSection(rows=2, short_rows=3, short_length=96, short_steps=2, plain_every=0),
-    steps=4,
-    save_every=2,
-)
-
-
-def changed(config: TrainConfig, **values: Any) -> TrainConfig:
-    """A configuration with other values; `section__field` reaches into a section."""
-    top = {name: value for name, value in values.items() if "__" not in name}
-    inner: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        if "__" in name:
-            section, _, field = name.partition("__")
-            inner.setdefault(section, {})[field] = value
-    return replace(config, **top, **{name: replace(getattr(config, name), **some) for name, some in inner.items()})
 
 
 @pytest.fixture(scope="module")

@@ -226,15 +226,13 @@ def test_guesses_change_nothing(lm: LanguageModel, free: Engine, spellings: dict
         assert results[0].token_ids == results[1].token_ids and results[1].structure == structure
 
 
-def test_the_prompt_asks_for_the_tags(lm: LanguageModel, free: Engine) -> None:
-    lm.tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
-    try:
-        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name fruits."}]
-        asked = lm.tokenizer.decode(free.encode(messages))
-        assert TAGS.instruction in asked and asked.index("Be brief.") < asked.index(TAGS.instruction)
-        assert TAGS.instruction not in lm.tokenizer.decode(free.encode(messages, "serial"))
-    finally:
-        lm.tokenizer.chat_template = None
+def test_the_prompt_asks_for_the_tags(lm: LanguageModel, free: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
+    monkeypatch.setattr(lm.tokenizer, "chat_template", template)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name fruits."}]
+    asked = lm.tokenizer.decode(free.encode(messages))
+    assert TAGS.instruction in asked and asked.index("Be brief.") < asked.index(TAGS.instruction)
+    assert TAGS.instruction not in lm.tokenizer.decode(free.encode(messages, "serial"))
 
 
 def test_mistakes_are_named(bare_lm: LanguageModel, free: Engine) -> None:
