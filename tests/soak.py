@@ -2,7 +2,8 @@
 
 A round is 1,000 requests, 60 at a time: whole answers, streams, clients that leave in the middle or at once, bodies
 that are nonsense or too long. After every round: memory, open files, threads, and requests that the server still
-counts. It fails if anything is left, or if memory or files go on growing.
+counts, and programs that it has compiled, which take memory. It fails if anything is left, or if files or threads go on
+growing, or memory in rounds that compile nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -28,18 +30,23 @@ BODIES = (b"{", b"[]", b"\xff", b'{"model": "demo", "messages": 3}', b"x" * 2_00
 
 
 class Left(NamedTuple):
-    """What a process holds: MB of memory, open files, threads."""
+    """What a server holds: MB of memory, open files, threads; and how many programs it has compiled so far."""
 
     memory: float
     files: int
     threads: int
+    programs: int
 
 
-def left(pid: int) -> Left:
-    """Of a process, by /proc."""
+def left(pid: int, address: str) -> Left:
+    """Of a server, by /proc and by its metrics."""
+    told = re.search(r"^aspd_programs_total (\S+)$", httpx.get(f"{address}/metrics").text, re.MULTILINE)
+    assert told is not None
     status = Path(f"/proc/{pid}/status").read_text()
     found = {name: int(re.search(rf"{name}:\s+(\d+)", status)[1]) for name in ("VmRSS", "Threads")}  # type: ignore[index]
-    return Left(found["VmRSS"] / 1024, len(list(Path(f"/proc/{pid}/fd").iterdir())), found["Threads"])
+    return Left(
+        found["VmRSS"] / 1024, len(list(Path(f"/proc/{pid}/fd").iterdir())), found["Threads"], int(float(told[1]))
+    )
 
 
 async def one(client: httpx.AsyncClient, url: str, number: int, random: Random) -> str:
@@ -107,15 +114,20 @@ def main(rounds: int) -> int:
         time.sleep(1)
         health = httpx.get(f"{url}/health").json()
         idle &= health["running"] == health["waiting"] == 0
-        seen.append(left(server.pid))
+        seen.append(left(server.pid, url))
         print(f"{number} {time.monotonic() - began:.0f} s {seen[-1]} {health}", flush=True)
     print(dict(sorted(outcomes.items())))
     server.terminate()
     code = server.wait(60)
-    grown = seen[-1].memory - seen[1].memory, seen[-1].files - seen[1].files, seen[-1].threads - seen[1].threads
-    print(f"exit {code}; grown since the first round after compiling: {grown}")
+    quiet = [(one, other) for one, other in pairwise(seen) if one.programs == other.programs]
+    memory = sum(other.memory - one.memory for one, other in quiet)
+    files, threads = seen[-1].files - seen[1].files, seen[-1].threads - seen[1].threads
+    print(
+        f"exit {code}; grown: {files} files, {threads} threads, {memory:.0f} MB in {len(quiet)} rounds without new programs"
+    )
     errors = [name for name in outcomes if name.endswith(("500", "5xx", "Error"))]
-    return int(bool(code or errors or not idle or grown[0] > 0.1 * seen[1].memory or grown[1] > 2 or grown[2] > 2))
+    grown = memory > 0.1 * seen[1].memory or files > 2 or threads > 2
+    return int(bool(code or errors or not idle or grown or not quiet))
 
 
 if __name__ == "__main__":
