@@ -122,9 +122,8 @@ def main(rounds: int) -> int:
     quiet = [(one, other) for one, other in pairwise(seen) if one.programs == other.programs]
     memory = sum(other.memory - one.memory for one, other in quiet)
     files, threads = seen[-1].files - seen[1].files, seen[-1].threads - seen[1].threads
-    print(
-        f"exit {code}; grown: {files} files, {threads} threads, {memory:.0f} MB in {len(quiet)} rounds without new programs"
-    )
+    print(f"exit {code}; {files} files and {threads} threads more")
+    print(f"{memory:.0f} MB more in the {len(quiet)} rounds without new programs")
     errors = [name for name in outcomes if name.endswith(("500", "5xx", "Error"))]
     grown = memory > 0.1 * seen[1].memory or files > 2 or threads > 2
     return int(bool(code or errors or not idle or grown or not quiet))
