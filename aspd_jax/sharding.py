@@ -26,7 +26,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
-    "head": (),
+    "group": (),
+    "head": ("tensor",),  # where the heads are too few to be split
+    "pair": (),
     "feed_forward": ("tensor",),
     "norm": (),
     "rank": (),

@@ -74,7 +74,7 @@ def test_adapters(weights: Any, fine_tuning: TrainConfig, tmp_path: Path) -> Non
     after = losses(tmp_path / "run")
     assert after[-1] < after[0]
     base, tuned = load_model(config.model.checkpoint), load_model(tmp_path / "run" / "model")
-    kernels = [np.asarray(lm.params["layer_0"]["feed_forward"]["gate"]["kernel"]) - 0 for lm in (base, tuned)]
+    kernels = [np.asarray(lm.params["layer_0"]["feed_forward"]["down"]["kernel"]) - 0 for lm in (base, tuned)]
     difference = kernels[1] - kernels[0]
     if weights == "float":
         assert np.linalg.matrix_rank(difference, tol=1e-4) == 4

@@ -179,7 +179,8 @@ def test_parameters_land_in_their_shardings(shape: dict[str, int], tmp_path: Pat
     fsdp, tensor = ("fsdp" if shape.get("fsdp", 1) > 1 else None), ("tensor" if shape.get("tensor", 1) > 1 else None)
     expected = {
         ("embedding", "embedding"): (tensor, fsdp),
-        ("layer_0", "attention", "query", "kernel"): (fsdp, tensor, None),
+        ("layer_0", "attention", "query_key_value", "kernel"): (fsdp, tensor, None, None),
+        ("layer_0", "feed_forward", "gate_up", "kernel"): (fsdp, None, tensor),
         ("layer_1", "attention", "output", "kernel"): (tensor, None, fsdp),
         ("layer_0", "feed_forward", "down", "kernel"): (tensor, fsdp),
         ("layer_0", "attention_norm", "scale"): (None,),
@@ -193,9 +194,23 @@ def test_parameters_land_in_their_shardings(shape: dict[str, int], tmp_path: Pat
     np.testing.assert_allclose(one, many, atol=1e-3)
 
 
+def test_heads_are_split_where_they_are_too_few(tmp_path: Path) -> None:
+    """Two kv heads on four devices: each kernel is split all the same, and the logits are the same."""
+    folder = write_checkpoint(tmp_path, tiny_config())
+    lm, alone = load_model(folder, mesh=make_mesh({"tensor": 4})), load_model(folder)
+    assert lm.config.kv_heads == 2
+    kernel = lm.params["layer_0"]["attention"]["query_key_value"]["kernel"]
+    assert tuple(kernel.sharding.spec) == (None, None, None, "tensor")
+    tokens = prompt()
+    layout = build_layout(tokens, SPECIAL)
+    one, many = (np.asarray(m.model.apply({"params": m.params}, tokens, layout)) for m in (alone, lm))
+    np.testing.assert_allclose(one, many, atol=1e-3)
+
+
 def test_an_axis_that_does_not_divide_is_replicated() -> None:
     mesh = make_mesh({"tensor": 8})
-    assert tuple(partition_spec(("kv_heads", "head"), (2, 64), mesh)) == (None, None)
+    assert tuple(partition_spec(("kv_heads", "head"), (2, 60), mesh)) == (None, None)
+    assert tuple(partition_spec(("kv_heads", "head"), (2, 64), mesh)) == (None, "tensor")
     assert tuple(partition_spec(("kv_heads", "head"), (16, 64), mesh)) == ("tensor", None)
     with pytest.raises(ConfigError, match="logical axis 'mlp' has no rule"):
         partition_spec(("mlp",), (8,), mesh)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 Value = TypeVar("Value")
 
-FEW_ROWS = 4
+FEW_ROWS = 2
 LARGE_KERNEL = 1 << 18  # elements; smaller ones are in the caches, where one core is fast enough
 PARTS = 2
 VECTOR = 16  # numbers that a core takes at once
@@ -21,7 +21,7 @@ def product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
     """`x` [..., *sizes] times `kernel` [*sizes, *features], summed over the `inputs` axes of `sizes`: [..., *features].
 
     On CPU, XLA gives a product of one row to one core, and for one of a few rows it copies the kernel first; of a batch
-    of products each goes to a core. So a large kernel meets few rows one by one, each as two halves of its inputs.
+    of products each goes to a core. So a large kernel meets one row, or two one by one, as two halves of its inputs.
     """
 
     def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:

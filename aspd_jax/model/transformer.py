@@ -174,15 +174,16 @@ class AttentionLayer(nn.Module):
         window: Window,
     ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
-        of_queries, of_keys = ("embed", "heads", "head"), ("embed", "kv_heads", "head")
-        query = Projection(c, (c.heads, c.head), of_queries, bias=c.query_bias, name="query")(x)
-        key = Projection(c, (c.kv_heads, c.head), of_keys, bias=c.query_bias, name="key")(x)
-        value = Projection(c, (c.kv_heads, c.head), of_keys, bias=c.query_bias, name="value")(x)
+        # One product for everything that looks at `x`: few rows cost what reading the kernels costs.
+        axes, group = ("embed", "kv_heads", "group", "head"), c.heads // c.kv_heads
+        joint = Projection(c, (c.kv_heads, group + 2, c.head), axes, bias=c.query_bias, name="query_key_value")(x)
+        query = joint[..., :group, :].reshape(*x.shape[:2], c.heads, c.head)
+        key, value = joint[..., group, :], joint[..., group + 1, :]
         if c.query_norm:
             query = RMSNorm(c.norm_epsilon, name="query_norm")(query)
             key = RMSNorm(c.norm_epsilon, name="key_norm")(key)
         query, key = rotate(query, *turn), rotate(key, *turn)
-        grouped = query.reshape(*query.shape[:2], c.kv_heads, c.heads // c.kv_heads, c.head)
+        grouped = query.reshape(*query.shape[:2], c.kv_heads, group, c.head)
         if isinstance(view, View):
             out = self.attention(grouped, key.swapaxes(1, 2), value.swapaxes(1, 2), view, c.siblings, window)
         else:
@@ -216,10 +217,9 @@ class FeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
         bias = c.feed_forward_bias
-        gate = Projection(c, (c.feed_forward,), ("embed", "feed_forward"), bias=bias, name="gate")(x)
-        up = Projection(c, (c.feed_forward,), ("embed", "feed_forward"), bias=bias, name="up")(x)
+        both = Projection(c, (2, c.feed_forward), ("embed", "pair", "feed_forward"), bias=bias, name="gate_up")(x)
         down = Projection(c, (c.embed,), ("feed_forward", "embed"), bias=bias, name="down")
-        return down(ACTIVATION[c.activation](gate) * up)
+        return down(ACTIVATION[c.activation](both[..., 0, :]) * both[..., 1, :])
 
 
 class Layer(nn.Module):

@@ -6,10 +6,11 @@ Only safetensors are read: no pickle, no code from a checkpoint is ever run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import flax.linen as nn
@@ -37,21 +38,56 @@ OUTSIDE_LAYERS = {
     "model.norm.weight": ("norm", "scale"),
     "lm_head.weight": ("head", "kernel"),
 }
-INSIDE_LAYERS = {
+INSIDE_LAYERS: dict[str, Path_] = {
     "input_layernorm": ("attention_norm", "scale"),
     "post_attention_layernorm": ("feed_forward_norm", "scale"),
     "self_attn.q_norm": ("attention", "query_norm", "scale"),
     "self_attn.k_norm": ("attention", "key_norm", "scale"),
-    "self_attn.q_proj": ("attention", "query"),
-    "self_attn.k_proj": ("attention", "key"),
-    "self_attn.v_proj": ("attention", "value"),
     "self_attn.o_proj": ("attention", "output"),
-    "mlp.gate_proj": ("feed_forward", "gate"),
-    "mlp.up_proj": ("feed_forward", "up"),
     "mlp.down_proj": ("feed_forward", "down"),
+}
+# Linear layers that are parts of one here, in their order along its last axis but one: a query for each head of a
+# group, its key and its value; gate and up.
+QUERY = "self_attn.q_proj"
+JOINT: dict[Path_, tuple[str, ...]] = {
+    ("attention", "query_key_value"): (QUERY, "self_attn.k_proj", "self_attn.v_proj"),
+    ("feed_forward", "gate_up"): ("mlp.gate_proj", "mlp.up_proj"),
 }
 # Tensors that some exporters store although they follow from the configuration.
 DERIVED = ("rotary_emb.inv_freq",)
+
+
+class Tensor(NamedTuple):
+    """What a Hugging Face tensor holds: a parameter, or the `part` of one along its last axis but one."""
+
+    path: Path_
+    part: slice | None = None
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the part of a parameter of shape `whole`."""
+        if self.part is None:
+            return whole
+        return (*whole[:-2], self.part.stop - self.part.start, whole[-1])
+
+    def size(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the tensor, of a parameter of shape `whole`."""
+        shape = self.shape(whole)
+        if self.path[-1] == "kernel":
+            inputs = prod(shape[: input_axes(self.path)])
+            return (prod(shape) // inputs, inputs)
+        return (prod(shape),) if self.path[-1] == "bias" else shape
+
+    def read(self, tensor: np.ndarray, whole: tuple[int, ...]) -> np.ndarray:
+        """The tensor as the part of a parameter of shape `whole`: kernels are stored [inputs, outputs] here."""
+        if self.path[-1] == "kernel":
+            tensor = tensor.T
+        return np.ascontiguousarray(tensor).reshape(self.shape(whole))
+
+    def write(self, parameter: np.ndarray) -> np.ndarray:
+        """The tensor, from the whole parameter."""
+        size = self.size(parameter.shape)
+        part = parameter if self.part is None else parameter[..., self.part, :]
+        return np.ascontiguousarray(part.reshape(size[::-1]).T if self.path[-1] == "kernel" else part.reshape(size))
 
 
 def abstract_parameters(model: Transformer) -> Any:
@@ -60,47 +96,30 @@ def abstract_parameters(model: Transformer) -> Any:
     return jax.eval_shape(model.init, jax.random.key(0), one, Layout(one, one, one, one))["params"]
 
 
-def tensor_names(config: ModelConfig, paths: Iterator[Path_] | Any) -> dict[str, Path_]:
-    """Hugging Face name of every parameter path of a model."""
-    known: dict[Path_, str] = {path: name for name, path in OUTSIDE_LAYERS.items()}
+def tensors_of(config: ModelConfig, paths: Iterable[Path_]) -> dict[str, Tensor]:
+    """The Hugging Face tensors, by name, that make up the parameters at `paths`."""
+    inside = {name: Tensor(path) for name, path in INSIDE_LAYERS.items()}
+    for path, joined in JOINT.items():
+        end = 0
+        for name in joined:
+            start, end = end, end + (config.heads // config.kv_heads if name == QUERY else 1)
+            inside[name] = Tensor(path, slice(start, end))
+    known = {name: Tensor(path) for name, path in OUTSIDE_LAYERS.items()}
     for layer in range(config.layers):
-        for name, path in INSIDE_LAYERS.items():
-            full = (f"layer_{layer}", *path)
-            prefix = f"model.layers.{layer}.{name}"
+        for name, (path, part) in inside.items():
+            full, prefix = (f"layer_{layer}", *path), f"model.layers.{layer}.{name}"
             if path[-1] == "scale":
-                known[full] = f"{prefix}.weight"
+                known[f"{prefix}.weight"] = Tensor(full)
             else:
-                known[(*full, "kernel")] = f"{prefix}.weight"
-                known[(*full, "bias")] = f"{prefix}.bias"
-    return {known[path]: path for path in paths}
+                known[f"{prefix}.weight"] = Tensor((*full, "kernel"), part)
+                known[f"{prefix}.bias"] = Tensor((*full, "bias"), part)
+    wanted = set(paths)
+    return {name: tensor for name, tensor in known.items() if tensor.path in wanted}
 
 
 def input_axes(path: Path_) -> int:
     """How many of the first axes of a kernel are its inputs: heads and head after attention, else one."""
     return 2 if path[-2] == "output" else 1
-
-
-def to_parameter(tensor: np.ndarray, path: Path_, shape: tuple[int, ...]) -> np.ndarray:
-    """A Hugging Face tensor as the parameter at `path`: kernels are stored [inputs, outputs] here."""
-    if path[-1] == "kernel":
-        tensor = tensor.T
-    return np.ascontiguousarray(tensor).reshape(shape)
-
-
-def to_tensor(parameter: np.ndarray, path: Path_) -> np.ndarray:
-    """Inverse of `to_parameter`."""
-    if path[-1] == "kernel":
-        inputs = prod(parameter.shape[: input_axes(path)])
-        return np.ascontiguousarray(parameter.reshape(inputs, -1).T)
-    return parameter.reshape(-1) if path[-1] == "bias" else parameter
-
-
-def _tensor_size(path: Path_, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the Hugging Face tensor of a parameter."""
-    if path[-1] == "kernel":
-        inputs = prod(shape[: input_axes(path)])
-        return (prod(shape) // inputs, inputs)
-    return (prod(shape),) if path[-1] == "bias" else shape
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -145,42 +164,48 @@ def load_parameters(
     abstract = abstract_parameters(model)
     leaves = flatten_dict(nn.meta.unbox(abstract))
     places = flatten_dict(shardings(abstract, mesh)) if mesh is not None else dict.fromkeys(leaves)
-    names = tensor_names(model.config, (path for path in leaves if path[-1] not in MADE_HERE))
+    names = tensors_of(model.config, (path for path in leaves if path[-1] not in MADE_HERE))
+    missing = set(names)
+    awaited = Counter(tensor.path for tensor in names.values())
+    parts: dict[Path_, dict[int, np.ndarray]] = {}
     loaded: dict[Path_, Any] = {}
     unknown: list[str] = []
     for file in shard_files(folder):
         with safe_open(file, framework="numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (a safe_open is not a mapping)
-                path = names.get(name)
-                if path is None:
+                tensor = names.get(name)
+                if tensor is None:
                     tied_head = model.config.tied and name == "lm_head.weight"
                     if not tied_head and not name.endswith(DERIVED):
                         unknown.append(name)
                     continue
-                shape = leaves[path].shape
-                size = _tensor_size(path, shape)
-                tensor = tensors.get_tensor(name)
+                path, shape = tensor.path, leaves[tensor.path].shape
+                size, array = tensor.size(shape), tensors.get_tensor(name)
                 of_vocabulary = path[0] in ("embedding", "head")
                 if of_vocabulary and stored_vocabulary is not None:
                     size = (stored_vocabulary, size[1])
-                if tensor.shape != size:
-                    raise CheckpointError(f"{file.name}: {name} is {list(tensor.shape)}, config.json says {list(size)}")
+                if array.shape != size:
+                    raise CheckpointError(f"{file.name}: {name} is {list(array.shape)}, config.json says {list(size)}")
                 if of_vocabulary:
-                    tensor = _with_new_rows(tensor, model.config.vocabulary, new_rows or {})
-                parameter = to_parameter(tensor, path, shape)
+                    array = _with_new_rows(array, model.config.vocabulary, new_rows or {})
+                missing.discard(name)
+                parts.setdefault(path, {})[tensor.part.start if tensor.part else 0] = tensor.read(array, shape)
+                if len(parts[path]) < awaited[path]:
+                    continue
+                in_order = [part for _, part in sorted(parts.pop(path).items())]
+                parameter = in_order[0] if len(in_order) == 1 else np.concatenate(in_order, axis=-2)
                 if leaves[path].dtype == jnp.int8:
                     parameter, scale = quantise(parameter, input_axes(path))
                     scale_path = (*path[:-1], "kernel_scale")
                     loaded[scale_path] = _place(scale, places[scale_path])
                 loaded[path] = _place(parameter.astype(leaves[path].dtype), places[path])
-    missing = sorted(name for name, path in names.items() if path not in loaded)
     if missing or unknown:
-        parts = [
+        told = [
             f"{what}: {', '.join(some[:6])}{' …' if len(some) > 6 else ''}"
-            for what, some in (("missing", missing), ("unknown", unknown))
+            for what, some in (("missing", sorted(missing)), ("unknown", unknown))
             if some
         ]
-        raise CheckpointError(f"the tensors of {folder} do not fit its config.json; " + "; ".join(parts))
+        raise CheckpointError(f"the tensors of {folder} do not fit its config.json; " + "; ".join(told))
     for path in (path for path in leaves if path[-1] in ADAPTERS):
         loaded[path] = _adapter(path, leaves[path], places[path])
     return unflatten_dict(loaded)
@@ -252,16 +277,15 @@ def _place(array: np.ndarray, sharding: Any) -> jax.Array:
 def save_parameters(folder: Path, config: ModelConfig, parameters: Any, shard_bytes: int = SHARD_BYTES) -> None:
     """Write parameters as Hugging Face safetensors, in files of at most about `shard_bytes` each."""
     leaves = flatten_dict(parameters)
-    names = tensor_names(config, leaves)
     shards: list[dict[str, np.ndarray]] = [{}]
     sizes = [0]
-    for name, path in names.items():
-        tensor = to_tensor(np.asarray(jax.device_get(leaves[path])), path)
-        if shards[-1] and sizes[-1] + tensor.nbytes > shard_bytes:
+    for name, tensor in tensors_of(config, leaves).items():
+        array = tensor.write(np.asarray(jax.device_get(leaves[tensor.path])))
+        if shards[-1] and sizes[-1] + array.nbytes > shard_bytes:
             shards.append({})
             sizes.append(0)
-        shards[-1][name] = tensor
-        sizes[-1] += tensor.nbytes
+        shards[-1][name] = array
+        sizes[-1] += array.nbytes
     if len(shards) == 1:
         save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
         return
