@@ -33,6 +33,8 @@ def numbers(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
         ((3,), (SIDE,), (SIDE,)),
         ((1, FEW_ROWS + 1), (SIDE,), (SIDE,)),
         ((2, 2), (8,), (8,)),
+        ((2,), (8,), (8,)),
+        ((1, 2), (3, 5), (2, 7)),
         ((1, 0), (SIDE,), (SIDE,)),
         ((1,), (3, 5), (LARGE_KERNEL,)),
     ],
@@ -77,6 +79,13 @@ def test_only_few_rows_of_large_kernels_are_special(rows: int, side: int, dtype:
     x, kernel = numbers(rows, side, dtype=dtype), numbers(side, side, dtype=dtype)
     lowered = jax.jit(product, static_argnums=2).lower(x, kernel, 1)
     assert ("batching_dims" in lowered.as_text()) == batched
+
+
+@pytest.mark.parametrize(("rows", "computed"), [(1, 1), (2, 4), (3, 3)])
+def test_two_rows_meet_a_small_kernel_twice(rows: int, computed: int) -> None:
+    compiled = jax.jit(product, static_argnums=2).lower(numbers(rows, 8), numbers(8, 16), 1).compile().as_text()
+    assert re.search(r"= f32\[(\d+,)?16\]\S* dot\(", compiled)
+    assert (f"f32[{computed},16]" in compiled) and ("f32[4,16]" in compiled) == (rows == 2)
 
 
 def sines(program: Any, positions: jax.Array) -> int:

@@ -22,6 +22,7 @@ def product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
 
     On CPU, XLA gives a product of one row to one core, and for one of a few rows it copies the kernel first; of a batch
     of products each goes to a core. So a large kernel meets one row, or two one by one, as two halves of its inputs.
+    Two rows take it longer than three or four: they meet other kernels twice.
     """
 
     def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -34,10 +35,16 @@ def product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
         sums = [jax.lax.dot_general(row, parts, (((2,), (1,)), ((0,), (0,)))).sum(axis=0) for row in rows]
         return jnp.stack(sums).reshape(*outer, *features)
 
+    def twice(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        rows = x.reshape(2, *sizes)
+        return whole(jnp.concatenate([rows, rows]), kernel)[:2].reshape(*outer, *features)
+
     outer, sizes, features = x.shape[: x.ndim - inputs], kernel.shape[:inputs], kernel.shape[inputs:]
     large = kernel.size >= LARGE_KERNEL and kernel.dtype == jnp.float32 and prod(sizes) % PARTS == 0
     if large and 0 < prod(outer) <= FEW_ROWS:
         return jax.lax.platform_dependent(x, kernel, cpu=row_by_row, default=whole)
+    if prod(outer) == 2:
+        return jax.lax.platform_dependent(x, kernel, cpu=twice, default=whole)
     return whole(x, kernel)
 
 
