@@ -17,7 +17,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import empty_cache
-from infer.programs import capacity_for, doubled_slots, width_bucket
+from infer.programs import capacity_for, doubled_slots, stepped, width_bucket
 from infer.recogniser import Recogniser, of_tokens
 from infer.request import Job
 from infer.rows import Admission, admit
@@ -26,6 +26,7 @@ from infer.step import Script, first_tokens, prefill
 
 PREFILL_CHUNK = 512  # tokens of a prompt in a pass
 LEAST_CHUNK = 16  # tokens of the smallest pass of prefill: padding is cheaper than programs for fewer
+CLOSE_CHUNK = 64  # from here on, half as many tokens again are worth a program of their own
 PREFILL_TOKENS = 4096  # tokens of all prompts in a pass, padding included: their attention scores have to fit
 NO_CAP = np.iinfo(np.int32).max
 
@@ -138,16 +139,20 @@ def next_chunk(prompts: Sequence[Prompt]) -> list[Prompt]:
     """The first of these prompts, as many as go into one pass."""
     chosen: list[Prompt] = []
     for prompt in prompts:
-        size = _chunk_size([*chosen, prompt])
+        size = _common_chunk([*chosen, prompt])
         if chosen and width_bucket(len(chosen) + 1) * size > PREFILL_TOKENS:
             break
         chosen.append(prompt)
     return chosen
 
 
-def _chunk_size(prompts: Sequence[Prompt]) -> int:
-    left = max(len(p.job.prompt) - p.fed for p in prompts)
-    return width_bucket(min(PREFILL_CHUNK, max(LEAST_CHUNK, left)))
+def chunk_size(left: int) -> int:
+    """Tokens of the pass that feeds the next of so many: 16, 32, 64, 96, 128, 192, 256, 384 or 512."""
+    return stepped(min(PREFILL_CHUNK, max(LEAST_CHUNK, left)), CLOSE_CHUNK)
+
+
+def _common_chunk(prompts: Sequence[Prompt]) -> int:
+    return chunk_size(max(len(p.job.prompt) - p.fed for p in prompts))
 
 
 def feed_chunk(
@@ -163,7 +168,7 @@ def feed_chunk(
     A prompt may hold blocks, from earlier answers of a conversation.
     """
     batch, capacity = state.cache.tokens.shape
-    size = _chunk_size(prompts)
+    size = _common_chunk(prompts)
     rows = min(batch, width_bucket(len(prompts)))
     tokens = np.zeros((rows, size), np.int32)
     layout = Layout(*(np.zeros((rows, size), np.int32) for _ in Layout._fields))

@@ -44,11 +44,16 @@ def capacity_for(tokens: int) -> int:
     return max(SMALLEST_CAPACITY, width_bucket(tokens))
 
 
+def stepped(needed: int, fine: int) -> int:
+    """The smallest that holds `needed`, of the powers of two and, from `fine` on, of what lies halfway between them."""
+    doubled = width_bucket(needed)
+    between = 3 * doubled // 4
+    return between if fine < between and needed <= between else doubled
+
+
 def used_slots(capacity: int, needed: int) -> int:
     """How many of a row's slots a pass looks at: 256, 384, 512, 768, 1024, … or all."""
-    doubled = max(SMALLEST_PART, width_bucket(needed))
-    between = 3 * doubled // 4
-    return min(between if needed <= between and between > SMALLEST_PART else doubled, capacity)
+    return min(stepped(max(SMALLEST_PART, needed), SMALLEST_PART), capacity)
 
 
 def doubled_slots(capacity: int, needed: int) -> int:

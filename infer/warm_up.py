@@ -21,7 +21,7 @@ from aspd_jax.processes import agreed
 from infer.answer import read
 from infer.compiler import NO_PASS, Compiler, Program
 from infer.policy import Sample, StepCost, fit
-from infer.prefill import LEAST_CHUNK, NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, begin
+from infer.prefill import NO_CAP, PREFILL_CHUNK, PREFILL_TOKENS, begin, chunk_size
 from infer.programs import WARM_SHARE, crowded, doubled_slots, part_sizes, width_bucket
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import DecodeState, Protocol
@@ -42,7 +42,7 @@ def compile_all(
     be; and what is done to rows between passes. Where a process has no room for all, it warns, and leaves the rest.
     """
     batch, capacity = state.cache.tokens.shape
-    sizes = [1 << n for n in range(width_bucket(min(PREFILL_CHUNK, capacity)).bit_length()) if 1 << n >= LEAST_CHUNK]
+    sizes = sorted({chunk_size(left) for left in range(1, min(PREFILL_CHUNK, capacity) + 1)})
     counts = sorted({min(batch, 1 << n) for n in range(width_bucket(batch).bit_length())})
     drafts = sorted({False, protocol.draft_tokens > 0})
     every: list[Callable[[DecodeState], DecodeState]] = []

@@ -23,7 +23,7 @@ from aspd_jax.tokens import SerialIds, split
 from infer import Engine, Event, SamplingParams
 from infer.handle import NO_LIMIT
 from infer.policy import Policy, Sample, StepCost, fit
-from infer.prefill import Prompt, next_chunk
+from infer.prefill import Prompt, chunk_size, next_chunk
 from infer.request import Job
 from infer.reuse import RowMemory, best_match
 from infer.scheduler import STEPS_BESIDE_PREFILL
@@ -249,8 +249,15 @@ def test_prompts_go_in_as_many_as_fit_a_pass() -> None:
     assert rows() == []
     assert rows(5000) == [0], "one goes in chunks of 512"
     assert rows(*[100] * 40) == list(range(32)), "32 x 128 = 4,096"
-    assert rows(300, 300, 10, 10, 10, 10, 10, 10, 10) == list(range(8)), "8 x 512, padding counts"
+    assert rows(300, 300, 10, 10, 10, 10, 10, 10, 10) == list(range(8)), "8 x 384, for 9 need 16; padding counts"
     assert rows(10, 5000, 10) == [0, 1, 2]
+
+
+def test_little_of_a_prompts_pass_is_padding() -> None:
+    sizes = [chunk_size(left) for left in range(1, 2000)]
+    assert sorted(set(sizes)) == [16, 32, 64, 96, 128, 192, 256, 384, 512]
+    for left, size in enumerate(sizes[:512], 1):
+        assert left <= size <= max(16, 2 * left) and (left <= 64 or size <= 1.5 * left)
 
 
 def test_long_prompts_go_in_chunks_while_others_decode(bare_lm: LanguageModel) -> None:
