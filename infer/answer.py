@@ -12,6 +12,7 @@ from aspd_jax.layout import Layout
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_text
 from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, split
 from infer.feed import widest_feed
+from infer.packed import Packed
 from infer.programs import width_bucket
 from infer.recogniser import TextReader
 from infer.request import Job
@@ -157,10 +158,20 @@ def read(
     state: DecodeState, protocol: Protocol, rows: Sequence[int], reader: TextReader | None = None
 ) -> list[Reading]:
     """Sequences as far as they are, from what was fed and what is pending; `reader`: of tags that are text."""
+    return readings(look_at(state, protocol, rows), len(rows), protocol, reader)
+
+
+def look_at(state: DecodeState, protocol: Protocol, rows: Sequence[int]) -> Packed[Snapshot]:
+    """A copy on the device of all that `readings` needs; the state may be given away then."""
     size = width_bucket(len(rows))
     padded = np.asarray([*rows, *[rows[0]] * (size - len(rows))], np.int32)
-    shot = snapshot(state, padded, protocol, widest_feed(protocol)).read()
-    return [_reading(shot, index, protocol, reader) for index in range(len(rows))]
+    return snapshot(state, padded, protocol, widest_feed(protocol))
+
+
+def readings(shot: Packed[Snapshot], count: int, protocol: Protocol, reader: TextReader | None = None) -> list[Reading]:
+    """The first so many sequences of a copy; see `read`."""
+    there = shot.read()
+    return [_reading(there, index, protocol, reader) for index in range(count)]
 
 
 def _reading(shot: Snapshot, index: int, protocol: Protocol, reader: TextReader | None) -> Reading:

@@ -25,26 +25,23 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
 from aspd_jax.tokens import BlockIds, SerialIds
-from infer.answer import Answer, Reading, Result, cut, read, result
-from infer.compiler import Compiler, Program
-from infer.feed import widest_feed
+from infer.answer import Answer, Reading, Result, cut, look_at, read, readings, result
 from infer.handle import NO_LIMIT, Handle
-from infer.policy import DraftControl, Policy, StepCost
+from infer.passes import Passes, Run
+from infer.policy import Policy, StepCost
 from infer.prefill import NO_CAP, Prompt, begin, feed_chunk, new_state, next_chunk
-from infer.programs import FULL_SHARE, SMALLEST_CAPACITY, Programs, crowded, used_slots
+from infer.programs import FULL_SHARE, SMALLEST_CAPACITY, crowded, used_slots
 from infer.recogniser import TextReader
 from infer.request import Job
 from infer.reuse import LEAST_COPIED, RowMemory, best_match, common_prefix
 from infer.rows import copy_row, set_branch_cap, stop_stretches
 from infer.state import FORK, PARALLEL, RUNNING, SERIAL, DecodeState, Protocol
-from infer.step import Extent, Limits, Report, Script, report, run
+from infer.step import Report, Script, report
 from infer.warm_up import compile_all, measure_cost
-from infer.workspace import Desk
 
 log = logging.getLogger(__name__)
 
 STEPS_BESIDE_PREFILL = 4  # passes of the running requests between two chunks of a prompt
-STEPS_IN_LARGER = 16  # passes in a larger program between two looks whether the best is there
 STEPS_BETWEEN_CAPS = 16  # passes between two looks at how loaded the batch is
 SECONDS_BETWEEN_CROWD_CHECKS = 2.0
 
@@ -86,6 +83,7 @@ class Scheduler:
         script: tokens to take in place of sampled ones, for benchmarks and tests.
         alone: the only request that is admitted; None: all are.
         chunk: what the last `pump` decoded.
+        passes: what they are done in.
         compiles_beside: see `Engine`.
     """
 
@@ -116,16 +114,14 @@ class Scheduler:
         self._waiting: deque[Handle] = deque()
         self._state: DecodeState | None = None
         self._told: tuple[DecodeState, Report] | None = None
+        self._ahead: Run | None = None
         self._cap: int | None = None
         self._stamp = 0
         self._crowd_checked = 0.0
-        self._drafts = DraftControl(protocol.draft_tokens)
-        self._desk = Desk(protocol)
         self._lock = threading.RLock()
-        self._programs = Programs(rows, self._capacity, widest_feed(protocol))
         # Other processes would pick other programs, and wait for each other in them.
         self.compiles_beside = compile_beside and jax.process_count() == 1
-        self._compiler = Compiler(lm, protocol, self.compiles_beside)
+        self.passes = Passes(lm, protocol, rows, self._capacity, self.compiles_beside)
 
     def submit(self, job: Job, steps: int = NO_LIMIT) -> Handle:
         """Queue a request; something has to `pump` until it is done."""
@@ -157,6 +153,8 @@ class Scheduler:
             mask = np.arange(len(self._rows)) == handle.row
             self._state = stop_stretches(self._state_now(), mask, np.zeros(self._state_now().branch_live.shape, bool))
             self._end(handle, reading if started else None)
+            if not any(row.decoding for row in self._rows):
+                self._ahead = None
 
     def pump(self, steps: int = NO_LIMIT) -> bool:
         """Admit who waits, feed a chunk of their prompts, run a chunk of passes; false if there was nothing to do.
@@ -165,11 +163,13 @@ class Scheduler:
             steps: most passes of the chunk. It ends earlier where a request finishes and another waits for its row, or
                 there is a limit at all: somebody waits for the answer then. Where a prompt has ended whose request is
                 listened to, its first token is there: the chunk has one pass for other requests, none without any.
+                While the host looks at answers that go on, the first passes of the next chunk are under way.
         """
         with self._lock:
             self.chunk = Chunk(0, 0.0)
             self._forget_programs_if_crowded()
             try:
+                self._end_ahead()
                 self._admit()
                 if not any(row.handle for row in self._rows):
                     return False
@@ -179,8 +179,8 @@ class Scheduler:
                     self._decode(1 if told else steps, early=steps != NO_LIMIT)
             except BaseException:
                 # The state may be lost half-way. Who waits goes on with a new one; who ran does not.
-                self._state, self._told, self._cap = None, None, None
-                self._desk.clear()
+                self._state, self._told, self._ahead, self._cap = None, None, None, None
+                self.passes.desk.clear()
                 for row in self._rows:
                     if row.handle is not None:
                         row.handle.failed = True
@@ -201,9 +201,9 @@ class Scheduler:
             if any(row.handle for row in self._rows):
                 raise RequestError("warm_up is for an engine at rest; requests are under way")
             before = time.perf_counter()
-            self._desk.clear()
-            programs = self._programs.every() if closely else self._programs.cover()
-            self._state = compile_all(self._lm, self._protocol, self._state_now(), programs, self._compiler)
+            self.passes.desk.clear()
+            programs = self.passes.programs.every() if closely else self.passes.programs.cover()
+            self._state = compile_all(self._lm, self._protocol, self._state_now(), programs, self.passes.compiler)
             self._state, self.cost = measure_cost(self._lm, self._protocol, self._state)
             return time.perf_counter() - before
 
@@ -224,7 +224,7 @@ class Scheduler:
             if crowded(FULL_SHARE):
                 log.warning("no room for more programs (vm.max_map_count); all are forgotten")
                 jax.clear_caches()
-                self._compiler.forget()
+                self.passes.compiler.forget()
                 gc.collect()
                 if crowded(FULL_SHARE):  # the maps are not programs'
                     self._crowd_checked = math.inf
@@ -233,7 +233,7 @@ class Scheduler:
         if self._state is None:
             recogniser = None if self._reader is None else self._reader.recogniser
             self._state = new_state(self._lm, self._protocol, len(self._rows), self._capacity, recogniser)
-            costly = self._policy.milliseconds is not None or self._drafts.on
+            costly = self._policy.milliseconds is not None or self.passes.drafts.on
             if costly and self.cost is None:
                 self._state, self.cost = measure_cost(self._lm, self._protocol, self._state)
         return self._state
@@ -256,7 +256,7 @@ class Scheduler:
             self._waiting.popleft()
             if match.source != match.row:
                 state = copy_row(state, match.source, match.row)
-                self._desk.written([match.row])
+                self.passes.desk.written([match.row])
             row = self._rows[match.row]
             prompt = Prompt(job, match.row, match.tokens, match.slots, match.in_order)
             row.handle, row.prompt = handle, prompt
@@ -285,11 +285,11 @@ class Scheduler:
             return False
         state = feed_chunk(self._lm, self._protocol, self._state_now(), prompts, self.script)
         self._state = state
-        self._desk.written(prompt.row for prompt in prompts)
+        self.passes.desk.written(prompt.row for prompt in prompts)
         done = [prompt for prompt in prompts if prompt.done]
         if not done:
             return False
-        finish = np.asarray(state.finish)
+        after = self._reported()
         now = time.perf_counter()
         for prompt in done:
             row = self._rows[prompt.row]
@@ -303,7 +303,7 @@ class Scheduler:
             seconds |= {"prefill": total - seconds["queued"], "serial": 0.0, "parallel": 0.0, "first_token": total}
             seconds["total"] = total
         told = any(self._handle(prompt.row).wanted for prompt in done)
-        self._look(finish)
+        self._look(after)
         return told
 
     def _decode(self, steps: int, early: bool) -> None:
@@ -311,53 +311,57 @@ class Scheduler:
         rows = [number for number, row in enumerate(self._rows) if row.decoding]
         if not rows:
             return
-        handles = [self._handle(number) for number in rows]
+        ahead = steps if early else 0
         if any(row.prompt is not None for row in self._rows):
             steps = min(steps, STEPS_BESIDE_PREFILL)
-        stops = any(handle.job.params.stop for handle in handles)
-        if stops:
-            steps = 1  # stop strings are found by the host
+        if any(self._handle(number).job.params.stop for number in rows):
+            steps = min(steps, 1)  # stop strings are found by the host
         if self._policy.milliseconds is not None:
             steps = min(steps, STEPS_BETWEEN_CAPS)
         before = time.perf_counter()
         self._hold_back()
-        state, told = self._state_now(), self._reported()
-        left, join = steps, early or bool(self._waiting)
-        greedy = all(handle.job.params.greedy for handle in handles)
-        while left > 0 and told.widths.any() and not (join and (told.finish[rows] != RUNNING).any()):
-            # Where stop strings are looked for, a pass takes one token of a stretch: none may follow such a string.
-            drafting = self._drafts.on and not stops
-            most = min(left, self._drafts.passes)
-            slots = int(told.slots)
-            best, least = self._programs.choose(told.widths, slots, keep=drafting)
-            within = best
-            if self.script is None:
-                within = self._compiler.pick(Program(best, greedy, drafting), told.widths, slots, state)
-            if within != best:
-                most = min(most, STEPS_IN_LARGER)
-            limits = Limits(np.int32(most), least, np.bool_(join))
-            workspace = self._desk.take(state, within.rows, within.slots, told.finish)
-            state, workspace, after = run(
-                self._lm.params, state, workspace, limits, self._protocol, within, greedy, self.script, drafting
-            )
-            self._state = state
-            self._desk.put(workspace)
-            before_it, told = told, after.read()
-            self._told = state, told
-            done = most - int(told.left)
-            left -= done
-            self._judge_drafts(within, done, drafting, before_it, told)
+        done, told, join = 0, self._reported(), early or bool(self._waiting)
+        steps -= self.chunk.passes  # those that were started ahead
+        while done < steps and told.widths.any() and not (join and (told.finish[rows] != RUNNING).any()):
+            run = self._start(told, steps - done, join)
+            passes, told = self.passes.end(run, self.cost)
+            self._told = run.state, told
+            done += passes
+        self._count(told, done, time.perf_counter() - before)
+        self._look(told, ahead)
+
+    def _start(self, told: Report, steps: int, join: bool) -> Run:
+        """Start passes of what `told` tells of."""
+        params = [self._handle(number).job.params for number, row in enumerate(self._rows) if row.decoding]
+        greedy, stops = all(of.greedy for of in params), any(of.stop for of in params)
+        run = self.passes.start(self._state_now(), told, steps, join, greedy, stops, self.script)
+        self._state = run.state
+        return run
+
+    def _end_ahead(self) -> None:
+        """Wait for the passes that were started ahead."""
+        if self._ahead is None:
+            return
+        run, self._ahead = self._ahead, None
+        done, told = self.passes.end(run, self.cost)
+        self._told = run.state, told
+        self._count(told, done, time.perf_counter() - run.since)
+
+    def _count(self, told: Report, passes: int, seconds: float) -> None:
+        """Count passes for the chunk, and their time for every request."""
+        self.chunk = Chunk(self.chunk.passes + passes, self.chunk.seconds + seconds)
         now = time.perf_counter()
-        self.chunk = Chunk(steps - left, now - before)
-        for number, handle in zip(rows, handles, strict=True):
+        for number, row in enumerate(self._rows):
+            if not row.decoding:
+                continue
+            handle = self._handle(number)
             in_blocks = told.parallel_passes[number]
-            passes = np.asarray([told.passes[number] - in_blocks, in_blocks])
-            serial, in_block = (passes - handle.passes) / max(1, (passes - handle.passes).sum()) * (now - before)
-            handle.passes = passes
+            both = np.asarray([told.passes[number] - in_blocks, in_blocks])
+            serial, in_block = (both - handle.passes) / max(1, (both - handle.passes).sum()) * seconds
+            handle.passes = both
             handle.seconds["serial"] += float(serial)
             handle.seconds["parallel"] += float(in_block)
             handle.seconds["total"] = now - handle.submitted
-        self._look(told.finish)
 
     def _reported(self) -> Report:
         """What the last passes reported, as long as nothing else has changed the state since."""
@@ -365,15 +369,6 @@ class Scheduler:
         if self._told is None or self._told[0] is not state:
             self._told = state, report(state, self._protocol).read()
         return self._told[1]
-
-    def _judge_drafts(self, within: Extent, passes: int, drafting: bool, before: Report, after: Report) -> None:
-        if not drafting:
-            self._drafts.note_plain(passes)
-        elif self.cost is not None:
-            stretches = int(np.sum(after.stretches - before.stretches))
-            accepted = int(np.sum(after.accepted - before.accepted))
-            fed, slots = within.places, len(self._rows) * within.slots
-            self._drafts.note(self.cost, passes, fed, slots, stretches, accepted)
 
     def _hold_back(self) -> None:
         """Set how many branches a sequence may feed in a pass."""
@@ -390,24 +385,42 @@ class Scheduler:
             caps = np.full(len(self._rows), NO_CAP if cap is None else cap, np.int32)
             self._state = set_branch_cap(self._state_now(), caps)
 
-    def _look(self, finish: np.ndarray) -> None:
-        """Read the requests that have ended, have stop strings, or are listened to."""
+    def _look(self, told: Report, ahead: int = 0) -> None:
+        """Read the requests that have ended, have stop strings, or are listened to.
+
+        Args:
+            told: of the state.
+            ahead: where nothing that is read can change what comes next, start so many passes before it is read.
+        """
         self._stamp += 1
+        finish = told.finish
         decoding = [number for number, row in enumerate(self._rows) if row.decoding]
         looked_at = [handle.wanted or bool(handle.job.params.stop) for handle in map(self._handle, decoding)]
         asked = [row for row, wanted in zip(decoding, looked_at, strict=True) if wanted or finish[row] != RUNNING]
         if not asked:
             return
-        readings = dict(zip(asked, read(self._state_now(), self._protocol, asked, self._reader), strict=True))
-        if stopped := self._close_at_stop_strings(readings):
+        shot = look_at(self._state_now(), self._protocol, asked)
+        if ahead and self._goes_on(told, decoding):
+            self._ahead = self._start(told, ahead, join=True)
+        found = dict(zip(asked, readings(shot, len(asked), self._protocol, self._reader), strict=True))
+        if stopped := self._close_at_stop_strings(found):
             finish = np.asarray(self._state_now().finish)
-            readings |= zip(stopped, read(self._state_now(), self._protocol, stopped, self._reader), strict=True)
-        for number, reading in readings.items():
+            found |= zip(stopped, read(self._state_now(), self._protocol, stopped, self._reader), strict=True)
+        for number, reading in found.items():
             handle = self._handle(number)
             if finish[number] != RUNNING:
                 self._end(handle, reading)
             elif handle.wanted:
                 handle.note(reading.answer, None)
+
+    def _goes_on(self, told: Report, decoding: Sequence[int]) -> bool:
+        """Whether the next passes follow from what is known: none has ended or may have by a stop string, nobody's
+        prompt is being fed, no branches are held back.
+        """
+        if self._policy != Policy() or any(row.prompt is not None for row in self._rows):
+            return False
+        running = bool((told.finish[decoding] == RUNNING).all()) and bool(told.widths.any())
+        return running and not any(self._handle(number).job.params.stop for number in decoding)
 
     def _close_at_stop_strings(self, readings: dict[int, Reading]) -> list[int]:
         """End every stretch that holds a stop string of its request; returns the rows in which one did."""

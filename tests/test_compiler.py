@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import infer.compiler
+import infer.passes
 import infer.scheduler
 from aspd_jax import LanguageModel
 from infer import Engine, SamplingParams
@@ -31,13 +32,13 @@ PARAMS = [SamplingParams(temperature=t, seed=seed, max_new_tokens=50) for t in (
 def ran(monkeypatch: Any) -> list[Extent]:
     """The programs that passes ran in, one after another."""
     found: list[Extent] = []
-    original = infer.scheduler.run
+    original = infer.passes.run
 
     def run(*args: Any) -> Any:
         found.append(args[5])
         return original(*args)
 
-    monkeypatch.setattr(infer.scheduler, "run", run)
+    monkeypatch.setattr(infer.passes, "run", run)
     return found
 
 
@@ -91,9 +92,9 @@ def test_passes_run_in_larger_programs_until_the_best_is_there(
 ) -> None:
     jax.clear_caches()
     own = make(bare_lm)
-    compiler = own.scheduler._compiler
+    compiler = own.scheduler.passes.compiler
     own.warm_up(closely=False)
-    cover = set(own.scheduler._programs.cover())
+    cover = set(own.scheduler.passes.programs.cover())
     heard: list[tuple[str, str]] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: heard.append((threading.current_thread().name, name))
@@ -145,8 +146,8 @@ def test_nothing_that_holds_a_pass_is_compiled_at_once(
     assert all_same(answer(own), expected)
     assert ran, "and nobody waited for the thread"
     gate.set()
-    own.scheduler._compiler.wait()
-    own.scheduler._compiler.forget()  # as when memory maps run out
+    own.scheduler.passes.compiler.wait()
+    own.scheduler.passes.compiler.forget()  # as when memory maps run out
     assert all_same(answer(own), expected)
 
 
@@ -154,7 +155,7 @@ def test_what_is_rarely_missed_is_not_compiled(
     bare_lm: LanguageModel, ran: list[Extent], expected: list[Result], monkeypatch: Any
 ) -> None:
     own = make(bare_lm)
-    compiler, cover = own.scheduler._compiler, set(own.scheduler._programs.cover())
+    compiler, cover = own.scheduler.passes.compiler, set(own.scheduler.passes.programs.cover())
     own.warm_up(closely=False)
     monkeypatch.setattr(infer.compiler, "ENOUGH_MISSES", 1 << 30)
     assert all_same(answer(own), expected)
@@ -183,12 +184,12 @@ def test_what_does_not_compile_is_not_tried_again(
     monkeypatch.setattr(infer.compiler, "run", SimpleNamespace(lower=lower))
     for _ in range(2):
         assert all_same(answer(own), expected)
-        own.scheduler._compiler.wait()
-    assert tried and set(ran) <= set(own.scheduler._programs.cover())
+        own.scheduler.passes.compiler.wait()
+    assert tried and set(ran) <= set(own.scheduler.passes.programs.cover())
     assert "does not compile" in caplog.text
     count = len(tried)
     answer(own)
-    own.scheduler._compiler.wait()
+    own.scheduler.passes.compiler.wait()
     assert len(tried) == count
 
 
@@ -201,8 +202,8 @@ def test_a_full_process_goes_on_with_what_it_has(
     monkeypatch.setattr(infer.compiler, "run", None)
     for _ in range(2):
         assert all_same(answer(own), expected)
-        own.scheduler._compiler.wait()
-    assert set(ran) <= set(own.scheduler._programs.cover())
+        own.scheduler.passes.compiler.wait()
+    assert set(ran) <= set(own.scheduler.passes.programs.cover())
 
 
 @pytest.mark.parametrize("processes", [1, 2])

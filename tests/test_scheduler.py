@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import infer.budget
 import infer.grammar
+import infer.passes
 import infer.prefill
 import infer.programs
 import infer.scheduler
@@ -98,7 +99,8 @@ def test_events_have_text_and_stop_strings_never_show(lm: LanguageModel) -> None
         assert not any(stop in text for text in (serial, *told) for stop in params.stop)
 
 
-def test_requests_join_and_leave_without_a_trace(engine: Engine) -> None:
+@pytest.mark.parametrize("heard", [False, True], ids=["unheard", "heard"])
+def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) -> None:
     """Each answer is what it is alone, whoever joined, left or was cancelled meanwhile; who waits starts in order."""
     params = seeds_that_fork(engine, 6)
     alone = [engine.generate([[1, 2, 3 + n]], p)[0] for n, p in enumerate(params)]
@@ -109,6 +111,8 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine) -> None:
     never = engine.submit([4, 4], replace(HOT, seed=2))
     never.cancel()
     order: list[int] = []
+    for handle in (*handles, given_up):
+        handle.wanted = heard
     while any(handle.result is None for handle in handles):
         engine.pump(3)
         order += [n for n, handle in enumerate(handles) if handle.row is not None and n not in order]
@@ -318,6 +322,40 @@ def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
     assert engine.scheduler.chunk.seconds > 0
 
 
+def test_passes_go_on_while_answers_are_looked_at(bare_lm: LanguageModel) -> None:
+    """The next passes are started before an answer is read, but none where branches are held back."""
+    asked = SamplingParams(max_new_tokens=24, seed=5)
+
+    def heard_and_done(policy: str) -> list[tuple[int, int]]:
+        """After each chunk of 4: the tokens that were told, and the passes that were started."""
+        engine = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR, branch_policy=policy)
+        handle, seen, told = engine.submit([1, 2], asked, "serial"), [], 0
+        handle.wanted = True
+        while handle.result is None:
+            engine.pump(4)
+            told += sum(len(event.token_ids) for event in handle.poll())
+            seen.append((told, handle.partial().stats.passes))
+        assert same(handle.result, engine.generate([[1, 2]], asked, "serial")[0])
+        return seen
+
+    chunks = [(1, 0), (5, 4), (9, 8), (13, 12), (17, 16), (21, 20), (24, 23)]
+    assert heard_and_done("cap:1") == chunks
+    assert heard_and_done("all") == [chunks[0], *((told, min(23, passes + 4)) for told, passes in chunks[1:])]
+
+
+def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine) -> None:
+    handle = engine.submit([1, 2], replace(HOT, seed=3), "serial")
+    handle.wanted = True
+    for _ in range(3):
+        engine.pump(2)
+    handle.cancel()
+    assert handle.result is not None and handle.result.finish_reason == "cancelled"
+    other = engine.submit([1, 2], replace(HOT, seed=4), "serial")
+    engine.pump(1)
+    assert engine.scheduler.chunk.passes == 1, "none of the one before"
+    assert same(other.wait(), engine.generate([[1, 2]], replace(HOT, seed=4), "serial")[0])
+
+
 def test_a_state_is_asked_once_what_it_needs(engine: Engine, monkeypatch: Any) -> None:
     """Passes report what the next ones need; the state is asked anew where something else has changed it."""
     asked = []
@@ -387,7 +425,7 @@ def test_a_failure_takes_nobody_with_it_who_waits(bare_lm: LanguageModel, monkey
     expected = own.generate([[1, *linearise(own.protocol.special, EXAMPLE, end=None)]])[0]
     running, waiting = own.submit([5]), own.submit(expected.prompt_token_ids)
     with monkeypatch.context() as patch:
-        patch.setattr(infer.scheduler, "run", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        patch.setattr(infer.passes, "run", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
         with pytest.raises(MemoryError):
             own.pump()
     with pytest.raises(RuntimeError, match="submit it again"):
