@@ -7,6 +7,7 @@ exact; everything else, sampling included, is computed as always.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import resource
 import sys
 import time
@@ -34,6 +35,8 @@ COPY_BYTES = 1 << 28
 SERIAL_TEXT = 32  # tokens before and after the block together
 TITLE = 2  # tokens of a title
 SEPARATOR = (1,)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -314,7 +317,11 @@ def answer_times(
 
 
 def transformers_time(lm: LanguageModel, content: int, context: int, batch: int, repeats: int) -> AnswerTime | None:
-    """`transformers`' own greedy generate, for a random Llama of the same shape; None where torch is not installed."""
+    """`transformers`' own greedy generate, for a random Llama of the same shape.
+
+    Returns:
+        None where torch is not installed, does not see the device that JAX works on, or finds too little memory there.
+    """
     if importlib.util.find_spec("torch") is None:
         return None
     import torch
@@ -334,15 +341,27 @@ def transformers_time(lm: LanguageModel, content: int, context: int, batch: int,
         eos_token_id=None,
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = LlamaForCausalLM(shape)
-    model = model.to(device, getattr(torch, of.dtype)).eval()
-    prompts = torch.tensor([random_prompt(lm, context, seed) for seed in range(batch)], device=device)
-    times = []
-    with torch.inference_mode():
-        for _ in range(repeats + 1):
-            begun = time.perf_counter()
-            model.generate(prompts, max_new_tokens=content, min_new_tokens=content, do_sample=False)
-            times.append(time.perf_counter() - begun)
+    if (jax.default_backend() == "cpu") != (device == "cpu"):
+        return None
+    model: Any = None
+    usual, times = torch.get_default_dtype(), []
+    try:
+        torch.set_default_dtype(getattr(torch, of.dtype))
+        with torch.device(device):
+            model = LlamaForCausalLM(shape).eval()
+        prompts = torch.tensor([random_prompt(lm, context, seed) for seed in range(batch)], device=device)
+        with torch.inference_mode():
+            for _ in range(repeats + 1):
+                begun = time.perf_counter()
+                model.generate(prompts, max_new_tokens=content, min_new_tokens=content, do_sample=False)
+                times.append(time.perf_counter() - begun)
+    except torch.OutOfMemoryError:
+        log.warning("no figures of transformers at batch %d: JAX leaves it too little memory", batch)
+        return None
+    finally:
+        torch.set_default_dtype(usual)
+        del model
+        torch.cuda.empty_cache()
     first, *measured = times
     middle = median(measured)
     return AnswerTime(

@@ -15,15 +15,17 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-# Eight devices; and most of the time of these tests goes into compiling, so what compiles fastest is best.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8"
-    + " --xla_backend_optimization_level=0"
-    + " --xla_cpu_parallel_codegen_split_count=1"
-)
-if version("jaxlib").startswith("0.10."):  # later versions do not know the flag, and end where they see it
-    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+# On CPU wherever this runs, but for `tests/accelerator.sh`.
+if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
+    # Eight devices; and most of the time of these tests goes into compiling, so what compiles fastest is best.
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "")
+        + " --xla_force_host_platform_device_count=8"
+        + " --xla_backend_optimization_level=0"
+        + " --xla_cpu_parallel_codegen_split_count=1"
+    )
+    if version("jaxlib").startswith("0.10."):  # later versions do not know the flag, and end where they see it
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # What one worker or process has compiled the others read, and nothing is left behind.
     PROGRAMS = TemporaryDirectory(prefix="aspd-jax-programs-")
@@ -39,8 +41,8 @@ from transformers import PreTrainedTokenizerFast
 
 import aspd  # noqa: F401 (the door sets XLA's flags; processes that tests start come through it)
 import infer.compiler
+import infer.passes
 import infer.prefill
-import infer.scheduler
 import infer.step
 import infer.warm_up
 from aspd_jax import LanguageModel, SpecialTokens, load_model
@@ -94,7 +96,7 @@ def patched(module: ModuleType = infer.step, **functions: Callable[..., Any]) ->
             compiled = getattr(infer.step, name)
             inner = compiled.__wrapped__
             again = jax.jit(wraps(inner)(lambda *args, inner=inner: inner(*args)), static_argnames=static)
-            for user in (infer.step, infer.scheduler, infer.prefill, infer.warm_up, infer.compiler):
+            for user in (infer.step, infer.passes, infer.prefill, infer.warm_up, infer.compiler):
                 if getattr(user, name, None) is compiled:
                     patch.setattr(user, name, again)
         yield

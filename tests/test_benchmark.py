@@ -107,6 +107,33 @@ def test_int8_says_how_far_its_logits_are_off(tiny: LanguageModel, tmp_path: Pat
     jax.tree.map(np.testing.assert_array_equal, twin, loaded)
 
 
+def test_transformers_is_timed_in_the_same_type_or_left_out(tiny: LanguageModel, monkeypatch: Any, caplog: Any) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaForCausalLM
+
+    types: set[Any] = set()
+    real = LlamaForCausalLM.generate
+
+    def generate(model: Any, *args: Any, **options: Any) -> Any:
+        types.update(parameter.dtype for parameter in model.parameters())
+        return real(model, *args, **options)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", generate)
+    half = replace(tiny, config=replace(tiny.config, dtype="bfloat16"))
+    timed = benchmark.transformers_time(half, content=3, context=8, batch=2, repeats=1)
+    assert timed is not None and timed.seconds > 0
+    assert types == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+    monkeypatch.setattr(LlamaForCausalLM, "generate", full)
+    assert benchmark.transformers_time(half, content=3, context=8, batch=2, repeats=1) is None
+    assert "no figures of transformers at batch 2" in caplog.text and torch.get_default_dtype() == torch.float32
+    monkeypatch.setattr(benchmark.jax, "default_backend", lambda: "tpu")
+    assert benchmark.transformers_time(tiny, content=3, context=8, batch=1, repeats=1) is None, "torch sees no TPU"
+
+
 def test_unknown_shapes_are_refused() -> None:
     with pytest.raises(RequestError, match="unknown shape '70b'; known are 27m, 1b, 7b"):
         benchmark_model("70b", "float32")

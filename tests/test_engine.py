@@ -74,6 +74,7 @@ def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None
     assert (wrong.cache.length != plain.cache.length).any(), "negative control: branches have no place in it"
 
 
+@pytest.mark.several
 def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
     folder = write_checkpoint(
         tmp_path, tiny_config(vocab_size=24, num_attention_heads=8, num_key_value_heads=8, hidden_size=64), seed=2

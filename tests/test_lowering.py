@@ -57,6 +57,7 @@ def test_it_has_the_same_gradients() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), ours, plain)
 
 
+@pytest.mark.several
 @pytest.mark.parametrize("split", [("a", None), (None, "a")])
 def test_a_kernel_may_lie_on_several_devices(split: tuple[str | None, str | None]) -> None:
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("a",))

@@ -132,6 +132,7 @@ MESHES += [
 REFERENCE: dict[str, Any] = {}
 
 
+@pytest.mark.several
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_every_mesh_gives_the_same_losses(shape: dict[str, int], tmp_path: Path) -> None:
     if "one" not in REFERENCE:
@@ -153,6 +154,7 @@ def test_every_mesh_gives_the_same_losses(shape: dict[str, int], tmp_path: Path)
     assert batch.tokens.sharding.shard_shape((8, 128)) == (8 // (shape.get("data", 1) * shape.get("fsdp", 1)), 128)
 
 
+@pytest.mark.several
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(tmp_path: Path, monkeypatch: Any) -> None:
     config = changed(WIDE, save_every=2)

@@ -34,7 +34,10 @@ def stepped(config: TrainConfig) -> tuple[Any, Any]:
 
 WAYS: list[Any] = [
     {"optimiser__accumulate": 4},
-    {"model__scan": True, "model__remat": True, "optimiser__accumulate": 2, "mesh__fsdp": 4},
+    pytest.param(
+        {"model__scan": True, "model__remat": True, "optimiser__accumulate": 2, "mesh__fsdp": 4},
+        marks=pytest.mark.several,
+    ),
 ]
 
 WAYS += [pytest.param(change, marks=pytest.mark.slow) for change in ({"model__scan": True}, {"model__remat": True})]

@@ -170,6 +170,7 @@ def test_export_does_not_overwrite(tmp_path: Path) -> None:
 MESHES = [{"data": 8}, {"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
 
+@pytest.mark.several
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_parameters_land_in_their_shardings(shape: dict[str, int], tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, tiny_config())
@@ -194,6 +195,7 @@ def test_parameters_land_in_their_shardings(shape: dict[str, int], tmp_path: Pat
     np.testing.assert_allclose(one, many, atol=1e-3)
 
 
+@pytest.mark.several
 def test_heads_are_split_where_they_are_too_few(tmp_path: Path) -> None:
     """Two kv heads on four devices: each kernel is split all the same, and the logits are the same."""
     folder = write_checkpoint(tmp_path, tiny_config())
@@ -207,6 +209,7 @@ def test_heads_are_split_where_they_are_too_few(tmp_path: Path) -> None:
     np.testing.assert_allclose(one, many, atol=1e-3)
 
 
+@pytest.mark.several
 def test_an_axis_that_does_not_divide_is_replicated() -> None:
     mesh = make_mesh({"tensor": 8})
     assert tuple(partition_spec(("kv_heads", "head"), (2, 60), mesh)) == (None, None)

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# What holds on an accelerator and how fast it is there, in one go: tests on the device, then the benchmarks.
+#   tests/accelerator.sh FOLDER [step…]     # steps, all by default: tests demo passes answers context batch int8 train serve
+# FOLDER gets logs, tables, JSON and plots, and the summary that is printed in the end. A step that fails, or takes more than LIMIT
+# seconds (300), does not stop those after it. PYTHON (python3) has jax[cuda13] or jax[tpu] and what requirements.txt names;
+# SHAPE (7b) and DTYPE (bfloat16) are the random model's. ANY_DEVICE=1 tries the script itself on a CPU.
+set -uo pipefail
+[ $# -gt 0 ] || { sed -n '2,6s/^# //p' "$0"; exit 2; }
+mkdir -p "$1"
+folder=$(cd "$1" && pwd)
+shift
+steps=("$@")
+[ $# -gt 0 ] || steps=(tests demo passes answers context batch int8 train serve)
+cd "$(dirname "$0")/.." || exit 2
+python=${PYTHON:-python3}
+model=(--shape "${SHAPE:-7b}" --dtype "${DTYPE:-bfloat16}")
+export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
+
+device=$("$python" -c "import jax; print(jax.default_backend(), jax.device_count(), jax.devices()[0].device_kind, 'jax', jax.__version__)") || exit 1
+platform=${device%% *} workers=0
+case $platform in
+  gpu) platform=cuda workers=6 ;; # processes may share a GPU; most of their time goes into compiling
+  cpu) [ -n "${ANY_DEVICE:-}" ] || { echo "JAX sees no accelerator: $device"; exit 1; }
+    platform= ;; # the tests' own settings for CPU stay out, as on an accelerator
+esac
+
+failed=0
+step() { # name, command…
+  local name=$1 began=$SECONDS
+  shift
+  timeout "${LIMIT:-300}" "$@" > "$folder/$name.txt" 2>&1
+  local status=$?
+  [ $status -eq 0 ] || failed=1
+  echo "== $name: exit $status, $((SECONDS - began)) s: ${*//$folder/FOLDER}"
+  if [ $status -eq 0 ]; then grep -E '^\||passed|copy|peak|error' "$folder/$name.txt"; else tail -15 "$folder/$name.txt"; fi
+}
+decode() { # name, options…
+  local name=$1
+  shift
+  step "$name" "$python" -m aspd bench decode "${model[@]}" --json "$folder/$name.json" --plot "$folder/$name.svg" "$@"
+}
+
+{
+  echo "$device; $(git rev-parse --short HEAD 2> /dev/null)"
+  for name in "${steps[@]}"; do
+    case $name in
+      # Exact comparisons want exact products. What needs several devices, or starts processes of its own, is left out.
+      tests) step tests env JAX_PLATFORMS="$platform" JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
+        "$python" -m pytest -q --numprocesses="$workers" -m "not slow and not several" tests/test_model.py tests/test_replay.py \
+        tests/test_engine.py tests/test_scheduler.py tests/test_speculation.py tests/test_sampling.py tests/test_grammar.py \
+        tests/test_training_free.py tests/test_train_step.py ;;
+      demo) step demo "$python" -m aspd demo ;;
+      passes) decode passes --context 2048 --widths 1 2 4 8 16 --answers ;;
+      answers) decode answers --context 2048 --widths 1 --answers 2x240 4x120 8x60 16x60 ;;
+      context) decode context --context 128 8192 32768 --widths 1 16 --answers --repeats 5 ;;
+      batch) decode batch --context 512 --batch 8 32 --widths 1 --answers 8x60 --repeats 5 ;;
+      int8) decode int8 --weights int8 --context 2048 --widths 1 8 16 --answers 8x60 ;;
+      train) step train "$python" -m aspd bench train --shape 1b --dtype bfloat16 --length 4096 ;;
+      serve) step serve "$python" -m aspd bench serve --batch 4 16 --long --rates 4 16 64 --seconds 10 --target 1 \
+        --json "$folder/serve.json" --plot "$folder/serve.svg" ;;
+      *) echo "unknown step $name"; failed=1 ;;
+    esac
+  done
+} > >(tee "$folder/summary.txt")
+wait
+exit $failed
