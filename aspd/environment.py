@@ -1,6 +1,7 @@
 """What libraries are told before they are imported; a user's own environment comes first."""
 
 import os
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -8,10 +9,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 # Compiled programs stay on disk between commands, up to 1 GB; `JAX_ENABLE_COMPILATION_CACHE=false` turns that off.
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE / "aspd-jax" / "programs"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30))
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _PROGRAMS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aspd-jax" / "programs"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_PROGRAMS)
+    if os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30)) != "-1":
+        # JAX writes a program, and then when it was used. A process that is killed between the two leaves a program that
+        # may be half, which JAX never writes again, and without its time JAX writes no other program either.
+        for _program in _PROGRAMS.glob("*-cache"):
+            if not _program.with_name(f"{_program.name.removesuffix('-cache')}-atime").exists():
+                with suppress(OSError):
+                    _program.unlink()
 if version("jaxlib").startswith("0.10.") and "ynn_fusion" not in os.environ.get("XLA_FLAGS", ""):
     # On CPU this version merges products with their surroundings in a way that doubles their time (docs/benchmarks.md).
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
