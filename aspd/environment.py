@@ -14,8 +14,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _PROGRAMS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aspd-jax" / "programs"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_PROGRAMS)
     if os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30)) != "-1":
-        # JAX writes a program, and then when it was used. A process that is killed between the two leaves a program that
-        # may be half, which JAX never writes again, and without its time JAX writes no other program either.
+        # JAX writes a program, and then when it was used. A process that is killed before the second leaves a program
+        # that may be half, which JAX never writes again; and without its time JAX writes no other program either.
         for _program in _PROGRAMS.glob("*-cache"):
             if not _program.with_name(f"{_program.name.removesuffix('-cache')}-atime").exists():
                 with suppress(OSError):
