@@ -107,7 +107,7 @@ def run_stats(options: argparse.Namespace) -> None:
 def run_tasks(options: argparse.Namespace) -> None:
     """`aspd data tasks`."""
     from aspd_jax.configuration import at_least
-    from infer.jsonl import write_whole
+    from aspd_jax.files import write_whole
     from train.tasks import conversations
 
     positive(options, "count")

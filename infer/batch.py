@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from aspd_jax.errors import DataError, RequestError
+from aspd_jax.files import replacing
 from aspd_jax.structure import to_json
 from infer.answer import Result
 from infer.engine import Engine, Prompt
@@ -119,13 +119,9 @@ def generate_file(
                 if handle.result is not None:
                     note(item, _record(item, handle.result))
             running = [(item, handle) for item, handle in running if handle.result is None]
-    partial = output.with_name(f"{output.name}.partial")
-    with partial.open("w") as file:
+    with replacing(output) as file:
         for item in items:
             file.write(json.dumps(done[item.line], ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(output)
     journal.unlink()
     return Outcome(len(items), resumed, sum("error" in record for record in done.values()))
 

@@ -70,11 +70,3 @@ def append(journal: Any, value: dict[str, Any]) -> None:
     journal.write(json.dumps(value, ensure_ascii=False) + "\n")
     journal.flush()
     os.fsync(journal.fileno())
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)

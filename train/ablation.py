@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from aspd_jax.configuration import at_least
 from aspd_jax.errors import ConfigError
+from aspd_jax.files import replacing
 from aspd_jax.layout import PositionScheme, Siblings
 from aspd_jax.structure import Branch, Parallel, Serial, Structure
 from train.config import DataSection, ModelSection, OptimiserSection, TrainConfig
@@ -112,13 +113,10 @@ def write_conversations(folder: Path, quality: Quality, count: int) -> Path:
     """Training conversations of the synthetic tasks as JSONL, if they are not there yet."""
     file = folder / f"{quality}_{count}.jsonl"
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        with partial.open("w") as out:
+        with replacing(file) as out:
             for seed in range(count):
                 item = problem(seed, held_out=False)
                 out.write(json.dumps(conversation(item, RESTRUCTURE[quality](item))) + "\n")
-        partial.replace(file)
     return file
 
 

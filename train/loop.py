@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import CheckpointError, ConfigError
+from aspd_jax.files import write_whole
 from aspd_jax.language_model import LanguageModel, save_model
 from aspd_jax.sharding import make_mesh
 from train.batches import (
@@ -85,7 +86,7 @@ def read_data(config: TrainConfig, lm: LanguageModel, output: Path, progress: bo
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("tokenised")
         problems = records.problems + (apart.problems if apart else [])
-        (output / "left_out.jsonl").write_text("".join(json.dumps(p._asdict()) + "\n" for p in problems))
+        write_whole(output / "left_out.jsonl", "".join(json.dumps(p._asdict()) + "\n" for p in problems))
     if progress:
         print(f"training data: {records.report()}")
         if apart:
@@ -182,9 +183,7 @@ def _claim(output: Path, config: TrainConfig) -> None:
     file = output / "config.json"
     values: dict[str, Any] = json.loads(json.dumps(config.as_dict()))
     if not file.exists():
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(values, indent=2) + "\n")
-        partial.replace(file)
+        write_whole(file, json.dumps(values, indent=2) + "\n")
         return
     here, there = _flat(values), _flat(json.loads(file.read_text()))
     different = sorted(

@@ -11,6 +11,7 @@ import jax
 from flax.traverse_util import flatten_dict
 from tensorboardX import SummaryWriter
 
+from aspd_jax.files import write_whole
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.weights import ADAPTERS
 
@@ -61,9 +62,7 @@ class MetricsWriter:
         file = folder / "metrics.jsonl"
         if file.exists():
             kept = [line for line in file.read_text().splitlines() if _step(line) <= first]
-            partial = file.with_suffix(".partial")
-            partial.write_text("".join(f"{line}\n" for line in kept))
-            partial.replace(file)
+            write_whole(file, "".join(f"{line}\n" for line in kept))
         self._file = file.open("a")
         self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1) if tensorboard else None
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from aspd_jax.endpoint import Unanswered, outside_event_loop
 from aspd_jax.errors import ConfigError, DataError, StructureError
+from aspd_jax.files import replacing, write_whole
 from aspd_jax.pipeline.annotate import agreement, annotate, independence
 from aspd_jax.pipeline.checks import find_dependence
 from aspd_jax.pipeline.config import DataConfig
@@ -346,13 +348,12 @@ class _Run:
         report = Report(account)
         names = ("structured", "plain", "rejected")
         files = {name: self.output / self.shard.name(name, ".jsonl") for name in names}
-        partial = {name: file.with_name(f"{file.name}.partial") for name, file in files.items()}
-        handles = {name: file.open("w", encoding="utf-8") for name, file in partial.items()}
+        with ExitStack() as stack:
+            handles = {name: stack.enter_context(replacing(file)) for name, file in files.items()}
 
-        def put(name: str, value: dict[str, Any]) -> None:
-            handles[name].write(json.dumps(value, ensure_ascii=False) + "\n")
+            def put(name: str, value: dict[str, Any]) -> None:
+                handles[name].write(json.dumps(value, ensure_ascii=False) + "\n")
 
-        try:
             for record in self.shard.records(self.source):
                 report.records += 1
                 if isinstance(record, Unreadable):
@@ -360,13 +361,8 @@ class _Run:
                     put("rejected", {"id": record.id, "line": record.number, "stage": "read", "reason": record.reason})
                     continue
                 self._write_record(record, report, put)
-        finally:
-            for handle in handles.values():
-                handle.close()
-        for name in names:
-            partial[name].replace(files[name])
         for suffix, text in ((".json", json.dumps(report.as_dict(), indent=1)), (".md", report.markdown())):
-            (self.output / self.shard.name("report", suffix)).write_text(text, encoding="utf-8")
+            write_whole(self.output / self.shard.name("report", suffix), text)
         return report
 
     def _write_record(self, record: Conversation, report: Report, put: Callable[[str, dict[str, Any]], None]) -> None:

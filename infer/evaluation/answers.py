@@ -15,6 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from aspd_jax.errors import RequestError
+from aspd_jax.files import write_whole
 from aspd_jax.structure import to_json
 from infer.answer import Result
 from infer.engine import Engine
@@ -23,7 +24,7 @@ from infer.evaluation.health import health
 from infer.evaluation.questions import Question
 from infer.evaluation.scoring import correct
 from infer.handle import Handle
-from infer.jsonl import append, read_journal, write_whole
+from infer.jsonl import append, read_journal
 from infer.request import Mode
 from infer.timeline import timeline
 

@@ -11,12 +11,13 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
+from aspd_jax.files import write_whole
 from aspd_jax.pictures import page
 from infer.evaluation.config import EvalConfig
 from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question
 from infer.evaluation.run import answers_file
-from infer.jsonl import read_journal, write_whole
+from infer.jsonl import read_journal
 from infer.plots import plot_distribution, plot_quality, plot_speedups
 from infer.timeline import Span, draw_timeline
 

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.endpoint import outside_event_loop
 from aspd_jax.errors import CheckpointError, ConfigError, RequestError
+from aspd_jax.files import write_whole
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.layout import Layout
 from aspd_jax.pipeline.likelihood import CHUNK, token_losses
@@ -32,7 +33,7 @@ from infer.evaluation.config import EvalConfig, ModelSection
 from infer.evaluation.judge import Answers, judge
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
-from infer.jsonl import append, read_journal, write_whole
+from infer.jsonl import append, read_journal
 
 PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy", "scipy", "math-verify")
 
