@@ -92,6 +92,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from aspd_jax import load_model
+    from aspd_jax.files import write_whole
     from aspd_jax.language_model import as_int8
     from aspd_jax.shapes import benchmark_model
     from infer.benchmark import (
@@ -125,21 +126,37 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         )
         del exact
     name, machine, copied = options.model or options.shape, where(), copy_bandwidth(options.repeats)
-    runs = []
+    runs: list[dict[str, Any]] = []
+
+    def note() -> None:
+        """What is known so far: a benchmark may be ended before its end."""
+        if options.json is not None:
+            record = {"model": name, "dtype": options.dtype, "weights": options.weights, "where": machine}
+            record |= {"copy_bandwidth": copied, "repeats": options.repeats, "peak_bytes": peak_bytes(), "runs": runs}
+            write_whole(options.json, json.dumps(record, indent=1))
+
     for context in options.context:
         title = f"{name}, {options.dtype}, context {context}; {machine}; copy {copied / 1e9:.1f} GB/s"
         print(f"{title}\n")
         passes = pass_times(lm, options.widths, context, options.repeats) if options.widths else []
         if passes:
-            print(f"Passes, batch 1, {options.repeats} runs of 16:\n\n{pass_table(passes, copied)}\n")
+            print(f"Passes, batch 1, {options.repeats} runs of 16:\n\n{pass_table(passes, copied)}\n", flush=True)
+        runs.append({"context": context, "passes": [vars(p) for p in passes], "answers": []})
+        note()
         pairs = []
         kinds = list(product(options.batch, answers))
         for batch, (branches, length) in tqdm(kinds, unit="answer", disable=None):
             pair = answer_times(lm, branches, length, context, batch, options.repeats, options.draft_tokens)
             torch = transformers_time(lm, pair[0].content, context, batch, options.repeats)
             pairs.append([*pair, torch] if torch else pair)
+            *head, rows = answer_table(pairs[-1:]).split("\n", 2)
+            if len(pairs) == 1:
+                print(f"Answers, {options.repeats} runs of each in turn:\n\n" + "\n".join(head))
+            print(rows, flush=True)
+            runs[-1]["answers"] += [vars(answer) for answer in pairs[-1]]
+            note()
         if pairs:
-            print(f"Answers, {options.repeats} runs of each in turn:\n\n{answer_table(pairs)}\n")
+            print()
         if beside := published("" if options.model else options.shape, options.dtype, context):
             print(f"{beside}\n")
         if options.plot is not None:
@@ -148,19 +165,8 @@ def run_bench_decode(options: argparse.Namespace) -> None:
             file = options.plot
             several = len(options.context) > 1
             plot_decoding(passes, pairs, copied, title, file.with_stem(f"{file.stem}-{context}") if several else file)
-        flat = [vars(answer) for pair in pairs for answer in pair]
-        runs.append({"context": context, "passes": [vars(p) for p in passes], "answers": flat})
     print(f"peak memory {peak_bytes() / 1e9:.2f} GB")
-    if options.json is not None:
-        record = {
-            "model": name,
-            "dtype": options.dtype,
-            "weights": options.weights,
-            "where": machine,
-            "copy_bandwidth": copied,
-        }
-        record |= {"repeats": options.repeats, "peak_bytes": peak_bytes(), "runs": runs}
-        options.json.write_text(json.dumps(record, indent=1))
+    note()
 
 
 def run_bench_train(options: argparse.Namespace) -> None:

@@ -32,7 +32,8 @@ step() { # name, command…
   local status=$?
   [ $status -eq 0 ] || failed=1
   echo "== $name: exit $status, $((SECONDS - began)) s: ${*//$folder/FOLDER}"
-  if [ $status -eq 0 ]; then grep -E '^\||passed|copy|peak|error' "$folder/$name.txt"; else tail -15 "$folder/$name.txt"; fi
+  [ $status -eq 0 ] || tail -15 "$folder/$name.txt"
+  grep -E '^\||passed|copy|peak|error' "$folder/$name.txt"
 }
 decode() { # name, options…
   local name=$1
@@ -51,9 +52,10 @@ decode() { # name, options…
         tests/test_training_free.py tests/test_train_step.py ;;
       demo) step demo "$python" -m aspd demo ;;
       passes) decode passes --context 2048 --widths 1 2 4 8 16 --answers ;;
-      answers) decode answers --context 2048 --widths 1 --answers 2x240 4x120 8x60 16x60 ;;
+      # torch, where it is there, has to find room for the same model.
+      answers) XLA_PYTHON_CLIENT_MEM_FRACTION=0.7 decode answers --repeats 5 --context 2048 --widths 1 --answers 2x240 4x120 8x60 16x60 ;;
       context) decode context --context 128 8192 32768 --widths 1 16 --answers --repeats 5 ;;
-      batch) decode batch --context 512 --batch 8 32 --widths 1 --answers 8x60 --repeats 5 ;;
+      batch) XLA_PYTHON_CLIENT_MEM_FRACTION=0.7 decode batch --context 512 --batch 8 32 --widths 1 --answers 8x60 --repeats 5 ;;
       int8) decode int8 --weights int8 --context 2048 --widths 1 8 16 --answers 8x60 ;;
       train) step train "$python" -m aspd bench train --shape 1b --dtype bfloat16 --length 4096 ;;
       serve) step serve "$python" -m aspd bench serve --batch 4 16 --long --rates 4 16 64 --seconds 10 --target 1 \

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,30 @@ def test_int8_says_how_far_its_logits_are_off(tiny: LanguageModel, tmp_path: Pat
     folder = write_checkpoint(tmp_path, tiny_config())
     twin, loaded = as_int8(load_model(folder)).params, load_model(folder, weights="int8").params
     jax.tree.map(np.testing.assert_array_equal, twin, loaded)
+
+
+def test_what_was_measured_is_there_when_a_benchmark_is_ended(
+    tiny: LanguageModel, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    timed: list[int] = []
+
+    def ended(lm: LanguageModel, branches: int, *rest: Any) -> Any:
+        timed.append(branches)
+        if len(timed) == 2:
+            raise KeyboardInterrupt
+        return answer_times(lm, branches, *rest)
+
+    monkeypatch.setattr(benchmark, "answer_times", ended)
+    monkeypatch.setattr(benchmark, "transformers_time", lambda *_: None)
+    file = tmp_path / "bench.json"
+    arguments = ["bench", "decode", "--shape", "tiny", "--repeats", "1", "--context", "16", "--json", str(file)]
+    with contextlib.suppress(KeyboardInterrupt):
+        aspd.main([*arguments, "--widths", "1", "--answers", "2x8", "3x8"])
+    assert timed == [2, 3]
+    (run,) = json.loads(file.read_text())["runs"]
+    assert [width["width"] for width in run["passes"]] == [1]
+    assert [(answer["name"], answer["branches"]) for answer in run["answers"]] == [("adaptive", 2), ("serial", 0)]
+    assert "2 branches of 8" in capsys.readouterr().out
 
 
 def test_transformers_is_timed_in_the_same_type_or_left_out(tiny: LanguageModel, monkeypatch: Any, caplog: Any) -> None:
