@@ -12,6 +12,7 @@ from typing import Any
 
 from aspd.options import positive, shape_options, where
 from aspd_jax.errors import RequestError
+from aspd_jax.files import write_whole
 
 SERVED_ROWS = 8
 SERVED_WAITING = 4096
@@ -92,11 +93,11 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from aspd_jax import load_model
-    from aspd_jax.files import write_whole
     from aspd_jax.language_model import as_int8
     from aspd_jax.shapes import benchmark_model
     from infer.benchmark import (
-        answer_table,
+        ANSWER_HEAD,
+        answer_rows,
         answer_times,
         copy_bandwidth,
         logit_error,
@@ -149,10 +150,9 @@ def run_bench_decode(options: argparse.Namespace) -> None:
             pair = answer_times(lm, branches, length, context, batch, options.repeats, options.draft_tokens)
             torch = transformers_time(lm, pair[0].content, context, batch, options.repeats)
             pairs.append([*pair, torch] if torch else pair)
-            *head, rows = answer_table(pairs[-1:]).split("\n", 2)
             if len(pairs) == 1:
-                print(f"Answers, {options.repeats} runs of each in turn:\n\n" + "\n".join(head))
-            print(rows, flush=True)
+                print(f"Answers, {options.repeats} runs of each in turn:\n\n{ANSWER_HEAD}")
+            print(answer_rows(pairs[-1]), flush=True)
             runs[-1]["answers"] += [vars(answer) for answer in pairs[-1]]
             note()
         if pairs:
@@ -166,7 +166,6 @@ def run_bench_decode(options: argparse.Namespace) -> None:
             several = len(options.context) > 1
             plot_decoding(passes, pairs, copied, title, file.with_stem(f"{file.stem}-{context}") if several else file)
     print(f"peak memory {peak_bytes() / 1e9:.2f} GB")
-    note()
 
 
 def run_bench_train(options: argparse.Namespace) -> None:
@@ -181,7 +180,9 @@ def run_bench_train(options: argparse.Namespace) -> None:
     print(table(results))
     if options.json is not None:
         record = {"shape": options.shape, "dtype": options.dtype, "rows": options.rows, "length": options.length}
-        options.json.write_text(json.dumps(record | {"where": machine, "steps": [vars(r) for r in results]}, indent=1))
+        write_whole(
+            options.json, json.dumps(record | {"where": machine, "steps": [vars(r) for r in results]}, indent=1)
+        )
 
 
 def run_bench_serve(options: argparse.Namespace) -> None:
@@ -260,7 +261,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     print(load_table(found, options.target))
     print(f"\n{best_goodput(found, options.target)}")
     if options.json:
-        options.json.write_text(json.dumps(to_json(found), indent=1) + "\n")
+        write_whole(options.json, json.dumps(to_json(found), indent=1) + "\n")
     if options.plot:
         from infer.plots import plot_load
 

@@ -16,10 +16,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     if os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(1 << 30)) != "-1":
         # JAX writes a program, and then when it was used. A process that is killed before the second leaves a program
         # that may be half, which JAX never writes again; and without its time JAX writes no other program either.
-        for _program in _PROGRAMS.glob("*-cache"):
-            if not _program.with_name(f"{_program.name.removesuffix('-cache')}-atime").exists():
-                with suppress(OSError):
-                    _program.unlink()
+        with suppress(OSError):
+            _names = set(os.listdir(_PROGRAMS))
+            for _name in _names:
+                if _name.endswith("-cache") and f"{_name.removesuffix('cache')}atime" not in _names:
+                    (_PROGRAMS / _name).unlink(missing_ok=True)
 if version("jaxlib").startswith("0.10.") and "ynn_fusion" not in os.environ.get("XLA_FLAGS", ""):
     # On CPU this version merges products with their surroundings in a way that doubles their time (docs/benchmarks.md).
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="

@@ -385,36 +385,37 @@ def pass_table(results: Sequence[PassTime], copied: float) -> str:
     return "\n".join(lines)
 
 
-def answer_table(pairs: Sequence[Sequence[AnswerTime]]) -> str:
-    """Markdown: adaptive answers, each above the serial one of as many content tokens, its baseline."""
-    lines = [
-        "| batch | answer | content tokens | passes | s (median) | fastest - slowest | content tokens/s | raw tokens/s "
-        "| latency, ms | first token, ms | ideal | realised | efficiency | compiling, s |",
-        "|---" * 14 + "|",
-    ]
-    for pair in pairs:
-        serial = next(r for r in pair if r.name == "serial" and not r.draft_tokens)
-        for r in pair:
-            realised = serial.seconds / r.seconds
-            what = f"{r.branches} branches of {r.length}" if r.branches else r.name
-            what += f", {r.draft_tokens} guesses" if r.draft_tokens else ""
-            cells = [
-                str(r.batch),
-                what,
-                str(r.content),
-                str(r.passes),
-                f"{r.seconds:.3f}",
-                f"{r.fastest:.3f} - {r.slowest:.3f}",
-                f"{r.batch * r.content / r.seconds:.0f}",
-                f"{r.batch * r.raw / r.seconds:.0f}",
-                f"{1000 * r.latency:.0f}",
-                f"{1000 * r.first_token:.1f}",
-                f"{r.ideal:.2f}x",
-                f"{realised:.2f}x",
-                f"{realised / r.ideal:.2f}",
-                f"{r.compile_seconds:.1f}",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
+ANSWER_HEAD = (
+    "| batch | answer | content tokens | passes | s (median) | fastest - slowest | content tokens/s | raw tokens/s "
+    "| latency, ms | first token, ms | ideal | realised | efficiency | compiling, s |\n" + "|---" * 14 + "|"
+)
+
+
+def answer_rows(pair: Sequence[AnswerTime]) -> str:
+    """Markdown, below `ANSWER_HEAD`: answers of as many content tokens; the serial one is the baseline."""
+    lines = []
+    serial = next(r for r in pair if r.name == "serial" and not r.draft_tokens)
+    for r in pair:
+        realised = serial.seconds / r.seconds
+        what = f"{r.branches} branches of {r.length}" if r.branches else r.name
+        what += f", {r.draft_tokens} guesses" if r.draft_tokens else ""
+        cells = [
+            str(r.batch),
+            what,
+            str(r.content),
+            str(r.passes),
+            f"{r.seconds:.3f}",
+            f"{r.fastest:.3f} - {r.slowest:.3f}",
+            f"{r.batch * r.content / r.seconds:.0f}",
+            f"{r.batch * r.raw / r.seconds:.0f}",
+            f"{1000 * r.latency:.0f}",
+            f"{1000 * r.first_token:.1f}",
+            f"{r.ideal:.2f}x",
+            f"{realised:.2f}x",
+            f"{realised / r.ideal:.2f}",
+            f"{r.compile_seconds:.1f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -5,9 +5,13 @@ B rows of the state.
 
 from __future__ import annotations
 
+import gc
+import logging
+import math
 import time
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from aspd_jax.language_model import LanguageModel
@@ -15,12 +19,15 @@ from infer.compiler import Compiler, Program
 from infer.feed import widest_feed
 from infer.packed import Packed
 from infer.policy import DraftControl, StepCost
-from infer.programs import Programs
+from infer.programs import FULL_SHARE, Programs, crowded
 from infer.state import DecodeState, Protocol
 from infer.step import Extent, Limits, Report, Script, run
 from infer.workspace import Desk
 
+log = logging.getLogger(__name__)
+
 STEPS_IN_LARGER = 16  # passes in a larger program between two looks whether the best is there
+SECONDS_BETWEEN_CROWD_CHECKS = 2.0
 
 
 class Run(NamedTuple):
@@ -68,6 +75,7 @@ class Passes:
         self.compiler = Compiler(lm, protocol, compile_beside)
         self.desk = Desk(protocol)
         self.drafts = DraftControl(protocol.draft_tokens)
+        self._crowd_checked = 0.0
 
     def start(
         self, state: DecodeState, told: Report, steps: int, join: bool, greedy: bool, stops: bool, script: Script | None
@@ -112,3 +120,18 @@ class Passes:
             slots = before.finish.size * started.within.slots
             self.drafts.note(cost, done, started.within.places, slots, stretches, accepted)
         return done, after
+
+    def forget_programs_if_crowded(self) -> None:
+        """Forget all programs before there are so many that the next one ends the process; each is compiled again, or
+        read from JAX's cache on disk, when it is needed.
+        """
+        now = time.monotonic()
+        if now - self._crowd_checked > SECONDS_BETWEEN_CROWD_CHECKS:
+            self._crowd_checked = now
+            if crowded(FULL_SHARE):
+                log.warning("no room for more programs (vm.max_map_count); all are forgotten")
+                jax.clear_caches()
+                self.compiler.forget()
+                gc.collect()
+                if crowded(FULL_SHARE):  # the maps are not programs'
+                    self._crowd_checked = math.inf

@@ -8,9 +8,6 @@ and picks the program that fits what the next passes need; tokens are chosen on 
 
 from __future__ import annotations
 
-import gc
-import logging
-import math
 import threading
 import time
 from collections import deque
@@ -30,7 +27,7 @@ from infer.handle import NO_LIMIT, Handle
 from infer.passes import Passes, Run
 from infer.policy import Policy, StepCost
 from infer.prefill import NO_CAP, Prompt, begin, feed_chunk, new_state, next_chunk
-from infer.programs import FULL_SHARE, SMALLEST_CAPACITY, crowded, used_slots
+from infer.programs import SMALLEST_CAPACITY, used_slots
 from infer.recogniser import TextReader
 from infer.request import Job
 from infer.reuse import LEAST_COPIED, RowMemory, best_match, common_prefix
@@ -39,11 +36,8 @@ from infer.state import FORK, PARALLEL, RUNNING, SERIAL, DecodeState, Protocol
 from infer.step import Report, Script, report
 from infer.warm_up import compile_all, measure_cost
 
-log = logging.getLogger(__name__)
-
 STEPS_BESIDE_PREFILL = 4  # passes of the running requests between two chunks of a prompt
 STEPS_BETWEEN_CAPS = 16  # passes between two looks at how loaded the batch is
-SECONDS_BETWEEN_CROWD_CHECKS = 2.0
 
 
 class Chunk(NamedTuple):
@@ -117,7 +111,6 @@ class Scheduler:
         self._ahead: Run | None = None
         self._cap: int | None = None
         self._stamp = 0
-        self._crowd_checked = 0.0
         self._lock = threading.RLock()
         # Other processes would pick other programs, and wait for each other in them.
         self.compiles_beside = compile_beside and jax.process_count() == 1
@@ -167,7 +160,7 @@ class Scheduler:
         """
         with self._lock:
             self.chunk = Chunk(0, 0.0)
-            self._forget_programs_if_crowded()
+            self.passes.forget_programs_if_crowded()
             try:
                 self._end_ahead()
                 self._admit()
@@ -213,21 +206,6 @@ class Scheduler:
             if handle.row is None or not self._rows[handle.row].decoding:
                 return self._result(handle, None)
             return self._result(handle, read(self._state_now(), self._protocol, [handle.row], self._reader)[0])
-
-    def _forget_programs_if_crowded(self) -> None:
-        """Forget all programs before there are so many that the next one ends the process; each is compiled again, or
-        read from JAX's cache on disk, when it is needed.
-        """
-        now = time.monotonic()
-        if now - self._crowd_checked > SECONDS_BETWEEN_CROWD_CHECKS:
-            self._crowd_checked = now
-            if crowded(FULL_SHARE):
-                log.warning("no room for more programs (vm.max_map_count); all are forgotten")
-                jax.clear_caches()
-                self.passes.compiler.forget()
-                gc.collect()
-                if crowded(FULL_SHARE):  # the maps are not programs'
-                    self._crowd_checked = math.inf
 
     def _state_now(self) -> DecodeState:
         if self._state is None:
@@ -311,24 +289,27 @@ class Scheduler:
         rows = [number for number, row in enumerate(self._rows) if row.decoding]
         if not rows:
             return
-        ahead = steps if early else 0
-        if any(row.prompt is not None for row in self._rows):
+        feeding = any(row.prompt is not None for row in self._rows)
+        if feeding:
             steps = min(steps, STEPS_BESIDE_PREFILL)
-        if any(self._handle(number).job.params.stop for number in rows):
+        stops = any(self._handle(number).job.params.stop for number in rows)
+        if stops:
             steps = min(steps, 1)  # stop strings are found by the host
         if self._policy.milliseconds is not None:
             steps = min(steps, STEPS_BETWEEN_CAPS)
         before = time.perf_counter()
         self._hold_back()
         done, told, join = 0, self._reported(), early or bool(self._waiting)
-        steps -= self.chunk.passes  # those that were started ahead
-        while done < steps and told.widths.any() and not (join and (told.finish[rows] != RUNNING).any()):
-            run = self._start(told, steps - done, join)
+        left = steps - self.chunk.passes  # those that were started ahead
+        while done < left and told.widths.any() and not (join and (told.finish[rows] != RUNNING).any()):
+            run = self._start(told, left - done, join)
             passes, told = self.passes.end(run, self.cost)
             self._told = run.state, told
             done += passes
         self._count(told, done, time.perf_counter() - before)
-        self._look(told, ahead)
+        # The next passes follow from what is known, unless what is read now may change them, or branches are held back.
+        known = not (stops or feeding) and self._policy == Policy() and bool((told.finish[rows] == RUNNING).all())
+        self._look(told, steps if early and known and told.widths.any() else 0)
 
     def _start(self, told: Report, steps: int, join: bool) -> Run:
         """Start passes of what `told` tells of."""
@@ -390,7 +371,7 @@ class Scheduler:
 
         Args:
             told: of the state.
-            ahead: where nothing that is read can change what comes next, start so many passes before it is read.
+            ahead: so many passes are started before anything is read.
         """
         self._stamp += 1
         finish = told.finish
@@ -400,7 +381,7 @@ class Scheduler:
         if not asked:
             return
         shot = look_at(self._state_now(), self._protocol, asked)
-        if ahead and self._goes_on(told, decoding):
+        if ahead:
             self._ahead = self._start(told, ahead, join=True)
         found = dict(zip(asked, readings(shot, len(asked), self._protocol, self._reader), strict=True))
         if stopped := self._close_at_stop_strings(found):
@@ -412,15 +393,6 @@ class Scheduler:
                 self._end(handle, reading)
             elif handle.wanted:
                 handle.note(reading.answer, None)
-
-    def _goes_on(self, told: Report, decoding: Sequence[int]) -> bool:
-        """Whether the next passes follow from what is known: none has ended or may have by a stop string, nobody's
-        prompt is being fed, no branches are held back.
-        """
-        if self._policy != Policy() or any(row.prompt is not None for row in self._rows):
-            return False
-        running = bool((told.finish[decoding] == RUNNING).all()) and bool(told.widths.any())
-        return running and not any(self._handle(number).job.params.stop for number in decoding)
 
     def _close_at_stop_strings(self, readings: dict[int, Reading]) -> list[int]:
         """End every stretch that holds a stop string of its request; returns the rows in which one did."""

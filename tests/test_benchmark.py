@@ -17,7 +17,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import as_int8
 from aspd_jax.shapes import SHAPES, benchmark_model
 from infer import benchmark
-from infer.benchmark import answer_table, answer_times, copy_bandwidth, logit_error, pass_table, pass_times, published
+from infer.benchmark import answer_rows, answer_times, copy_bandwidth, logit_error, pass_table, pass_times, published
 from tests.conftest import tiny_config, write_checkpoint
 from train.benchmark import step_times
 from train.benchmark import table as steps_table
@@ -58,7 +58,7 @@ def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
     for result in (adaptive, serial):
         assert 0 < result.first_token < result.latency <= result.slowest
         assert 0 < result.fastest <= result.seconds <= result.slowest
-    text = answer_table([[adaptive, serial]])
+    text = answer_rows([adaptive, serial])
     assert f"| 2 | 3 branches of 10 | {content} | {path - 1} |" in text
     assert f"| {serial.seconds / adaptive.seconds:.2f}x |" in text
     with pytest.raises(RequestError, match="2 branches of at least 6 tokens, got 3 of 5"):
@@ -74,7 +74,7 @@ def test_guesses_are_timed_beside_answers_without(tiny: LanguageModel, monkeypat
     ]  # fmt: skip
     assert times[3].passes < 0.6 * times[2].passes, "the answer copies the prompt"
     assert times[1].passes <= times[0].passes
-    text = answer_table([times])
+    text = answer_rows(times)
     assert "| serial |" in text and "| serial, 2 guesses |" in text and "| 3 branches of 10, 2 guesses |" in text
 
 

@@ -398,9 +398,9 @@ def test_programs_are_forgotten_before_they_fill_the_process(
     most.write_text("80\n")
     monkeypatch.setattr(infer.programs, "MAPS", maps)
     monkeypatch.setattr(infer.programs, "MOST_MAPS", most)
-    monkeypatch.setattr(infer.scheduler, "SECONDS_BETWEEN_CROWD_CHECKS", 0.0)
+    monkeypatch.setattr(infer.passes, "SECONDS_BETWEEN_CROWD_CHECKS", 0.0)
     forgotten: list[bool] = []
-    monkeypatch.setattr(infer.scheduler.jax, "clear_caches", lambda: forgotten.append(True))
+    monkeypatch.setattr(infer.passes.jax, "clear_caches", lambda: forgotten.append(True))
     maps.write_text("line\n" * 70)
     expected = own.generate([[1, 2]])[0]
     assert not forgotten and not caplog.records
