@@ -27,9 +27,11 @@ from aspd_jax.layout import build_layout
 from infer.answer import Result
 from infer.engine import NO_TOKENS, Engine
 from infer.prefill import start
+from infer.programs import Programs
 from infer.request import Job, Mode, SamplingParams
 from infer.state import PARALLEL, DecodeState, Protocol
-from infer.step import Extent, Least, Limits, Script, run
+from infer.step import Least, Limits, Script, run
+from infer.workspace import Desk
 
 COPY_BYTES = 1 << 28
 SERIAL_TEXT = 32  # tokens before and after the block together
@@ -158,6 +160,9 @@ def pass_times(
 ) -> list[PassTime]:
     """Time `repeats` runs of `steps` passes at every width, batch 1; the widths take turns.
 
+    Passes look at as many slots as the engine's would, and at the copy of them that it makes where it makes one; that
+    copy was there before.
+
     Raises:
         RequestError: a random branch closed itself, so that the width changed under way.
     """
@@ -174,19 +179,27 @@ def pass_times(
     limits = Limits(np.int32(steps), Least(np.int32(-1), np.int32(-1)), np.bool_(False))
     tokens = 2 * (steps + 1) * max(widths)  # each needs one for its closing tag
     states = {width: _decoding_state(lm, protocol, context, width, tokens) for width in widths}
+    desk, programs = Desk(protocol), {}
+    for width, state in states.items():
+        fitting = Programs(1, state.cache.tokens.shape[1], max(widths))
+        programs[width], _ = fitting.choose(np.array([width]), context + (steps + 1) * width)
     times: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(repeats + 1):  # the first runs compile
         for width in widths:
-            state = jax.block_until_ready(jax.tree.map(jnp.copy, states[width]))  # every run starts with the same cache
-            within = Extent(0, 0, 1, width, state.cache.tokens.shape[1])
+            state, within = jax.tree.map(jnp.copy, states[width]), programs[width]
+            desk.clear()
+            workspace = desk.take(state, within.rows, within.slots, np.asarray(state.finish))
+            jax.block_until_ready((state, workspace))  # every run starts with the same cache
             begun = time.perf_counter()
-            told = run(lm.params, state, None, limits, protocol, within, True, None, False)[-1].read()
+            told = run(lm.params, state, workspace, limits, protocol, within, True, None, False)[-1].read()
             times[width].append((time.perf_counter() - begun) / steps)
             if told.widths.max() != width:
                 raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")
     results = []
     for width in widths:
-        cache = sum(layer.key.nbytes + layer.value.nbytes for layer in states[width].cache.layers)
+        cache = states[width].cache
+        whole = sum(layer.key.nbytes + layer.value.nbytes for layer in cache.layers)
+        read = whole * programs[width].slots / cache.tokens.shape[1]
         measured = times[width][1:]
         results.append(
             PassTime(
@@ -194,7 +207,7 @@ def pass_times(
                 median=1000 * median(measured),
                 fastest=1000 * min(measured),
                 slowest=1000 * max(measured),
-                bandwidth=(weight_bytes(lm) + cache) / median(measured),
+                bandwidth=(weight_bytes(lm) + read) / median(measured),
             )
         )
     return results
