@@ -24,6 +24,7 @@ def add(commands: Any) -> None:
     export.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     export.add_argument("--output", required=True, type=Path, help="a new folder")
     export.add_argument("--step", type=int, help="which checkpoint; default: the last one")
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), help="of its tensors; default: as trained")
 
 
 def run_train(options: argparse.Namespace) -> None:
@@ -50,5 +51,5 @@ def run_export(options: argparse.Namespace) -> None:
     """`aspd export`."""
     from train.loop import export
 
-    step = export(options.folder, options.output, options.step)
+    step = export(options.folder, options.output, options.step, options.dtype)
     print(f"step {step} written to {options.output}")

@@ -12,6 +12,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from transformers import AutoConfig, AutoTokenizer
@@ -160,10 +161,13 @@ def _end_ids(folder: Path, hf: Any, tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def save_model(lm: LanguageModel, path: str | os.PathLike[str]) -> None:
+def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | None = None) -> None:
     """Write a Hugging Face folder that `transformers` and `load_model` load; adapters are merged into their kernels.
 
     The folder appears whole or not at all.
+
+    Args:
+        dtype: `float32` or `bfloat16`, of what is written; default: as the parameters are.
 
     Raises:
         CheckpointError: something is at `path` already.
@@ -181,14 +185,17 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str]) -> None:
     }
     for key in ("torch_dtype", "dtype"):
         hf_config.pop(key, None)
-    hf_config["torch_dtype"] = lm.config.dtype
+    hf_config["torch_dtype"] = dtype or lm.config.dtype
     (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     if lm.end_ids:
         end = lm.end_ids[0] if len(lm.end_ids) == 1 else list(lm.end_ids)
         (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": end}, indent=2) + "\n")
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(partial)
-    save_parameters(partial, lm.config, merge_adapters(lm.config, lm.params))
+    params = merge_adapters(lm.config, lm.params)
+    if dtype is not None:
+        params = jax.tree.map(lambda leaf: np.asarray(jax.device_get(leaf)).astype(jnp.dtype(dtype)), params)
+    save_parameters(partial, lm.config, params)
     for file in partial.iterdir():
         file.chmod(0o644)  # safetensors writes files that only their owner can read
     if target.exists():

@@ -34,6 +34,7 @@ TINY += ["optimiser.accumulate=1", "evaluate_batches=0", "model.dtype=float32", 
 # What makes a command small enough, after its own words.
 SMALLER = {
     "aspd train configs/embedded_letters": TINY,
+    "aspd train configs/embedded_grown": TINY,
     "aspd train configs/embedded": ["steps=1", "evaluate_batches=0", "data.short_steps=0", "data.rows=2"],
     "aspd train": TINY,
     "aspd generate": ["--max-new-tokens", "8", "--max-length", "1024", "--batch", "1"],

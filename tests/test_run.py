@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 from flax.traverse_util import flatten_dict
+from safetensors import safe_open
 
 import train.batches
 import train.loop
@@ -65,6 +66,12 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkey
     export(tmp_path / "cut", tmp_path / "exported", step=2)
     earlier = load_model(tmp_path / "exported")
     assert np.abs(np.asarray(earlier.params["norm"]["scale"]) - whole.params["norm"]["scale"]).max() > 0
+    export(tmp_path / "cut", tmp_path / "rounded", dtype="bfloat16")
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(np.float32), whole.params)
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "rounded").params, rounded)
+    with safe_open(tmp_path / "rounded" / "model.safetensors", framework="numpy") as tensors:
+        assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
+    assert json.loads((tmp_path / "rounded" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     with pytest.raises(CheckpointError, match="no checkpoint of step 3; there are: 2, 4"):
         export(tmp_path / "cut", tmp_path / "none", step=3)
     with pytest.raises(CheckpointError, match="holds no training run"):

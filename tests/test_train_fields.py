@@ -16,8 +16,8 @@ from train.config import TrainConfig
 from train.loop import train as run_training
 
 CHANGED: dict[str, Any] = {
-    "model.checkpoint": None, "model.vocabulary": 800, "model.layers": 2, "model.embed": 48, "model.heads": 1,
-    "model.kv_heads": 2, "model.head": 8, "model.feed_forward": 48, "model.positions": "max",
+    "model.checkpoint": None, "model.grow": None, "model.vocabulary": 800, "model.layers": 2, "model.embed": 48,
+    "model.heads": 1, "model.kv_heads": 2, "model.head": 8, "model.feed_forward": 48, "model.positions": "max",
     "model.siblings": "shared", "model.dtype": "bfloat16", "model.parameters": "bfloat16",
     "model.weights": None, "model.lora_rank": 2, "model.lora_alpha": None, "model.scan": True, "model.remat": True,
     "data.train": None, "data.held_out": None,
@@ -31,7 +31,7 @@ CHANGED: dict[str, Any] = {
 }  # fmt: skip
 
 ELSEWHERE = {
-    "model.checkpoint", "model.weights", "model.lora_alpha", "data.train", "data.held_out", "data.cache",
+    "model.checkpoint", "model.grow", "model.weights", "model.lora_alpha", "data.train", "data.held_out", "data.cache",
     "data.strict", "data.chat_template", "data.bins", "optimiser.accumulate", "mesh.data", "mesh.fsdp",
     "mesh.tensor", "epochs",
 }  # fields that only mean something for a fine-tuning or a mesh, and are tested with one elsewhere  # fmt: skip

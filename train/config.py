@@ -19,6 +19,7 @@ class ModelSection:
 
     Attributes:
         checkpoint: a Hugging Face folder to fine-tune; empty: a Qwen3-style model from scratch, of the shape below.
+        grow: put the checkpoint into a wider model, of `embed` and `feed_forward`, that computes the same at first.
         vocabulary: tokens in all, special tokens included (from scratch).
         layers, embed, heads, kv_heads, head, feed_forward: shape of the model (from scratch).
         positions, siblings: position scheme and mask (spec, sections 3 and 4).
@@ -34,6 +35,7 @@ class ModelSection:
     """
 
     checkpoint: str = ""
+    grow: bool = False
     vocabulary: int = 768
     layers: int = 4
     embed: int = 128
@@ -60,6 +62,8 @@ class ModelSection:
                 raise ConfigError(f"model.{name} must be float32 or bfloat16, got {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})")
+        if self.grow and (not self.checkpoint or self.lora_rank or self.weights == "int8"):
+            raise ConfigError("model.grow needs model.checkpoint, and neither model.lora_rank nor model.weights: int8")
         if self.weights == "int8" and not (self.lora_rank and self.checkpoint):
             raise ConfigError(
                 "model.weights: int8 needs model.checkpoint and model.lora_rank: int8 is not trained itself"

@@ -155,8 +155,12 @@ def evaluate(setup: Setup, state: TrainState, held_out: list[Batch]) -> dict[str
     return {f"held_out_{name}": float(value) for name, value in values.items()}
 
 
-def export(run: Path, output: Path, step: int | None = None) -> int:
+def export(run: Path, output: Path, step: int | None = None, dtype: str | None = None) -> int:
     """Write the model of a checkpoint of a run as a Hugging Face folder; returns the step.
+
+    Args:
+        step: default: the last one.
+        dtype: see `save_model`.
 
     Raises:
         CheckpointError: the run has no such checkpoint.
@@ -174,7 +178,7 @@ def export(run: Path, output: Path, step: int | None = None) -> int:
             there = ", ".join(map(str, checkpoints.steps)) or "none"
             raise CheckpointError(f"{run} has no checkpoint of step {chosen}; there are: {there}")
         state, _ = checkpoints.restore(chosen, setup.state)
-    save_model(setup.language_model(state), output)
+    save_model(setup.language_model(state), output, dtype)
     return chosen
 
 

@@ -22,6 +22,7 @@ from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, partition_spec
 from train.config import TrainConfig
+from train.grow import wider
 from train.loss import CHUNK
 from train.setup import as_configured, is_trained, scratch_shape
 
@@ -53,10 +54,13 @@ class Plan:
 
 
 def planned_shape(config: TrainConfig) -> ModelConfig:
-    """The shape of the checkpoint's config.json, or, where that is not there yet, the one in the configuration."""
+    """The shape of the checkpoint's config.json, grown if it shall be, or, where that is not there yet, the one in the
+    configuration.
+    """
     of = config.model
     if of.checkpoint and (Path(of.checkpoint) / "config.json").exists():
-        return as_configured(from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype), config)
+        shape = as_configured(from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype), config)
+        return wider(shape, of.embed, of.feed_forward) if of.grow else shape
     return scratch_shape(config)
 
 

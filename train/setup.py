@@ -27,6 +27,7 @@ from aspd_jax.sharding import named_sharding, shardings
 from aspd_jax.structure import Parallel
 from train.batches import Batch
 from train.config import TrainConfig
+from train.grow import grow
 from train.step import TrainState, in_float32, join, make_optimiser
 from train.tasks import problem
 from train.vocabulary import train_tokenizer
@@ -76,7 +77,8 @@ def _to_host(leaf: jax.Array) -> np.ndarray:
 
 
 def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
-    """The model that a configuration starts from, spread over the mesh, with its positions and mask.
+    """The model that a configuration starts from, with its positions and mask; spread over the mesh where it is one
+    that was read and does not grow.
 
     Raises:
         ConfigError, CheckpointError: what cannot work.
@@ -84,8 +86,9 @@ def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
     of = config.model
     if not of.checkpoint:
         return initial_model(config)
-    lm = load_model(of.checkpoint, of.dtype, mesh, of.weights, of.lora_rank, of.lora_alpha)
+    lm = load_model(of.checkpoint, of.dtype, None if of.grow else mesh, of.weights, of.lora_rank, of.lora_alpha)
     for_conversations(lm, of.checkpoint, config.data.chat_template)
+    lm = grow(lm, of.embed, of.feed_forward, config.seed) if of.grow else lm
     shape = as_configured(lm.config, config)
     return replace(lm, config=shape, model=Transformer(shape))
 
