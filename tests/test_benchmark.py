@@ -40,6 +40,8 @@ def test_it_times_the_widths_it_says(tiny: LanguageModel) -> None:
     weights = 4 * (64 * (8 + 2 + 2 + 8) * 64 + 3 * 64 * 64 + 3 * 64 + 64 * 2048)
     cache = 4 * 2 * 128 * 2 * 64
     assert results[0].bandwidth * results[0].median / 1000 == pytest.approx(weights + cache, rel=1e-6)
+    (part,) = pass_times(tiny, [1], context=300, repeats=1, steps=4)  # over 384 of 512 slots, as the engine would look
+    assert part.bandwidth * part.median / 1000 == pytest.approx(weights + 3 * cache, rel=1e-6)
     text = pass_table(results, copy_bandwidth(2))
     assert "| 1 | " in text and "| 1.00 |" in text and "| 4 | " in text
 
