@@ -12,7 +12,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from transformers import AutoConfig, AutoTokenizer
@@ -192,10 +191,7 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
         (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": end}, indent=2) + "\n")
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(partial)
-    params = merge_adapters(lm.config, lm.params)
-    if dtype is not None:
-        params = jax.tree.map(lambda leaf: np.asarray(jax.device_get(leaf)).astype(jnp.dtype(dtype)), params)
-    save_parameters(partial, lm.config, params)
+    save_parameters(partial, lm.config, merge_adapters(lm.config, lm.params), dtype)
     for file in partial.iterdir():
         file.chmod(0o644)  # safetensors writes files that only their owner can read
     if target.exists():

@@ -179,10 +179,9 @@ def pass_times(
     limits = Limits(np.int32(steps), Least(np.int32(-1), np.int32(-1)), np.bool_(False))
     tokens = 2 * (steps + 1) * max(widths)  # each needs one for its closing tag
     states = {width: _decoding_state(lm, protocol, context, width, tokens) for width in widths}
-    desk, programs = Desk(protocol), {}
-    for width, state in states.items():
-        fitting = Programs(1, state.cache.tokens.shape[1], max(widths))
-        programs[width], _ = fitting.choose(np.array([width]), context + (steps + 1) * width)
+    capacity = states[widths[0]].cache.tokens.shape[1]
+    fitting, desk = Programs(1, capacity, max(widths)), Desk(protocol)
+    programs = {width: fitting.choose(np.array([width]), context + (steps + 1) * width)[0] for width in widths}
     times: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(repeats + 1):  # the first runs compile
         for width in widths:
@@ -197,9 +196,8 @@ def pass_times(
                 raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")
     results = []
     for width in widths:
-        cache = states[width].cache
-        whole = sum(layer.key.nbytes + layer.value.nbytes for layer in cache.layers)
-        read = whole * programs[width].slots / cache.tokens.shape[1]
+        whole = sum(layer.key.nbytes + layer.value.nbytes for layer in states[width].cache.layers)
+        read = whole * programs[width].slots / capacity
         measured = times[width][1:]
         results.append(
             PassTime(

@@ -13,34 +13,18 @@ from flax.traverse_util import flatten_dict
 import train.batches
 import train.loop
 from aspd_jax import LanguageModel, build_layout, load_model
-from aspd_jax.language_model import save_model
 from aspd_jax.sharding import make_mesh
-from aspd_jax.structure import to_json
-from tests.training import SMALL, changed, losses, prepared
+from tests.training import SMALL, changed, losses, on_records, prepared
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.loop import train as run_training
 from train.setup import initial_model, load
-from train.tasks import problem
 
 
 @pytest.fixture(scope="module")
 def fine_tuning(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """Fine-tuning of a small checkpoint on records in files."""
-    folder = tmp_path_factory.mktemp("fine")
-    save_model(initial_model(SMALL), folder / "base")
-    for name, first in (("train", 0), ("held_out", 1000)):
-        made = [problem(first + seed, name == "held_out", "orders") for seed in range(40)]
-        (folder / f"{name}.jsonl").write_text("".join(
-            json.dumps({"messages": [{"role": "user", "content": item.question}], "structure": to_json(item.structure)})
-            + "\n"
-            for item in made
-        ))  # fmt: skip
-    return changed(
-        SMALL, model__checkpoint=str(folder / "base"), data__train=(str(folder / "train.jsonl"),),
-        data__held_out=(str(folder / "held_out.jsonl"),), data__length=512, data__bins=4, evaluate_batches=1,
-        optimiser__learning_rate=1e-2, steps=6, log_every=1,
-    )  # fmt: skip
+    return on_records(tmp_path_factory.mktemp("fine"))
 
 
 def test_fine_tuning_on_records(fine_tuning: TrainConfig, tmp_path: Path) -> None:

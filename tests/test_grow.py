@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ from flax.traverse_util import flatten_dict
 
 from aspd_jax import LanguageModel, Layout
 from aspd_jax.errors import ConfigError
-from aspd_jax.language_model import load_model, random_model, save_model
+from aspd_jax.language_model import load_model, random_model
 from aspd_jax.model.config import ModelConfig
-from tests.training import SMALL, changed, losses
+from tests.training import changed, losses, on_records
 from train.config import ModelSection, TrainConfig
 from train.grow import grow
 from train.loop import train as run_training
 from train.plan import planned_shape
-from train.setup import initial_model
-from train.tasks import conversations
 
 SHAPE = ModelConfig(vocabulary=96, embed=48, feed_forward=40, layers=2, heads=4, kv_heads=2, head=12)
 BIASES = {"query_bias": True, "output_bias": True, "feed_forward_bias": True}
@@ -60,14 +57,7 @@ def test_a_grown_model_computes_the_same(changes: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def growing(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    """Synthetic problems in a file, and a small checkpoint."""
-    folder = tmp_path_factory.mktemp("grow")
-    save_model(initial_model(SMALL), folder / "base")
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(made) + "\n" for made in conversations(40, False)))
-    return changed(
-        SMALL, model__checkpoint=str(folder / "base"), data__train=(str(folder / "tasks.jsonl"),), data__length=512,
-        data__bins=4, log_every=1,
-    )  # fmt: skip
+    return on_records(tmp_path_factory.mktemp("grow"))
 
 
 def test_a_run_goes_on_in_a_wider_model(growing: TrainConfig, tmp_path: Path) -> None:

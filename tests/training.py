@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from aspd_jax.language_model import save_model
 from aspd_jax.sharding import make_mesh
+from aspd_jax.structure import to_json
 from train.config import DataSection, ModelSection, TrainConfig
-from train.setup import Setup, load, set_up
+from train.setup import Setup, initial_model, load, set_up
+from train.tasks import problem
 
 SMALL = TrainConfig(
     model=ModelSection(layers=1, embed=32, heads=2, kv_heads=1, head=16, feed_forward=32),
@@ -46,3 +49,20 @@ def losses(run: Path) -> list[float]:
 def prepared(config: TrainConfig) -> Setup:
     mesh = make_mesh(vars(config.mesh))
     return set_up(config, load(config, mesh), mesh, config.steps)
+
+
+def on_records(folder: Path) -> TrainConfig:
+    """Fine-tuning of a small checkpoint on records in files, both of which are written to `folder`."""
+    save_model(initial_model(SMALL), folder / "base")
+    for name, first in (("train", 0), ("held_out", 1000)):
+        made = [problem(first + seed, name == "held_out", "orders") for seed in range(40)]
+        (folder / f"{name}.jsonl").write_text("".join(
+            json.dumps({"messages": [{"role": "user", "content": item.question}], "structure": to_json(item.structure)})
+            + "\n"
+            for item in made
+        ))  # fmt: skip
+    return changed(
+        SMALL, model__checkpoint=str(folder / "base"), data__train=(str(folder / "train.jsonl"),),
+        data__held_out=(str(folder / "held_out.jsonl"),), data__length=512, data__bins=4, evaluate_batches=1,
+        optimiser__learning_rate=1e-2, steps=6, log_every=1,
+    )  # fmt: skip

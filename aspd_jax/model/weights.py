@@ -274,13 +274,20 @@ def _place(array: np.ndarray, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def save_parameters(folder: Path, config: ModelConfig, parameters: Any, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write parameters as Hugging Face safetensors, in files of at most about `shard_bytes` each."""
+def save_parameters(
+    folder: Path, config: ModelConfig, parameters: Any, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write parameters as Hugging Face safetensors, in files of at most about `shard_bytes` each.
+
+    Args:
+        dtype: of what is written; default: as the parameters are.
+    """
     leaves = flatten_dict(parameters)
     shards: list[dict[str, np.ndarray]] = [{}]
     sizes = [0]
     for name, tensor in tensors_of(config, leaves).items():
         array = tensor.write(np.asarray(jax.device_get(leaves[tensor.path])))
+        array = array if dtype is None else array.astype(jnp.dtype(dtype))
         if shards[-1] and sizes[-1] + array.nbytes > shard_bytes:
             shards.append({})
             sizes.append(0)
