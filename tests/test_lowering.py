@@ -14,10 +14,21 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from aspd_jax.model.config import RopeConfig
-from aspd_jax.model.lowering import FEW_ROWS, LARGE_KERNEL, VECTOR, argmax, computed_once, product, softmax
+from aspd_jax.model.lowering import (
+    FEW_SCORES,
+    FULL_ROWS,
+    LARGE_KERNEL,
+    VECTOR,
+    argmax,
+    computed_once,
+    product,
+    scores,
+    softmax,
+)
 from aspd_jax.model.transformer import rotation
 
 SIDE = int(LARGE_KERNEL**0.5)
+MOST_SLOTS = FEW_SCORES // (2 * 3 * 5 * 2 * VECTOR)  # of which scores of 5 rows in each of 2 x 3 products are few
 
 
 def numbers(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -28,10 +39,10 @@ def numbers(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     ("rows", "sizes", "features"),
     [
         ((1, 1), (SIDE,), (SIDE,)),
-        ((1, FEW_ROWS), (SIDE,), (4, SIDE // 2)),
-        ((FEW_ROWS, 1), (4, SIDE // 4), (SIDE,)),
-        ((3,), (SIDE,), (SIDE,)),
-        ((1, FEW_ROWS + 1), (SIDE,), (SIDE,)),
+        ((1, 2), (SIDE,), (4, SIDE // 2)),
+        ((3, 1), (4, SIDE // 4), (SIDE,)),
+        ((FULL_ROWS - 1,), (SIDE,), (SIDE,)),
+        ((1, FULL_ROWS), (SIDE,), (SIDE,)),
         ((2, 2), (8,), (8,)),
         ((2,), (8,), (8,)),
         ((1, 2), (3, 5), (2, 7)),
@@ -70,23 +81,38 @@ def test_a_kernel_may_lie_on_several_devices(split: tuple[str | None, str | None
     ("rows", "side", "dtype", "batched"),
     [
         (1, SIDE, jnp.float32, True),
-        (FEW_ROWS, SIDE, jnp.float32, True),
-        (FEW_ROWS + 1, SIDE, jnp.float32, False),
+        (2, SIDE, jnp.float32, False),
         (1, SIDE // 2, jnp.float32, False),
         (1, SIDE, jnp.bfloat16, False),
     ],
 )
-def test_only_few_rows_of_large_kernels_are_special(rows: int, side: int, dtype: Any, batched: bool) -> None:
+def test_one_row_meets_a_large_kernel_as_halves(rows: int, side: int, dtype: Any, batched: bool) -> None:
     x, kernel = numbers(rows, side, dtype=dtype), numbers(side, side, dtype=dtype)
     lowered = jax.jit(product, static_argnums=2).lower(x, kernel, 1)
     assert ("batching_dims" in lowered.as_text()) == batched
 
 
-@pytest.mark.parametrize(("rows", "computed"), [(1, 1), (2, 4), (3, 3)])
-def test_two_rows_meet_a_small_kernel_twice(rows: int, computed: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "computed"), [(1, 1), (2, FULL_ROWS), (FULL_ROWS - 1, FULL_ROWS), (FULL_ROWS + 1, FULL_ROWS + 1)]
+)
+def test_few_rows_are_filled_up(rows: int, computed: int) -> None:
     compiled = jax.jit(product, static_argnums=2).lower(numbers(rows, 8), numbers(8, 16), 1).compile().as_text()
     assert re.search(r"= f32\[(\d+,)?16\]\S* dot\(", compiled)
-    assert (f"f32[{computed},16]" in compiled) and ("f32[4,16]" in compiled) == (rows == 2)
+    assert (f"f32[{computed},16]" in compiled) and (f"f32[{FULL_ROWS},16]" in compiled) == (computed == FULL_ROWS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("head", "slots", "by_sums"),
+    [(2 * VECTOR, MOST_SLOTS, True), (2 * VECTOR, MOST_SLOTS + 1, False), (VECTOR + 1, 40, False), (VECTOR, 1, True)],
+)
+def test_few_scores_are_sums(head: int, slots: int, by_sums: bool, dtype: Any) -> None:
+    rows, key = numbers(2, 3, 5, head, dtype=dtype), numbers(2, 3, head, slots, dtype=dtype)
+    out = jax.jit(scores)(rows, key)
+    exact = np.asarray(rows, np.float64) @ np.asarray(key, np.float64)
+    assert out.dtype == jnp.float32 and out.shape == exact.shape
+    np.testing.assert_allclose(out, exact, atol=1e-4)
+    assert (" dot(" in jax.jit(scores).lower(rows, key).compile().as_text()) != by_sums
 
 
 def sines(program: Any, positions: jax.Array) -> int:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout, Siblings, visible
-from aspd_jax.model.lowering import softmax
+from aspd_jax.model.lowering import scores, softmax
 
 HIDDEN = -1e30  # finite, so that a row that sees nothing (padding) gives no NaN
 QUERY_CHUNK = 128
@@ -47,20 +47,23 @@ class View(NamedTuple):
 Attention = Callable[[jax.Array, jax.Array, jax.Array, View, Siblings, Window], jax.Array]
 
 
+def _scores(rows: jax.Array, key: jax.Array) -> jax.Array:
+    return jnp.einsum("BKRH,BKCH->BKRC", rows, key, preferred_element_type=jnp.float32)
+
+
 def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     mask: jax.Array,
-    scores_of: str = "BKRH,BKCH->BKRC",
+    scores_of: Callable[[jax.Array, jax.Array], jax.Array] = _scores,
     shares_of: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
 ) -> jax.Array:
-    """Softmax attention under a mask, bool [B, Q, C]; `scores_of`: how rows meet keys, as `einsum` has it."""
+    """Softmax attention under a mask, bool [B, Q, C]; `scores_of`: rows [B, K, R, H] by keys, [B, K, R, C]."""
     B, Q, K, G, H = query.shape
     # All queries of a kv head as one matrix (R = G x Q rows): plain batched products, which every back end does well.
     rows = (query * H**-0.5).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Q, H)
-    scores = jnp.einsum(scores_of, rows, key, preferred_element_type=jnp.float32)
-    scores = scores.reshape(B, K, G, Q, -1)
+    scores = scores_of(rows, key).reshape(B, K, G, Q, -1)
     scores = jnp.where(mask[:, None, None], scores, HIDDEN)
     weights = shares_of(scores).astype(value.dtype)
     out = jnp.einsum("BKRC,BKCH->BKRH", weights.reshape(B, K, G * Q, -1), value)
@@ -76,7 +79,7 @@ def dense(
 
 def cached(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
     """The one for decoding: over keys as they lie in the cache, [B, K, H, C], and a mask that is there already."""
-    return attend(query, key, value, mask, "BKRH,BKHC->BKRC", softmax)
+    return attend(query, key, value, mask, scores, softmax)
 
 
 def chunked(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from math import prod
 from typing import TypeVar
 
@@ -11,41 +12,62 @@ import jax.numpy as jnp
 
 Value = TypeVar("Value")
 
-FEW_ROWS = 2
-LARGE_KERNEL = 1 << 18  # elements; smaller ones are in the caches, where one core is fast enough
+LARGE_KERNEL = 1 << 16  # elements; smaller ones are in a core's own cache, where it is fast enough alone
+FULL_ROWS = 5  # the fewest rows for which XLA takes all cores to every product
 PARTS = 2
 VECTOR = 16  # numbers that a core takes at once
+FEW_SCORES = 3 << 17  # multiplications of scores, with which XLA is done before it has woken another core
 
 
 def product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
     """`x` [..., *sizes] times `kernel` [*sizes, *features], summed over the `inputs` axes of `sizes`: [..., *features].
 
-    On CPU, XLA gives a product of one row to one core, and for one of a few rows it copies the kernel first; of a batch
-    of products each goes to a core. So a large kernel meets one row, or two one by one, as two halves of its inputs.
-    Two rows take it longer than three or four: they meet other kernels twice.
+    On CPU, XLA gives a product of one row to one core, and of a batch of products each to a core: so one row meets a
+    large kernel as two halves of its inputs. Two to four rows it gives to one core or to all, by the size of each
+    kernel, and the others fall asleep in between: so they are filled up.
     """
 
     def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
         contract = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
         return jax.lax.dot_general(x, kernel, (contract, ((), ())))
 
-    def row_by_row(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    def in_halves(x: jax.Array, kernel: jax.Array) -> jax.Array:
         parts = kernel.reshape(PARTS, -1, prod(features))
-        rows = x.reshape(-1, PARTS, 1, parts.shape[1])
-        sums = [jax.lax.dot_general(row, parts, (((2,), (1,)), ((0,), (0,)))).sum(axis=0) for row in rows]
-        return jnp.stack(sums).reshape(*outer, *features)
+        sums = jax.lax.dot_general(x.reshape(PARTS, 1, -1), parts, (((2,), (1,)), ((0,), (0,))))
+        return sums.sum(axis=0).reshape(*outer, *features)
 
-    def twice(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        rows = x.reshape(2, *sizes)
-        return whole(jnp.concatenate([rows, rows]), kernel)[:2].reshape(*outer, *features)
+    def filled_up(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        filled = jnp.pad(x.reshape(rows, *sizes), ((0, FULL_ROWS - rows), *[(0, 0)] * inputs))
+        return whole(filled, kernel)[:rows].reshape(*outer, *features)
 
     outer, sizes, features = x.shape[: x.ndim - inputs], kernel.shape[:inputs], kernel.shape[inputs:]
+    rows = prod(outer)
     large = kernel.size >= LARGE_KERNEL and kernel.dtype == jnp.float32 and prod(sizes) % PARTS == 0
-    if large and 0 < prod(outer) <= FEW_ROWS:
-        return jax.lax.platform_dependent(x, kernel, cpu=row_by_row, default=whole)
-    if prod(outer) == 2:
-        return jax.lax.platform_dependent(x, kernel, cpu=twice, default=whole)
+    if rows == 1 and large:
+        return jax.lax.platform_dependent(x, kernel, cpu=in_halves, default=whole)
+    if 1 < rows < FULL_ROWS:
+        return jax.lax.platform_dependent(x, kernel, cpu=filled_up, default=whole)
     return whole(x, kernel)
+
+
+def scores(rows: jax.Array, key: jax.Array) -> jax.Array:
+    """Queries as rows [B, K, R, H] by keys [B, K, H, C], summed over H: float32 [B, K, R, C].
+
+    On CPU, XLA calls a library for a product, which shares it out among cores; sums of a few numbers it compiles
+    together with what is done to them. So few scores are sums of sums of `VECTOR` numbers.
+    """
+
+    def whole(rows: jax.Array, key: jax.Array) -> jax.Array:
+        return jnp.einsum("BKRH,BKHC->BKRC", rows, key, preferred_element_type=jnp.float32)
+
+    def by_sums(rows: jax.Array, key: jax.Array) -> jax.Array:
+        queries = rows.reshape(*rows.shape[:3], -1, VECTOR, 1).astype(jnp.float32)
+        keys = key.reshape(*key.shape[:2], 1, -1, VECTOR, key.shape[3]).astype(jnp.float32)
+        terms = (queries[..., number, :] * keys[..., number, :] for number in range(VECTOR))
+        return reduce(jnp.add, terms).sum(axis=3)
+
+    few = rows.size * key.shape[3] <= FEW_SCORES and rows.shape[3] % VECTOR == 0
+    return jax.lax.platform_dependent(rows, key, cpu=by_sums, default=whole) if few else whole(rows, key)
 
 
 def softmax(scores: jax.Array) -> jax.Array:
