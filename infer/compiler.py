@@ -1,4 +1,4 @@
-"""Compiling programs beside the passes: what is not there yet is done in a larger one meanwhile.
+"""Compiling programs beside the passes, or between requests: what is not there yet is done in a larger one meanwhile.
 
 B sequences.
 """
@@ -22,7 +22,7 @@ from infer.workspace import Workspace, compile_copies, workspace_shape
 
 log = logging.getLogger(__name__)
 
-ENOUGH_MISSES = 16  # chunks of passes in larger programs; compiling takes as long as some thousand passes on CPU
+ENOUGH_MISSES = 16  # runs in larger programs, beside requests; compiling takes as long as some thousand passes on CPU
 NO_PASS = Limits(np.int32(0), Least(np.int32(0), np.int32(0)), np.bool_(False))
 
 
@@ -47,6 +47,7 @@ class Compiler:
         self._missed: Counter[Program] = Counter()
         self._failed: set[Program] = set()
         self._shapes: tuple[Any, dict[Extent, Workspace | None]] = (None, {})
+        self._resting = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -82,6 +83,12 @@ class Compiler:
                 self._miss(best, state)
         return min(others, key=lambda within: (within.places, within.slots))
 
+    def rest(self, resting: bool) -> None:
+        """Take note whether there is anything to do beside: if not, whatever was missed is compiled, however rarely."""
+        with self._lock:
+            self._resting = resting
+            self._start_thread()
+
     def wait(self) -> None:
         """Until nothing is being compiled."""
         while (thread := self._thread) is not None and thread.is_alive():
@@ -97,7 +104,16 @@ class Compiler:
         if within not in workspaces:
             workspaces[within] = workspace_shape(like, self._protocol, within.rows, within.slots)
         self._missed[program] += 1
-        if self._missed[program] >= ENOUGH_MISSES and (self._thread is None or not self._thread.is_alive()):
+        self._start_thread()
+
+    def _next(self) -> Program | None:
+        """What has been missed most, and often enough; the lock is held."""
+        program, misses = max(self._missed.items(), key=itemgetter(1), default=(None, 0))
+        return program if misses >= (1 if self._resting else ENOUGH_MISSES) else None
+
+    def _start_thread(self) -> None:
+        """If there is something for it to do; the lock is held."""
+        if self._next() is not None and (self._thread is None or not self._thread.is_alive()):
             # No daemon, whoever asks: a process that ends while XLA compiles would crash.
             self._thread = threading.Thread(target=self._compile, name="compiler", daemon=False)
             self._thread.start()
@@ -110,14 +126,14 @@ class Compiler:
         """One after another, until none is missed often enough, or the process ends."""
         while threading.main_thread().is_alive():
             with self._lock:
-                program, misses = max(self._missed.items(), key=itemgetter(1), default=(None, 0))
-                if program is None or misses < ENOUGH_MISSES:
+                program = self._next()
+                if program is None:
                     self._thread = None
                     return
                 state, workspaces = self._shapes
             compiled = not crowded(WARM_SHARE) and self._try(program, state, workspaces[program.within])
             with self._lock:
-                del self._missed[program]
+                self._missed.pop(program, None)
                 (self._there if compiled else self._failed).add(program)
 
     def _try(self, program: Program, state: Any, workspace: Workspace | None) -> bool:

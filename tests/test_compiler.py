@@ -170,6 +170,27 @@ def test_what_is_rarely_missed_is_not_compiled(
     assert program.within in ran
 
 
+def test_at_rest_whatever_was_missed_is_compiled(
+    bare_lm: LanguageModel, ran: list[Extent], expected: list[Result], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(infer.compiler, "ENOUGH_MISSES", 1 << 30)
+    own = make(bare_lm)
+    compiler, cover = own.scheduler.passes.compiler, set(own.scheduler.passes.programs.cover())
+    own.warm_up(closely=False)
+    assert all_same(answer(own), expected)
+    compiler.wait()
+    missed = {program.within for program in compiler._missed}
+    assert missed and set(ran) <= cover
+    compiler.rest(True)
+    compiler.wait()
+    assert not compiler._missed
+    compiler.rest(False)
+    ran.clear()
+    assert all_same(answer(own), expected)
+    compiler.wait()
+    assert missed & set(ran)
+
+
 def test_what_does_not_compile_is_not_tried_again(
     bare_lm: LanguageModel, ran: list[Extent], expected: list[Result], monkeypatch: Any, caplog: Any
 ) -> None:

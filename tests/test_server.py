@@ -24,9 +24,11 @@ import openai
 import pytest
 
 import aspd
+import infer.server.driver
 from aspd_jax import load_model
 from infer import Engine, SamplingParams
 from infer.logprobs import token_logprobs
+from infer.server.config import ServerConfig
 from tests.conftest import ROOT
 from tests.serving import QUESTIONS, Running, ask, serving, wait_for
 
@@ -232,6 +234,18 @@ def test_keys(engine: Engine) -> None:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status
         assert httpx.get(f"{server.url}/health").status_code == 200 and httpx.get(server.url).status_code == 200
+
+
+def test_programs_are_compiled_while_nobody_asks(monkeypatch: Any) -> None:
+    engine = Engine(load_model("demo"), max_length=1024, max_batch=2)  # that no other server rests with
+    resting: list[bool] = []
+    monkeypatch.setattr(engine.scheduler.passes.compiler, "rest", resting.append)
+    monkeypatch.setattr(infer.server.driver, "SECONDS_TO_REST", 0.01)
+    with Running(engine, ServerConfig()) as running:
+        assert wait_for(lambda: resting == [True])
+        running.client().completions.create(model="aspd", prompt="Hello", max_tokens=4)
+        assert wait_for(lambda: resting == [True, False, True])
+    assert resting == [True, False, True, False]
 
 
 def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: Any) -> None:

@@ -23,6 +23,7 @@ from infer.server.config import ServerConfig
 log = logging.getLogger("aspd.server")
 FIRST_STEPS = 4  # passes of the first chunk, before it is known how long one takes
 MOST_STEPS = 256
+SECONDS_TO_REST = 0.2  # without a request, before programs that were missed are compiled
 HEARTBEAT = 5.0  # seconds between turns when there is nothing to do, where other processes wait for the next
 
 
@@ -172,7 +173,7 @@ class Driver:
         new: list[Ticket] = []
         while not (self._live or new) or not self._inbox.empty():
             try:
-                ticket = self._inbox.get(timeout=HEARTBEAT if self._several else None)
+                ticket = self._next()
             except queue.Empty:
                 break
             if ticket is None:
@@ -182,6 +183,25 @@ class Driver:
         self._pump(new)
         self._tell()
         return True
+
+    def _next(self) -> Ticket | None:
+        """Wait for a request, or to be told to stop; meanwhile, programs that were missed are compiled.
+
+        Raises:
+            queue.Empty: other processes wait for a turn.
+        """
+        if self._several:
+            return self._inbox.get(timeout=HEARTBEAT)
+        try:
+            return self._inbox.get(timeout=SECONDS_TO_REST)
+        except queue.Empty:
+            pass
+        compiler = self.engine.scheduler.passes.compiler
+        compiler.rest(True)
+        try:
+            return self._inbox.get()
+        finally:
+            compiler.rest(False)
 
     def _pump(self, new: list[Ticket]) -> None:
         for ticket in new:
