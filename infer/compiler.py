@@ -95,7 +95,7 @@ class Compiler:
             thread.join()
 
     def _miss(self, program: Program, state: DecodeState) -> None:
-        """Have it compiled; the lock is held."""
+        """Count it as missed, and have it compiled if that was often enough; the lock is held."""
         like, workspaces = self._shapes
         if like is None:
             like = jax.tree.map(self._shape, state)

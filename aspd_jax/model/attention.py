@@ -47,7 +47,8 @@ class View(NamedTuple):
 Attention = Callable[[jax.Array, jax.Array, jax.Array, View, Siblings, Window], jax.Array]
 
 
-def _scores(rows: jax.Array, key: jax.Array) -> jax.Array:
+def _by_token(rows: jax.Array, key: jax.Array) -> jax.Array:
+    """Scores of keys that lie token by token, [B, K, C, H]; those of a cache lie otherwise (`lowering.scores`)."""
     return jnp.einsum("BKRH,BKCH->BKRC", rows, key, preferred_element_type=jnp.float32)
 
 
@@ -56,16 +57,15 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     mask: jax.Array,
-    scores_of: Callable[[jax.Array, jax.Array], jax.Array] = _scores,
+    scores_of: Callable[[jax.Array, jax.Array], jax.Array] = _by_token,
     shares_of: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
 ) -> jax.Array:
     """Softmax attention under a mask, bool [B, Q, C]; `scores_of`: rows [B, K, R, H] by keys, [B, K, R, C]."""
     B, Q, K, G, H = query.shape
     # All queries of a kv head as one matrix (R = G x Q rows): plain batched products, which every back end does well.
     rows = (query * H**-0.5).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Q, H)
-    scores = scores_of(rows, key).reshape(B, K, G, Q, -1)
-    scores = jnp.where(mask[:, None, None], scores, HIDDEN)
-    weights = shares_of(scores).astype(value.dtype)
+    seen = jnp.where(mask[:, None, None], scores_of(rows, key).reshape(B, K, G, Q, -1), HIDDEN)
+    weights = shares_of(seen).astype(value.dtype)
     out = jnp.einsum("BKRC,BKCH->BKRH", weights.reshape(B, K, G * Q, -1), value)
     return out.reshape(B, K, G, Q, H).transpose(0, 3, 1, 2, 4)
 
