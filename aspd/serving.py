@@ -42,6 +42,12 @@ def add(commands: Any) -> None:
     serve.add_argument("--timeout", type=float, default=300.0, help="seconds from request to last token")
     serve.add_argument("--chunk", type=float, default=0.03, help="seconds between two looks at growing answers")
     serve.add_argument("--drain", type=float, default=30.0, help="seconds for requests under way when told to stop")
+    serve.add_argument(
+        "--no-pin-threads",
+        dest="pin_threads",
+        action="store_false",
+        help="on CPU: let XLA's threads share cores with other programs, in place of a core for each",
+    )
     process_options(serve)
     serve.add_argument(
         "--warm-up",
@@ -79,6 +85,7 @@ def run_serve(options: argparse.Namespace) -> None:
         timeout=options.timeout,
         chunk=options.chunk,
         drain=options.drain,
+        pin_threads=options.pin_threads,
         warm_up=options.warm_up,
     )
     join_processes(options)

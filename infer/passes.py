@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from infer.compiler import Compiler, Program
 from infer.feed import widest_feed
 from infer.packed import Packed
 from infer.policy import DraftControl, StepCost
-from infer.programs import FULL_SHARE, Programs, crowded
+from infer.programs import FULL_SHARE, Programs, crowded, programs_compiled
 from infer.state import DecodeState, Protocol
 from infer.step import Extent, Limits, Report, Script, run
 from infer.workspace import Desk
@@ -27,7 +26,6 @@ from infer.workspace import Desk
 log = logging.getLogger(__name__)
 
 STEPS_IN_LARGER = 16  # passes in a larger program between two looks whether the best is there
-SECONDS_BETWEEN_CROWD_CHECKS = 2.0
 
 
 class Run(NamedTuple):
@@ -75,7 +73,8 @@ class Passes:
         self.compiler = Compiler(lm, protocol, compile_beside)
         self.desk = Desk(protocol)
         self.drafts = DraftControl(protocol.draft_tokens)
-        self._crowd_checked = 0.0
+        self._compiled = -1  # when it was last looked whether there is room for more
+        self._forgetting_helps = True
 
     def start(
         self, state: DecodeState, told: Report, steps: int, join: bool, greedy: bool, stops: bool, script: Script | None
@@ -125,13 +124,13 @@ class Passes:
         """Forget all programs before there are so many that the next one ends the process; each is compiled again, or
         read from JAX's cache on disk, when it is needed.
         """
-        now = time.monotonic()
-        if now - self._crowd_checked > SECONDS_BETWEEN_CROWD_CHECKS:
-            self._crowd_checked = now
-            if crowded(FULL_SHARE):
-                log.warning("no room for more programs (vm.max_map_count); all are forgotten")
-                jax.clear_caches()
-                self.compiler.forget()
-                gc.collect()
-                if crowded(FULL_SHARE):  # the maps are not programs'
-                    self._crowd_checked = math.inf
+        compiled = programs_compiled()
+        if compiled == self._compiled or not self._forgetting_helps:
+            return  # counting maps takes milliseconds, for which a request would wait
+        self._compiled = compiled
+        if crowded(FULL_SHARE):
+            log.warning("no room for more programs (vm.max_map_count); all are forgotten")
+            jax.clear_caches()
+            self.compiler.forget()
+            gc.collect()
+            self._forgetting_helps = not crowded(FULL_SHARE)  # else the maps are not programs'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -22,6 +23,8 @@ MOST_MAPS = Path("/proc/sys/vm/max_map_count")
 WARM_SHARE = 0.75  # of the maps, which warm-up may fill: what it compiled must not be forgotten by the next request
 FULL_SHARE = 0.875
 
+COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event, also where it reads a program from disk
+
 
 def crowded(share: float) -> bool:
     """Whether this process has more than a share of the memory maps that Linux lets it have.
@@ -32,6 +35,24 @@ def crowded(share: float) -> bool:
         return False
     most = int(MOST_MAPS.read_text())
     return MAPS.read_bytes().count(b"\n") > most * share
+
+
+def programs_compiled() -> int:
+    """How many programs JAX has compiled in this process, or read from disk, since this was first asked."""
+    return len(_compilations())
+
+
+@cache
+def _compilations() -> list[float]:
+    """Seconds that each took; it grows."""
+    found: list[float] = []
+
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == COMPILED:
+            found.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return found
 
 
 def width_bucket(tokens: int) -> int:

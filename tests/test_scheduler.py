@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -398,7 +399,7 @@ def test_programs_are_forgotten_before_they_fill_the_process(
     most.write_text("80\n")
     monkeypatch.setattr(infer.programs, "MAPS", maps)
     monkeypatch.setattr(infer.programs, "MOST_MAPS", most)
-    monkeypatch.setattr(infer.passes, "SECONDS_BETWEEN_CROWD_CHECKS", 0.0)
+    monkeypatch.setattr(infer.passes, "programs_compiled", count().__next__)
     forgotten: list[bool] = []
     monkeypatch.setattr(infer.passes.jax, "clear_caches", lambda: forgotten.append(True))
     maps.write_text("line\n" * 70)
@@ -418,6 +419,20 @@ def test_programs_are_forgotten_before_they_fill_the_process(
     assert same(fresh.generate([[1, 2]])[0], expected) and len(forgotten) == 1
     monkeypatch.setattr(infer.programs, "MOST_MAPS", tmp_path / "other systems have no such file")
     assert not infer.programs.crowded(infer.programs.WARM_SHARE)
+
+
+def test_room_for_programs_is_looked_at_only_after_one_was_compiled(bare_lm: LanguageModel, monkeypatch: Any) -> None:
+    """Counting memory maps takes milliseconds, for which a request would wait."""
+    own = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR)
+    own.generate([[1, 2]])
+    own.generate([[1, 2]])  # looks once more, because of what the first has compiled
+    looked: list[float] = []
+    monkeypatch.setattr(infer.passes, "crowded", lambda share: looked.append(share))
+    own.generate([[1, 2]])
+    assert not looked
+    jax.block_until_ready(jax.jit(lambda x: x * len(looked) + 3)(1.0))
+    own.generate([[1, 2]])
+    assert looked == [infer.programs.FULL_SHARE]
 
 
 def test_a_failure_takes_nobody_with_it_who_waits(bare_lm: LanguageModel, monkeypatch: Any) -> None:

@@ -6,10 +6,10 @@ import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from infer.answer import Statistics
+from infer.programs import COMPILED
 from infer.server.driver import Driver
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
-COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event, also where it reads a program from disk
 PASS_SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 
 
