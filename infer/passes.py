@@ -73,7 +73,7 @@ class Passes:
         self.compiler = Compiler(lm, protocol, compile_beside)
         self.desk = Desk(protocol)
         self.drafts = DraftControl(protocol.draft_tokens)
-        self._compiled = -1  # when it was last looked whether there is room for more
+        self._compiled = -1  # programs, when it was last looked whether there is room for more
         self._forgetting_helps = True
 
     def start(

@@ -22,6 +22,9 @@ from infer.server.cores import COMPUTES, TASKS, pin_threads
 jax.block_until_ready(jax.numpy.ones(3))
 if "other" in sys.argv:
     jax.default_backend = lambda: "gpu"
+if "forbidden" in sys.argv:
+    def refuse(*_): raise PermissionError(1, "Operation not permitted")
+    os.sched_setaffinity = refuse
 bound = pin_threads()
 of = {int(t.name): (t / "comm").read_text().strip() for t in TASKS.iterdir()}
 cores = {thread: sorted(os.sched_getaffinity(thread)) for thread in of}
@@ -63,12 +66,13 @@ def test_only_the_cores_that_a_process_may_use_are_given_out() -> None:
     assert found["bound"] == 1 and found["mine"] == [[one]]
 
 
-def test_threads_stay_free_where_they_are_not_as_many_as_cores_or_do_not_compute() -> None:
+def test_threads_stay_free_where_they_do_not_fit_or_may_not_be_bound() -> None:
     every = sorted(os.sched_getaffinity(0))
     more = pinned(NPROC=str(len(every) + 1))
     assert more["bound"] == 0 and more["mine"] == [every] * (len(every) + 1)
-    elsewhere = pinned("other")
-    assert elsewhere["bound"] == 0 and all(cores == every for cores in elsewhere["mine"])
+    for reason in ("other", "forbidden"):
+        found = pinned(reason)
+        assert found["bound"] == 0 and found["mine"] == [every] * len(every)
 
 
 @pytest.mark.parametrize(("pin", "processes", "bound"), [(True, 1, 1), (False, 1, 0), (True, 2, 0)])
@@ -76,8 +80,13 @@ def test_a_server_binds_threads_unless_told_otherwise(
     engine: Engine, monkeypatch: Any, pin: bool, processes: int, bound: int
 ) -> None:
     """Of several processes on one machine, each would bind its threads to the same cores."""
-    calls: list[str] = []
-    monkeypatch.setattr(infer.server.serve, "pin_threads", lambda: calls.append("pin"))
+    calls: list[int] = []
+
+    def counted() -> int:
+        calls.append(1)
+        return 2
+
+    monkeypatch.setattr(infer.server.serve, "pin_threads", counted)
     monkeypatch.setattr(infer.server.serve.jax, "process_count", lambda: processes)
     monkeypatch.setattr(infer.server.serve.signal, "signal", lambda *_: None)
     monkeypatch.setattr(infer.server.serve.uvicorn.Server, "run", lambda *_, sockets: sockets[0].close())

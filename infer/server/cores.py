@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import jax
 
+log = logging.getLogger("aspd.server")
 TASKS = Path("/proc/self/task")  # a folder for each thread of this process
 COMPUTES = "tf_XLAEigen"  # the name of those that do the work of a program
 
@@ -19,14 +22,22 @@ def pin_threads() -> int:
     pass (docs/benchmarks.md). All other threads stay free.
 
     Returns:
-        How many were bound: none where programs run elsewhere, or this is not Linux.
+        How many were bound: none where programs run elsewhere, or the system does not let a process choose.
     """
     if sys.platform != "linux" or jax.default_backend() != "cpu":
         return 0
-    threads = [int(task.name) for task in TASKS.iterdir() if (task / "comm").read_text().strip() == COMPUTES]
+    threads: list[int] = []
+    for task in TASKS.iterdir():
+        with suppress(FileNotFoundError):  # it has just ended
+            if (task / "comm").read_text().strip() == COMPUTES:
+                threads.append(int(task.name))
     cores = os.sched_getaffinity(0)
     if len(threads) != len(cores):
         return 0
-    for thread, core in zip(sorted(threads), sorted(cores), strict=True):
-        os.sched_setaffinity(thread, {core})
+    try:
+        for thread, core in zip(sorted(threads), sorted(cores), strict=True):
+            os.sched_setaffinity(thread, {core})
+    except OSError as error:
+        log.warning("XLA's threads share cores: %s", error)
+        return 0
     return len(threads)
