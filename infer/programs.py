@@ -44,7 +44,7 @@ def programs_compiled() -> int:
 
 @cache
 def _compilations() -> list[float]:
-    """Seconds that each took; it grows."""
+    """Seconds that each took; it grows, from any thread."""
     found: list[float] = []
 
     def note(event: str, duration_secs: float, **kwargs: str | int) -> None:

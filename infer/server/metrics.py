@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from infer.answer import Statistics
-from infer.programs import COMPILED
+from infer.programs import programs_compiled
 from infer.server.driver import Driver
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -36,11 +35,7 @@ class Metrics:
         self._programs = Counter("aspd_programs", "Programs compiled, or read from disk", registry=registry)
         self._running = Gauge("aspd_running", "Requests that hold a row of the cache", registry=registry)
         self._waiting = Gauge("aspd_waiting", "Requests that wait for one", registry=registry)
-        jax.monitoring.register_event_duration_secs_listener(self._event)
-
-    def _event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == COMPILED:
-            self._programs.inc()
+        self._compiled = programs_compiled()  # that `_programs` has counted, or that were there before
 
     def chunk(self, seconds: float, passes: int) -> None:
         """Note a chunk of passes."""
@@ -60,6 +55,9 @@ class Metrics:
 
     def text(self, driver: Driver) -> bytes:
         """In Prometheus' text form."""
+        compiled = programs_compiled()
+        self._programs.inc(compiled - self._compiled)
+        self._compiled = compiled
         now = driver.occupancy
         self._running.set(now.running)
         self._waiting.set(now.waiting)
