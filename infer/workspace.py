@@ -85,10 +85,10 @@ class Desk:
         self._stale.clear()
         if count == batch:
             self._rows = list(range(batch))
-            return copy_out(state, None, slots)
+            return copy_out(state.cache.layers, None, slots)
         self._rows = running
         rows = np.pad(running, (0, count - len(running)), constant_values=batch)
-        return copy_out(state, rows.astype(np.int32), slots)
+        return copy_out(state.cache.layers, rows.astype(np.int32), slots)
 
     def put(self, workspace: Workspace | None) -> None:
         """Keep what `run` gave back."""
@@ -101,14 +101,14 @@ def workspace_shape(state: DecodeState, protocol: Protocol, count: int, slots: i
         return None
     batch = state.finish.shape[0]
     rows = None if count == batch else jax.ShapeDtypeStruct((count,), np.int32)
-    shape: Workspace = jax.eval_shape(partial(copy_out, slots=slots), state, rows)
+    shape: Workspace = jax.eval_shape(partial(copy_out, slots=slots), state.cache.layers, rows)
     return shape
 
 
 def compile_copies(state: DecodeState, workspace: Workspace) -> None:
     """Compile what `Desk.take` runs for such a workspace; shapes are enough."""
     slots = workspace.layers[0].value.shape[2]
-    copy_out.lower(state, workspace.rows, slots).compile()
+    copy_out.lower(state.cache.layers, workspace.rows, slots).compile()
     copy_again.lower(state.cache.layers, workspace, np.int32(0), np.int32(0)).compile()
 
 
@@ -121,7 +121,7 @@ def _pays(state: DecodeState, protocol: Protocol, count: int, slots: int) -> boo
 
 
 @partial(jax.jit, static_argnames="slots")
-def copy_out(state: DecodeState, rows: jax.Array | None, slots: int) -> Workspace:
+def copy_out(layers: Layers, rows: jax.Array | None, slots: int) -> Workspace:
     """A workspace of these rows; see `Workspace`."""
 
     def some(array: jax.Array) -> jax.Array:
@@ -129,8 +129,7 @@ def copy_out(state: DecodeState, rows: jax.Array | None, slots: int) -> Workspac
             return array
         return jnp.concatenate([jax.lax.dynamic_slice_in_dim(array, row, 1) for row in rows])
 
-    layers = (LayerCache(some(of.key[..., :slots]), some(of.value[:, :, :slots])) for of in state.cache.layers)
-    return Workspace(rows, tuple(layers))
+    return Workspace(rows, tuple(LayerCache(some(of.key[..., :slots]), some(of.value[:, :, :slots])) for of in layers))
 
 
 @partial(jax.jit, donate_argnames="workspace")

@@ -25,6 +25,13 @@ if "other" in sys.argv:
 if "forbidden" in sys.argv:
     def refuse(*_): raise PermissionError(1, "Operation not permitted")
     os.sched_setaffinity = refuse
+if "forbidden-midway" in sys.argv:
+    every, bind, first = os.sched_getaffinity(0), os.sched_setaffinity, []
+    def refuse_others(thread, cores):
+        if cores != every and first and first[0] != thread: raise PermissionError(1, "Operation not permitted")
+        first.append(thread)
+        bind(thread, cores)
+    os.sched_setaffinity = refuse_others
 bound = pin_threads()
 of = {int(t.name): (t / "comm").read_text().strip() for t in TASKS.iterdir()}
 cores = {thread: sorted(os.sched_getaffinity(thread)) for thread in of}
@@ -70,7 +77,7 @@ def test_threads_stay_free_where_they_do_not_fit_or_may_not_be_bound() -> None:
     every = sorted(os.sched_getaffinity(0))
     more = pinned(NPROC=str(len(every) + 1))
     assert more["bound"] == 0 and more["mine"] == [every] * (len(every) + 1)
-    for reason in ("other", "forbidden"):
+    for reason in ("other", "forbidden", "forbidden-midway")[: 3 if len(every) > 1 else 2]:
         found = pinned(reason)
         assert found["bound"] == 0 and found["mine"] == [every] * len(every)
 

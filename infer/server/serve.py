@@ -16,7 +16,6 @@ from infer.server.app import make_app
 from infer.server.config import ServerConfig
 from infer.server.cores import pin_threads
 
-log = logging.getLogger("aspd.server")
 MOST_CONNECTIONS = 4096  # further ones get 503
 
 
@@ -48,7 +47,7 @@ def serve(engine: Engine, config: ServerConfig) -> None:
     host = f"[{config.host}]" if family == socket.AF_INET6 else config.host
     print(f"{config.name}: http://{host}:{listener.getsockname()[1]}/ (ready when /health says so)", flush=True)
     if config.pin_threads and jax.process_count() == 1:  # several on one machine would bind theirs to the same cores
-        log.info("%d threads of XLA's are bound to a core each (--no-pin-threads: none)", pin_threads())
+        pin_threads()
     settings = uvicorn.Config(
         make_app(engine, config),
         log_level="warning",
