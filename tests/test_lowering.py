@@ -15,12 +15,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from aspd_jax.model.config import RopeConfig
 from aspd_jax.model.lowering import (
-    FEW_SCORES,
+    FEW_PRODUCTS,
     FULL_ROWS,
     LARGE_KERNEL,
+    SHARES,
     VECTOR,
+    WINDOW,
     argmax,
     computed_once,
+    mixture,
     product,
     scores,
     softmax,
@@ -28,7 +31,7 @@ from aspd_jax.model.lowering import (
 from aspd_jax.model.transformer import rotation
 
 SIDE = int(LARGE_KERNEL**0.5)
-MOST_SLOTS = FEW_SCORES // (2 * 3 * 5 * 2 * VECTOR)  # of which scores of 5 rows in each of 2 x 3 products are few
+MOST_SLOTS = FEW_PRODUCTS // (2 * 3 * 5 * 2 * VECTOR)  # of which scores of 5 rows in each of 2 x 3 products are few
 
 
 def numbers(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
@@ -113,6 +116,26 @@ def test_few_scores_are_sums(head: int, slots: int, by_sums: bool, dtype: Any) -
     assert out.dtype == jnp.float32 and out.shape == exact.shape
     np.testing.assert_allclose(out, exact, atol=1e-4)
     assert (" dot(" in jax.jit(scores).lower(rows, key).compile().as_text()) != by_sums
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("slots", "head", "by_sums"),
+    [
+        (SHARES * (WINDOW + 1), 2 * VECTOR, True),
+        (SHARES * WINDOW, 2 * VECTOR, False),
+        (SHARES * (WINDOW + 1) + 1, VECTOR, False),
+        (SHARES * (WINDOW + 1), FEW_PRODUCTS // (2 * 3 * 5 * SHARES * (WINDOW + 1)), True),
+        (SHARES * (WINDOW + 1), FEW_PRODUCTS // (2 * 3 * 5 * SHARES * (WINDOW + 1)) + 1, False),
+    ],
+)
+def test_small_mixtures_are_sums(slots: int, head: int, by_sums: bool, dtype: Any) -> None:
+    shares, value = softmax(numbers(2, 3, 5, slots)).astype(dtype), numbers(2, 3, slots, head, dtype=dtype)
+    out = jax.jit(mixture)(shares, value)
+    exact = np.asarray(shares, np.float64) @ np.asarray(value, np.float64)
+    assert out.dtype == dtype and out.shape == exact.shape
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=1e-6 if dtype == jnp.float32 else 1e-2)
+    assert (" dot(" in jax.jit(mixture).lower(shares, value).compile().as_text()) != by_sums
 
 
 def sines(program: Any, positions: jax.Array) -> int:

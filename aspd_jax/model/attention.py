@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout, Siblings, visible
-from aspd_jax.model.lowering import scores, softmax
+from aspd_jax.model.lowering import mixture, scores, softmax
 
 HIDDEN = -1e30  # finite, so that a row that sees nothing (padding) gives no NaN
 QUERY_CHUNK = 128
@@ -47,26 +47,38 @@ class View(NamedTuple):
 Attention = Callable[[jax.Array, jax.Array, jax.Array, View, Siblings, Window], jax.Array]
 
 
-def _by_token(rows: jax.Array, key: jax.Array) -> jax.Array:
-    """Scores of keys that lie token by token, [B, K, C, H]; those of a cache lie otherwise (`lowering.scores`)."""
-    return jnp.einsum("BKRH,BKCH->BKRC", rows, key, preferred_element_type=jnp.float32)
+class Arithmetic(NamedTuple):
+    """What attention computes of queries as rows, in order.
+
+    Attributes:
+        scores: rows [B, K, R, H] and keys -> float32 [B, K, R, C].
+        shares: scores -> those of each token, which add up to 1 over C.
+        mixture: shares [B, K, R, C] and values [B, K, C, H] -> [B, K, R, H].
+    """
+
+    scores: Callable[[jax.Array, jax.Array], jax.Array]
+    shares: Callable[[jax.Array], jax.Array]
+    mixture: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+PLAIN = Arithmetic(
+    scores=partial(jnp.einsum, "BKRH,BKCH->BKRC", preferred_element_type=jnp.float32),
+    shares=jax.nn.softmax,
+    mixture=partial(jnp.einsum, "BKRC,BKCH->BKRH"),
+)
+OVER_CACHE = Arithmetic(scores, softmax, mixture)  # where keys lie as [B, K, H, C]; not for training
 
 
 def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array,
-    scores_of: Callable[[jax.Array, jax.Array], jax.Array] = _by_token,
-    shares_of: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, arithmetic: Arithmetic = PLAIN
 ) -> jax.Array:
-    """Softmax attention under a mask, bool [B, Q, C]; `scores_of`: rows [B, K, R, H] by keys, [B, K, R, C]."""
+    """Softmax attention under a mask, bool [B, Q, C]; keys [B, K, C, H], or as `arithmetic` has them."""
     B, Q, K, G, H = query.shape
     # All queries of a kv head as one matrix (R = G x Q rows): plain batched products, which every back end does well.
     rows = (query * H**-0.5).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Q, H)
-    seen = jnp.where(mask[:, None, None], scores_of(rows, key).reshape(B, K, G, Q, -1), HIDDEN)
-    weights = shares_of(seen).astype(value.dtype)
-    out = jnp.einsum("BKRC,BKCH->BKRH", weights.reshape(B, K, G * Q, -1), value)
+    seen = jnp.where(mask[:, None, None], arithmetic.scores(rows, key).reshape(B, K, G, Q, -1), HIDDEN)
+    shares = arithmetic.shares(seen).astype(value.dtype)
+    out = arithmetic.mixture(shares.reshape(B, K, G * Q, -1), value)
     return out.reshape(B, K, G, Q, H).transpose(0, 3, 1, 2, 4)
 
 
@@ -79,7 +91,7 @@ def dense(
 
 def cached(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
     """The one for decoding: over keys as they lie in the cache, [B, K, H, C], and a mask that is there already."""
-    return attend(query, key, value, mask, scores, softmax)
+    return attend(query, key, value, mask, OVER_CACHE)
 
 
 def chunked(

@@ -69,7 +69,7 @@ class Group(NamedTuple):
     """Tokens that are fed to some rows of the cache, the same number of places for each.
 
     Attributes:
-        tokens: int32 [M, F].
+        tokens: int32 [M, F]. Those that are fed come first, unless there is a `floor`.
         layout: int32 [M, F] each; `sequence` is 0 where nothing is fed.
         rows: int32 [M], the row of the cache that each goes to, past the end for none; None: to all rows, in order.
         out: int32 [M, W], which of the F tokens get logits; None: all.
@@ -85,10 +85,17 @@ class Group(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a group stands in the cache: its rows int32 [M] (None: all) and its slots int32 [M, F]."""
+    """Where a group stands in the cache.
+
+    Attributes:
+        rows: int32 [M]; None: all.
+        slots: int32 [M, F], past the end where nothing is fed.
+        start: int32 [M], the slot of the first token, where the others follow in order; None: they fill gaps.
+    """
 
     rows: jax.Array | None
     slots: jax.Array
+    start: jax.Array | None
 
     def pick(self, array: jax.Array) -> jax.Array:
         """The group's rows of an array [B, …]."""
@@ -101,15 +108,36 @@ class Place(NamedTuple):
     def write(self, layer: LayerCache, key: jax.Array, value: jax.Array) -> LayerCache:
         """A layer with keys and values [M, F, K, H] in the group's slots."""
         rows, slots = self._rows(), self.slots
+        capacity = layer.value.shape[2]
+        if self.start is not None and self.rows is None and len(slots) == 1 < slots.size <= capacity:
+            return self._write_slice(layer, key, value)
         if slots.size == 1:
             # A write of one slot becomes an update that XLA on CPU merges with the reading of the cache, for which it
             # copies the cache several times a pass. So a second one, past the end, goes with it.
-            beyond = jnp.full_like(slots, layer.value.shape[2])
+            beyond = jnp.full_like(slots, capacity)
             slots = jnp.concatenate([slots, beyond], axis=1)
             key, value = (jnp.concatenate([x, x], axis=1) for x in (key, value))
         return LayerCache(
             layer.key.at[rows, :, :, slots].set(key.astype(layer.key.dtype), mode="drop"),
             layer.value.at[rows, :, slots].set(value.astype(layer.value.dtype), mode="drop"),
+        )
+
+    def _write_slice(self, layer: LayerCache, key: jax.Array, value: jax.Array) -> LayerCache:
+        """The same for one row and tokens that follow each other: XLA on CPU scatters number by number."""
+        assert self.start is not None
+        slots, size, capacity = self.slots[0], self.slots.size, layer.value.shape[2]
+        begin = jnp.minimum(self.start[0], capacity - size)  # no slice reaches past the end
+        token = begin + jnp.arange(size) - self.start[0]
+        fed = (token >= 0) & (jnp.take(slots, token, mode="clip") < capacity)
+
+        def put(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+            before = jax.lax.dynamic_slice_in_dim(old, begin, size, axis)
+            moved = jnp.take(new.astype(old.dtype), token, axis=axis, mode="clip")
+            kept = jnp.where(jnp.expand_dims(fed, range(1, 4 - axis)), moved, before)
+            return jax.lax.dynamic_update_slice_in_dim(old, kept, begin, axis)
+
+        return LayerCache(
+            put(layer.key, key.transpose(0, 2, 3, 1), 3), put(layer.value, value.transpose(0, 2, 1, 3), 2)
         )
 
     def _rows(self) -> jax.Array:
@@ -121,7 +149,7 @@ def find_place(cache: Cache, group: Group, used: int | None = None) -> Place:
     real = group.layout.sequence > 0
     length = cache.length if group.rows is None else jnp.take(cache.length, group.rows, mode="clip")
     nth = jnp.cumsum(real, axis=1)
-    slots = length[:, None] + nth - 1
+    slots, start = length[:, None] + nth - 1, length if group.floor is None else None
     if group.floor is not None:
         written = (
             cache.layout.sequence[:, :used]
@@ -130,7 +158,7 @@ def find_place(cache: Cache, group: Group, used: int | None = None) -> Place:
         )
         empty = (written == 0) & (jnp.arange(written.shape[1])[None] >= group.floor[:, None])
         slots = jax.vmap(jnp.searchsorted)(jnp.cumsum(empty, axis=1), nth)
-    return Place(group.rows, jnp.where(real, slots, cache.tokens.shape[1]))
+    return Place(group.rows, jnp.where(real, slots, cache.tokens.shape[1]), start)
 
 
 def record(cache: Cache, group: Group, used: int | None = None) -> tuple[Cache, Place]:

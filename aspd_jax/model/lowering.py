@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,9 @@ LARGE_KERNEL = 1 << 16  # elements; smaller ones are in a core's own cache, wher
 FULL_ROWS = 5  # the fewest rows for which XLA takes all cores to every product
 PARTS = 2
 VECTOR = 16  # numbers that a core takes at once
-FEW_SCORES = 3 << 17  # multiplications of scores, with which XLA is done before it has woken another core
+FEW_PRODUCTS = 3 << 18  # multiplications of attention
+SHARES = 8  # of a token, that are added up before all are
+WINDOW = 32  # XLA adds more than so many numbers in two steps, as vectors; fewer one after another, which is slow
 
 
 def product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
@@ -51,23 +53,36 @@ def product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
 
 
 def scores(rows: jax.Array, key: jax.Array) -> jax.Array:
-    """Queries as rows [B, K, R, H] by keys [B, K, H, C], summed over H: float32 [B, K, R, C].
+    """Queries as rows [B, K, R, H] by keys [B, K, H, C], summed over H: float32 [B, K, R, C]."""
+    return _multiplied(rows, key, VECTOR, jnp.dtype(jnp.float32))
 
-    On CPU, XLA calls a library for a product, which shares it out among cores; sums of a few numbers it compiles
-    together with what is done to them. So few scores are sums of sums of `VECTOR` numbers.
+
+def mixture(shares: jax.Array, value: jax.Array) -> jax.Array:
+    """Shares as rows [B, K, R, C] of values [B, K, C, H], summed over C: [B, K, R, H] in the dtype of the values."""
+    return _multiplied(shares, value, SHARES if shares.shape[3] > SHARES * WINDOW else 0, value.dtype)
+
+
+def _multiplied(rows: jax.Array, columns: jax.Array, terms: int, dtype: jnp.dtype[Any]) -> jax.Array:
+    """`rows` [B, K, R, N] by `columns` [B, K, N, M], summed over N: [B, K, R, M].
+
+    On CPU, XLA calls a library for a product, which leaves one this small to a core while the others fall asleep. Sums
+    it compiles together with what is done to them, and shares them out. So few products are sums of sums.
+
+    Args:
+        terms: numbers of the inner sums; 0: these are never sums.
     """
 
-    def whole(rows: jax.Array, key: jax.Array) -> jax.Array:
-        return jnp.einsum("BKRH,BKHC->BKRC", rows, key, preferred_element_type=jnp.float32)
+    def whole(rows: jax.Array, columns: jax.Array) -> jax.Array:
+        return jnp.einsum("BKRN,BKNM->BKRM", rows, columns, preferred_element_type=dtype)
 
-    def by_sums(rows: jax.Array, key: jax.Array) -> jax.Array:
-        queries = rows.reshape(*rows.shape[:3], -1, VECTOR, 1).astype(jnp.float32)
-        keys = key.reshape(*key.shape[:2], 1, -1, VECTOR, key.shape[3]).astype(jnp.float32)
-        terms = (queries[..., number, :] * keys[..., number, :] for number in range(VECTOR))
-        return reduce(jnp.add, terms).sum(axis=3)
+    def by_sums(rows: jax.Array, columns: jax.Array) -> jax.Array:
+        left = rows.reshape(*rows.shape[:3], -1, terms, 1).astype(jnp.float32)
+        right = columns.reshape(*columns.shape[:2], 1, -1, terms, columns.shape[3]).astype(jnp.float32)
+        inner = (left[..., number, :] * right[..., number, :] for number in range(terms))
+        return reduce(jnp.add, inner).sum(axis=3).astype(dtype)
 
-    few = rows.size * key.shape[3] <= FEW_SCORES and rows.shape[3] % VECTOR == 0
-    return jax.lax.platform_dependent(rows, key, cpu=by_sums, default=whole) if few else whole(rows, key)
+    few = terms > 0 and rows.size * columns.shape[3] <= FEW_PRODUCTS and rows.shape[3] % terms == 0
+    return jax.lax.platform_dependent(rows, columns, cpu=by_sums, default=whole) if few else whole(rows, columns)
 
 
 def softmax(scores: jax.Array) -> jax.Array:
