@@ -17,7 +17,7 @@ FULL_ROWS = 5  # the fewest rows for which XLA takes all cores to every product
 PARTS = 2
 VECTOR = 16  # numbers that a core takes at once
 FEW_PRODUCTS = 3 << 18  # multiplications of attention
-SHARES = 8  # of a token, that are added up before all are
+SHARES = 8  # shares of values that are added up before all are
 WINDOW = 32  # XLA adds more than so many numbers in two steps, as vectors; fewer one after another, which is slow
 
 
