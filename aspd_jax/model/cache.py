@@ -149,7 +149,7 @@ def find_place(cache: Cache, group: Group, used: int | None = None) -> Place:
     real = group.layout.sequence > 0
     length = cache.length if group.rows is None else jnp.take(cache.length, group.rows, mode="clip")
     nth = jnp.cumsum(real, axis=1)
-    slots, start = length[:, None] + nth - 1, length if group.floor is None else None
+    slots = length[:, None] + nth - 1
     if group.floor is not None:
         written = (
             cache.layout.sequence[:, :used]
@@ -158,6 +158,7 @@ def find_place(cache: Cache, group: Group, used: int | None = None) -> Place:
         )
         empty = (written == 0) & (jnp.arange(written.shape[1])[None] >= group.floor[:, None])
         slots = jax.vmap(jnp.searchsorted)(jnp.cumsum(empty, axis=1), nth)
+    start = length if group.floor is None else None
     return Place(group.rows, jnp.where(real, slots, cache.tokens.shape[1]), start)
 
 

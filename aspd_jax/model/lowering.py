@@ -16,7 +16,7 @@ LARGE_KERNEL = 1 << 16  # elements; smaller ones are in a core's own cache, wher
 FULL_ROWS = 5  # the fewest rows for which XLA takes all cores to every product
 PARTS = 2
 VECTOR = 16  # numbers that a core takes at once
-FEW_PRODUCTS = 3 << 18  # multiplications of attention
+FEW_PRODUCTS = 3 << 18  # multiplications, up to which scores and mixtures are sums on CPU
 SHARES = 8  # shares of values that are added up before all are
 WINDOW = 32  # XLA adds more than so many numbers in two steps, as vectors; fewer one after another, which is slow
 

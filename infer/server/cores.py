@@ -34,16 +34,14 @@ def pin_threads() -> int:
     cores = os.sched_getaffinity(0)
     if len(threads) != len(cores):
         return 0
-    bound = []
     try:
         for thread, core in zip(sorted(threads), sorted(cores), strict=True):
             os.sched_setaffinity(thread, {core})
-            bound.append(thread)
     except OSError as error:
         log.warning("XLA's threads share cores: %s", error)
-        for thread in bound:  # one that may not leave its core, while another may come to it, is worse than none
+        for thread in threads:  # one that may not leave its core, while another may come to it, is worse than none
             with suppress(OSError):
                 os.sched_setaffinity(thread, cores)
         return 0
-    log.info("%d threads of XLA's are bound to a core each (--no-pin-threads: none)", len(bound))
-    return len(bound)
+    log.info("%d threads of XLA's are bound to a core each (--no-pin-threads: none)", len(threads))
+    return len(threads)
