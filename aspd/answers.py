@@ -78,7 +78,8 @@ def run_generate(options: argparse.Namespace) -> None:
         raise RequestError("--input and --output go together")
     positive(options, "batch")
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
-    lm = load_model(options.model, options.dtype, mesh_of(options.mesh), options.weights)
+    mesh = mesh_of(options.mesh)
+    lm = load_model(options.model, options.dtype, mesh, options.weights, adapter=options.adapter)
     rows = options.batch if options.input else 1
     engine = Engine(
         lm,
@@ -149,7 +150,7 @@ def run_demo(options: argparse.Namespace) -> None:
         problem(options.seed * 1000 + number, True, *order[number % len(order)]) for number in range(options.questions)
     ]
     first = demonstrate(
-        load_model(options.model, options.dtype),
+        load_model(options.model, options.dtype, adapter=options.adapter),
         [(item.question, item.answer) for item in problems],
         options.max_length,
     )

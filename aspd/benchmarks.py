@@ -25,7 +25,8 @@ def add(commands: Any) -> None:
 
     decode = kinds.add_parser("decode", help="passes by width, and whole answers in adaptive and in serial mode")
     decode.set_defaults(run=run_bench_decode)
-    decode.add_argument("--model", metavar="DIR|demo", help="a checkpoint; default: a random model of --shape")
+    decode.add_argument("--model", metavar="MODEL", help="a checkpoint; default: a random model of --shape")
+    decode.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
     shape_options(decode)
     decode.add_argument("--weights", choices=("float", "int8"), default="float", help="of the layers' kernels")
     decode.add_argument("--context", type=int, nargs="+", default=[128], help="prompt tokens")
@@ -48,7 +49,7 @@ def add(commands: Any) -> None:
     served.add_argument(
         "--url", help="of a server, such as http://127.0.0.1:8000/v1; default: one of --model is started"
     )
-    served.add_argument("--model", default="demo", metavar="DIR|demo", help="checkpoint folder, or the name at --url")
+    served.add_argument("--model", default="demo", metavar="MODEL", help="a checkpoint, or the name at --url")
     served.add_argument(
         "--batch", type=int, nargs="+", metavar="N",
         help=f"rows of the server that is started; of several numbers, a server each (default: {SERVED_ROWS})",
@@ -117,7 +118,10 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         if not found or not branches.isdigit() or not length.isdigit():
             raise RequestError(f"--answers takes branches x tokens, such as 8x60, got {text!r}")
         answers.append((int(branches), int(length)))
-    lm = load_model(options.model, options.dtype) if options.model else benchmark_model(options.shape, options.dtype)
+    if options.model:
+        lm = load_model(options.model, options.dtype, adapter=options.adapter)
+    else:
+        lm = benchmark_model(options.shape, options.dtype)
     if options.weights == "int8":
         exact, lm = lm, as_int8(lm)
         error = logit_error(exact, lm)

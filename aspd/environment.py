@@ -22,5 +22,5 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
                 if _name.endswith("-cache") and f"{_name.removesuffix('cache')}atime" not in _names:
                     (_PROGRAMS / _name).unlink(missing_ok=True)
 if version("jaxlib").startswith("0.10.") and "ynn_fusion" not in os.environ.get("XLA_FLAGS", ""):
-    # On CPU this version merges products with their surroundings in a way that doubles their time (docs/benchmarks.md).
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
+    # On CPU this version merges products with their surroundings, and is a sixth faster where it leaves them alone.
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type=individual_dot"

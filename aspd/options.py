@@ -24,7 +24,10 @@ def command(commands: Any, name: str, run: Callable[[argparse.Namespace], None],
 
 def model_options(parser: argparse.ArgumentParser) -> None:
     """Which model, and how long its answers may be."""
-    parser.add_argument("--model", default="demo", metavar="DIR|demo", help="Hugging Face checkpoint folder")
+    parser.add_argument(
+        "--model", default="demo", metavar="MODEL", help="Hugging Face folder, GGUF file, or a name: demo, smollm2"
+    )
+    parser.add_argument("--adapter", metavar="DIR", help="folder of an adapter (PEFT's format) trained on the model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of prompt and answer")
 

@@ -60,7 +60,8 @@ def run_serve(options: argparse.Namespace) -> None:
     """`aspd serve`."""
     import jax
 
-    from aspd_jax.language_model import for_conversations, load_model, model_folder
+    from aspd_jax.formats import NAMES, find_model
+    from aspd_jax.language_model import for_conversations, load_model
     from infer.engine import Engine
     from infer.server.config import ServerConfig
     from infer.server.serve import follow, serve
@@ -74,8 +75,7 @@ def run_serve(options: argparse.Namespace) -> None:
     config = ServerConfig(
         host=options.host,
         port=options.port,
-        name=options.name
-        or (options.model if options.model in ("demo", "demo-seq") else model_folder(options.model).name),
+        name=options.name or (options.model if options.model in NAMES else find_model(options.model).name),
         keys=keys,
         max_waiting=options.max_waiting,
         max_body=options.max_body,
@@ -93,7 +93,7 @@ def run_serve(options: argparse.Namespace) -> None:
     mesh = mesh_of(options.mesh or (f"tensor={jax.device_count()}" if several else None))
     if several and mesh.size != jax.device_count():
         raise RequestError(f"--mesh {options.mesh}: the processes have {jax.device_count()} devices, and all take part")
-    lm = load_model(options.model, options.dtype, mesh, options.weights)
+    lm = load_model(options.model, options.dtype, mesh, options.weights, adapter=options.adapter)
     for_conversations(lm, options.model, options.chat_template)
     engine = Engine(
         lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,

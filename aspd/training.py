@@ -1,4 +1,4 @@
-"""`aspd train` and `aspd export`."""
+"""`aspd train`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,6 @@ def add(commands: Any) -> None:
     what.add_argument("--plan", action="store_true", help="print the memory that each device will need, and stop")
     process_options(train)
 
-    export = command(commands, "export", run_export, "Write a checkpoint of a training run as a Hugging Face folder.")
-    export.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    export.add_argument("--output", required=True, type=Path, help="a new folder")
-    export.add_argument("--step", type=int, help="which checkpoint; default: the last one")
-    export.add_argument("--dtype", choices=("float32", "bfloat16"), help="of its tensors; default: as trained")
-
 
 def run_train(options: argparse.Namespace) -> None:
     """`aspd train`."""
@@ -40,16 +34,8 @@ def run_train(options: argparse.Namespace) -> None:
     import jax
 
     join_processes(options)
-    from train.loop import train
+    from train.loop import outcome, train
 
     train(config, options.output)
     if jax.process_index() == 0:
-        print(f"model written to {options.output / 'model'}")
-
-
-def run_export(options: argparse.Namespace) -> None:
-    """`aspd export`."""
-    from train.loop import export
-
-    step = export(options.folder, options.output, options.step, options.dtype)
-    print(f"step {step} written to {options.output}")
+        print(f"{outcome(config)} written to {options.output / outcome(config)}")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,20 +10,20 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from transformers import AutoConfig, AutoTokenizer
 
 from aspd_jax.errors import CheckpointError, ConfigError
+from aspd_jax.files import write_folder
+from aspd_jax.formats import open_checkpoint
+from aspd_jax.formats.adapter import Adapter, Factors, open_adapter, write_adapter
+from aspd_jax.formats.folder import write_settings, write_tensors
 from aspd_jax.layout import Layout
 from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face
 from aspd_jax.model.transformer import Transformer
-from aspd_jax.model.weights import load_parameters, merge_adapters, quantise_layers, save_parameters
+from aspd_jax.model.weights import adapter_tensors, load_parameters, merge_adapters, quantise_layers, tensors_from
 from aspd_jax.tokens import Codec, SpecialTokens, add_special_tokens
-
-# The models that ship inside the package: `demo` forks, `demo-seq` was trained on the same data, all serial.
-EMBEDDED = {"demo": "aspd", "demo-seq": "seq"}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 @dataclass
@@ -66,16 +64,6 @@ class LanguageModel:
         return Codec(self.tokenizer, self.special_tokens)
 
 
-def model_folder(path: str | os.PathLike[str]) -> Path:
-    """The folder that a model name or path stands for; `demo` and `demo-seq` are inside the package."""
-    if str(path) in EMBEDDED:
-        return Path(__file__).parent / "embedded" / EMBEDDED[str(path)]
-    folder = Path(path)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give a Hugging Face checkpoint folder, or `demo`")
-    return folder
-
-
 def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template: str | os.PathLike[str] = "") -> None:
     """See to it that a model, loaded from `path`, has a tokenizer, and the chat template of a file if one is named.
 
@@ -102,62 +90,58 @@ def load_model(
     weights: Weights = "float",
     lora_rank: int = 0,
     lora_alpha: float = 16.0,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> LanguageModel:
-    """Load a Hugging Face folder (config.json, safetensors, tokenizer), or `demo`.
+    """Load a Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, or a model that has a name.
 
     The six special tokens are added to the tokenizer if they are not there; rows of the embedding and of
     an untied head that they need start as the mean of the old rows. A vocabulary that is padded beyond
     the tokenizer keeps its size as long as they fit.
 
     Args:
-        path: a folder, `demo` or `demo-seq`.
+        path: a folder, a .gguf file, or a name (`aspd_jax.formats.NAMES`), such as `demo` or `smollm2`.
         dtype: `float32` or `bfloat16`, of parameters and activations.
         mesh: spread the parameters over it by the rules of `aspd_jax.sharding`.
         weights: `int8`: kernels of the layers rounded to int8 as they are read, with a scale per output.
-        lora_rank, lora_alpha: add fresh adapters to the kernels of the layers, for training.
+        lora_rank, lora_alpha: add fresh adapters to the kernels of the layers, and rows of their own for the special
+            tokens, for training.
+        adapter: a folder in PEFT's format, which was trained on this model; it is merged into the kernels.
 
     Raises:
-        CheckpointError: what is missing from, unknown in or unsupported about the folder.
+        CheckpointError: what is missing from, unknown in or unsupported about it; an adapter for another model.
     """
-    folder = model_folder(path)
-    if not (folder / "config.json").exists():
-        raise CheckpointError(f"{folder} has no config.json; it is not a Hugging Face checkpoint")
-    try:
-        hf_config = json.loads((folder / "config.json").read_text())
-        hf = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
-    config = from_hugging_face(hf, dtype)
+    checkpoint = open_checkpoint(path)
+    config = from_hugging_face(checkpoint.hf, dtype)
     config = replace(config, weights=weights, lora_rank=lora_rank, lora_alpha=lora_alpha)
-    tokenizer, special, new_rows = None, None, {}
-    if any((folder / name).exists() for name in TOKENIZER_FILES):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer, special, new_rows = checkpoint.tokenizer, None, {}
+    tensors, stored = checkpoint.tensors(), checkpoint.hf.vocab_size
+    if tokenizer is not None:
         old_length = len(tokenizer)
         special = add_special_tokens(tokenizer)
         new_rows = {i: min(old_length, config.vocabulary) for i in special.ids if i >= old_length}
         config = replace(config, vocabulary=max(config.vocabulary, len(tokenizer)))
+        config = replace(config, new_tokens=special.ids if lora_rank else ())
+    adapter = adapter or checkpoint.adapter
+    if adapter is not None:
+        of = open_adapter(adapter)
+        if of.tokens and (special is None or of.tokens != special.ids):
+            raise CheckpointError(f"{adapter} is an adapter for another base: its new tokens are {list(of.tokens)}")
+        config = replace(config, **of.settings)
+        tensors = of.applied(tensors, checkpoint.source)
+        if of.tokens:
+            new_rows, stored = {}, max(stored, max(of.tokens) + 1)
     model = Transformer(config)
     return LanguageModel(
         model=model,
-        params=load_parameters(folder, model, mesh, hf.vocab_size, new_rows),
+        params=load_parameters(checkpoint.source, tensors, model, mesh, stored, new_rows),
         tokenizer=tokenizer,
         special_tokens=special,
         config=config,
-        hf_config=hf_config,
-        end_ids=_end_ids(folder, hf, tokenizer),
-        context_length=hf.max_position_embeddings,
+        hf_config=checkpoint.hf_config,
+        end_ids=checkpoint.end_ids,
+        context_length=checkpoint.hf.max_position_embeddings,
         mesh=mesh,
     )
-
-
-def _end_ids(folder: Path, hf: Any, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-text ids, from where `transformers` takes them: generation config, then config, then tokenizer."""
-    generation = folder / "generation_config.json"
-    found = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
-    for candidate in (found, hf.eos_token_id, getattr(tokenizer, "eos_token_id", None)):
-        if candidate is not None:
-            return tuple(candidate) if isinstance(candidate, list) else (int(candidate),)
-    return ()
 
 
 def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | None = None) -> None:
@@ -171,32 +155,33 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
     Raises:
         CheckpointError: something is at `path` already.
     """
-    target = Path(path)
-    if target.exists() and any(target.iterdir()):
-        raise CheckpointError(f"{target} exists and is not empty; choose another folder")
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     hf_config = {
         **lm.hf_config,
         "vocab_size": lm.config.vocabulary,
         "aspd": {"positions": lm.config.positions, "siblings": lm.config.siblings},
     }
-    for key in ("torch_dtype", "dtype"):
-        hf_config.pop(key, None)
-    hf_config["torch_dtype"] = dtype or lm.config.dtype
-    (partial / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-    if lm.end_ids:
-        end = lm.end_ids[0] if len(lm.end_ids) == 1 else list(lm.end_ids)
-        (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": end}, indent=2) + "\n")
-    if lm.tokenizer is not None:
-        lm.tokenizer.save_pretrained(partial)
-    save_parameters(partial, lm.config, merge_adapters(lm.config, lm.params), dtype)
-    for file in partial.iterdir():
-        file.chmod(0o644)  # safetensors writes files that only their owner can read
-    if target.exists():
-        target.rmdir()
-    partial.rename(target)
+    with write_folder(Path(path)) as folder:
+        write_settings(folder, hf_config, dtype or lm.config.dtype, lm.end_ids, lm.tokenizer)
+        write_tensors(folder, tensors_from(lm.config, merge_adapters(lm.config, lm.params), dtype))
+
+
+def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> None:
+    """Write what was trained of a model that was loaded with `lora_rank`, as an adapter folder in PEFT's format.
+
+    The folder appears whole or not at all. Its tensors are bfloat16.
+
+    Args:
+        base: what the adapter was trained on, for readers.
+
+    Raises:
+        CheckpointError: something is at `path` already.
+    """
+    factors, rows = adapter_tensors(lm.config, lm.params)
+    alpha, rank = lm.config.lora_alpha, lm.config.lora_rank
+    settings = {"positions": lm.config.positions, "siblings": lm.config.siblings}
+    of_layers = {name: Factors(down, up, alpha / rank) for name, (down, up) in factors.items()}
+    adapter = Adapter(str(path), of_layers, lm.config.new_tokens, rows, settings)
+    write_adapter(adapter, path, base, alpha, jnp.bfloat16, lm.tokenizer)
 
 
 def as_int8(lm: LanguageModel) -> LanguageModel:

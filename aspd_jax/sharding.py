@@ -32,6 +32,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "feed_forward": ("tensor",),
     "norm": (),
     "rank": (),
+    "new_tokens": (),
 }
 
 

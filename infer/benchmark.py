@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import cycle
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,10 +21,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import build_layout
+from aspd_jax.model.lowering import product
+from aspd_jax.model.transformer import head_kernel
+from aspd_jax.model.weights import WRITING, input_axes
 from infer.answer import Result
 from infer.engine import NO_TOKENS, Engine
 from infer.prefill import start
@@ -43,12 +48,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassTime:
-    """Milliseconds per pass at one width: median, fastest and slowest run; and bytes read per second."""
+    """Milliseconds per pass at one width: median, fastest and slowest run; of its products alone, median; and bytes
+    read per second.
+    """
 
     width: int
     median: float
     fastest: float
     slowest: float
+    products: float
     bandwidth: float
 
 
@@ -205,10 +213,38 @@ def pass_times(
                 median=1000 * median(measured),
                 fastest=1000 * min(measured),
                 slowest=1000 * max(measured),
+                products=product_time(lm, width, repeats, steps),
                 bandwidth=(weight_bytes(lm) + read) / median(measured),
             )
         )
     return results
+
+
+def product_time(lm: LanguageModel, width: int, repeats: int, steps: int = 16) -> float:
+    """Milliseconds that the products of a pass take alone: every kernel by `width` rows, over and over; median run."""
+    kernels = {path: leaf for path, leaf in flatten_dict(lm.params).items() if path[-1] == "kernel"}
+    kernels["head", "kernel"] = head_kernel(lm.config, lm.params)
+
+    def multiply(total: jax.Array, path: tuple[str, ...], kernel: jax.Array) -> jax.Array:
+        inputs = input_axes(path)
+        sizes = (kernel.shape[axis] for axis in inputs)
+        rows = jnp.broadcast_to(total, (1, width, *sizes)).astype(lm.config.dtype)  # each product waits for the last
+        y = product(rows, kernel.astype(lm.config.dtype), len(inputs), path[-2] in WRITING)
+        return total + 1e-9 * y.reshape(-1)[0].astype(jnp.float32)
+
+    @jax.jit
+    def run(kernels: Any) -> jax.Array:
+        def once(_: jax.Array, total: jax.Array) -> jax.Array:
+            return reduce(lambda total, item: multiply(total, *item), kernels.items(), total)
+
+        return jax.lax.fori_loop(0, steps, once, jnp.float32(1.0))
+
+    times = []
+    for _ in range(repeats + 1):  # the first run compiles
+        begun = time.perf_counter()
+        run(kernels).block_until_ready()
+        times.append((time.perf_counter() - begun) / steps)
+    return 1000 * median(times[1:])
 
 
 def scripted_answer(
@@ -385,12 +421,13 @@ def pass_table(results: Sequence[PassTime], copied: float) -> str:
     """Markdown; every width beside width 1, and bandwidth beside the measured copy."""
     base = results[0].median
     lines = [
-        "| width | ms per pass (median) | fastest - slowest | relative to width 1 | GB/s | share of copy bandwidth |",
-        "|---|---|---|---|---|---|",
+        "| width | ms per pass (median) | fastest - slowest | relative to width 1 "
+        "| its products alone, ms | pass by products | GB/s | share of copy bandwidth |\n" + "|---" * 8 + "|",
     ]
     for r in results:
         lines.append(
             f"| {r.width} | {r.median:.2f} | {r.fastest:.2f} - {r.slowest:.2f} | {r.median / base:.2f} "
+            f"| {r.products:.2f} | {r.median / r.products:.2f} "
             f"| {r.bandwidth / 1e9:.1f} | {100 * r.bandwidth / copied:.0f} % |"
         )
     return "\n".join(lines)

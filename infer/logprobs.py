@@ -16,7 +16,7 @@ import numpy as np
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.attention import chunked
-from aspd_jax.model.transformer import Transformer, head_kernel
+from aspd_jax.model.transformer import Transformer, lm_head
 from aspd_jax.tokens import SerialIds, split
 from infer.answer import Result
 from infer.state import Protocol
@@ -87,13 +87,12 @@ def _likeliest(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log probability of the token after each, float32 [B, S]; of the likeliest there, [B, S, count]; their ids."""
     x: jax.Array = jnp.asarray(model.apply({"params": params}, tokens, layout, head=False))
-    kernel = head_kernel(model.config, params)
     B, S = tokens.shape
     after = jnp.roll(tokens, -1, axis=1)
 
     def chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         hidden, following = part
-        logprobs = jax.nn.log_softmax(jnp.asarray(hidden @ kernel, jnp.float32), axis=-1)
+        logprobs = jax.nn.log_softmax(lm_head(model.config, params, hidden), axis=-1)
         chosen = jnp.take_along_axis(logprobs, following[..., None], axis=-1)[..., 0]
         return (chosen, *jax.lax.top_k(logprobs, count))
 

@@ -70,7 +70,10 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "--prompt", "a", "--model", "nowhere"], "aspd: nowhere is not a folder"),
+        (
+            ["generate", "--prompt", "a", "--model", "nowhere"],
+            "aspd: nowhere does not exist; give a Hugging Face folder",
+        ),
         (["generate", "--prompt", "a", "--temperature", "-1"], "aspd: temperature must be 0 or more, got -1.0"),
         (["generate", "--prompt", "a", "--max-length", "1"], "aspd: max_length must be at least 2, got 1"),
         (["generate", "--messages", "none.json"], "none.json"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import aspd
-from aspd_jax.language_model import model_folder
+from aspd_jax.formats import find_model
 from tests.conftest import ROOT
 from train.tasks import problem
 
@@ -93,10 +93,10 @@ def test_commands_are_taken(command: str) -> None:
 def place(tmp_path_factory: Any) -> Path:
     """A folder with what the pages name: a checkpoint, answers, prompts, a trained run."""
     folder: Path = tmp_path_factory.mktemp("docs")
-    (folder / "DIR").symlink_to(model_folder("demo"))
+    (folder / "DIR").symlink_to(find_model("demo"))
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "runs" / "mine").mkdir(parents=True)
-    (folder / "runs" / "mine" / "model").symlink_to(model_folder("demo"))
+    (folder / "runs" / "mine" / "model").symlink_to(find_model("demo"))
     record = {"question": "How do kinds of tea differ?", "answer": LIST}
     (folder / "FILE.jsonl").write_text(json.dumps(record) + "\n")
     (folder / "prompts.jsonl").write_text('{"prompt": "Hello"}\n{"prompt": "Once upon"}\n')

@@ -8,7 +8,7 @@ import pytest
 
 from aspd.evaluation import synthetic_questions
 from aspd_jax import load_model
-from aspd_jax.language_model import model_folder
+from aspd_jax.formats import find_model
 from infer.engine import Engine
 from infer.evaluation.answers import answer_questions
 from infer.evaluation.config import DecodingSection, System
@@ -16,7 +16,7 @@ from infer.evaluation.seeds import forked
 
 
 def test_they_are_small() -> None:
-    folder = model_folder("demo").parent
+    folder = find_model("demo").parent
     assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 24 * 2**20
 
 

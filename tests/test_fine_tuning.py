@@ -17,6 +17,7 @@ from aspd_jax.sharding import make_mesh
 from tests.training import SMALL, changed, losses, on_records, prepared
 from train.checkpoints import Checkpoints
 from train.config import TrainConfig
+from train.loop import export
 from train.loop import train as run_training
 from train.setup import initial_model, load
 
@@ -57,13 +58,24 @@ def test_adapters(weights: Any, fine_tuning: TrainConfig, tmp_path: Path) -> Non
     run_training(config, tmp_path / "run", progress=False)
     after = losses(tmp_path / "run")
     assert after[-1] < after[0]
-    base, tuned = load_model(config.model.checkpoint), load_model(tmp_path / "run" / "model")
+    assert not (tmp_path / "run" / "model").exists()
+    base = load_model(config.model.checkpoint)
+    tuned = load_model(config.model.checkpoint, adapter=tmp_path / "run" / "adapter")
     kernels = [np.asarray(lm.params["layer_0"]["feed_forward"]["down"]["kernel"]) - 0 for lm in (base, tuned)]
     difference = kernels[1] - kernels[0]
     if weights == "float":
         assert np.linalg.matrix_rank(difference, tol=1e-4) == 4
     assert np.abs(difference).max() > 1e-4
     np.testing.assert_array_equal(base.params["norm"]["scale"], tuned.params["norm"]["scale"])
+    assert base.special_tokens is not None
+    for of in (("embedding", "embedding"), ("head", "kernel")):
+        changed_rows = (flatten_dict(base.params)[of] != flatten_dict(tuned.params)[of]).any(axis=1)
+        assert set(np.flatnonzero(changed_rows).tolist()) == set(base.special_tokens.ids)
+    merged = tmp_path / "merged"
+    export(tmp_path / "run", merged)
+    exported = flatten_dict(load_model(merged).params)
+    for path, leaf in flatten_dict(tuned.params).items():
+        np.testing.assert_allclose(exported[path], leaf, atol=2e-2)  # the adapter is kept in bfloat16
 
 
 def test_fresh_adapters_change_nothing_and_int8_little(fine_tuning: TrainConfig) -> None:

@@ -17,7 +17,7 @@ from aspd_jax.layout import Layout
 from aspd_jax.model.attention import Attention, View, chunked, dense
 from aspd_jax.model.cache import Group, empty_cache
 from aspd_jax.model.config import ModelConfig, RopeConfig
-from aspd_jax.model.transformer import Transformer, head_kernel, stack_layers, unstack_layers
+from aspd_jax.model.transformer import Transformer, lm_head, stack_layers, unstack_layers
 from aspd_jax.model.weights import abstract_parameters
 from tests.conftest import GOLDEN, tiny_config, write_checkpoint
 from tests.make_parity import CASES, prompt, torch_logits
@@ -93,6 +93,7 @@ CHANGES: dict[str, tuple[ModelConfig, Any]] = {
     "weights": (BASE, "int8"),
     "lora_rank": (BASE, 2),
     "lora_alpha": (replace(BASE, lora_rank=2), 4.0),
+    "new_tokens": (BASE, (17, 18)),
 }
 
 
@@ -200,7 +201,7 @@ def test_the_head_applied_apart(tmp_path: Path) -> None:
         params = nn.meta.unbox(model.init(jax.random.key(0), tokens, layout))["params"]
         hidden = model.apply({"params": params}, tokens, layout, head=False)
         logits = model.apply({"params": params}, tokens, layout)
-        np.testing.assert_allclose(hidden @ head_kernel(config, params), logits, atol=1e-5)
+        np.testing.assert_allclose(lm_head(config, params, hidden), logits, atol=1e-5)
 
 
 def test_gradients_equal_finite_differences() -> None:

@@ -17,6 +17,7 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.configuration import read_config
 from aspd_jax.errors import AspdError
 from aspd_jax.pipeline.config import DataConfig, LikelihoodSection, SelectSection, TeacherSection
+from aspd_jax.pipeline.likelihood import Rise
 from aspd_jax.pipeline.measures import estimate_tokens, measure, saved
 from aspd_jax.pipeline.run import Shard, build
 from aspd_jax.pipeline.spans import spans_of
@@ -47,7 +48,7 @@ def test_answers_are_kept_and_dependent_ones_stay_serial(source: Path, tmp_path:
     assert [plain_text(structure) for structure in found] == answers
     assert [m["content"] for row in plain for m in row["messages"] if m["role"] == "assistant"] == answers
     assert [bool(spans_of(structure)) for structure in found] == [True, False, False, False, True, False]
-    assert [b.title for b in spans_of(found[0])[0].branches] == ["Sleep", "Food", "Sport"]
+    assert [b.title for b in spans_of(found[0])[0].branches] == ["1/3 Sleep", "2/3 Food", "3/3 Sport"]
     rejected = lines(tmp_path / "out" / "rejected.jsonl")
     assert {(row["id"], row["stage"]) for row in rejected} == {
         ("chain", "check"), ("short", "short"), ("6", "read"), ("7", "read")
@@ -149,9 +150,20 @@ def test_likelihood_decides(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
     found, report = blocks(mean_rise=1e9, peak_rise=1e9)
     assert found == 2 and len(report.rises) == 3 + 2 + 3 and report.as_dict()["likelihood"]["mean_rise"]
-    for limits in ({"mean_rise": 0.0, "peak_rise": 1e9}, {"mean_rise": 1e9, "peak_rise": 0.0}, {"length": 10}):
+
+    def known(lm: LanguageModel, rows: Any, size: int) -> Any:
+        return ([Rise(0.3, 2.0)] * int(row.branch.max()) for row in rows)
+
+    monkeypatch.setattr("aspd_jax.pipeline.run.rises", known)
+    (tmp_path / "out" / "work.sqlite").unlink()
+    for limits, left in (
+        ({"mean_rise": 0.3, "peak_rise": 2.0}, 2),
+        ({"mean_rise": 0.29, "peak_rise": 2.0}, 0),
+        ({"mean_rise": 0.3, "peak_rise": 1.9}, 0),
+        ({"length": 10}, 0),
+    ):
         found, report = blocks(**limits)
-        assert found == 0 and report.failed["likelihood"] == 2
+        assert (found, report.failed["likelihood"]) == (left, 2 - left)
 
 
 def test_two_processes_cannot_share_a_store(tmp_path: Path) -> None:

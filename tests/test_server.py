@@ -367,7 +367,7 @@ def test_it_finishes_what_is_under_way_when_told_to_stop() -> None:
         (["--port", "99999"], "port must be between"),
         (["--timeout", "0"], "timeout must be more than 0"),
         (["--key-file", "nowhere"], "--key-file"),
-        (["--model", "nowhere"], "is not a folder"),
+        (["--model", "nowhere"], "does not exist"),
     ],
 )
 def test_mistakes_on_the_command_line(capsys: Any, monkeypatch: Any, arguments: list[str], said: str) -> None:

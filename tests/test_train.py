@@ -169,18 +169,18 @@ def test_aspd_and_seq_see_the_same_problems(small_lm: LanguageModel) -> None:
 def test_loss_against_a_loop(chunk: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(train.loss, "CHUNK", chunk)
     random = np.random.default_rng(0)
-    hidden, kernel = random.standard_normal((2, 5, 4)), random.standard_normal((4, 7))
+    hidden, kernel = random.standard_normal((2, 5, 4)), random.standard_normal((7, 4))
     tokens, part = random.integers(0, 7, (2, 5)), random.integers(0, 3, (2, 5))
     weight = random.integers(0, 3, (2, 5)).astype(np.float32)
-    logits = hidden @ kernel
+    logits = hidden @ kernel.T
     total, count = np.zeros(3), np.zeros(3)
     for row in range(2):
         for s in range(4):
             loss = np.log(np.exp(logits[row, s]).sum()) - logits[row, s, tokens[row, s + 1]]
             total[part[row, s + 1]] += weight[row, s + 1] * loss
             count[part[row, s + 1]] += weight[row, s + 1]
-    arrays = (jnp.asarray(x) for x in (hidden.astype(np.float32), kernel.astype(np.float32), tokens, weight, part))
-    sums = next_token_loss(*arrays, parts=3)
+    x, *arrays = (jnp.asarray(x) for x in (hidden.astype(np.float32), tokens, weight, part))
+    sums = next_token_loss(x, lambda x: x @ kernel.astype(np.float32).T, *arrays, parts=3)
     np.testing.assert_allclose(sums.loss, total, rtol=1e-5)
     np.testing.assert_array_equal(sums.weight, count)
     assert float(sums.mean()) == pytest.approx(total.sum() / count.sum(), rel=1e-5)

@@ -14,7 +14,9 @@ from transformers import AutoTokenizer
 
 from aspd_jax import build_layout, load_model, save_model
 from aspd_jax.errors import CheckpointError, ConfigError
-from aspd_jax.model.weights import load_parameters, save_parameters
+from aspd_jax.formats.folder import read_tensors as tensors_in
+from aspd_jax.formats.folder import write_tensors
+from aspd_jax.model.weights import load_parameters, tensors_from
 from aspd_jax.sharding import make_mesh, partition_spec
 from tests.conftest import seeded_tensors, tiny_config, write_checkpoint
 from tests.make_parity import CASES, prompt, torch_logits
@@ -52,13 +54,13 @@ def test_transformers_loads_the_export(name: str, tmp_path: Path) -> None:
 def test_sharded_files_in_and_out(tmp_path: Path) -> None:
     lm = load_model(write_checkpoint(tmp_path / "in", tiny_config()))
     (tmp_path / "out").mkdir()
-    save_parameters(tmp_path / "out", lm.config, lm.params, shard_bytes=8_000)
+    write_tensors(tmp_path / "out", tensors_from(lm.config, lm.params), shard_bytes=8_000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 3
-    again = load_parameters(tmp_path / "out", lm.model)
+    again = load_parameters("out", tensors_in(tmp_path / "out"), lm.model)
     jax.tree.map(np.testing.assert_array_equal, lm.params, again)
     next((tmp_path / "out").glob("model-00002-*")).unlink()
     with pytest.raises(CheckpointError, match=r"names model-00002-.* which is not in the folder"):
-        load_parameters(tmp_path / "out", lm.model)
+        load_parameters("out", tensors_in(tmp_path / "out"), lm.model)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -117,11 +119,11 @@ def edited(folder: Path, edit: Any) -> Path:
         (lambda t: t.update({"model.extra": np.zeros(1)}), "unknown: model.extra"),
         (
             lambda t: t.update({"model.norm.weight": np.zeros(5)}),
-            r"model.norm.weight is \[5\], config.json says \[32\]",
+            r"model.norm.weight is \[5\], its configuration says \[32\]",
         ),
         (
             lambda t: t.update({"lm_head.weight": np.zeros((9, 32))}),
-            r"lm_head.weight is \[9, 32\], config.json says \[64, 32\]",
+            r"lm_head.weight is \[9, 32\], its configuration says \[64, 32\]",
         ),
     ],
 )
@@ -143,7 +145,7 @@ def test_derived_and_tied_tensors_may_be_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "is not a folder; give a Hugging Face checkpoint"),
+        (lambda folder: None, "does not exist; give a Hugging Face folder, a .gguf file, or a name: demo"),
         (lambda folder: folder.mkdir(), "has no config.json"),
         (lambda folder: (folder.mkdir(), (folder / "config.json").write_text("{")), "config.json: "),
         (
@@ -180,8 +182,8 @@ def test_parameters_land_in_their_shardings(shape: dict[str, int], tmp_path: Pat
     fsdp, tensor = ("fsdp" if shape.get("fsdp", 1) > 1 else None), ("tensor" if shape.get("tensor", 1) > 1 else None)
     expected = {
         ("embedding", "embedding"): (tensor, fsdp),
-        ("layer_0", "attention", "query_key_value", "kernel"): (fsdp, tensor, None, None),
-        ("layer_0", "feed_forward", "gate_up", "kernel"): (fsdp, None, tensor),
+        ("layer_0", "attention", "query_key_value", "kernel"): (tensor, None, None, fsdp),
+        ("layer_0", "feed_forward", "gate_up", "kernel"): (None, tensor, fsdp),
         ("layer_1", "attention", "output", "kernel"): (tensor, None, fsdp),
         ("layer_0", "feed_forward", "down", "kernel"): (tensor, fsdp),
         ("layer_0", "attention_norm", "scale"): (None,),
@@ -202,7 +204,7 @@ def test_heads_are_split_where_they_are_too_few(tmp_path: Path) -> None:
     lm, alone = load_model(folder, mesh=make_mesh({"tensor": 4})), load_model(folder)
     assert lm.config.kv_heads == 2
     kernel = lm.params["layer_0"]["attention"]["query_key_value"]["kernel"]
-    assert tuple(kernel.sharding.spec) == (None, None, None, "tensor")
+    assert tuple(kernel.sharding.spec) == (None, None, "tensor", None)
     tokens = prompt()
     layout = build_layout(tokens, SPECIAL)
     one, many = (np.asarray(m.model.apply({"params": m.params}, tokens, layout)) for m in (alone, lm))

@@ -27,8 +27,8 @@ class ModelSection:
         parameters: dtype of what is trained: `float32`, or `bfloat16`, rounded stochastically after each update. The
             optimiser is float32.
         weights: `int8` keeps the kernels of the layers in int8; only with LoRA.
-        lora_rank: train low-rank adapters beside the kernels of the layers, and the embedding and the head, which hold
-            the rows of the special tokens; 0: train everything.
+        lora_rank: train low-rank adapters beside the kernels of the layers, and of embedding and head the rows of the
+            special tokens; 0: train everything.
         lora_alpha: adapters count `lora_alpha / lora_rank`.
         scan: compile one layer and run it over stacked parameters.
         remat: recompute the inside of each layer in the backward pass.

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_whole
-from aspd_jax.language_model import LanguageModel, save_model
+from aspd_jax.language_model import LanguageModel, save_adapter, save_model
 from aspd_jax.sharding import make_mesh
 from train.batches import (
     Batch,
@@ -46,7 +46,8 @@ class Data(NamedTuple):
 
 
 def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageModel:
-    """Train, and leave in `output`: model/ (Hugging Face layout), metrics.jsonl, config.json, checkpoints/.
+    """Train, and leave in `output`: model/ (Hugging Face layout), or with LoRA adapter/ (PEFT's), metrics.jsonl,
+    config.json, checkpoints/.
 
     A killed run goes on from its last checkpoint when it is started again with the same configuration, on the same
     mesh or on another.
@@ -66,9 +67,17 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
     with Checkpoints(output / "checkpoints", config.keep, best=bool(data.held_out)) as checkpoints:
         state = _run(config, setup, data, checkpoints, output, progress and first_process)
     trained = setup.language_model(state)
-    if first_process and not (output / "model").exists():
-        save_model(trained, output / "model")
+    if first_process and not (result := output / outcome(config)).exists():
+        if config.model.lora_rank:
+            save_adapter(trained, result, config.model.checkpoint)
+        else:
+            save_model(trained, result)
     return trained
+
+
+def outcome(config: TrainConfig) -> str:
+    """The folder in a run's folder that holds what it has made."""
+    return "adapter" if config.model.lora_rank else "model"
 
 
 def read_data(config: TrainConfig, lm: LanguageModel, output: Path, progress: bool) -> Data:

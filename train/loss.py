@@ -5,6 +5,7 @@ B rows, S tokens, D embed, V vocabulary, P parts (`train.batches.PARTS`), N chun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
 
@@ -29,13 +30,18 @@ class Sums(NamedTuple):
 
 
 def next_token_loss(
-    hidden: jax.Array, kernel: jax.Array, tokens: Array, weight: Array, part: Array, parts: int
+    hidden: jax.Array,
+    head: Callable[[jax.Array], jax.Array],
+    tokens: Array,
+    weight: Array,
+    part: Array,
+    parts: int,
 ) -> Sums:
     """Cross-entropies of weighted targets, with the logits of one chunk at a time.
 
     Args:
         hidden: activations before the head, [B, S, D].
-        kernel: [D, V].
+        head: activations [..., D] -> logits, float32 [..., V].
         tokens: int32 [B, S]; token s + 1 is the target of token s.
         weight: float32 [B, S], weight of each token as a target. The first token of a sequence and
             tokens that the engine feeds weigh 0, so no target crosses from one branch to the next.
@@ -45,7 +51,6 @@ def next_token_loss(
     S = tokens.shape[1]
     chunks = ceil(S / CHUNK)
     C = ceil(S / chunks)
-    kernel = kernel.astype(hidden.dtype)
 
     def shifted(x: Array) -> jax.Array:
         return jnp.pad(x[:, 1:], [(0, 0), (0, chunks * C - S + 1)])
@@ -56,8 +61,7 @@ def next_token_loss(
     @jax.checkpoint
     def one(sums: Sums, chunk: tuple[jax.Array, ...]) -> tuple[Sums, None]:
         hidden, target, weight, part = chunk
-        logits = jnp.einsum("BCD,DV->BCV", hidden, kernel, preferred_element_type=jnp.float32)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, target) * weight
+        losses = optax.softmax_cross_entropy_with_integer_labels(head(hidden), target) * weight
         of_part = jax.nn.one_hot(part, parts, dtype=jnp.float32)
         loss, count = jnp.einsum("BC,BCP->P", losses, of_part), jnp.einsum("BC,BCP->P", weight, of_part)
         return Sums(sums.loss + loss, sums.weight + count), None

@@ -5,7 +5,7 @@ B rows on a device at a time, S tokens of a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from aspd_jax.model.config import ModelConfig, from_hugging_face
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, partition_spec
+from aspd_jax.tokens import TAGS
 from train.config import TrainConfig
 from train.grow import wider
 from train.loss import CHUNK
@@ -60,8 +61,10 @@ def planned_shape(config: TrainConfig) -> ModelConfig:
     of = config.model
     if of.checkpoint and (Path(of.checkpoint) / "config.json").exists():
         shape = as_configured(from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype), config)
-        return wider(shape, of.embed, of.feed_forward) if of.grow else shape
-    return scratch_shape(config)
+        shape = wider(shape, of.embed, of.feed_forward) if of.grow else shape
+    else:
+        shape = scratch_shape(config)
+    return replace(shape, new_tokens=tuple(range(len(TAGS))) if of.lora_rank else ())
 
 
 def plan(config: TrainConfig) -> Plan:

@@ -21,7 +21,7 @@ from aspd_jax.errors import ConfigError
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model, random_model
 from aspd_jax.model.attention import chunked
 from aspd_jax.model.config import ModelConfig, from_hugging_face
-from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
+from aspd_jax.model.transformer import NEW_TOKENS, Transformer, stack_layers, unstack_layers
 from aspd_jax.model.weights import ADAPTERS, abstract_parameters
 from aspd_jax.sharding import named_sharding, shardings
 from aspd_jax.structure import Parallel
@@ -133,8 +133,8 @@ def initial_state(optimiser: optax.GradientTransformation, params: Any, mesh: Me
 
 
 def is_trained(path: tuple[str, ...], lora_rank: int) -> bool:
-    """Whether a parameter is trained: all are, or with LoRA the adapters, the embedding and the head."""
-    return not lora_rank or path[-1] in ADAPTERS or path[0] in ("embedding", "head")
+    """Whether a parameter is trained: all are, or with LoRA the adapters and the rows of the special tokens."""
+    return not lora_rank or path[-1] in ADAPTERS or path[0] == NEW_TOKENS
 
 
 @cache

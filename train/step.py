@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from aspd_jax.model.transformer import Transformer, head_kernel
+from aspd_jax.model.transformer import Transformer, lm_head
 from aspd_jax.model.weights import ADAPTERS
 from train.batches import PARTS, Batch
 from train.config import OptimiserSection
@@ -81,8 +81,8 @@ def rounded(new: Any, old: Any, key: jax.Array) -> Any:
 def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
     """Loss of a batch by part."""
     hidden: Any = model.apply({"params": params}, batch.tokens, batch.layout, head=False)
-    kernel = head_kernel(model.config, params)
-    return next_token_loss(hidden, kernel, batch.tokens, batch.loss, batch.part, len(PARTS))
+    head = partial(lm_head, model.config, params)
+    return next_token_loss(hidden, head, batch.tokens, batch.loss, batch.part, len(PARTS))
 
 
 @partial(jax.jit, static_argnames=("model", "optimiser", "accumulate"), donate_argnames="state")

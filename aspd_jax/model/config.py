@@ -62,6 +62,8 @@ class ModelConfig:
         weights: `float`, or `int8` for the kernels of all layers, with a float32 scale per output.
         lora_rank: rank of the adapters beside the kernels of all layers; 0: none.
         lora_alpha: adapters count `lora_alpha / lora_rank`.
+        new_tokens: ids whose rows of embedding and head are parameters of their own, so that they are trained while
+            all other rows are not.
     """
 
     vocabulary: int
@@ -87,6 +89,7 @@ class ModelConfig:
     weights: Weights = "float"
     lora_rank: int = 0
     lora_alpha: float = 16.0
+    new_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("positions", self.positions, PositionScheme)

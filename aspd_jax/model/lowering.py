@@ -13,7 +13,6 @@ import jax.numpy as jnp
 Value = TypeVar("Value")
 
 LARGE_KERNEL = 1 << 16  # elements; smaller ones are in a core's own cache, where it is fast enough alone
-FULL_ROWS = 5  # the fewest rows for which XLA takes all cores to every product
 PARTS = 2
 VECTOR = 16  # numbers that a core takes at once
 FEW_PRODUCTS = 3 << 18  # multiplications, up to which scores and mixtures are sums on CPU
@@ -21,35 +20,43 @@ SHARES = 8  # shares of values that are added up before all are
 WINDOW = 32  # XLA adds more than so many numbers in two steps, as vectors; fewer one after another, which is slow
 
 
-def product(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
-    """`x` [..., *sizes] times `kernel` [*sizes, *features], summed over the `inputs` axes of `sizes`: [..., *features].
+def product(
+    x: jax.Array, kernel: jax.Array, inputs: int = 1, inputs_first: bool = False, dtype: Any = None
+) -> jax.Array:
+    """`x` [..., *sizes] times a kernel, summed over the `inputs` axes of `sizes`: [..., *features].
 
-    On CPU, XLA gives a product of one row to one core, and of a batch of products each to a core: so one row meets a
-    large kernel as two halves of its inputs. Two to four rows it gives to one core or to all, by the size of each
-    kernel, and the others fall asleep in between: so they are filled up.
+    XLA on CPU transposes a kernel before a product over more than two axes, so there it meets it as a matrix. And it
+    gives a product of one row to one core, of a batch of products each to a core: so one row meets a large kernel as
+    two halves of its first axis.
+
+    Args:
+        kernel: [*features, *sizes], or with `inputs_first` [*sizes, *features].
+        dtype: of the sums; default: that of the inputs.
     """
+    outer, cut = x.shape[: x.ndim - inputs], inputs if inputs_first else kernel.ndim - inputs
+    features = kernel.shape[cut:] if inputs_first else kernel.shape[:cut]
+
+    def contracted(x: jax.Array, kernel: jax.Array, inputs: int, batch: int = 0) -> jax.Array:
+        first = batch if inputs_first else kernel.ndim - inputs
+        contract = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(first, first + inputs))
+        batched = tuple(range(batch))
+        return jax.lax.dot_general(x, kernel, (contract, (batched, batched)), preferred_element_type=dtype)
 
     def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        contract = tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
-        return jax.lax.dot_general(x, kernel, (contract, ((), ())))
+        return contracted(x, kernel, inputs)
 
-    def in_halves(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        parts = kernel.reshape(PARTS, -1, prod(features))
-        sums = jax.lax.dot_general(x.reshape(PARTS, 1, -1), parts, (((2,), (1,)), ((0,), (0,))))
-        return sums.sum(axis=0).reshape(*outer, *features)
+    def as_matrices(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        rows = x.reshape(prod(outer), prod(x.shape[x.ndim - inputs :]))
+        matrix = kernel.reshape(prod(kernel.shape[:cut]), prod(kernel.shape[cut:]))
+        large = kernel.size >= LARGE_KERNEL and kernel.dtype == jnp.float32 and len(matrix) % PARTS == 0
+        if len(rows) != 1 or not large:
+            return contracted(rows, matrix, 1).reshape(*outer, *features)
+        halves = matrix.reshape(PARTS, -1, matrix.shape[1])
+        if inputs_first:
+            return contracted(rows.reshape(PARTS, 1, -1), halves, 1, 1).sum(axis=0).reshape(*outer, *features)
+        return contracted(jnp.broadcast_to(rows, (PARTS, *rows.shape)), halves, 1, 1).reshape(*outer, *features)
 
-    def filled_up(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        filled = jnp.pad(x.reshape(rows, *sizes), ((0, FULL_ROWS - rows), *[(0, 0)] * inputs))
-        return whole(filled, kernel)[:rows].reshape(*outer, *features)
-
-    outer, sizes, features = x.shape[: x.ndim - inputs], kernel.shape[:inputs], kernel.shape[inputs:]
-    rows = prod(outer)
-    large = kernel.size >= LARGE_KERNEL and kernel.dtype == jnp.float32 and prod(sizes) % PARTS == 0
-    if rows == 1 and large:
-        return jax.lax.platform_dependent(x, kernel, cpu=in_halves, default=whole)
-    if 1 < rows < FULL_ROWS:
-        return jax.lax.platform_dependent(x, kernel, cpu=filled_up, default=whole)
-    return whole(x, kernel)
+    return jax.lax.platform_dependent(x, kernel, cpu=as_matrices, default=whole)
 
 
 def scores(rows: jax.Array, key: jax.Array) -> jax.Array:

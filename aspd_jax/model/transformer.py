@@ -26,6 +26,7 @@ from aspd_jax.model.lowering import computed_once, product
 from aspd_jax.sharding import named_sharding
 
 LAYERS = "layers"  # name of the stacked layers' parameters
+NEW_TOKENS = "new_tokens"  # name of the parameters of `ModelConfig.new_tokens`
 NO_WINDOW = 1 << 30
 
 ACTIVATION = {
@@ -90,56 +91,67 @@ class RMSNorm(nn.Module):
 class Projection(nn.Module):
     """A linear layer over the last `inputs` axes.
 
-    Beside its kernel it may hold a low-rank adapter (LoRA: Hu et al., 2021), and the kernel may be int8 with one
+    Every kernel ends with the hidden size, the embedding and the head too: what reads the residual stream is
+    [*features, D], what writes to it [*inputs, D]. So compilers read it as it lies, for one token and for many, on CPU
+    and TPU. Beside it there may be a low-rank adapter (LoRA: Hu et al., 2021), and the kernel may be int8 with one
     float32 scale per output.
 
     Attributes:
         features: sizes of the output axes.
-        axes: logical axes of the kernel, inputs first.
+        axes: logical axes of the kernel.
+        inputs: how many axes of the kernel are inputs.
+        inputs_first: whether these are its first ones.
+        adapted: whether there may be an adapter, or int8.
+        dtype: of the outputs; default: that of the activations.
     """
 
     config: ModelConfig
     features: tuple[int, ...]
     axes: tuple[str, ...]
     inputs: int = 1
+    inputs_first: bool = False
     bias: bool = False
     adapted: bool = True
+    dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        c, inputs = self.config, self.inputs
+        c, inputs, first = self.config, self.inputs, self.inputs_first
         sizes = x.shape[-inputs:]
-        into, out = self.axes[:inputs], self.axes[inputs:]
+        into, out = (self.axes[:inputs], self.axes[inputs:]) if first else (self.axes[-inputs:], self.axes[:-inputs])
+        shape = sizes + self.features if first else self.features + sizes
         rank = c.lora_rank if self.adapted else 0
 
         def weight(name: str, make: Any, shape: tuple[int, ...], axes: tuple[str, ...], dtype: Any = c.dtype) -> Any:
             return self.param(name, nn.with_partitioning(make, axes), shape, dtype)
 
-        def times(x: jax.Array, kernel: jax.Array, inputs: int) -> jax.Array:
-            return product(x, kernel.astype(c.dtype), inputs)
+        def times(x: jax.Array, kernel: jax.Array, inputs: int, first: bool = False) -> jax.Array:
+            return product(x, kernel.astype(c.dtype), inputs, first, self.dtype)
 
         x = x.astype(c.dtype)
         if c.weights == "int8" and self.adapted:
-            kernel = weight("kernel", nn.initializers.zeros, sizes + self.features, self.axes, jnp.int8)
+            kernel = weight("kernel", nn.initializers.zeros, shape, self.axes, jnp.int8)
             scale = weight("kernel_scale", nn.initializers.ones, self.features, out, jnp.float32)
-            y = (times(x, kernel, inputs) * scale).astype(c.dtype)
+            y = (times(x, kernel, inputs, first) * scale).astype(c.dtype)
         else:
-            y = times(x, weight("kernel", fan_in_normal(inputs), sizes + self.features, self.axes), inputs)
+            y = times(x, weight("kernel", fan_in_normal(inputs, first), shape, self.axes), inputs, first)
         if rank:
-            down = weight("lora_down", fan_in_normal(inputs), (*sizes, rank), (*into, "rank"), jnp.float32)
-            up = weight("lora_up", nn.initializers.zeros, (rank, *self.features), ("rank", *out), jnp.float32)
+            down = weight("lora_down", fan_in_normal(inputs), (rank, *sizes), ("rank", *into), jnp.float32)
+            up = weight("lora_up", nn.initializers.zeros, (*self.features, rank), (*out, "rank"), jnp.float32)
             y = y + c.lora_alpha / rank * times(times(x, down, inputs), up, 1)
         if self.bias:
             y = y + weight("bias", nn.initializers.zeros, self.features, out).astype(c.dtype)
         return y
 
 
-def fan_in_normal(inputs: int) -> Any:
-    """LeCun's initialiser for a kernel whose first `inputs` axes are its inputs."""
+def fan_in_normal(inputs: int, inputs_first: bool = False) -> Any:
+    """LeCun's initialiser for a kernel whose last (or first) `inputs` axes are its inputs."""
+    cut = inputs if inputs_first else -inputs
 
     def make(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        flat = (prod(shape[:inputs]), prod(shape[inputs:]))
-        return nn.initializers.lecun_normal()(key, flat, dtype).reshape(shape)
+        flat = (prod(shape[:cut]), prod(shape[cut:]))
+        normal = nn.initializers.lecun_normal(in_axis=1 - inputs_first, out_axis=int(inputs_first))
+        return normal(key, flat, dtype).reshape(shape)
 
     return make
 
@@ -175,7 +187,7 @@ class AttentionLayer(nn.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
         # One product for everything that looks at `x`: few rows cost what reading the kernels costs.
-        axes, group = ("embed", "kv_heads", "group", "head"), c.heads // c.kv_heads
+        axes, group = ("kv_heads", "group", "head", "embed"), c.heads // c.kv_heads
         joint = Projection(c, (c.kv_heads, group + 2, c.head), axes, bias=c.query_bias, name="query_key_value")(x)
         query = joint[..., :group, :].reshape(*x.shape[:2], c.heads, c.head)
         key, value = joint[..., group, :], joint[..., group + 1, :]
@@ -198,7 +210,7 @@ class AttentionLayer(nn.Module):
                 outs.append(cached(of_group(grouped, seat), keys, values, seat.mask))
             out = outs[0] if len(outs) == 1 else jnp.concatenate([o.reshape(1, -1, *o.shape[2:]) for o in outs], 1)
         out = out.reshape(query.shape)
-        output = Projection(c, (c.embed,), ("heads", "head", "embed"), 2, c.output_bias, name="output")
+        output = Projection(c, (c.embed,), ("heads", "head", "embed"), 2, True, c.output_bias, name="output")
         return output(out), cache
 
 
@@ -217,8 +229,8 @@ class FeedForward(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         c = self.config
         bias = c.feed_forward_bias
-        both = Projection(c, (2, c.feed_forward), ("embed", "pair", "feed_forward"), bias=bias, name="gate_up")(x)
-        down = Projection(c, (c.embed,), ("feed_forward", "embed"), bias=bias, name="down")
+        both = Projection(c, (2, c.feed_forward), ("pair", "feed_forward", "embed"), bias=bias, name="gate_up")(x)
+        down = Projection(c, (c.embed,), ("feed_forward", "embed"), 1, True, bias, name="down")
         return down(ACTIVATION[c.activation](both[..., 0, :]) * both[..., 1, :])
 
 
@@ -243,6 +255,25 @@ class Layer(nn.Module):
         x = x + out
         normed = RMSNorm(c.norm_epsilon, name="feed_forward_norm")(x)
         return x + FeedForward(c, name="feed_forward")(normed), cache
+
+
+class NewTokens(nn.Module):
+    """Rows of embedding and head for `ModelConfig.new_tokens`, float32 [T, D] each; one for both in a tied model."""
+
+    config: ModelConfig
+
+    def setup(self) -> None:
+        """The rows."""
+        c = self.config
+        for name in ("embedding",) if c.tied else ("embedding", "head"):
+            make = nn.with_partitioning(nn.initializers.normal(0.02), ("new_tokens", "embed"))
+            setattr(self, name, self.param(name, make, (len(c.new_tokens), c.embed), jnp.float32))
+
+    def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
+        """Embeddings [..., D] of tokens [...], with the rows in the places of new tokens."""
+        mine = tokens[..., None] == jnp.asarray(self.config.new_tokens)
+        rows = product(mine.astype(x.dtype), self.embedding.astype(x.dtype), inputs_first=True)
+        return jnp.where(mine.any(axis=-1, keepdims=True), rows, x)
 
 
 class Transformer(nn.Module):
@@ -283,7 +314,10 @@ class Transformer(nn.Module):
                 setattr(self, f"layer_{number}", layer(c, self.attention))
         self.norm = RMSNorm(c.norm_epsilon)
         if not c.tied:
-            self.head = Projection(c, (c.vocabulary,), ("embed", "vocabulary"), adapted=False)
+            axes = ("vocabulary", "embed")
+            self.head = Projection(c, (c.vocabulary,), axes, adapted=False, dtype=jnp.float32)
+        if c.new_tokens:
+            setattr(self, NEW_TOKENS, NewTokens(c))
 
     def __call__(self, tokens: jax.Array, layout: Layout, *, head: bool = True) -> jax.Array:
         """A full pass: logits of every token.
@@ -291,14 +325,14 @@ class Transformer(nn.Module):
         Args:
             tokens: int32 [B, S].
             layout: of the tokens, int32 [B, S] each.
-            head: false: stop before the head, for a loss that multiplies with `head_kernel` a part at a time.
+            head: false: stop before the head, for a loss that takes `lm_head` of a part at a time.
 
         Returns:
             float32 [B, S, V]; without the head, [B, S, D].
         """
         c = self.config
         layout = Layout(*(jnp.asarray(field) for field in layout))
-        x = self.spread(self.embedding(jnp.asarray(tokens)))
+        x = self.spread(self.embedded(jnp.asarray(tokens)))
         turn = rotation(c.rope, c.head, layout.position)
         view = View(layout, layout)
         if self.scan:
@@ -346,7 +380,7 @@ class Transformer(nn.Module):
             return rotation(c.rope, c.head, positions), [[v.mask(c.siblings, kind) for v in views] for kind in kinds]
 
         turn, masks = computed_once(of_all_layers, together([group.layout.position for group in groups]))
-        x = self.embedding(together([group.tokens for group in groups]))
+        x = self.embedded(together([group.tokens for group in groups]))
         layers = []
         for number, window in enumerate(windows):
             seats = [Seat(*of) for of in zip(masks[kinds.index(window)], places, tokens, strict=True)]
@@ -362,9 +396,19 @@ class Transformer(nn.Module):
         split = [part.reshape(*a.shape[:2], -1) for part, a in zip(parts, asked, strict=True)]
         return split, cache._replace(layers=tuple(layers))
 
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """Embeddings [..., D] of tokens [...]."""
+        x = self.embedding(tokens)
+        return getattr(self, NEW_TOKENS)(tokens, x) if self.config.new_tokens else x
+
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 [..., V] of normed activations [..., D]."""
-        return (self.embedding.attend(x) if self.config.tied else self.head(x)).astype(jnp.float32)
+        c = self.config
+        logits = product(x, self.embedding.embedding, dtype=jnp.float32) if c.tied else self.head(x)
+        if not c.new_tokens:
+            return logits
+        rows = getattr(self, NEW_TOKENS)
+        return with_new_tokens(c, logits, x, rows.embedding if c.tied else rows.head)
 
     def _layer(self, number: int) -> Any:
         return getattr(self, f"layer_{number}")
@@ -399,8 +443,22 @@ class Transformer(nn.Module):
 
 
 def head_kernel(config: ModelConfig, params: Any) -> jax.Array:
-    """What turns the activations before the head into logits; [D, V]."""
-    return params["embedding"]["embedding"].T if config.tied else params["head"]["kernel"]
+    """The kernel of the head, [V, D]; the embedding's in a tied model."""
+    return params["embedding"]["embedding"] if config.tied else params["head"]["kernel"]
+
+
+def lm_head(config: ModelConfig, params: Any, x: jax.Array) -> jax.Array:
+    """Float32 [..., V]: `Transformer.logits` of the activations [..., D] that the model has without its head."""
+    logits = product(x, head_kernel(config, params).astype(x.dtype), dtype=jnp.float32)
+    if not config.new_tokens:
+        return logits
+    return with_new_tokens(config, logits, x, params[NEW_TOKENS]["embedding" if config.tied else "head"])
+
+
+def with_new_tokens(config: ModelConfig, logits: jax.Array, x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Logits [..., V] of activations [..., D], those of new tokens by their own rows of the head, [T, D]."""
+    own = product(x, rows.astype(x.dtype), dtype=jnp.float32)
+    return logits.at[..., jnp.asarray(config.new_tokens)].set(own)
 
 
 def stack_layers(params: Any, layers: int) -> Any:

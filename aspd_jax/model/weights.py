@@ -1,15 +1,10 @@
-"""Parameters from and to Hugging Face tensors: one table of names, read and written a tensor at a time.
-
-Only safetensors are read: no pickle, no code from a checkpoint is ever run.
-"""
+"""Parameters from and to Hugging Face tensors: one table of names, read and written a tensor at a time."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -19,19 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.layout import Layout
 from aspd_jax.model.config import ModelConfig
-from aspd_jax.model.transformer import Transformer
+from aspd_jax.model.transformer import NEW_TOKENS, Transformer
 from aspd_jax.sharding import shardings
 
 Path_ = tuple[str, ...]
 ADAPTERS = ("lora_down", "lora_up")
 MADE_HERE = ("kernel_scale", *ADAPTERS)  # parameters that no Hugging Face checkpoint has
-SHARD_BYTES = 4 << 30
+# Linear layers that write to the residual stream, and the axes of their kernels that are inputs: heads and head size,
+# or the inner size. All others read it: their input is the last axis.
+WRITING = {"output": (-3, -2), "down": (-2,)}
 
 OUTSIDE_LAYERS = {
     "model.embed_tokens.weight": ("embedding", "embedding"),
@@ -46,7 +41,7 @@ INSIDE_LAYERS: dict[str, Path_] = {
     "self_attn.o_proj": ("attention", "output"),
     "mlp.down_proj": ("feed_forward", "down"),
 }
-# Linear layers that are parts of one here, in their order along its last axis but one: a query for each head of a
+# Linear layers that are parts of one here, in their order along its `group` or `pair` axis: a query for each head of a
 # group, its key and its value; gate and up.
 QUERY = "self_attn.q_proj"
 JOINT: dict[Path_, tuple[str, ...]] = {
@@ -58,36 +53,51 @@ DERIVED = ("rotary_emb.inv_freq",)
 
 
 class Tensor(NamedTuple):
-    """What a Hugging Face tensor holds: a parameter, or the `part` of one along its last axis but one."""
+    """What a Hugging Face tensor holds: a parameter, or the `part` of one along its `group` or `pair` axis."""
 
     path: Path_
     part: slice | None = None
+
+    @property
+    def transposed(self) -> bool:
+        """Whether inputs come first here; they never do in Hugging Face tensors."""
+        return self.path[-1] == "kernel" and self.path[-2] in WRITING
+
+    @property
+    def axis(self) -> int:
+        """The axis of `part`, from the end: what comes after it are the rows of a part, and a kernel's inputs."""
+        return -3 if self.path[-1] == "kernel" else -2
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the part of a parameter of shape `whole`."""
         if self.part is None:
             return whole
-        return (*whole[:-2], self.part.stop - self.part.start, whole[-1])
+        axis = self.axis
+        return (*whole[:axis], self.part.stop - self.part.start, *whole[axis + 1 :])
 
     def size(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the tensor, of a parameter of shape `whole`."""
         shape = self.shape(whole)
         if self.path[-1] == "kernel":
-            inputs = prod(shape[: input_axes(self.path)])
+            inputs = prod(shape[axis] for axis in input_axes(self.path))
             return (prod(shape) // inputs, inputs)
         return (prod(shape),) if self.path[-1] == "bias" else shape
 
     def read(self, tensor: np.ndarray, whole: tuple[int, ...]) -> np.ndarray:
-        """The tensor as the part of a parameter of shape `whole`: kernels are stored [inputs, outputs] here."""
-        if self.path[-1] == "kernel":
-            tensor = tensor.T
-        return np.ascontiguousarray(tensor).reshape(self.shape(whole))
+        """The tensor as the part of a parameter of shape `whole`."""
+        return np.ascontiguousarray(tensor.T if self.transposed else tensor).reshape(self.shape(whole))
+
+    def cut(self, whole: np.ndarray) -> np.ndarray:
+        """The part of a whole parameter, or of a kernel with something else for its last axis."""
+        if self.part is None:
+            return whole
+        return np.moveaxis(np.moveaxis(whole, self.axis, 0)[self.part], 0, self.axis)
 
     def write(self, parameter: np.ndarray) -> np.ndarray:
         """The tensor, from the whole parameter."""
+        parameter = self.cut(parameter)
         size = self.size(parameter.shape)
-        part = parameter if self.part is None else parameter[..., self.part, :]
-        return np.ascontiguousarray(part.reshape(size[::-1]).T if self.path[-1] == "kernel" else part.reshape(size))
+        return np.ascontiguousarray(parameter.reshape(size[::-1]).T if self.transposed else parameter.reshape(size))
 
 
 def abstract_parameters(model: Transformer) -> Any:
@@ -117,41 +127,24 @@ def tensors_of(config: ModelConfig, paths: Iterable[Path_]) -> dict[str, Tensor]
     return {name: tensor for name, tensor in known.items() if tensor.path in wanted}
 
 
-def input_axes(path: Path_) -> int:
-    """How many of the first axes of a kernel are its inputs: heads and head after attention, else one."""
-    return 2 if path[-2] == "output" else 1
-
-
-def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder.
-
-    Raises:
-        CheckpointError: there are none, or the index names one that is missing.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            raise CheckpointError(f"{index} names {', '.join(missing)}, which is not in the folder")
-        return [folder / name for name in names]
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    hint = "; convert its .bin files to safetensors first" if list(folder.glob("*.bin")) else ""
-    raise CheckpointError(f"{folder} holds no model.safetensors{hint}")
+def input_axes(path: Path_) -> tuple[int, ...]:
+    """The axes of a kernel that are its inputs."""
+    return WRITING.get(path[-2], (-1,))
 
 
 def load_parameters(
-    folder: Path,
+    source: str,
+    tensors: Iterable[tuple[str, np.ndarray]],
     model: Transformer,
     mesh: Mesh | None = None,
     stored_vocabulary: int | None = None,
     new_rows: Mapping[int, int] | None = None,
 ) -> Any:
-    """Read the parameters of a checkpoint folder, one tensor at a time, straight into their shardings.
+    """Parameters from Hugging Face tensors, one at a time, straight into their shardings.
 
     Args:
-        folder: with safetensors files.
+        source: where the tensors lie, for messages.
+        tensors: with their names.
         model: whose vocabulary may be larger than the checkpoint's.
         mesh: where parameters go; default: the default device.
         stored_vocabulary: vocabulary rows of the checkpoint; default: the model's.
@@ -170,52 +163,58 @@ def load_parameters(
     parts: dict[Path_, dict[int, np.ndarray]] = {}
     loaded: dict[Path_, Any] = {}
     unknown: list[str] = []
-    for file in shard_files(folder):
-        with safe_open(file, framework="numpy") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (a safe_open is not a mapping)
-                tensor = names.get(name)
-                if tensor is None:
-                    tied_head = model.config.tied and name == "lm_head.weight"
-                    if not tied_head and not name.endswith(DERIVED):
-                        unknown.append(name)
-                    continue
-                path, shape = tensor.path, leaves[tensor.path].shape
-                size, array = tensor.size(shape), tensors.get_tensor(name)
-                of_vocabulary = path[0] in ("embedding", "head")
-                if of_vocabulary and stored_vocabulary is not None:
-                    size = (stored_vocabulary, size[1])
-                if array.shape != size:
-                    raise CheckpointError(f"{file.name}: {name} is {list(array.shape)}, config.json says {list(size)}")
-                if of_vocabulary:
-                    array = _with_new_rows(array, model.config.vocabulary, new_rows or {})
-                missing.discard(name)
-                parts.setdefault(path, {})[tensor.part.start if tensor.part else 0] = tensor.read(array, shape)
-                if len(parts[path]) < awaited[path]:
-                    continue
-                in_order = [part for _, part in sorted(parts.pop(path).items())]
-                parameter = in_order[0] if len(in_order) == 1 else np.concatenate(in_order, axis=-2)
-                if leaves[path].dtype == jnp.int8:
-                    parameter, scale = quantise(parameter, input_axes(path))
-                    scale_path = (*path[:-1], "kernel_scale")
-                    loaded[scale_path] = _place(scale, places[scale_path])
-                loaded[path] = _place(parameter.astype(leaves[path].dtype), places[path])
+    for name, array in tensors:
+        tensor = names.get(name)
+        if tensor is None:
+            tied_head = model.config.tied and name == "lm_head.weight"
+            if not tied_head and not name.endswith(DERIVED):
+                unknown.append(name)
+            continue
+        path, shape = tensor.path, leaves[tensor.path].shape
+        size = tensor.size(shape)
+        of_vocabulary = path[0] in ("embedding", "head")
+        if of_vocabulary and stored_vocabulary is not None:
+            size = (stored_vocabulary, size[1])
+        if array.shape != size:
+            raise CheckpointError(f"{source}: {name} is {list(array.shape)}, its configuration says {list(size)}")
+        if of_vocabulary:
+            array = _with_new_rows(array, model.config.vocabulary, new_rows or {})
+            own = (NEW_TOKENS, path[0])
+            if own in leaves:
+                rows = array[list(model.config.new_tokens)].astype(leaves[own].dtype)
+                loaded[own] = _place(rows, places[own])
+        missing.discard(name)
+        parts.setdefault(path, {})[tensor.part.start if tensor.part else 0] = tensor.read(array, shape)
+        if len(parts[path]) < awaited[path]:
+            continue
+        in_order = [part for _, part in sorted(parts.pop(path).items())]
+        parameter = in_order[0] if len(in_order) == 1 else np.concatenate(in_order, axis=tensor.axis)
+        if leaves[path].dtype == jnp.int8:
+            parameter, scale = quantise(parameter, input_axes(path))
+            scale_path = (*path[:-1], "kernel_scale")
+            loaded[scale_path] = _place(scale, places[scale_path])
+        loaded[path] = _place(parameter.astype(leaves[path].dtype), places[path])
     if missing or unknown:
         told = [
             f"{what}: {', '.join(some[:6])}{' …' if len(some) > 6 else ''}"
             for what, some in (("missing", sorted(missing)), ("unknown", unknown))
             if some
         ]
-        raise CheckpointError(f"the tensors of {folder} do not fit its config.json; " + "; ".join(told))
+        raise CheckpointError(f"the tensors of {source} do not fit its configuration; " + "; ".join(told))
     for path in (path for path in leaves if path[-1] in ADAPTERS):
         loaded[path] = _adapter(path, leaves[path], places[path])
     return unflatten_dict(loaded)
 
 
-def quantise(kernel: np.ndarray, inputs: int) -> tuple[np.ndarray, np.ndarray]:
-    """A kernel as int8 [inputs…, outputs…] and a float32 scale [outputs…]: symmetric, rounded to the nearest."""
+def quantise(kernel: np.ndarray, inputs: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """A kernel as int8 and a float32 scale for each of its outputs: symmetric, rounded to the nearest.
+
+    Args:
+        inputs: axes that are inputs.
+    """
     kernel = kernel.astype(np.float32)
-    scale = np.maximum(np.abs(kernel).max(axis=tuple(range(inputs))), 1e-12) / 127
-    return np.rint(kernel / scale).astype(np.int8), scale
+    scale = np.maximum(np.abs(kernel).max(axis=inputs, keepdims=True), 1e-12) / 127
+    return np.rint(kernel / scale).astype(np.int8), scale.squeeze(inputs)
 
 
 def quantise_layers(parameters: Any) -> Any:
@@ -234,14 +233,14 @@ def _adapter(path: Path_, leaf: Any, sharding: Any) -> jax.Array:
     if path[-1] == "lora_up":
         return _place(np.zeros(leaf.shape, leaf.dtype), sharding)
     random = np.random.default_rng(crc32("/".join(path).encode()))
-    fan_in = prod(leaf.shape[:-1])
+    fan_in = prod(leaf.shape[1:])
     return _place(random.standard_normal(leaf.shape).astype(leaf.dtype) * fan_in**-0.5, sharding)
 
 
 def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
     """Parameters of a model without adapters and with float kernels that computes the same; on the host."""
     leaves = flatten_dict(parameters)
-    merged = {path: leaf for path, leaf in leaves.items() if path[-1] not in MADE_HERE}
+    merged = {path: leaf for path, leaf in leaves.items() if path[-1] not in MADE_HERE and path[0] != NEW_TOKENS}
     for path in leaves:
         if path[-1] != "kernel":
             continue
@@ -250,12 +249,37 @@ def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
         dtype = kernel.dtype
         if scale is not None:
             dtype = jnp.dtype(config.dtype)
-            kernel = kernel.astype(np.float32) * np.asarray(jax.device_get(scale))
+            scale = np.expand_dims(np.asarray(jax.device_get(scale)), input_axes(path))
+            kernel = kernel.astype(np.float32) * scale
         if down is not None and up is not None:
-            change = np.tensordot(np.asarray(jax.device_get(down)), np.asarray(jax.device_get(up)), 1)
+            change = np.tensordot(np.asarray(jax.device_get(up)), np.asarray(jax.device_get(down)), 1)
+            change = np.moveaxis(change, 0, -1) if path[-2] in WRITING else change
             kernel = kernel.astype(np.float32) + config.lora_alpha / config.lora_rank * change
         merged[path] = kernel.astype(dtype)
+    for name, of in (("embedding", ("embedding", "embedding")), ("head", ("head", "kernel"))):
+        if (rows := leaves.get((NEW_TOKENS, name))) is not None:
+            merged[of] = np.array(jax.device_get(leaves[of]))
+            merged[of][list(config.new_tokens)] = np.asarray(jax.device_get(rows))
     return unflatten_dict(merged)
+
+
+def adapter_tensors(
+    config: ModelConfig, parameters: Any
+) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, np.ndarray]]:
+    """What is trained with LoRA, under Hugging Face names, on the host: factors (down [R, inputs], up [outputs, R]) of
+    each linear layer, and rows [T, D] of embedding and head. Layers that are parts of one here share their down.
+    """
+    leaves = flatten_dict(parameters)
+    factors = {}
+    for name, tensor in tensors_of(config, leaves).items():
+        down, up = (leaves.get((*tensor.path[:-1], part)) for part in ADAPTERS)
+        if tensor.path[-1] == "kernel" and down is not None and up is not None:
+            part = tensor.cut(np.asarray(jax.device_get(up)))
+            flat = np.asarray(jax.device_get(down)).reshape(config.lora_rank, -1)
+            factors[name.removesuffix(".weight")] = (flat, part.reshape(-1, config.lora_rank))
+    names = {"embedding": "model.embed_tokens", "head": "lm_head"}
+    rows = {name: leaves.get((NEW_TOKENS, of)) for of, name in names.items()}
+    return factors, {name: np.asarray(jax.device_get(own)) for name, own in rows.items() if own is not None}
 
 
 def _with_new_rows(tensor: np.ndarray, rows: int, new_rows: Mapping[int, int]) -> np.ndarray:
@@ -274,32 +298,13 @@ def _place(array: np.ndarray, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def save_parameters(
-    folder: Path, config: ModelConfig, parameters: Any, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write parameters as Hugging Face safetensors, in files of at most about `shard_bytes` each.
+def tensors_from(config: ModelConfig, parameters: Any, dtype: str | None = None) -> Iterator[tuple[str, np.ndarray]]:
+    """Parameters as Hugging Face tensors, one at a time.
 
     Args:
-        dtype: of what is written; default: as the parameters are.
+        dtype: of the tensors; default: as the parameters are.
     """
     leaves = flatten_dict(parameters)
-    shards: list[dict[str, np.ndarray]] = [{}]
-    sizes = [0]
     for name, tensor in tensors_of(config, leaves).items():
         array = tensor.write(np.asarray(jax.device_get(leaves[tensor.path])))
-        array = array if dtype is None else array.astype(jnp.dtype(dtype))
-        if shards[-1] and sizes[-1] + array.nbytes > shard_bytes:
-            shards.append({})
-            sizes.append(0)
-        shards[-1][name] = array
-        sizes[-1] += array.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
-        return
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, file))
-    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+        yield name, array if dtype is None else array.astype(jnp.dtype(dtype))

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from aspd_jax.pipeline.spans import BlockSpan
+from aspd_jax.pipeline.titles import unplanned
 
 _PLACES = "first|second|third|fourth|fifth|sixth|last|former|latter|previous|preceding|next|other|above|same"
 _THINGS = (
@@ -49,6 +50,7 @@ _NUMBER = re.compile(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?![\w])")
 _OPERAND = re.compile(r"(?<![\w.,])(\d+)(?=\s*[-+*/×÷x]\s*\$?\d)|[-+*/×÷x]\s*\$?(\d+)(?!\w)")
 _SYMBOL = re.compile(r"(?<![\w\\])([A-Za-z](?:_\w+|\d)?)\s*=(?!=)")
 _INNER_COUNTER = re.compile(r"(?m)^[ \t]*(\d{1,3})[.)][ \t]")
+REPEATED = 6  # words in a row
 
 
 def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
@@ -58,11 +60,12 @@ def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
         question: everything that was said before the answer.
     """
     texts = [answer[branch.start : branch.end] for branch in block.branches]
+    titles = unplanned([branch.title for branch in block.branches])
     before = f"{question}\n{answer[: block.start]}"
     for found in (
-        _duplicates([branch.title for branch in block.branches]),
+        _duplicates(titles),
         _references(texts),
-        _goes_on(block, texts),
+        _goes_on(titles, texts),
         _shared_counter(texts),
         _shared_results(before, texts),
         _shared_symbols(before, texts),
@@ -90,11 +93,11 @@ def _references(texts: Sequence[str]) -> Iterator[str]:
                 yield f"back reference: branch {number} says {found[0]!r}"
 
 
-def _goes_on(block: BlockSpan, texts: Sequence[str]) -> Iterator[str]:
-    for number, (branch, text) in enumerate(zip(block.branches, texts, strict=True), 1):
+def _goes_on(titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
+    for number, (title, text) in enumerate(zip(titles, texts, strict=True), 1):
         if number == 1:
             continue
-        if _GOES_ON.match(branch.title) or _GOES_ON.match(_after_title(branch.title, text)):
+        if _GOES_ON.match(title) or _GOES_ON.match(_after_title(title, text)):
             yield f"goes on: branch {number} begins as what follows something, {_start(text)!r}"
         if (found := _LEFT_OVER.search(text)) and any(_noun(found[0]) in earlier for earlier in texts[: number - 1]):
             yield f"goes on: branch {number} takes up {found[0]!r}"
@@ -152,3 +155,12 @@ def _shared_symbols(before: str, texts: Sequence[str]) -> Iterator[str]:
                 yield f"shared symbol: branch {number} uses {symbol}, which branch {by} defines"
         for symbol in own:
             defined.setdefault(symbol, number)
+
+
+def repetition(text: str) -> float:
+    """Share of the words of a text that go on with something it has said before: the last of six words in a row which
+    stand there for the second time. Models that go round in circles come close to 1, others stay near 0.
+    """
+    words = text.casefold().split()
+    runs = [tuple(words[end - REPEATED : end]) for end in range(REPEATED, len(words) + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0

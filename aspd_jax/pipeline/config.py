@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from aspd_jax.configuration import at_least
 from aspd_jax.endpoint import EndpointSection, Schema
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
+
+Titles = Literal["plan", "plain"]
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,15 @@ class SelectSection:
         min_tokens: shorter answers stay serial.
         max_branches: blocks with more stay serial.
         min_saved: passes that a block has to save, by its critical path.
+        max_repetition: records with an answer that repeats itself more than this are left out of both sets (share of
+            words that go on with what was said before, `aspd_jax.pipeline.checks.repetition`); 1: none are.
     """
 
     tokenizer: str = ""
     min_tokens: int = 128
     max_branches: int = 32
     min_saved: int = 1
+    max_repetition: float = 1.0
 
     def __post_init__(self) -> None:
         at_least("select.min_tokens", self.min_tokens, 0)
@@ -89,10 +94,12 @@ class DataConfig:
     Attributes:
         rules: propose blocks by the answer's form, without a model.
         check_references: refuse branches that refer to a sibling, count on, or use what a sibling works out.
+        titles: `plan`: with their number and how many there are (`aspd_jax.pipeline.titles.planned`); `plain`: without.
     """
 
     rules: bool = True
     check_references: bool = True
+    titles: Titles = "plan"
     teacher: TeacherSection = field(default_factory=TeacherSection)
     likelihood: LikelihoodSection = field(default_factory=LikelihoodSection)
     select: SelectSection = field(default_factory=SelectSection)
@@ -103,5 +110,6 @@ class DataConfig:
         return self.select.tokenizer or self.likelihood.model
 
     def __post_init__(self) -> None:
+        check_choice("titles", self.titles, Titles)
         if not self.rules and not (self.teacher.base_url and self.teacher.candidates):
             raise ConfigError("nothing proposes blocks: set rules, or teacher.base_url and teacher.candidates")

@@ -15,8 +15,9 @@ import numpy as np
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
-from aspd_jax.model.transformer import Transformer, head_kernel
+from aspd_jax.model.transformer import Transformer, lm_head
 from aspd_jax.pipeline.spans import BlockSpan
+from aspd_jax.pipeline.titles import unplanned
 
 PEAK_TOKENS = 8  # in a row, over which a rise is at its peak
 CHUNK = 128  # tokens whose logits are there at a time
@@ -44,7 +45,10 @@ class Row(NamedTuple):
 
 
 def encode(lm: LanguageModel, question: str, answer: str, blocks: Sequence[BlockSpan]) -> Row:
-    """Tokens of question and answer, every stretch encoded on its own; no tags, which the model need not know."""
+    """Tokens of question and answer, every stretch encoded on its own; no tags, which the model need not know.
+
+    The question stands in the model's chat template, if it has one.
+    """
     encode_text = lm.codec.text.encode
     tokens: list[int] = []
     position: list[int] = []
@@ -60,16 +64,17 @@ def encode(lm: LanguageModel, question: str, answer: str, blocks: Sequence[Block
         branch_of.extend([branch] * len(ids))
         counted.extend([counts] * len(ids))
 
-    put(encode_text(f"{question}\n\n"), 0, 0, 0, 0)
+    put(_prompt(lm, question), 0, 0, 0, 0)
     place = 0
     for index, block in enumerate(blocks, 1):
         put(encode_text(answer[place : block.start]), len(tokens), 0, 0, 0)
         begin = len(tokens)
-        for branch_index, branch in enumerate(block.branches, 1):
+        titles = unplanned([branch.title for branch in block.branches])
+        for branch_index, (branch, title) in enumerate(zip(block.branches, titles, strict=True), 1):
             number += 1
             text = answer[branch.start : branch.end]
-            lead = text.find(branch.title)
-            cut = lead + len(branch.title) if 0 <= lead <= 20 else 0
+            lead = text.find(title)
+            cut = lead + len(title) if 0 <= lead <= 20 else 0
             head, body = encode_text(text[:cut]) if cut else [], encode_text(text[cut:])
             put(head, begin, index, branch_index, 0 if body else number)
             put(body, begin + len(head), index, branch_index, number)
@@ -79,6 +84,13 @@ def encode(lm: LanguageModel, question: str, answer: str, blocks: Sequence[Block
     hidden = Layout(*(np.asarray(field, np.int32) for field in (position, ones, block_of, branch_of)))
     plain = Layout(np.arange(len(tokens), dtype=np.int32), ones, 0 * ones, 0 * ones)
     return Row(np.asarray(tokens, np.int32), hidden, plain, np.asarray(counted, np.int32))
+
+
+def _prompt(lm: LanguageModel, question: str) -> list[int]:
+    if not lm.tokenizer.chat_template:
+        return lm.codec.text.encode(f"{question}\n\n")
+    messages = [{"role": "user", "content": question}]
+    return list(lm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
 
 
 def rises(lm: LanguageModel, rows: Sequence[Row], size: int) -> Iterator[list[Rise]]:
@@ -118,7 +130,6 @@ def token_losses(model: Transformer, params: Any, tokens: jax.Array, layout: Lay
     branch is predicted by the last token before its block.
     """
     x: jax.Array = jnp.asarray(model.apply({"params": params}, tokens, layout, head=False))
-    kernel = head_kernel(model.config, params)
     B, S = tokens.shape
     first = (layout.branch != jnp.roll(layout.branch, 1, axis=1)) | (layout.block != jnp.roll(layout.block, 1, axis=1))
     serial = jnp.where(layout.branch == 0, jnp.arange(S)[None], -1)
@@ -129,7 +140,7 @@ def token_losses(model: Transformer, params: Any, tokens: jax.Array, layout: Lay
 
     def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden, targets = part
-        logits = jnp.asarray(hidden @ kernel, jnp.float32)
+        logits = lm_head(model.config, params, hidden)
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - chosen
 

@@ -23,14 +23,14 @@ from aspd_jax.endpoint import Unanswered, outside_event_loop
 from aspd_jax.errors import ConfigError, DataError, StructureError
 from aspd_jax.files import replacing, write_whole
 from aspd_jax.pipeline.annotate import agreement, annotate, independence
-from aspd_jax.pipeline.checks import find_dependence
+from aspd_jax.pipeline.checks import find_dependence, repetition
 from aspd_jax.pipeline.config import DataConfig
 from aspd_jax.pipeline.extract import propose
 from aspd_jax.pipeline.likelihood import encode, rises
 from aspd_jax.pipeline.measures import Count, Measures, best, estimate_tokens, measure, saved
 from aspd_jax.pipeline.report import Account, Report
 from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
-from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json, blocks_to_json, structure_of
+from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json, blocks_to_json, planned_block, structure_of
 from aspd_jax.pipeline.teacher import Teacher
 from aspd_jax.store import Store
 from aspd_jax.structure import plain_text, to_json
@@ -112,19 +112,17 @@ def answers_of(record: Conversation) -> Iterator[tuple[int, Answer]]:
 
 
 def counter(folder: str) -> Count:
-    """How tokens are counted: as the tokenizer of a folder has them, or an estimate where there is none.
+    """How tokens are counted: as the tokenizer of a model has them, or an estimate where none is named.
 
     Raises:
-        ConfigError: the folder holds no tokenizer.
+        ConfigError: the model has no tokenizer.
     """
     if not folder:
         return estimate_tokens
-    from transformers import AutoTokenizer
-
-    from aspd_jax.language_model import model_folder
+    from aspd_jax.formats import open_tokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_folder(folder))
+        tokenizer = open_tokenizer(folder)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{folder} holds no tokenizer that transformers can read: {error}") from None
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
@@ -146,6 +144,7 @@ class _Run:
             "propose": [
                 VERSION,
                 config.rules,
+                config.titles,
                 config.tokenizer,
                 s.min_tokens,
                 *asked,
@@ -235,6 +234,7 @@ class _Run:
             rejected += [{"stage": "align", "source": "teacher", "reason": reason} for reason in reasons]
             found += [_Candidate(f"teacher {n}", a.blocks, a.wording) for n, a in enumerate(made, 1) if a.blocks]
         kept: list[dict[str, Any]] = []
+        plan = self.config.titles == "plan"
         for candidate in found:
             try:
                 structure = structure_of(answer.text, candidate.blocks)
@@ -243,7 +243,8 @@ class _Run:
             except StructureError as error:
                 rejected.append({"stage": "integrity", "source": candidate.source, "reason": str(error)})
                 continue
-            kept.append(candidate._asdict() | {"blocks": blocks_to_json(candidate.blocks)})
+            blocks = [planned_block(block) for block in candidate.blocks] if plan else candidate.blocks
+            kept.append(candidate._asdict() | {"blocks": blocks_to_json(blocks)})
         return {"candidates": kept, "rejected": rejected}
 
     def _score(self, total: int) -> None:
@@ -371,6 +372,13 @@ class _Run:
         if missing:
             report.unanswered += 1
             put("rejected", base | {"stage": "teacher", "reason": missing[0]})
+            return
+        most = self.config.select.max_repetition
+        repeated = max(repetition(answer.text) for _, answer in answers_of(record))
+        if repeated > most:
+            report.repetitive += 1
+            reason = f"{repeated:.0%} of its words repeat what was said before, select.max_repetition is {most:.0%}"
+            put("rejected", base | {"stage": "repetition", "reason": reason})
             return
         plain: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in record.messages]
         structured = list(plain)

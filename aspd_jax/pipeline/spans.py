@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aspd_jax.errors import StructureError
+from aspd_jax.pipeline.titles import planned
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure
 
 
@@ -34,6 +35,12 @@ class BlockSpan:
     def end(self) -> int:
         """Past the last character."""
         return self.branches[-1].end
+
+
+def planned_block(block: BlockSpan) -> BlockSpan:
+    """The block with titles that tell their number and how many there are (`planned`)."""
+    titles = planned([branch.title for branch in block.branches])
+    return BlockSpan(tuple(replace(b, title=t) for b, t in zip(block.branches, titles, strict=True)))
 
 
 def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:

@@ -41,6 +41,23 @@ def titles_of(parts: Sequence[str]) -> list[str]:
     return titles
 
 
+def planned(titles: Sequence[str]) -> list[str]:
+    """Titles that tell their number and how many there are, as `2/5 Set clear goals`.
+
+    A model that has learned them decides once, at the first title, how many parts there will be. Without, it decides
+    after every title whether another follows, and going on is nearly always right; and no branch would know its number.
+    """
+    return [f"{number}/{len(titles)} {title}" for number, title in enumerate(titles, 1)]
+
+
+def unplanned(titles: Sequence[str]) -> list[str]:
+    """Inverse of `planned`; other titles stay as they are."""
+    starts = [f"{number}/{len(titles)} " for number in range(1, len(titles) + 1)]
+    if not all(title.startswith(start) for title, start in zip(titles, starts, strict=True)):
+        return list(titles)
+    return [title.removeprefix(start) for title, start in zip(titles, starts, strict=True)]
+
+
 def _body(part: str) -> str:
     """A part without the marker that it begins with, unless nothing else stands on its line."""
     text = part.strip()

@@ -21,7 +21,8 @@ class ModelSection:
     """A model under evaluation.
 
     Attributes:
-        path: checkpoint folder, or an embedded model.
+        path: a checkpoint: folder, GGUF file or name.
+        adapter: folder of an adapter for it (PEFT's format); empty: none.
         role: `aspd` answers in adaptive and in serial mode; `ori` (before fine-tuning) and `seq` (fine-tuned on plain
             answers) in serial mode.
         dtype: `float32` or `bfloat16`.
@@ -30,6 +31,7 @@ class ModelSection:
     """
 
     path: str = ""
+    adapter: str = ""
     role: Role = "aspd"
     dtype: str = "float32"
     weights: Weights = "float"

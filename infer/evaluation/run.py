@@ -77,7 +77,7 @@ def load(section: ModelSection) -> LanguageModel:
     Raises:
         CheckpointError: it has no tokenizer, or no template.
     """
-    lm = load_model(section.path, section.dtype, weights=section.weights)
+    lm = load_model(section.path, section.dtype, weights=section.weights, adapter=section.adapter or None)
     for_conversations(lm, section.path, section.chat_template)
     if lm.tokenizer.chat_template is None:
         raise CheckpointError(

@@ -1,0 +1,143 @@
+"""Tokenizers of GGUF files, built with the `tokenizers` library from the metadata alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from aspd_jax.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from aspd_jax.formats.gguf import Metadata
+
+CONTROL, USER_DEFINED = 3, 4  # llama.cpp's token types: special tokens, and others that are never split
+SPACE = "▁"  # what stands for a space in SentencePiece vocabularies
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Splitting(NamedTuple):
+    """How text is cut before its parts are merged.
+
+    Attributes:
+        pattern: a part; digits are parts of their own where `digits` says so.
+        whole_first: a part that is in the vocabulary is taken whole, whatever merges lead to it.
+    """
+
+    pattern: str
+    digits: bool = False
+    whole_first: bool = False
+
+
+# By `tokenizer.ggml.pre`.
+SPLITTINGS = {
+    "gpt-2": Splitting(GPT2),
+    "smollm": Splitting(GPT2, digits=True),
+    "llama-bpe": Splitting(LLAMA3, whole_first=True),
+    "tekken": Splitting(TEKKEN, whole_first=True),
+    "qwen2": Splitting(QWEN2),
+}
+
+
+def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
+    """The tokenizer of a GGUF file, with its chat template; None where the file holds none.
+
+    Raises:
+        CheckpointError: it is of a kind that is not supported.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind is None:
+        return None
+    if kind not in BUILDERS:
+        raise CheckpointError(
+            f"{metadata.path}: tokenizer {kind!r} is not supported; supported are {', '.join(BUILDERS)}"
+        )
+    tokens = [str(token) for token in metadata["tokenizer.ggml.tokens"]]
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    tokenizer = BUILDERS[kind](metadata, tokens)
+    for special in (True, False):
+        chosen = [t for t, of in zip(tokens, types, strict=True) if of == (CONTROL if special else USER_DEFINED)]
+        added = [AddedToken(token, special=special, normalized=False) for token in chosen]
+        tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
+    names = {}
+    for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if number is not None:
+            names[f"{role}_token"] = tokens[number]
+    if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in names:
+        bos = names["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
+        )
+    template = metadata.get("tokenizer.chat_template")
+    length = metadata.get(f"{metadata['general.architecture']}.context_length")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=template,
+        model_max_length=length,
+        clean_up_tokenization_spaces=False,
+        **names,
+    )
+
+
+def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
+    """Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM), from its merges."""
+    name = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    if name not in SPLITTINGS:
+        raise CheckpointError(
+            f"{metadata.path}: tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(SPLITTINGS)}"
+        )
+    splitting = SPLITTINGS[name]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_first))
+    cuts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
+    cuts += [pre_tokenizers.Split(Regex(splitting.pattern), "isolated")]
+    cuts += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
+    """SentencePiece BPE with byte fallback (Llama 2, Mistral, Gemma), its merges from the scores."""
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    merges = _merges(vocabulary, metadata["tokenizer.ggml.scores"])
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    steps: list[Any] = [normalizers.Prepend(SPACE)] if prefixed else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    back: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if prefixed else back)
+    return tokenizer
+
+
+def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """All ways to put a token together from two others: the likeliest token first, and of one token those with the
+    longest first part (the order in which `transformers` converts SentencePiece models).
+    """
+    found: list[tuple[float, int, str, str]] = []
+    for token, number in vocabulary.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                found.append((-scores[number], -cut, left, right))
+    return [(left, right) for *_, left, right in sorted(found, key=lambda merge: merge[:2])]
+
+
+BUILDERS: dict[str, Callable[[Metadata, Sequence[str]], Tokenizer]] = {
+    "gpt2": _byte_level,
+    "llama": _sentence_piece,
+}

@@ -1,0 +1,209 @@
+"""GGUF files: written here with the `gguf` library as llama.cpp's converter writes them; the real one where it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from safetensors.numpy import save_file
+
+from aspd_jax import build_layout, load_model
+from aspd_jax.errors import CheckpointError
+from aspd_jax.formats import open_checkpoint
+from aspd_jax.formats.gguf import INSIDE_LAYERS, OUTSIDE_LAYERS, halves_of_heads
+from tests.conftest import seeded_tensors, tiny_config, write_checkpoint
+from tests.make_parity import LLAMA3, QWEN2, prompt
+from tests.test_model import SPECIAL
+
+QWEN3: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+CASES = {
+    "llama": tiny_config(hidden_size=64, num_attention_heads=4),
+    "llama_tied": tiny_config(tie_word_embeddings=True),
+    "llama_linear": tiny_config(rope_scaling={"rope_type": "linear", "factor": 3.0}),
+    "llama_llama3": tiny_config(
+        hidden_size=128,
+        rope_theta=500000.0,
+        rope_scaling=LLAMA3 | {"factor": 8.0, "original_max_position_embeddings": 8192},
+    ),
+    "qwen2": tiny_config(**QWEN2),
+    "qwen2_yarn": tiny_config(
+        **QWEN2, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    ),
+    "qwen3": tiny_config(**QWEN3, head_dim=12, tie_word_embeddings=True),
+}
+
+
+def neighbours(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The order in which llama.cpp's converter puts rows of queries and keys of Llama models: pairs that are rotated
+    together stand together.
+    """
+    half = len(rows) // heads // 2
+    order = [head * 2 * half + pair + side * half for head in range(heads) for pair in range(half) for side in (0, 1)]
+    return rows[order]
+
+
+def write_gguf(
+    file: Path, config: dict[str, Any], kind: GGMLQuantizationType = GGMLQuantizationType.F32, **changes: Any
+) -> Path:
+    """A GGUF file of the seeded tiny model that `write_checkpoint` writes as a folder."""
+    family, heads = config["model_type"], config["num_attention_heads"]
+    writer = GGUFWriter(file, changes.get("architecture", family))
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") in ("linear", "yarn"):
+        writer.add_string(f"{family}.rope.scaling.type", scaling["rope_type"])
+        writer.add_rope_scaling_factor(scaling["factor"])
+    if scaling.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    if scaling.get("rope_type") == "llama3":
+        size = config["hidden_size"] // heads
+        plain = 1 / config["rope_theta"] ** (np.arange(0, size, 2) / size)
+        writer.add_tensor("rope_freqs.weight", (plain / llama3_frequencies(plain, scaling)).astype(np.float32))
+    writer.add_eos_token_id(0)
+    names = {value: key for key, value in {**INSIDE_LAYERS, **OUTSIDE_LAYERS}.items()}
+    for name, values in seeded_tensors(config).items():
+        stem, _, what = name.rpartition(".")
+        if stem.startswith("model.layers."):
+            _, _, layer, part = stem.split(".", 3)
+            name = f"blk.{layer}.{names[part]}.{what}"
+        else:
+            part, name = stem, f"{names[stem]}.{what}"
+        if family == "llama" and part.endswith(("q_proj", "k_proj")):
+            values = neighbours(values, heads if "q_proj" in part else config["num_key_value_heads"])
+        if values.ndim == 2 and values.shape[1] % 32 == 0 and kind != GGMLQuantizationType.F32:
+            writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def llama3_frequencies(plain: np.ndarray, scaling: dict[str, Any]) -> np.ndarray:
+    """Llama 3's scaled frequencies, as published with the model."""
+    length, low, high = (
+        scaling["original_max_position_embeddings"],
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+    )
+    found = []
+    for frequency in plain:
+        wavelength = 2 * np.pi / frequency
+        if wavelength < length / high:
+            found.append(frequency)
+        elif wavelength > length / low:
+            found.append(frequency / scaling["factor"])
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            found.append((1 - smooth) * frequency / scaling["factor"] + smooth * frequency)
+    return np.array(found)
+
+
+def logits_of(lm: Any) -> np.ndarray:
+    tokens = prompt()
+    return np.asarray(lm.model.apply({"params": lm.params}, tokens, build_layout(tokens, SPECIAL)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_is_the_folder_it_was_made_of(name: str, tmp_path: Path) -> None:
+    config = CASES[name]
+    folder, file = (
+        load_model(write_checkpoint(tmp_path / "in", config)),
+        load_model(write_gguf(tmp_path / "a.gguf", config)),
+    )
+    assert file.config == folder.config and file.end_ids == folder.end_ids == (0,)
+    assert file.context_length == folder.context_length
+    np.testing.assert_allclose(logits_of(file), logits_of(folder), atol=1e-4)
+
+
+def test_the_order_of_rotated_rows_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CASES["llama"]
+    folder, file = write_checkpoint(tmp_path / "in", config), write_gguf(tmp_path / "a.gguf", config)
+    monkeypatch.setattr("aspd_jax.formats.gguf.halves_of_heads", lambda values, heads: values)
+    assert np.abs(logits_of(load_model(file)) - logits_of(load_model(folder))).max() > 0.1
+
+
+def test_a_quantised_file_holds_what_its_format_says(tmp_path: Path) -> None:
+    """Q8_0: blocks of 32 numbers, each a signed byte times the block's scale in float16."""
+    config = CASES["llama"]
+    tensors = seeded_tensors(config)
+    for name, values in tensors.items():
+        if values.ndim == 2 and values.shape[1] % 32 == 0:
+            blocks = values.reshape(-1, 32)
+            exact = np.abs(blocks).max(axis=1, keepdims=True) / 127
+            tensors[name] = (
+                (np.rint(blocks / exact) * exact.astype(np.float16)).astype(np.float32).reshape(values.shape)
+            )
+    folder = write_checkpoint(tmp_path / "in", config)
+    save_file(tensors, folder / "model.safetensors")
+    file = write_gguf(tmp_path / "a.gguf", config, GGMLQuantizationType.Q8_0)
+    np.testing.assert_allclose(logits_of(load_model(file)), logits_of(load_model(folder)), atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "F16", "BF16"])
+def test_quantised_files(kind: str, tmp_path: Path) -> None:
+    config = CASES["llama"]
+    exact = logits_of(load_model(write_gguf(tmp_path / "exact.gguf", config)))
+    rounded = logits_of(load_model(write_gguf(tmp_path / "a.gguf", config, GGMLQuantizationType[kind])))
+    error = np.sqrt(((rounded - exact) ** 2).mean() / exact.var())
+    assert 1e-5 < error < (0.05 if kind in ("F16", "BF16") else 0.8)
+
+
+def test_conversion_gives_a_folder_that_loads_alike(tmp_path: Path) -> None:
+    from aspd import main
+
+    file = write_gguf(tmp_path / "a.gguf", CASES["llama_tied"])
+    assert main(["convert", str(file), "--output", str(tmp_path / "out")]) == 0
+    one, other = load_model(file), load_model(tmp_path / "out")
+    assert one.config == other.config and one.end_ids == other.end_ids
+    np.testing.assert_array_equal(logits_of(one), logits_of(other))
+    assert main(["convert", str(file), "--output", str(tmp_path / "out")]) == 2  # it is there already
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    config = CASES["llama"]
+    whole = write_gguf(tmp_path / "a.gguf", config).read_bytes()
+    for name, content, message in (
+        ("text", b"hello", "is cut off, or not a GGUF file"),
+        ("header", whole[:100], "is cut off, or not a GGUF file"),
+        ("tensors", whole[: len(whole) // 2], "is cut off, or not a GGUF file"),
+        ("last", whole[:-1000], "is cut off, or not a GGUF file"),
+    ):
+        (tmp_path / f"{name}.gguf").write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            load_model(tmp_path / f"{name}.gguf")
+    with pytest.raises(CheckpointError, match="architecture 'gpt2' is not supported; supported are llama"):
+        load_model(write_gguf(tmp_path / "b.gguf", config, architecture="gpt2"))
+    # An unknown number for how a tensor is quantised: the last field before its offset.
+    name = b"output_norm.weight"
+    at = whole.index(name) + len(name) + 4 + 8
+    (tmp_path / "c.gguf").write_bytes(whole[:at] + (77).to_bytes(4, "little") + whole[at + 4 :])
+    with pytest.raises(CheckpointError, match=r"\(77\) is not a valid GGMLQuantizationType"):
+        load_model(tmp_path / "c.gguf")
+
+
+def test_other_rope_factors_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "tests.test_gguf.llama3_frequencies", lambda plain, scaling: plain / np.linspace(1, 8, len(plain))
+    )
+    with pytest.raises(CheckpointError, match="other factors than Llama 3's"):
+        open_checkpoint(write_gguf(tmp_path / "a.gguf", CASES["llama_llama3"]))
+
+
+def test_halves_of_heads_undoes_the_converter() -> None:
+    rows = np.arange(24).reshape(12, 2)
+    assert (halves_of_heads(neighbours(rows, 3), 3) == rows).all()
