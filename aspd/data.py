@@ -42,6 +42,17 @@ def add(commands: Any) -> None:
     tasks.add_argument("--held-out", action="store_true", help="questions that are never written without this")
     tasks.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSONL")
 
+    questions = command(
+        kinds, "questions", run_questions, "Write questions of forms and topics, to be answered by a model."
+    )
+    questions.add_argument("config", help="YAML file, such as configs/smollm2/questions.yaml")
+    questions.add_argument("--count", type=int, default=3000, help="how many")
+    questions.add_argument("--held-out", action="store_true", help="questions that are never written without this")
+    questions.add_argument("--seed", type=int, default=0, help="which ones")
+    questions.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help="JSONL, for `aspd generate --input`"
+    )
+
 
 def run_build(options: argparse.Namespace) -> None:
     """`aspd data build`."""
@@ -102,6 +113,23 @@ def run_stats(options: argparse.Namespace) -> None:
         ]
     )
     print(json.dumps(found, indent=1) if options.json else "\n".join(statistics_table(found)))
+
+
+def run_questions(options: argparse.Namespace) -> None:
+    """`aspd data questions`."""
+    from aspd_jax.configuration import read_config
+    from aspd_jax.files import write_whole
+    from aspd_jax.pipeline.compose import Questions, compose
+
+    positive(options, "count")
+    made = compose(read_config(Questions, options.config), options.count, options.seed, options.held_out)
+    lines = (json.dumps({"id": n, "kind": kind, "prompt": text}) + "\n" for n, (text, kind) in enumerate(made, 1))
+    try:
+        write_whole(options.output, "".join(lines))
+    except OSError as error:
+        raise RequestError(f"--output {options.output}: {error.strerror}") from None
+    fewer = f"; there are no more than these, {options.count} were asked for" if len(made) < options.count else ""
+    print(f"{len(made)} questions written to {options.output}{fewer}")
 
 
 def run_tasks(options: argparse.Namespace) -> None:

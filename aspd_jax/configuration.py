@@ -93,11 +93,12 @@ def _build(kind: Any, values: Any, prefix: str, where: str, every: Sequence[str]
             made[key] = _build(hints[key], value, f"{name}.", where, every)
         elif get_origin(hints[key]) is dict:
             named = get_args(hints[key])[1]
-            of_section = list(_names(named, f"{name}.*."))
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}: {name} must hold a name and its settings for each, got {value!r}")
             made[key] = {
-                str(one): _build(named, settings, f"{name}.{one}.", where, of_section)
+                str(one): _build(named, settings, f"{name}.{one}.", where, list(_names(named, f"{name}.*.")))
+                if is_dataclass(named)
+                else _value(named, settings, f"{name}.{one}", where)
                 for one, settings in value.items()
             }
         else:

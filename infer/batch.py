@@ -28,11 +28,12 @@ STEPS = 256  # passes between two looks at who has ended
 
 
 class Item(NamedTuple):
-    """A line of the input: its number, what it is called, and the prompt."""
+    """A line of the input: its number, what it is called, the prompt, and what the line calls it."""
 
     line: int
     id: Any
     prompt: Prompt
+    source: dict[str, Any]
 
 
 class Outcome(NamedTuple):
@@ -63,7 +64,8 @@ def read_prompts(file: Path, chat: bool) -> list[Item]:
         else:
             problems.append(f'line {number}: it must hold "prompt", a string, or "messages", a list of messages')
             continue
-        items.append(Item(number, record.get("id", number), whole))
+        source = {"prompt": prompt} if messages is None else {"messages": messages}
+        items.append(Item(number, record.get("id", number), whole, source))
     refuse(file, problems)
     if not items:
         raise DataError(f"{file} holds no prompt")
@@ -127,8 +129,12 @@ def generate_file(
 
 
 def _record(item: Item, result: Result) -> dict[str, Any]:
+    source = dict(item.source)
+    if "messages" in source:  # with its answer a conversation, as `aspd data build` reads it
+        source["messages"] = [*source["messages"], {"role": "assistant", "content": result.text}]
     return {
         "id": item.id,
+        **source,
         "text": result.text,
         "structure": to_json(result.structure),
         "finish_reason": result.finish_reason,

@@ -34,19 +34,43 @@ def penalise_repetition(
 
 
 def restrict(logits: jax.Array, request: Request) -> jax.Array:
-    """Drop what top-k, top-p and min-p exclude, in this order; logits [L, V] are at temperature already."""
-    size = logits.shape[-1]
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    top_k = jnp.where(request.top_k > 0, jnp.minimum(request.top_k, size), size)[:, None]
-    bound = jnp.take_along_axis(ordered, top_k - 1, axis=-1)
-    ordered = jnp.where(ordered >= bound, ordered, -jnp.inf)
-    share = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(share, axis=-1) - share
-    top_p = request.top_p[:, None]
-    kept = (before < top_p) | (top_p >= 1.0)  # rounding can bring the sum to 1 before the last token
-    kept = kept.at[..., 0].set(True) & (share >= request.min_p[:, None] * share[..., :1]) & (ordered > -jnp.inf)
-    bound = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits >= bound, logits, -jnp.inf)
+    """Drop what top-k, top-p and min-p exclude, in this order; logits [L, V] are at temperature already.
+
+    What is kept are always the largest logits, and those equal to the smallest of them. So all it takes is a bound, and
+    no logits are sorted.
+    """
+    size, keys = logits.shape[-1], _ordered(logits)
+    lowest = jnp.min(keys, axis=-1)
+
+    def by_count() -> jax.Array:
+        wanted = jnp.where(request.top_k > 0, jnp.minimum(request.top_k, size), size)
+        return _bound(keys, jnp.ones_like(logits), wanted.astype(logits.dtype))
+
+    bound = jax.lax.cond(jnp.any(request.top_k > 0), by_count, lambda: lowest)
+    logits = jnp.where(keys >= bound[:, None], logits, -jnp.inf)
+    share = jax.nn.softmax(logits, axis=-1)
+    limited = request.top_p < 1.0
+    nucleus = jax.lax.cond(jnp.any(limited), lambda: _bound(keys, share, request.top_p), lambda: lowest)
+    kept = (keys >= nucleus[:, None]) | ~limited[:, None]
+    kept &= share >= request.min_p[:, None] * jnp.max(share, axis=-1, keepdims=True)
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def _ordered(logits: jax.Array) -> jax.Array:
+    """uint32 of the same order as float32."""
+    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
+    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _bound(keys: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
+    """uint32 [L]: the largest key such that all from there on weigh as much as wanted, [L]; found bit by bit."""
+
+    def bit(number: jax.Array, bound: jax.Array) -> jax.Array:
+        higher = bound | (jnp.uint32(1 << 31) >> number.astype(jnp.uint32))
+        enough = jnp.sum(jnp.where(keys >= higher[:, None], weight, 0), axis=-1) >= wanted
+        return jnp.where(enough, higher, bound)
+
+    return jax.lax.fori_loop(0, 32, bit, jnp.zeros(keys.shape[:1], jnp.uint32))
 
 
 def lane_keys(state: DecodeState, lanes: Lanes) -> jax.Array:

@@ -109,6 +109,8 @@ def conversation(row: Any, number: int) -> Conversation | Unreadable:
         messages = tuple(_messages(row))
         if not any(role == "assistant" and content.strip() for role, content in messages):
             raise DataError("it holds no answer")
+        if row.get("finish_reason") == "length":
+            raise DataError('its answer was cut off: "finish_reason" is "length"')
         for _, content in messages:
             content.encode()  # lone surrogates, which JSON can hold and no file can
     except UnicodeEncodeError:

@@ -1,0 +1,100 @@
+"""Questions from forms and topics: what a model is asked, so that it learns from its own answers."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from zlib import crc32
+
+from aspd_jax.errors import ConfigError
+
+SLOT = re.compile(r"\{(\w+)\}")
+NUMBER = "n"
+HELD_OUT_EVERY = 16  # one question in so many is held out
+
+
+@dataclass(frozen=True)
+class Group:
+    """Forms that have a share of all questions in common. A form is a question with `{topic}` places in it."""
+
+    share: float
+    forms: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What questions are made of.
+
+    Attributes:
+        topics: what may stand in each place of a form.
+        numbers: what may stand for `{n}`.
+        groups: forms, by kind of question.
+    """
+
+    topics: dict[str, tuple[str, ...]]
+    groups: dict[str, Group]
+    numbers: tuple[str, ...] = field(default=("three", "five", "10"))
+
+    def __post_init__(self) -> None:
+        for name, group in self.groups.items():
+            if not group.forms or group.share <= 0:
+                raise ConfigError(f"groups.{name} needs forms, and a share above 0")
+            for form in group.forms:
+                unknown = set(SLOT.findall(form)) - {NUMBER, *self.topics}
+                if unknown:
+                    there = ", ".join(sorted({NUMBER, *self.topics}))
+                    raise ConfigError(f"groups.{name}: {form!r} has a place {unknown.pop()!r}; topics are {there}")
+
+
+def held_out(question: str) -> bool:
+    """Whether a question is among those that are never trained on; it is decided by its text."""
+    return crc32(question.encode()) % HELD_OUT_EVERY == 0
+
+
+def compose(of: Questions, count: int, seed: int, apart: bool) -> list[tuple[str, str]]:
+    """So many different questions, each with the name of its group, in random order; or all that there are.
+
+    A group that has too few gives its share to the others. Within a group, forms take turns.
+
+    Args:
+        apart: the held-out questions; else the others.
+    """
+    chance = random.Random(seed)
+    left = {name: _turns(of, group, chance, apart) for name, group in of.groups.items()}
+    taken: dict[str, list[str]] = {name: [] for name in of.groups}
+    while left and sum(map(len, taken.values())) < count:
+        name = min(left, key=lambda group: (len(taken[group]) + 1) / of.groups[group].share)
+        question = next(left[name], None)
+        if question is None:
+            del left[name]
+        else:
+            taken[name].append(question)
+    questions = [(question, name) for name, some in taken.items() for question in some]
+    chance.shuffle(questions)
+    return questions
+
+
+def _turns(of: Questions, group: Group, chance: random.Random, apart: bool) -> Iterator[str]:
+    forms = [_of_form(of, form, chance, apart) for form in group.forms]
+    while forms:
+        for form in list(forms):
+            question = next(form, None)
+            if question is None:
+                forms.remove(form)
+            else:
+                yield question
+
+
+def _of_form(of: Questions, form: str, chance: random.Random, apart: bool) -> Iterator[str]:
+    """All questions of a form in random order, with a random number in each."""
+    slots = [name for name in dict.fromkeys(SLOT.findall(form)) if name != NUMBER]
+    choices = list(product(*(of.topics[name] for name in slots)))
+    chance.shuffle(choices)
+    for chosen in choices:
+        values = dict(zip(slots, chosen, strict=True)) | {NUMBER: chance.choice(of.numbers)}
+        question = form.format(**values)
+        if held_out(question) == apart:
+            yield question

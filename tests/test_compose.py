@@ -1,0 +1,93 @@
+"""Questions from forms and topics: different ones, in their shares, and never one of a benchmark."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from aspd import main
+from aspd_jax.configuration import config_from_dict, read_config
+from aspd_jax.errors import ConfigError
+from aspd_jax.pipeline.compose import Questions, compose, held_out
+from tests.conftest import ROOT, SHARED
+
+FILE = ROOT / "configs" / "smollm2" / "questions.yaml"
+SMALL = {
+    "topics": {"a": ["x", "y", "z"], "b": ["1", "2", "3", "4"]},
+    "groups": {
+        "one": {"share": 1, "forms": ["{a}?", "{n} of {a} and {b}?"]},
+        "two": {"share": 3, "forms": ["{b}!", "say {a} to {b}", "{a} {b} {n}"]},
+    },
+    "numbers": ["five"],
+}
+
+
+def test_questions_are_all_there_is_each_once() -> None:
+    of = config_from_dict(Questions, SMALL, "here")
+    both = [*compose(of, 1000, 0, False), *compose(of, 1000, 0, True)]
+    assert len(both) == len(set(both)) == 3 + 12 + 4 + 12 + 12
+    assert ("five of x and 3?", "one") in both and ("say z to 4", "two") in both
+    assert all(not held_out(text) for text, _ in compose(of, 1000, 0, False))
+
+
+def test_shares_and_turns() -> None:
+    of = config_from_dict(Questions, SMALL, "here")
+    groups = Counter(group for _, group in compose(of, 16, 0, False))
+    assert groups == {"one": 4, "two": 12}
+    forms = Counter("!" in text for text, group in compose(of, 12, 1, False) if group == "two")
+    assert forms[True] == 3  # a third of them
+    assert compose(of, 12, 0, False) == compose(of, 12, 0, False) != compose(of, 12, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"groups": {"one": {"share": 1, "forms": ["{c}?"]}}},
+            r"groups.one: '\{c\}\?' has a place 'c'; topics are a, b, n",
+        ),
+        ({"groups": {"one": {"share": 0, "forms": ["{a}?"]}}}, "groups.one needs forms, and a share above 0"),
+        ({"topics": {"a": 3}}, "topics.a must be a list of strings, got 3"),
+        ({"topics": ["a"]}, "topics must hold a name and its settings for each"),
+    ],
+)
+def test_mistakes_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(Questions, SMALL | change, "here")
+
+
+def test_our_own_are_enough_and_in_no_benchmark() -> None:
+    of = read_config(Questions, FILE)
+    ours = {text for apart in (False, True) for text, _ in compose(of, 10**6, 0, apart)}
+    assert len(ours) > 4000
+    theirs = set()
+    for file in ("vicuna_bench/question.jsonl", "mt_bench/question.jsonl"):
+        path = SHARED / "data" / file
+        if not path.exists():
+            pytest.skip(f"{path.name} is not here")
+        theirs |= {turn for line in path.read_text().splitlines() for turn in json.loads(line)["turns"]}
+    assert not {_bare(text) for text in ours} & {_bare(text) for text in theirs}
+    # Nor with other words around it: no eight words in a row are the same.
+    assert not {run for text in ours for run in _runs(text)} & {run for text in theirs for run in _runs(text)}
+    assert any(run in set(_runs("a b c d e f g h i")) for run in _runs("x a b c d e f g h"))
+
+
+def _bare(text: str) -> str:
+    return "".join(char for char in text.casefold() if char.isalnum())
+
+
+def _runs(text: str) -> list[tuple[str, ...]]:
+    words = text.casefold().split()
+    return [tuple(words[at : at + 8]) for at in range(len(words) - 7)]
+
+
+def test_the_command_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "q.jsonl"
+    assert main(["data", "questions", str(FILE), "--count", "40", "--output", str(file)]) == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) == len({row["prompt"] for row in rows}) == 40 and {"id", "kind", "prompt"} == set(rows[0])
+    assert main(["data", "questions", str(FILE), "--count", "99999", "--output", str(file)]) == 0
+    assert "there are no more than these, 99999 were asked for" in capsys.readouterr().out
