@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from infer.budget import branch_budget
+from infer.grammar import repeated_title
 from infer.recogniser import BRANCH_END, CONTINUES, END, PARALLEL_START, TEXT, TITLE_END, TITLE_START
 from infer.state import (
     FORK,
@@ -76,8 +78,15 @@ def _advance_serial(state: DecodeState, protocol: Protocol, token: jax.Array) ->
     chain = jnp.where(node == 0, 0, jnp.where(continues, state.chain + 1, 1))
     opens_title = kind == TITLE_START
     closes_title = (rule == TITLE) & (kind == TITLE_END)
-    forks = (rule == TITLED) & (kind == PARALLEL_START)
-    extends_title = (rule == TITLE) & ~closes_title
+    # A title that repeats another ends the list: it is discarded, and `<|para|>` stands where it began.
+    discards = closes_title & (state.titles >= 2) & repeated_title(state) & protocol.distinct_titles
+    own = jnp.sum(jnp.where(jnp.arange(protocol.max_branches) == state.titles[:, None], state.title_length, 0), axis=1)
+    discarded = jnp.where(discards, 1 + own, 0)
+    closes_title &= ~discards
+    token = jnp.where(discards, protocol.special.parallel_start, token)
+    position -= jnp.where(discards, 1 + own, 0)
+    forks = ((rule == TITLED) & (kind == PARALLEL_START)) | discards
+    extends_title = (rule == TITLE) & ~closes_title & ~discards
     stays_titled = (rule == TITLED) & ~opens_title & ~forks
     ends = (rule == SERIAL) & (kind == END)
 
@@ -98,7 +107,9 @@ def _advance_serial(state: DecodeState, protocol: Protocol, token: jax.Array) ->
     after = state._replace(titles=titles, title_length=title_length)
     due = jnp.sum(head_lengths(after, protocol), axis=1) + len(tags.parallel_end)  # heads and `<|/para|>`
     remaining = state.remaining - 1 - jnp.where(forks, due, 0)
-    out_of_budget = (remaining <= 0) & ~ends & ~forks
+    is_content = (rule == SERIAL) & ~opens_title & ~ends
+    content = state.content - is_content
+    out_of_budget = ((remaining <= 0) | (is_content & (content <= 0))) & ~ends & ~forks
     phase = jnp.select([opens_title | extends_title, closes_title | stays_titled, forks], [TITLE, TITLED, FORK], SERIAL)
     none_yet = jnp.zeros_like(state.branch_offset)
     return after._replace(
@@ -116,9 +127,13 @@ def _advance_serial(state: DecodeState, protocol: Protocol, token: jax.Array) ->
         branch_live=(number < titles[:, None]) & forks[:, None],
         branch_closing=none_yet.astype(bool),
         remaining=remaining,
+        content=content,
         block_budget=jnp.where(forks, remaining, state.block_budget),
+        block_content=jnp.where(forks, content, state.block_content),
+        hide_from=jnp.where(discards, position, state.hide_from),
+        discarded=state.discarded + discarded,
         sampled=state.sampled + 1,
-        critical_path=state.critical_path + 1,
+        critical_path=state.critical_path + 1 - discarded,
         blocks=state.blocks + forks,
         branches=state.branches + jnp.where(forks, titles, 0),
     )
@@ -140,9 +155,12 @@ def _advance_block(
     branch_sampled = state.branch_sampled + did
     done = ~jnp.any(live, axis=1)
     remaining = state.remaining - jnp.sum(did, axis=1)
+    content = state.content - jnp.sum(did & ~closes, axis=1)
+    within = state.branch_sampled + protocol.tags.branch_end_cost < state.request.max_branch_tokens[:, None]
+    forced = ~(branch_budget(state, protocol).affordable & within) & ~state.branch_closing
     return state._replace(
         phase=jnp.where(done, MERGE, PARALLEL),
-        finish=jnp.where(done & (remaining <= 0), LENGTH, RUNNING),
+        finish=jnp.where(done & ((remaining <= 0) | (content <= 0)), LENGTH, RUNNING),
         branch_token=jnp.where(did, token, state.branch_token),
         branch_node=jnp.where(did, node, state.branch_node),
         branch_closing=state.branch_closing | must_close,
@@ -150,5 +168,7 @@ def _advance_block(
         branch_sampled=branch_sampled,
         branch_live=live,
         remaining=remaining,
+        content=content,
+        cut=state.cut | jnp.any(closes & forced, axis=1),
         critical_path=state.critical_path + jnp.where(done, jnp.max(branch_sampled, axis=1), 0),
     )

@@ -42,6 +42,7 @@ class Statistics:
         passes: forward passes after prefill.
         critical_path: passes that had to follow one another, plus one.
         blocks, branches: of the answer.
+        discarded_tokens: of titles that repeated another of their block; these took passes, too.
         drafted_tokens, accepted_tokens: guesses fed, and those of them that were right.
         seconds: wall time since the request by phase: queued, prefill, serial, parallel (fork and merge included),
             and total; and first_token, when the first token was there. In a batch, a pass counts in full for every
@@ -56,6 +57,7 @@ class Statistics:
     critical_path: int
     blocks: int
     branches: int
+    discarded_tokens: int
     drafted_tokens: int
     accepted_tokens: int
     seconds: dict[str, float] = field(default_factory=dict)
@@ -78,7 +80,8 @@ class Result:
         text: the plain text.
         structure: serial stretches and blocks.
         token_ids: the linearisation, end of text included if it was sampled.
-        finish_reason: `stop` (end of text or a stop string), `length`, or None while it grows.
+        finish_reason: `stop` (end of text or a stop string), `length` (the budget ended it, or one of its branches), or
+            None while it grows.
         stats: what it cost.
         prompt_token_ids: the prompt.
     """
@@ -121,6 +124,8 @@ class Reading:
         tokens, layout: what is in the cache, prompt included, [T], by slot.
         slots: of the cache that are in use.
         drafted, accepted: guesses fed, and those of them that were right.
+        discarded: tokens of titles that repeated another.
+        cut: whether the budget ended a branch.
     """
 
     answer: Answer
@@ -131,6 +136,8 @@ class Reading:
     slots: int
     drafted: int
     accepted: int
+    discarded: int = 0
+    cut: bool = False
 
     def cached(self) -> tuple[np.ndarray, int]:
         """Tokens in the cache in the order of the linearisation; so many slots hold the first ones in this order."""
@@ -197,6 +204,8 @@ def _reading(shot: Snapshot, index: int, protocol: Protocol, reader: TextReader 
         slots=slots,
         drafted=int(state.drafted[index]),
         accepted=int(state.accepted[index]),
+        discarded=int(state.discarded[index]),
+        cut=bool(state.cut[index]),
     )
 
 
@@ -268,10 +277,11 @@ def result(
         critical_path=reading.critical_path,
         blocks=len(blocks),
         branches=sum(len(block.branches) for block in blocks),
+        discarded_tokens=reading.discarded,
         drafted_tokens=reading.drafted,
         accepted_tokens=reading.accepted,
         seconds=dict(seconds),
     )
-    reason = {RUNNING: None, STOP: "stop", LENGTH: "length"}[answer.finish]
+    reason = {RUNNING: None, STOP: "length" if reading.cut else "stop", LENGTH: "length"}[answer.finish]
     tokens = [int(token) for token in answer.token_ids]
     return Result(plain_text(structure), tuple(structure), tokens, reason, stats, list(job.prompt))

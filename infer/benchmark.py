@@ -160,6 +160,7 @@ def _decoding_state(lm: LanguageModel, protocol: Protocol, context: int, width: 
         branch_live=live,
         branch_token=jnp.where(live, jnp.arange(protocol.max_branches)[None] + 1, 0),
         block_budget=jnp.copy(state.remaining),
+        block_content=jnp.copy(state.content),
     )
 
 

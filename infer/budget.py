@@ -26,17 +26,23 @@ def branch_budget(state: DecodeState, protocol: Protocol) -> BranchBudget:
     Branches that wait (`branch_cap`) or run ahead must not change an answer. So whether a branch may take its s-th
     token freely is decided as if every branch took one token per pass: all of them have taken s - 1, as far as they
     are that long, those that are long enough take one now, and each of these still needs its closing tag. Branches
-    behind are taken to be long enough; where that decides, it is not known yet, and the branch has to wait.
+    behind are taken to be long enough; where that decides, it is not known yet, and the branch has to wait. The same
+    holds for the budget of plain text, which closing tags are no part of.
     """
     exists = jnp.arange(state.branch_live.shape[1])[None] < state.titles[:, None]
     taken = state.branch_sampled[:, :, None]  # of the branch whose token it is
     others = state.branch_sampled[:, None, :]
     still = (state.branch_live & exists)[:, None, :]
-    before = jnp.where(still, taken, jnp.minimum(others, taken))
-    now = still | (others > taken)
-    spent = jnp.sum(jnp.where(exists[:, None, :], before, 0), axis=2)
-    needed = (1 + protocol.tags.branch_end_cost) * jnp.sum(now & exists[:, None, :], axis=2)
-    affordable = state.block_budget[:, None] - spent >= needed
+
+    def enough(budget: jax.Array, others: jax.Array, each: int) -> jax.Array:
+        """Whether a budget holds what all have taken, and `each` for every branch that takes one now."""
+        before = jnp.where(still, taken, jnp.minimum(others, taken))
+        now = (still | (others > taken)) & exists[:, None, :]
+        spent = jnp.sum(jnp.where(exists[:, None, :], before, 0), axis=2)
+        return budget[:, None] - spent >= each * jnp.sum(now, axis=2)
+
+    affordable = enough(state.block_budget, others, 1 + protocol.tags.branch_end_cost)
+    affordable &= enough(state.block_content, others - 1, 1)  # what has closed took its tag last, which is no content
     behind = jnp.any(still & (others < taken), axis=2)
     return BranchBudget(affordable, affordable | ~behind)
 

@@ -96,6 +96,7 @@ class Engine:
             max_branches=max_branches,
             max_title_tokens=max_title_tokens,
             draft_tokens=draft_tokens,
+            distinct_titles=text_tags is None,
             text_tags=written,
             mesh=lm.mesh,
         )

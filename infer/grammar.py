@@ -34,12 +34,17 @@ def allowed(state: DecodeState, protocol: Protocol, lanes: Lanes) -> jax.Array:
     return jnp.where((lanes.lane == 0)[:, None], serial, branch)
 
 
-def legal_tokens(state: DecodeState, lanes: Lanes, rule: jax.Array) -> jax.Array:
-    """Bool [L, V]: the tokens that stand for allowed classes, bool [L, 9], or go on with a tag of one."""
+def legal_tokens(state: DecodeState, protocol: Protocol, lanes: Lanes) -> jax.Array:
+    """Bool [L, V]: the tokens that stand for allowed classes, or go on with a tag of one."""
+    rule = allowed(state, protocol, lanes)
     classes = jnp.arange(CLASSES)
     tag = (classes >= TITLE_START) & (classes <= BRANCH_END)
     bits = jnp.sum(rule * (1 << classes) + (rule & tag) * (1 << (PROGRESS + classes)), axis=1).astype(jnp.uint16)
-    return (state.recogniser.bits[lane_node(state, lanes)] & bits[:, None]) > 0
+    legal = (state.recogniser.bits[lane_node(state, lanes)] & bits[:, None]) > 0
+    if not protocol.distinct_titles:
+        return legal
+    barred = jnp.where(lanes.lane == 0, barred_token(state)[lanes.row], -1)
+    return legal & (jnp.arange(legal.shape[1]) != barred[:, None])
 
 
 def lane_node(state: DecodeState, lanes: Lanes) -> jax.Array:
@@ -47,6 +52,48 @@ def lane_node(state: DecodeState, lanes: Lanes) -> jax.Array:
     serial = jnp.where(state.phase == MERGE, 0, state.node)[lanes.row]
     in_branch = state.branch_node[lanes.row, jnp.maximum(lanes.lane - 1, 0)]
     return jnp.where(lanes.lane > 0, in_branch, serial)
+
+
+def _names(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+    """Titles without the markers that they begin with: tokens int32 [B, N, T], -1 behind them, and lengths [B, N].
+
+    A title of nothing but markers keeps them.
+    """
+    place = jnp.arange(state.title_tokens.shape[2])
+    inside = place < state.title_length[..., None]
+    markers = jnp.sum(jnp.cumprod(inside & state.recogniser.marker[state.title_tokens], axis=2), axis=2)
+    skipped = jnp.where(markers < state.title_length, markers, 0)
+    at = jnp.minimum(place + skipped[..., None], place.size - 1)
+    length = state.title_length - skipped
+    return jnp.where(place < length[..., None], jnp.take_along_axis(state.title_tokens, at, axis=2), -1), length
+
+
+def repeated_title(state: DecodeState) -> jax.Array:
+    """Bool [B]: whether the title under way is an earlier one of its block, their markers aside."""
+    names, length = _names(state)
+    number = jnp.arange(length.shape[1])[None]
+    own = jnp.sum(jnp.where((number == state.titles[:, None])[..., None], names, 0), axis=1, keepdims=True)
+    return jnp.any(jnp.all(names == own, axis=2) & (number < state.titles[:, None]), axis=1)
+
+
+def barred_token(state: DecodeState) -> jax.Array:
+    """int32 [B]: the token that would make a block's second title repeat the first, their markers aside; -1: none.
+
+    A block needs two titles, so the second cannot be discarded as later ones are that repeat another.
+    """
+    names, lengths = _names(state)
+    first, size = names[:, 0], lengths[:, 0]
+    tokens, length = state.title_tokens[:, 1], state.title_length[:, 1]
+    place = jnp.arange(tokens.shape[1])
+    marked = state.recogniser.marker[tokens] & (place < length[:, None])
+    markers = jnp.sum(jnp.cumprod(marked, axis=1), axis=1)
+    # The next token may be the first one after the markers. A first title of nothing but markers is compared with them.
+    skipped = jnp.where(state.recogniser.marker[jnp.maximum(first[:, 0], 0)], 0, markers)
+    at = jnp.minimum(place + skipped[:, None], place.size - 1)
+    alike = (jnp.take_along_axis(tokens, at, axis=1) == first) | (place >= (length - skipped)[:, None])
+    completes = (length - skipped == size - 1) & jnp.all(alike, axis=1)
+    last = jnp.take_along_axis(first, jnp.maximum(size - 1, 0)[:, None], axis=1)[:, 0]
+    return jnp.where((state.phase == TITLE) & (state.titles == 1) & completes, last, -1)
 
 
 def _close_cost(titles: jax.Array, title_tokens: jax.Array, protocol: Protocol) -> jax.Array:
@@ -71,7 +118,7 @@ def _serial_rule(state: DecodeState, protocol: Protocol) -> jax.Array:
     another = of_title + len(tags.branch_start) + 1 + len(protocol.separator) + tags.branch_end_cost
 
     smallest = 2 * of_title + _close_cost(jnp.asarray(2), jnp.asarray(2), protocol)
-    may_open = state.request.adaptive & (remaining >= smallest) & (limit >= 2)
+    may_open = state.request.adaptive & (remaining >= smallest) & (limit >= 2) & (state.content >= 2)
 
     # In a title: one more token, its copy in the head, and then everything that has to follow. Tokens that may turn
     # out to begin a tag count as text until they do.

@@ -82,7 +82,8 @@ def new_state(
 ) -> DecodeState:
     """A state of empty rows with so many slots each; tags are the special tokens where no recogniser is given."""
     if recogniser is None:
-        recogniser = of_tokens(lm.config.vocabulary, protocol.special.ids, protocol.end, protocol.forbidden)
+        codec = None if lm.tokenizer is None else lm.codec.text
+        recogniser = of_tokens(lm.config.vocabulary, protocol.special.ids, protocol.end, protocol.forbidden, codec)
     cache = empty_cache(lm.config, batch, capacity, lm.mesh)
     request, tables = jax.tree.map(jnp.asarray, (_request([], batch), recogniser))
     return settle(empty_state(protocol, cache, request, tables), lm.mesh)
@@ -130,6 +131,7 @@ def begin(
         position=column(lambda p: p.layout.position[-1]),
         block=column(lambda p: p.layout.block.max()),
         budget=column(lambda p: p.job.budget),
+        content=column(lambda p: p.job.params.max_content_tokens or p.job.budget),
         stride=longest_head + column(lambda p: p.job.params.max_branch_tokens),
     )
     return admit(state, column(lambda p: p.row, batch), _request([p.job for p in prompts], size), admission)

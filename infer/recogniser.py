@@ -31,19 +31,24 @@ class Recogniser(NamedTuple):
     Attributes:
         next: uint8 [S, V], the node after it; from S on, S + the class of what it completes (or is by itself).
         bits: uint16 [S, V], bit c: it may stand where class c is allowed; see `PROGRESS` and `CONTINUES`.
+        marker: bool [V], it has neither letter nor word in it: digits, blanks and punctuation, as in "3/5 " and "2. ".
     """
 
     next: np.ndarray
     bits: np.ndarray
+    marker: np.ndarray
 
 
-def of_tokens(vocabulary: int, tags: Sequence[int], end: Sequence[int], other: Sequence[int]) -> Recogniser:
+def of_tokens(
+    vocabulary: int, tags: Sequence[int], end: Sequence[int], other: Sequence[int], codec: TextCodec | None = None
+) -> Recogniser:
     """Tags that are single tokens.
 
     Args:
         tags: ids in the order of `TAGS`; negative: there is none.
         end: ids that end an answer.
         other: further ids that may stand in serial text only.
+        codec: None: no token is known to be a marker.
     """
     kind = np.full(vocabulary, TEXT, np.uint8)
     kind[[token for token in other if token < vocabulary]] = OTHER
@@ -52,7 +57,12 @@ def of_tokens(vocabulary: int, tags: Sequence[int], end: Sequence[int], other: S
             kind[token] = of_tag
     kind[list(end)] = END
     following = np.where(kind == TEXT, 0, 1 + kind).astype(np.uint8)
-    return Recogniser(following[None], (1 << kind.astype(np.uint16))[None])
+    marker = np.zeros(vocabulary, bool)
+    if codec is not None:
+        # A token that is a part of a character may be a part of a letter.
+        texts = pieces(codec, vocabulary)
+        marker[:] = [bool(text) and not any(char.isalpha() or char == "\ufffd" for char in text) for text in texts]
+    return Recogniser(following[None], (1 << kind.astype(np.uint16))[None], marker)
 
 
 @dataclass(frozen=True)
@@ -145,7 +155,7 @@ def of_text(codec: TextCodec, vocabulary: int, tags: TextTags, end: Sequence[int
                 leads = (1 << kind) | (1 << (PROGRESS + kind))
                 if not (bits[place] & leads).any():
                     raise TokenizerError(f"this tokenizer has no token that goes on with {tag!r} after {head!r}")
-    return Recogniser(following.astype(np.uint8), bits)
+    return Recogniser(following.astype(np.uint8), bits, alone.marker)
 
 
 def _beginning_alike(by_text: list[tuple[str, int]], rest: str) -> list[int]:

@@ -99,6 +99,7 @@ def replay(lm: LanguageModel, protocol: Protocol, prompt: Sequence[int], answer:
         protocol,
         separator=_separator(blocks, protocol.separator),
         max_branches=_room(protocol.max_branches, *(len(block.branches) for block in blocks)),
+        distinct_titles=False,
         max_title_tokens=_room(protocol.max_title_tokens, *(len(t) for block in blocks for t in block.titles)),
     )
     script = _Script(items, protocol, answer[-1:] if ended else ())

@@ -23,6 +23,7 @@ class SamplingParams:
         min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
         repetition_penalty: over what the row can see of the answer; 1 is none.
         max_new_tokens: bound on all tokens of the answer: of all branches, tags and heads included.
+        max_content_tokens: bound on the tokens of the plain text, which is what a client sees; None: no further bound.
         max_branch_tokens: bound on the tokens sampled in one branch, its closing tag included.
         stop: strings that end the stretch they appear in: a branch, or in a serial stretch the answer.
         seed: of the random streams; None draws one.
@@ -34,6 +35,7 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_new_tokens: int = 256
+    max_content_tokens: int | None = None
     max_branch_tokens: int = 1024
     stop: tuple[str, ...] = ()
     seed: int | None = None
@@ -48,6 +50,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("repetition_penalty", isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("max_content_tokens", self.max_content_tokens is None or self.max_content_tokens >= 1, "at least 1"),
             ("max_branch_tokens", 1 <= self.max_branch_tokens < 1 << 24, "at least 1"),
             ("stop", all(isinstance(text, str) and text for text in stop), "non-empty strings"),
             ("seed", self.seed is None or 0 <= self.seed < 1 << 32, "between 0 and 2^32 - 1"),

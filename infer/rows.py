@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from aspd_jax.layout import Layout
 from infer.feed import Feed, plan
 from infer.packed import Packed
-from infer.state import RUNNING, STOP, DecodeState, Protocol, Request, take
+from infer.state import NOTHING, RUNNING, STOP, DecodeState, Protocol, Request, take
 
 
 class Admission(NamedTuple):
@@ -24,7 +24,7 @@ class Admission(NamedTuple):
         kept: slots of the row's cache that the prompt begins with; they are not fed again.
         prompt_length: slots that are in use when the prompt has been fed.
         position, block: of the last prompt token, and blocks of the prompt.
-        budget: tokens of the answer.
+        budget, content: tokens of the answer, and of its plain text.
         stride: see `DecodeState`.
     """
 
@@ -33,6 +33,7 @@ class Admission(NamedTuple):
     position: Any
     block: Any
     budget: Any
+    content: Any
     stride: Any
 
 
@@ -56,6 +57,8 @@ def admit(state: DecodeState, rows: jax.Array, request: Request, begin: Admissio
         "position": begin.position,
         "block": begin.block,
         "remaining": begin.budget,
+        "content": begin.content,
+        "hide_from": NOTHING,
         "stride": begin.stride,
         "draft": -1,
     }

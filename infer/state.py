@@ -32,6 +32,7 @@ PARALLEL = 4  # one token of every live branch
 MERGE = 5  # the closing tags of all branches, and `<|/para|>`
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of `DecodeState.finish`
+NOTHING = 1 << 30  # `DecodeState.hide_from` where nothing is hidden
 MOST_BRANCHES = 1 << 12  # that an engine can be made for; blocks and branches share one number in random streams
 
 
@@ -67,6 +68,7 @@ class Protocol:
         max_branches: N.
         max_title_tokens: T.
         draft_tokens: D, guessed tokens that a stretch may be fed with its pending one; 0: no speculation.
+        distinct_titles: a title that repeats an earlier one of its block ends the list, and is discarded.
         text_tags: of a model whose tags are strings; None: they are the special tokens.
         mesh: that parameters and cache are spread over.
     """
@@ -79,6 +81,7 @@ class Protocol:
     max_branches: int
     max_title_tokens: int
     draft_tokens: int = 0
+    distinct_titles: bool = True
     text_tags: Tags | None = None
     mesh: Mesh | None = None
 
@@ -129,7 +132,11 @@ class DecodeState(NamedTuple):
         branch_closing: bool [B, N], the next sample of the branch must be its closing tag.
         stride: int32 [B], positions between the starts of sibling branches in scheme `predict`.
         remaining: int32 [B], tokens the answer may still grow by; due heads and `<|/para|>` are taken off already.
-        block_budget: int32 [B], `remaining` when the current block forked.
+        content: int32 [B], tokens that the plain text may still grow by.
+        block_budget, block_content: int32 [B], `remaining` and `content` when the current block forked.
+        cut: bool [B], a branch was closed because it had no budget left.
+        hide_from: int32 [B], position from which on the tokens of a title that was discarded are to be hidden.
+        discarded: int32 [B], tokens of such titles.
         sampled: int32 [B], serial tokens sampled.
         passes: int32 [B], forward passes after prefill.
         parallel_passes: int32 [B], those that forked, fed branches or merged.
@@ -164,7 +171,12 @@ class DecodeState(NamedTuple):
     branch_closing: jax.Array
     stride: jax.Array
     remaining: jax.Array
+    content: jax.Array
     block_budget: jax.Array
+    block_content: jax.Array
+    cut: jax.Array
+    hide_from: jax.Array
+    discarded: jax.Array
     sampled: jax.Array
     passes: jax.Array
     parallel_passes: jax.Array
@@ -211,7 +223,12 @@ def empty_state(protocol: Protocol, cache: Cache, request: Request, recogniser: 
         branch_closing=per_branch(bool),
         stride=zeros(),
         remaining=zeros(),
+        content=zeros(),
         block_budget=zeros(),
+        block_content=zeros(),
+        cut=zeros().astype(bool),
+        hide_from=zeros() + NOTHING,
+        discarded=zeros(),
         sampled=zeros(),
         passes=zeros(),
         parallel_passes=zeros(),

@@ -18,12 +18,12 @@ from aspd_jax.model.cache import Group, find_place
 from aspd_jax.model.lowering import argmax
 from infer.advance import advance, recognise
 from infer.feed import Feed, Lanes, lanes_of, only, plan, width
-from infer.grammar import allowed, lane_node, legal_tokens
+from infer.grammar import lane_node, legal_tokens
 from infer.packed import Packed
 from infer.recogniser import END
 from infer.sampling import sample
 from infer.speculation import add_drafts, goes_on, hide_rejected, look_up
-from infer.state import FORK, MERGE, PARALLEL, RUNNING, DecodeState, Protocol, in_place
+from infer.state import FORK, MERGE, NOTHING, PARALLEL, RUNNING, DecodeState, Protocol, in_place
 from infer.workspace import Workspace, put_back, work_on
 
 # Tokens that some rows of the state feed: the rows (None: all, in place), and what they feed.
@@ -102,7 +102,7 @@ def choose(
         greedy: the likeliest token, whatever was asked for: a program without sampling compiles twice as fast.
         script: see `Script`.
     """
-    logits = jnp.where(legal_tokens(state, lanes, allowed(state, protocol, lanes)), logits, -jnp.inf)
+    logits = jnp.where(legal_tokens(state, protocol, lanes), logits, -jnp.inf)
     token = argmax(logits) if greedy else sample(logits, state, protocol, lanes)
     if script is not None:
         branch = jnp.maximum(lanes.lane - 1, 0)
@@ -154,13 +154,22 @@ def step(
         lanes = _all_lanes(feeds)
         every = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in logits])
         chosen = choose(every, after, protocol, lanes, greedy, script)
-        return advance(after, protocol, *_by_row(batch, feeds, lanes.lane, *chosen))
+        return hide_discarded(advance(after, protocol, *_by_row(batch, feeds, lanes.lane, *chosen)))
     after, taken = _verify(after, protocol, feeds, logits, greedy, script)
     for (rows, feed), group, of_part in zip(feeds, groups, _by_part(feeds, taken), strict=True):
         if feed.drafts is not None:
             slots = find_place(state.cache, group, within.slots).slots
             after = hide_rejected(after, rows, slots, feed, of_part)
+    after = hide_discarded(after)
     return after._replace(draft=look_up(after, protocol, within.slots))
+
+
+def hide_discarded(state: DecodeState) -> DecodeState:
+    """The state with titles hidden in its cache that were discarded: nothing else stands at or after their position."""
+    layout = state.cache.layout
+    kept = jnp.where(layout.position >= state.hide_from[:, None], 0, layout.sequence)
+    cache = state.cache._replace(layout=layout._replace(sequence=kept))
+    return state._replace(cache=cache, hide_from=jnp.full_like(state.hide_from, NOTHING))
 
 
 def _group(state: DecodeState, part: Part, drafting: bool) -> Group:

@@ -35,6 +35,15 @@ def well_formed(engine: Engine, ids: list[int]) -> bool:
     return True
 
 
+def titles_of(engine: Engine, ids: list[int]) -> list[list[list[int]]]:
+    """Titles of every block of an answer."""
+    letters = ids_as_letters(engine, ids)
+    return [
+        [ids[block.start() + m.start() + 1 : block.start() + m.end() - 1] for m in re.finditer(r"t\.+T", block[0])]
+        for block in re.finditer(r"(t\.+T)+p", letters)
+    ]
+
+
 def path_of(engine: Engine, ids: list[int]) -> int:
     """The critical path, from the tokens of an answer alone."""
     special, path, blocks, inside, longest = engine.protocol.special, 0, 0, 0, 0
@@ -61,7 +70,7 @@ def path_of(engine: Engine, ids: list[int]) -> int:
 
 def test_a_thousand_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
     random = np.random.default_rng(0)
-    wave, blocks, reasons = 64, 0, set()
+    wave, blocks, discarded, reasons = 64, 0, 0, set()
     for seed in range(16):
         budgets = [int(b) for b in random.integers(1, 90, wave)]
         params = [
@@ -77,15 +86,22 @@ def test_a_thousand_random_answers_are_well_formed_and_in_budget(engine: Engine)
             ids = result.token_ids
             assert well_formed(engine, ids), ids
             assert len(ids) <= budget
-            assert (result.finish_reason == "stop") == (ids[-1] == 0)
+            assert result.finish_reason == "length" or ids[-1] == 0
+            cut = budget - len(ids) < 4 * result.stats.branches  # the reserve of the grammar
+            for branch in re.findall(r"b\.*B", ids_as_letters(engine, ids)):
+                cut |= len(branch) >= asked.max_branch_tokens  # with its head, so rather too often
+            assert result.finish_reason == "stop" or ids[-1] != 0 or cut
             assert result.stats.generated_tokens == len(ids)
             assert result.stats.critical_path == path_of(engine, ids)
-            assert result.stats.passes == result.stats.critical_path - 1
+            assert result.stats.passes == result.stats.critical_path + result.stats.discarded_tokens - 1
+            discarded += result.stats.discarded_tokens
+            for titles in titles_of(engine, ids):
+                assert all(titles.count(title) == 1 for title in titles), titles
             blocks += result.stats.blocks
             reasons.add(result.finish_reason)
             for branch in re.findall(r"b\.*B", ids_as_letters(engine, ids)):
                 assert len(branch) <= 2 + 3 + 2 + asked.max_branch_tokens - 1
-    assert blocks > 300
+    assert blocks > 300 and discarded > 5
     assert reasons == {"stop", "length"}
 
 
@@ -97,7 +113,7 @@ def ids_as_letters(engine: Engine, ids: list[int]) -> str:
 def test_without_the_grammar_answers_are_malformed(engine: Engine) -> None:
     """Negative control of the fuzz test."""
     malformed = 0
-    with patched(allowed=lambda state, protocol, lanes: np.ones((*lanes.lane.shape, 9), bool)):
+    with patched(legal_tokens=lambda state, protocol, lanes: np.ones((lanes.lane.size, 24), bool)):
         for seed in range(8):
             asked = SamplingParams(temperature=100.0, max_new_tokens=60, seed=seed)
             try:

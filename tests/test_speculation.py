@@ -93,7 +93,7 @@ def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong:
     """The answer is scripted, and the guesses know it: titles, forks, branches of unequal length, merges."""
     # All blocks of a scripted answer have the same texts in their branches.
     first, second = [6, 7, 8, 6, 7, 1, 1, 2], [1]
-    one, other = [([5], first), ([9, 2], second), ([5], [])], [([1], first), ([2], second)]
+    one, other = [([5], first), ([9, 2], second), ([4], [])], [([1], first), ([2], second)]
     parts = [[3, 4, 4, 9, 8, 7], one, [4, 2], other, [7, 7, 7]]
     own = drafting_engine(bare_lm)
     script, expected = script_of(own, parts, 2)

@@ -187,7 +187,7 @@ def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: Language
 def test_without_the_grammar_random_answers_are_malformed(free: Engine, lm: LanguageModel) -> None:
     """Negative control."""
 
-    def anything(state: Any, lanes: Any, rule: Any) -> Any:
+    def anything(state: Any, protocol: Any, lanes: Any) -> Any:
         return jnp.ones((lanes.lane.shape[0], 1), bool)
 
     free.scheduler.script = opening_only(lm)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from aspd_jax.pipeline.markers import NUMBERS
 from aspd_jax.pipeline.spans import BlockSpan
 from aspd_jax.pipeline.titles import unplanned
 
@@ -51,6 +52,7 @@ _OPERAND = re.compile(r"(?<![\w.,])(\d+)(?=\s*[-+*/×÷x]\s*\$?\d)|[-+*/×÷x]\s
 _SYMBOL = re.compile(r"(?<![\w\\])([A-Za-z](?:_\w+|\d)?)\s*=(?!=)")
 _INNER_COUNTER = re.compile(r"(?m)^[ \t]*(\d{1,3})[.)][ \t]")
 REPEATED = 6  # words in a row
+COUNTS = {*NUMBERS[1:], *map(str, range(2, 21))}
 
 
 def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
@@ -155,6 +157,13 @@ def _shared_symbols(before: str, texts: Sequence[str]) -> Iterator[str]:
                 yield f"shared symbol: branch {number} uses {symbol}, which branch {by} defines"
         for symbol in own:
             defined.setdefault(symbol, number)
+
+
+def asked_for(question: str) -> int | None:
+    """How many parts a question asks for: the one number from 2 to 20 in it, word or figures; None: there is none."""
+    words = (word.casefold() for word in re.findall(r"\b[A-Za-z]+\b|\b\d+\b", question))
+    found = {NUMBERS.index(word) + 1 if word in NUMBERS else int(word) for word in words if word in COUNTS}
+    return found.pop() if len(found) == 1 else None
 
 
 def repetition(text: str) -> float:

@@ -74,6 +74,7 @@ class SelectSection:
         min_saved: passes that a block has to save, by its critical path.
         max_repetition: records with an answer that repeats itself more than this are left out of both sets (share of
             words that go on with what was said before, `aspd_jax.pipeline.checks.repetition`); 1: none are.
+        as_asked: leave records out of both sets whose question names a number of parts that no block of its answer has.
     """
 
     tokenizer: str = ""
@@ -81,6 +82,7 @@ class SelectSection:
     max_branches: int = 32
     min_saved: int = 1
     max_repetition: float = 1.0
+    as_asked: bool = False
 
     def __post_init__(self) -> None:
         at_least("select.min_tokens", self.min_tokens, 0)

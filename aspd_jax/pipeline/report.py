@@ -34,7 +34,7 @@ class Report:
     """Counts over records and answers; grows with `add`.
 
     Attributes:
-        records: read; unreadable, unanswered and repetitive ones are in neither set.
+        records: read; unreadable, unanswered and unfit ones are in neither set.
         answers: all their measures, plain ones too.
         proposed: answers for which each kind of source proposed a block.
         blocks: proposed, over all candidates.
@@ -47,7 +47,7 @@ class Report:
     records: int = 0
     unreadable: int = 0
     unanswered: int = 0
-    repetitive: int = 0
+    unfit: int = 0
     answers: list[Measures] = field(default_factory=list)
     proposed: Counter[str] = field(default_factory=Counter)
     blocks: int = 0
@@ -75,7 +75,7 @@ class Report:
             "records": self.records,
             "unreadable": self.unreadable,
             "unanswered": self.unanswered,
-            "repetitive": self.repetitive,
+            "unfit": self.unfit,
             "proposed": dict(self.proposed),
             "blocks": self.blocks,
             "failed": dict(self.failed),
@@ -99,7 +99,7 @@ class Report:
         lines = ["# Report of `aspd data build`", "", "| stage | |", "|---|---|"]
         lines += [f"| records read | {self.records} |", f"| not readable | {self.unreadable} |"]
         lines += [f"| without a reply of the teacher, left for the next run | {self.unanswered} |"]
-        lines += [f"| with an answer that repeats itself too much | {self.repetitive} |"]
+        lines += [f"| left out of both sets: repetitive, or not as asked | {self.unfit} |"]
         lines += [f"| answers | {len(self.answers)} |"]
         names = {"form": "by their form", "teacher": "by the teacher"}
         lines += [f"| … with a block proposed {names[source]} | {n} |" for source, n in sorted(self.proposed.items())]

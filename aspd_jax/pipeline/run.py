@@ -23,7 +23,7 @@ from aspd_jax.endpoint import Unanswered, outside_event_loop
 from aspd_jax.errors import ConfigError, DataError, StructureError
 from aspd_jax.files import replacing, write_whole
 from aspd_jax.pipeline.annotate import agreement, annotate, independence
-from aspd_jax.pipeline.checks import find_dependence, repetition
+from aspd_jax.pipeline.checks import asked_for, find_dependence, repetition
 from aspd_jax.pipeline.config import DataConfig
 from aspd_jax.pipeline.extract import propose
 from aspd_jax.pipeline.likelihood import encode, rises
@@ -373,12 +373,9 @@ class _Run:
             report.unanswered += 1
             put("rejected", base | {"stage": "teacher", "reason": missing[0]})
             return
-        most = self.config.select.max_repetition
-        repeated = max(repetition(answer.text) for _, answer in answers_of(record))
-        if repeated > most:
-            report.repetitive += 1
-            reason = f"{repeated:.0%} of its words repeat what was said before, select.max_repetition is {most:.0%}"
-            put("rejected", base | {"stage": "repetition", "reason": reason})
+        if unfit := self._unfit(record):
+            report.unfit += 1
+            put("rejected", base | {"stage": "record", "reason": unfit})
             return
         plain: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in record.messages]
         structured = list(plain)
@@ -392,6 +389,20 @@ class _Run:
             details.append({"message": place} | detail)
         put("plain", base | {"messages": plain})
         put("structured", base | {"messages": structured, "pipeline": details})
+
+    def _unfit(self, record: Conversation) -> str | None:
+        """Why a record belongs into neither set, whatever structure it has."""
+        select = self.config.select
+        for _, answer in answers_of(record):
+            if (repeated := repetition(answer.text)) > select.max_repetition:
+                return (
+                    f"{repeated:.0%} of its words repeat what it said before, at most {select.max_repetition:.0%} may"
+                )
+            if select.as_asked and (asked := asked_for(answer.question)):
+                sizes = {len(block.branches) for candidate in self.candidates(answer) for block in candidate.blocks}
+                if sizes and asked not in sizes:
+                    return f"its question asks for {asked}, and its blocks have {', '.join(map(str, sorted(sizes)))}"
+        return None
 
     def _select(self, answer: Answer, report: Report) -> tuple[tuple[BlockSpan, ...], dict[str, Any]]:
         """The best of what survives of an answer's candidates, and where the rest failed."""

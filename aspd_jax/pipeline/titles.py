@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from aspd_jax.pipeline.markers import BOLD, SPACELESS, marker_of
 
-MOST_WORDS = 10  # of a lead that is taken whole
-FIRST_WORDS = 6  # of a part without a lead
+MOST_WORDS = 7  # of a lead that is taken whole
+FIRST_WORDS = 5  # of a part without a lead
 LAST_WORDS = 16  # where fewer do not tell parts apart
 _TRAILING = re.compile(
     r"(?:[ \t,]+(?:an?|the|of|and|or|to|that|which|from|by|for|with|in|on|at|as|is|are|your|its|their|also|can))+$",
@@ -20,6 +20,7 @@ _LEAD = re.compile(r"([^\n]{1,80}?)(?::(?=\s|$|\*)|：|[ \t]+[-–—][ \t]+|(?<
 _SENTENCE = re.compile(r"([^\n]{1,80}?)(?:[.!?](?=\s|$|\*)|[。！？])")
 # A word, or one character of a script that has no spaces.
 _WORD = re.compile(rf"[{SPACELESS}]|[^\s{SPACELESS}]+")
+_EMPHASIS = re.compile(r"\*\*|__|`")
 _EDGES = '*_#:：`.,;，。、；-–—"“”「」 \t'
 
 
@@ -102,5 +103,5 @@ def _first_words(text: str, words: int) -> str:
 
 def _bare(text: str) -> str:
     """A lead without marks of emphasis and punctuation around it; empty where no word is left."""
-    text = text.strip(_EDGES)
+    text = _EMPHASIS.split(text.strip(_EDGES))[0].strip(_EDGES)
     return text if any(char.isalnum() for char in text) else ""

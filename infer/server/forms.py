@@ -13,9 +13,9 @@ from infer.server.deltas import Delta
 
 
 def usage(results: Sequence[Result]) -> dict[str, Any]:
-    """Tokens; every tag, title and head of the answers counts as generated."""
+    """Tokens, as a client counts them: of its prompt, and of the text that it gets."""
     prompt = results[0].stats.prompt_tokens if results else 0
-    generated = sum(result.stats.generated_tokens for result in results)
+    generated = sum(result.stats.content_tokens for result in results)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

@@ -99,7 +99,7 @@ class Common(Strict):
 
     @property
     def limit(self) -> int | None:
-        """Tokens that the answer may have."""
+        """Tokens that the answer may have, as a client counts them: those of its text."""
         return self.max_tokens
 
     def params(self, config: ServerConfig, choice: int) -> SamplingParams:
@@ -111,7 +111,8 @@ class Common(Strict):
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
-            max_new_tokens=min(self.limit or config.max_new_tokens, config.max_new_tokens),
+            max_new_tokens=config.max_new_tokens,
+            max_content_tokens=min(self.limit or config.max_new_tokens, config.max_new_tokens),
             stop=tuple(stop),
             seed=None if self.seed is None else (self.seed + choice) % (1 << 32),
         )
@@ -136,7 +137,7 @@ class ChatRequest(Common):
 
     @property
     def limit(self) -> int | None:
-        """Tokens that the answer may have."""
+        """As in `Common`."""
         return self.max_completion_tokens or self.max_tokens
 
     @property

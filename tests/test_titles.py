@@ -1,0 +1,147 @@
+"""No block with two equal titles: the one that repeats another is discarded, as if it had never been fed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import infer.policy
+from aspd_jax import LanguageModel
+from aspd_jax.errors import StructureError
+from infer import Engine, SamplingParams
+from infer.recogniser import of_tokens
+from infer.state import NOTHING, TITLE, DecodeState
+from infer.step import Script
+from tests.answers import SEPARATOR, critical_path, linearise
+from tests.conftest import patched
+from tests.test_speculation import knowing
+
+FIRST, SECOND = ([5], [6, 7, 8]), ([9, 2], [1, 1])
+PARTS: list[Any] = [[3, 4], [FIRST, SECOND], [7, 7]]
+
+
+def engine_of(lm: LanguageModel, draft_tokens: int = 0) -> Engine:
+    return Engine(
+        lm, max_length=256, max_batch=2, max_branches=4, max_title_tokens=3, separator_ids=SEPARATOR,
+        draft_tokens=draft_tokens,
+    )  # fmt: skip
+
+
+def script(engine: Engine, serial: list[int]) -> Script:
+    """Serial tokens, titles included, and the two branches of PARTS; after these, what the model samples."""
+    special = engine.protocol.special
+    of_serial, of_branch = np.full((2, 80), -1, np.int32), np.full((2, 4, 80), -1, np.int32)
+    of_serial[:, : len(serial)] = serial
+    for number, (_, text) in enumerate((FIRST, SECOND)):
+        of_branch[:, number, : len(text) + 1] = [*text, special.branch_end]
+    return Script(jnp.asarray(of_serial), jnp.asarray(of_branch))
+
+
+def serial_tokens(engine: Engine, titles: list[list[int]], after: list[int]) -> list[int]:
+    special = engine.protocol.special
+    marked = [token for title in titles for token in (special.title_start, *title, special.title_end)]
+    return [3, 4, *marked, *after]
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+@pytest.mark.parametrize("again", [[5], [9, 2]])
+def test_a_repeated_title_ends_the_list(
+    again: list[int], draft_tokens: int, bare_lm: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infer.policy, "DRAFTING_PASSES", 1 << 30)
+    engine = engine_of(bare_lm, draft_tokens)
+    special = engine.protocol.special
+    titles = [FIRST[0], SECOND[0], again]
+    repeating = script(engine, serial_tokens(engine, titles, [7, 7, 0]))
+    plain = script(engine, serial_tokens(engine, titles[:2], [special.parallel_start, 7, 7, 0]))
+    for scripted, discarded in ((repeating, 1 + len(again)), (plain, 0)):
+        engine.scheduler.script = scripted
+        with patched(look_up=knowing(scripted)):
+            result = engine.generate([[1, 2, 3]])[0]
+        assert result.token_ids == linearise(special, PARTS) and result.finish_reason == "stop"
+        assert result.stats.discarded_tokens == discarded
+        assert result.stats.critical_path == critical_path(special, PARTS)
+        if not draft_tokens:
+            assert result.stats.passes == result.stats.critical_path - 1 + discarded
+
+
+def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
+    """Greedy tokens after the block are the same as where the list ended by itself, whatever the prompt."""
+    engine = engine_of(bare_lm)
+    titles = [FIRST[0], SECOND[0], FIRST[0]]
+    repeating = script(engine, serial_tokens(engine, titles, []))
+    plain = script(engine, serial_tokens(engine, titles[:2], [engine.protocol.special.parallel_start]))
+    prompts = [[token, 3, token] for token in range(1, 15)]
+
+    def free(scripted: Script, budget: int) -> list[list[int]]:
+        engine.scheduler.script = scripted
+        results = engine.generate(prompts, SamplingParams(max_new_tokens=budget))
+        return [result.token_ids for result in results]
+
+    expected = free(plain, 58)  # what is discarded counts
+    block = len(linearise(engine.protocol.special, PARTS[:2], end=None))
+    assert sum(len(ids) - block for ids in expected) > 60 and len({tuple(ids[block:]) for ids in expected}) > 5
+    assert free(repeating, 60) == expected
+
+    def nothing(state: DecodeState) -> DecodeState:
+        return state._replace(hide_from=jnp.full_like(state.hide_from, NOTHING))
+
+    # Negative control: where it stays in the cache, it is part of the answer.
+    with patched(hide_discarded=nothing), pytest.raises(StructureError):
+        free(repeating, 60)
+
+
+def test_markers_do_not_tell_titles_apart(lm: LanguageModel) -> None:
+    codec = lm.codec.text
+    table = of_tokens(lm.config.vocabulary, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
+    texts = ("3", "/", " ", "**", ".", "a", "the", " b", "é")
+    marked = {text: bool(table.marker[codec.encode(text)].all()) for text in texts}
+    assert marked == dict.fromkeys(texts[:5], True) | dict.fromkeys(texts[5:], False)
+    engine = Engine(lm, max_length=512, max_batch=1)
+    special = engine.protocol.special
+    for titles, kept in (
+        (["1/3 sun", "2/3 rain", "3/3 sun"], 2),
+        (["1. sun", "2. rain", "3) rain"], 2),
+        (["1/3 sun", "2/3 rain", "3/3 suns"], 3),
+        (["1", "2", "3"], 3),
+        (["1", "2", "1"], 2),
+    ):
+        serial = [t for x in titles for t in (special.title_start, *codec.encode(x), special.title_end)]
+        of_serial = np.full((1, 200), -1, np.int32)
+        of_serial[0, : len(serial) + 1] = [*serial, special.parallel_start][: len(serial) + (kept == 3)] + [-1] * (
+            kept < 3
+        )
+        of_branch = np.full((1, 16, 80), special.branch_end, np.int32)
+        engine.scheduler.script = Script(jnp.asarray(of_serial), jnp.asarray(of_branch))
+        result = engine.generate(["Hi"], SamplingParams(max_new_tokens=200))[0]
+        block = next(item for item in result.structure if hasattr(item, "branches"))
+        assert [branch.title for branch in block.branches] == titles[:kept]
+
+
+def test_the_second_title_differs_from_the_first(lm: LanguageModel) -> None:
+    """A script may not repeat it: the token that would is never chosen by the grammar. Here: with equal logits."""
+    engine = Engine(lm, max_length=256, max_batch=4)
+    params = [SamplingParams(temperature=1e-3, max_new_tokens=120, seed=seed) for seed in range(4)]
+    favoured = lm.codec.text.encode("a")[0]
+
+    def always(logits: Any, *rest: Any) -> Any:
+        """Titles of the letter a, as far as the grammar allows them."""
+        special, (state, _, lanes) = engine.protocol.special, rest
+        score = jnp.zeros(logits.shape[-1]).at[favoured].set(4.0).at[special.title_start].set(5.0)
+        number = jnp.arange(state.title_length.shape[1])[None]
+        length = jnp.max(jnp.where(number == state.titles[:, None], state.title_length, 0), axis=1)
+        closes = ((state.phase == TITLE) & (length >= 1))[lanes.row]
+        score = score + 10 * (closes[:, None] & (jnp.arange(logits.shape[-1]) == special.title_end))
+        return jnp.argmax(jnp.where(jnp.isfinite(logits), score, -jnp.inf), axis=-1).astype(jnp.int32)
+
+    with patched(sample=always):
+        results = engine.generate(["Hi"] * 4, params)
+    for result in results:
+        blocks = [item for item in result.structure if hasattr(item, "branches")]
+        assert blocks
+        for block in blocks:
+            names = [branch.title for branch in block.branches]
+            assert names[0] == "a" and len(set(names)) == len(names) == 2
