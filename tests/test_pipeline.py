@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,43 @@ def test_a_tokenizer_counts_its_own_tokens(two: Path, tmp_path: Path) -> None:
 
 def test_the_shipped_configuration_is_the_default() -> None:
     assert read_config(DataConfig, ROOT / "configs" / "data.yaml") == DataConfig()
+
+
+def test_records_that_teach_nothing_good_are_in_neither_set(tmp_path: Path) -> None:
+    """Answers that go round in circles or were cut off, parts that nobody asked for, more serial ones than wanted."""
+    circles = "It is good. It is good for you and me. " * 12
+    rows = [
+        {"id": "list", "question": "Give me three ideas.", "answer": LIST},
+        {"id": "miscounted", "question": "Give me four ideas.", "answer": LIST},
+        {"id": "circles", "question": "?", "answer": circles},
+        {"id": "cut", "prompt": "?", "text": LIST, "finish_reason": "length"},
+        *(
+            {
+                "id": f"prose {n}",
+                "question": f"{n}?",
+                "answer": f"Number {n} is what it is, and nobody in the village could ever tell why.",
+            }
+            for n in range(60)
+        ),
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def kept(name: str, **changes: Any) -> tuple[set[str], Any]:
+        config = DataConfig(select=replace(SMALL, **changes))
+        report = build(config, str(source), tmp_path / name, progress=False).report
+        structured, plain = (lines(tmp_path / name / f"{kind}.jsonl") for kind in ("structured", "plain"))
+        assert [row["id"] for row in structured] == [row["id"] for row in plain]
+        return {row["id"] for row in structured}, report
+
+    prose = {f"prose {n}" for n in range(60)}
+    assert kept("all")[0] == {"list", "miscounted", "circles"} | prose
+    assert kept("repeats", max_repetition=0.3)[0] == {"list", "miscounted"} | prose
+    assert kept("asked", as_asked=True)[0] == {"list", "circles"} | prose
+    some, report = kept("ratio", max_repetition=0.3, serial_ratio=5.0)
+    assert {"list", "miscounted"} <= some and 3 <= len(some & prose) <= 20  # ten on average
+    assert report.spared == 60 - len(some & prose) and report.unfit == 1
+    assert kept("again", max_repetition=0.3, serial_ratio=5.0)[0] == some
+    rejected = {row["id"]: row["reason"] for row in lines(tmp_path / "ratio" / "rejected.jsonl")}
+    assert "of its words repeat" in rejected["circles"] and 'finish_reason" is "length' in rejected["cut"]
+    assert "asks for 4, and its blocks have 3" in lines(tmp_path / "asked" / "rejected.jsonl")[0]["reason"]

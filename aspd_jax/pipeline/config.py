@@ -74,6 +74,7 @@ class SelectSection:
         min_saved: passes that a block has to save, by its critical path.
         max_repetition: records with an answer that repeats itself more than this are left out of both sets (share of
             words that go on with what was said before, `aspd_jax.pipeline.checks.repetition`); 1: none are.
+        serial_ratio: most records without a block for each that has one, chosen by their text; 0: all stay.
         as_asked: leave records out of both sets whose question names a number of parts that no block of its answer has.
     """
 
@@ -83,6 +84,7 @@ class SelectSection:
     min_saved: int = 1
     max_repetition: float = 1.0
     as_asked: bool = False
+    serial_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         at_least("select.min_tokens", self.min_tokens, 0)

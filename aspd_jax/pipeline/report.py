@@ -34,7 +34,7 @@ class Report:
     """Counts over records and answers; grows with `add`.
 
     Attributes:
-        records: read; unreadable, unanswered and unfit ones are in neither set.
+        records: read; unreadable, unanswered, unfit and spared ones are in neither set.
         answers: all their measures, plain ones too.
         proposed: answers for which each kind of source proposed a block.
         blocks: proposed, over all candidates.
@@ -48,6 +48,7 @@ class Report:
     unreadable: int = 0
     unanswered: int = 0
     unfit: int = 0
+    spared: int = 0
     answers: list[Measures] = field(default_factory=list)
     proposed: Counter[str] = field(default_factory=Counter)
     blocks: int = 0
@@ -76,6 +77,7 @@ class Report:
             "unreadable": self.unreadable,
             "unanswered": self.unanswered,
             "unfit": self.unfit,
+            "spared": self.spared,
             "proposed": dict(self.proposed),
             "blocks": self.blocks,
             "failed": dict(self.failed),
@@ -100,6 +102,7 @@ class Report:
         lines += [f"| records read | {self.records} |", f"| not readable | {self.unreadable} |"]
         lines += [f"| without a reply of the teacher, left for the next run | {self.unanswered} |"]
         lines += [f"| left out of both sets: repetitive, or not as asked | {self.unfit} |"]
+        lines += [f"| left out of both sets: more records without a block than wanted | {self.spared} |"]
         lines += [f"| answers | {len(self.answers)} |"]
         names = {"form": "by their form", "teacher": "by the teacher"}
         lines += [f"| … with a block proposed {names[source]} | {n} |" for source, n in sorted(self.proposed.items())]

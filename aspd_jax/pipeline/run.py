@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from tqdm import tqdm
 
@@ -355,18 +356,31 @@ class _Run:
             def put(name: str, value: dict[str, Any]) -> None:
                 handles[name].write(json.dumps(value, ensure_ascii=False) + "\n")
 
+            kept = self._share_of_serial()
             for record in self.shard.records(self.source):
                 report.records += 1
                 if isinstance(record, Unreadable):
                     report.unreadable += 1
                     put("rejected", {"id": record.id, "line": record.number, "stage": "read", "reason": record.reason})
                     continue
-                self._write_record(record, report, put)
+                self._write_record(record, report, put, kept)
         for suffix, text in ((".json", json.dumps(report.as_dict(), indent=1)), (".md", report.markdown())):
             write_whole(self.output / self.shard.name("report", suffix), text)
         return report
 
-    def _write_record(self, record: Conversation, report: Report, put: Callable[[str, dict[str, Any]], None]) -> None:
+    def _share_of_serial(self) -> float:
+        """Of the records without a block, the share that `select.serial_ratio` leaves."""
+        if not self.config.select.serial_ratio:
+            return 1.0
+        records = (r for r in self.shard.records(self.source) if isinstance(r, Conversation) and not self._unfit(r))
+        forked = Counter(
+            any(self._select(answer, Report(Account()))[0] for _, answer in answers_of(record)) for record in records
+        )
+        return self.config.select.serial_ratio * forked[True] / max(1, forked[False])
+
+    def _write_record(
+        self, record: Conversation, report: Report, put: Callable[[str, dict[str, Any]], None], kept: float
+    ) -> None:
         base = {"id": record.id, "line": record.number}
         missing = [self.unanswered[a.key] for _, a in answers_of(record) if a.key in self.unanswered]
         if missing:
@@ -379,14 +393,18 @@ class _Run:
             return
         plain: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in record.messages]
         structured = list(plain)
-        details = []
+        details, forked = [], False
         for place, answer in answers_of(record):
             blocks, detail = self._select(answer, report)
+            forked |= bool(blocks)
             for rejection in detail["rejected"]:
                 put("rejected", base | {"message": place} | rejection)
             structure = to_json(structure_of(answer.text, blocks))
             structured[place] = {"role": "assistant", "structure": structure}
             details.append({"message": place} | detail)
+        if not forked and crc32(json.dumps(plain).encode()) >= kept * (1 << 32):
+            report.spared += 1
+            return
         put("plain", base | {"messages": plain})
         put("structured", base | {"messages": structured, "pipeline": details})
 
