@@ -153,7 +153,10 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
         shapes[f"{prefix}input_layernorm.weight"] = (embed,)
         shapes[f"{prefix}post_attention_layernorm.weight"] = (embed,)
-        if family == "qwen3":
+        if family == "gemma3_text":
+            shapes[f"{prefix}pre_feedforward_layernorm.weight"] = (embed,)
+            shapes[f"{prefix}post_feedforward_layernorm.weight"] = (embed,)
+        if family in ("qwen3", "gemma3_text"):
             shapes[f"{prefix}self_attn.q_norm.weight"] = (head,)
             shapes[f"{prefix}self_attn.k_norm.weight"] = (head,)
     return shapes
@@ -165,7 +168,8 @@ def seeded_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     tensors = {}
     for name, shape in sorted(tensor_shapes(config).items()):
         values = random.standard_normal(shape) * (0.2 if len(shape) == 2 else 0.3)
-        tensors[name] = (values + (1.0 if "norm" in name else 0.0)).astype(np.float32)
+        around_one = "norm" in name and config["model_type"] != "gemma3_text"
+        tensors[name] = (values + (1.0 if around_one else 0.0)).astype(np.float32)
     return tensors
 
 

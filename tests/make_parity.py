@@ -25,6 +25,21 @@ LLAMA3 = {
 LONG = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 12,
+    "query_pre_attn_scalar": 20,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 5,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama": tiny_config(),
     "llama_biases": tiny_config(attention_bias=True, mlp_bias=True),
@@ -40,12 +55,22 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_yarn_betas": tiny_config(**QWEN2, **LONG, rope_scaling=YARN | {"beta_fast": 6.0, "beta_slow": 3.0}),
     "qwen2_window": tiny_config(**QWEN2, use_sliding_window=True, sliding_window=4, max_window_layers=1),
     "qwen3": tiny_config(model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=12, tie_word_embeddings=True),
+    "gemma3": tiny_config(**GEMMA3),
+    "gemma3_linear": tiny_config(
+        **GEMMA3
+        | {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "rope_parameters": GEMMA3["rope_parameters"]
+            | {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0}},
+        }
+    ),
     "qwen3_biases": tiny_config(
         model_type="qwen3", architectures=["Qwen3ForCausalLM"], head_dim=8, attention_bias=True
     ),
 }
 
-GREEDY = ("llama", "qwen2", "qwen3")
+GREEDY = ("llama", "qwen2", "qwen3", "gemma3")
 
 
 def prompt() -> np.ndarray:

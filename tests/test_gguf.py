@@ -13,11 +13,22 @@ from safetensors.numpy import save_file
 from aspd_jax import build_layout, load_model
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats import open_checkpoint
-from aspd_jax.formats.gguf import INSIDE_LAYERS, OUTSIDE_LAYERS, halves_of_heads
+from aspd_jax.formats.gguf import GEMMA_LAYERS, INSIDE_LAYERS, OUTSIDE_LAYERS, halves_of_heads
 from tests.conftest import seeded_tensors, tiny_config, write_checkpoint
-from tests.make_parity import LLAMA3, QWEN2, prompt
+from tests.make_parity import GEMMA3, LLAMA3, QWEN2, prompt
 from tests.test_model import SPECIAL
 
+KINDS = ["full_attention" if (n + 1) % 6 == 0 else "sliding_attention" for n in range(7)]
+GEMMA: dict[str, Any] = GEMMA3 | {
+    "num_hidden_layers": 7,
+    "layer_types": KINDS,
+    "query_pre_attn_scalar": 12,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "rope_theta": 1000.0,  # of the layers that see everything
+}
 QWEN3: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 CASES = {
     "llama": tiny_config(hidden_size=64, num_attention_heads=4),
@@ -32,6 +43,7 @@ CASES = {
     "qwen2_yarn": tiny_config(
         **QWEN2, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     ),
+    "gemma3": tiny_config(**GEMMA),
     "qwen3": tiny_config(**QWEN3, head_dim=12, tie_word_embeddings=True),
 }
 
@@ -49,7 +61,7 @@ def write_gguf(
     file: Path, config: dict[str, Any], kind: GGMLQuantizationType = GGMLQuantizationType.F32, **changes: Any
 ) -> Path:
     """A GGUF file of the seeded tiny model that `write_checkpoint` writes as a folder."""
-    family, heads = config["model_type"], config["num_attention_heads"]
+    family, heads = config["model_type"].removesuffix("_text"), config["num_attention_heads"]
     writer = GGUFWriter(file, changes.get("architecture", family))
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -59,6 +71,8 @@ def write_gguf(
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
+    if family == "gemma3":
+        writer.add_sliding_window(config["sliding_window"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
     scaling = config.get("rope_scaling") or {}
@@ -72,7 +86,8 @@ def write_gguf(
         plain = 1 / config["rope_theta"] ** (np.arange(0, size, 2) / size)
         writer.add_tensor("rope_freqs.weight", (plain / llama3_frequencies(plain, scaling)).astype(np.float32))
     writer.add_eos_token_id(0)
-    names = {value: key for key, value in {**INSIDE_LAYERS, **OUTSIDE_LAYERS}.items()}
+    inside = INSIDE_LAYERS | (GEMMA_LAYERS if family == "gemma3" else {})
+    names = {value: key for key, value in {**inside, **OUTSIDE_LAYERS}.items()}
     for name, values in seeded_tensors(config).items():
         stem, _, what = name.rpartition(".")
         if stem.startswith("model.layers."):
@@ -80,6 +95,8 @@ def write_gguf(
             name = f"blk.{layer}.{names[part]}.{what}"
         else:
             part, name = stem, f"{names[stem]}.{what}"
+        if family == "gemma3" and values.ndim == 1:
+            values = values + 1  # as the converter writes norms
         if family == "llama" and part.endswith(("q_proj", "k_proj")):
             values = neighbours(values, heads if "q_proj" in part else config["num_key_value_heads"])
         if values.ndim == 2 and values.shape[1] % 32 == 0 and kind != GGMLQuantizationType.F32:

@@ -17,7 +17,14 @@ from aspd_jax.formats import Checkpoint, Tensors
 from aspd_jax.formats.gguf_tokenizer import read_tokenizer
 
 # Architectures by their GGUF name; Mistral files call themselves llama.
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+GEMMA_PERIOD = 6  # every so many layers of Gemma 3, one sees everything
+GEMMA_LOCAL_BASE = 10000.0
 
 OUTSIDE_LAYERS = {
     "token_embd": "model.embed_tokens",
@@ -36,6 +43,12 @@ INSIDE_LAYERS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+# In Gemma, which has norms after attention and feed-forward too; the converter has added 1 to all its norms.
+GEMMA_LAYERS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 ROPE_FACTORS = "rope_freqs.weight"  # what the frequencies of Llama 3.1 and later are divided by
 LLAMA3_LENGTH = 8192
@@ -117,7 +130,7 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -
             raise CheckpointError(
                 f"{metadata.path}: {family}.{key} is {of(key)}; only the head size, {head}, is supported"
             )
-    return {
+    config = {
         "architectures": [FAMILIES[family]],
         "model_type": family,
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
@@ -136,6 +149,29 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+    }
+    return config if family != "gemma3" else config | _gemma(config, needed("attention.sliding_window"))
+
+
+def _gemma(config: dict[str, Any], window: int) -> dict[str, Any]:
+    """What is different in Gemma 3; llama.cpp has it in its code, not in the file."""
+    layers, heads, head = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "head_dim"))
+    # The 27B model alone scales by something else than the size of a head.
+    scale = config["hidden_size"] // heads if layers == 62 else head
+    kinds = ["full_attention" if (n + 1) % GEMMA_PERIOD == 0 else "sliding_attention" for n in range(layers)]
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    ropes = {
+        "full_attention": scaling | {"rope_theta": config["rope_theta"]},
+        "sliding_attention": {"rope_type": "default", "rope_theta": GEMMA_LOCAL_BASE},
+    }
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scale,
+        "sliding_window": window,
+        "layer_types": kinds,
+        "rope_parameters": ropes,
+        "rope_scaling": None,
     }
 
 
@@ -185,7 +221,9 @@ def _read(path: Path, family: str, hf_config: dict[str, Any], tensors: dict[str,
             for part, heads in (("attn_q", "num_attention_heads"), ("attn_k", "num_key_value_heads")):
                 if name.split(".")[-2] == part:
                     values = halves_of_heads(values, hf_config[heads])
-        yield hugging_face_name(name), values
+        if family == "gemma3" and name.endswith("norm.weight"):
+            values = values - 1
+        yield hugging_face_name(name, family), values
 
 
 def _values(path: Path, tensor: ReaderTensor) -> np.ndarray:
@@ -203,12 +241,13 @@ def _values(path: Path, tensor: ReaderTensor) -> np.ndarray:
         ) from None
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, family: str) -> str:
     """The Hugging Face name of a GGUF tensor; one that is not known stays as it is, and is refused on loading."""
+    inside = INSIDE_LAYERS | (GEMMA_LAYERS if family == "gemma3" else {})
     stem, _, kind = name.rpartition(".")
     if stem.startswith("blk."):
         _, layer, part = stem.split(".", 2)
-        return f"model.layers.{layer}.{INSIDE_LAYERS[part]}.{kind}" if part in INSIDE_LAYERS else name
+        return f"model.layers.{layer}.{inside[part]}.{kind}" if part in inside else name
     return f"{OUTSIDE_LAYERS[stem]}.{kind}" if stem in OUTSIDE_LAYERS else name
 
 

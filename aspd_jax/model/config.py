@@ -16,6 +16,7 @@ FAMILIES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
@@ -50,11 +51,16 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and arithmetic of a decoder of the Llama line (Llama, Vicuna, Mistral, Qwen2, Qwen3).
+    """Shape and arithmetic of a decoder of the Llama line (Llama, Vicuna, Mistral, Qwen2, Qwen3, Gemma 3).
 
     Attributes:
+        norm_offset: what is added to the weights of all norms (Gemma: 1).
+        after_norms: norms after attention and after feed-forward too, before their results are added (Gemma).
+        embedding_scale: embeddings are multiplied by it (Gemma: the root of the hidden size).
+        query_scale: scores are multiplied by it; None: one by the root of the head size.
         window: sliding window in positions, or None.
         windowed_layers: which layers use the window; one flag per layer.
+        window_rope: rotary embedding of the layers that use the window, where it is another (Gemma).
         query_bias: bias on the query, key and value projections; `output_bias` on the one after attention.
         query_norm: RMS norm on each head of queries and keys (Qwen3).
         positions, siblings: position scheme and mask that the model is trained and decoded with (spec, sections 3, 4).
@@ -75,7 +81,12 @@ class ModelConfig:
     head: int
     activation: str = "silu"
     norm_epsilon: float = 1e-6
+    norm_offset: float = 0.0
+    after_norms: bool = False
+    embedding_scale: float = 1.0
+    query_scale: float | None = None
     rope: RopeConfig = RopeConfig()
+    window_rope: RopeConfig | None = None
     query_bias: bool = False
     output_bias: bool = False
     feed_forward_bias: bool = False
@@ -100,7 +111,15 @@ class ModelConfig:
 
     def layer_window(self, layer: int) -> int | None:
         """Sliding window of one layer, or None."""
-        return self.window if self.windowed_layers and self.windowed_layers[layer] else None
+        return self.window if self.is_windowed(layer) else None
+
+    def is_windowed(self, layer: int) -> bool:
+        """Whether a layer uses the window."""
+        return bool(self.windowed_layers) and self.windowed_layers[layer]
+
+    def layer_rope(self, layer: int) -> RopeConfig:
+        """Rotary embedding of one layer."""
+        return self.window_rope if self.window_rope and self.is_windowed(layer) else self.rope
 
 
 def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
@@ -112,11 +131,17 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
     family = hf.model_type
     if family not in FAMILIES:
         raise CheckpointError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
-    if hf.hidden_act not in ACTIVATIONS:
-        raise CheckpointError(f"hidden_act {hf.hidden_act!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+    gemma = family == "gemma3_text"
+    field = "hidden_activation" if gemma else "hidden_act"
+    activation = getattr(hf, field)
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(f"{field} {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(hf, cap, None):
+            raise CheckpointError(f"{cap} {getattr(hf, cap)} is not supported; only none is")
     if dtype not in ("float32", "bfloat16"):
         raise CheckpointError(f"dtype must be float32 or bfloat16, got {dtype!r}")
-    attention_bias = family in ("llama", "qwen3") and bool(getattr(hf, "attention_bias", False))
+    attention_bias = family in ("llama", "qwen3", "gemma3_text") and bool(getattr(hf, "attention_bias", False))
     layers = hf.num_hidden_layers
     window = getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
@@ -134,13 +159,18 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
         heads=hf.num_attention_heads,
         kv_heads=getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
         head=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        activation=hf.hidden_act,
+        activation=activation,
         norm_epsilon=hf.rms_norm_eps,
-        rope=_rope(hf),
+        norm_offset=1.0 if gemma else 0.0,
+        after_norms=gemma,
+        embedding_scale=hf.hidden_size**0.5 if gemma else 1.0,
+        query_scale=hf.query_pre_attn_scalar**-0.5 if gemma else None,
+        rope=_rope(hf, "full_attention"),
+        window_rope=_rope(hf, "sliding_attention") if gemma else None,
         query_bias=attention_bias or family == "qwen2",
         output_bias=attention_bias,
         feed_forward_bias=bool(getattr(hf, "mlp_bias", False)),
-        query_norm=family == "qwen3",
+        query_norm=gemma or family == "qwen3",
         tied=bool(hf.tie_word_embeddings),
         window=window if any(windowed) else None,
         windowed_layers=windowed if any(windowed) else (),
@@ -149,9 +179,11 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
     )
 
 
-def _rope(hf: Any) -> RopeConfig:
+def _rope(hf: Any, layers: str) -> RopeConfig:
+    """Of all layers, or where these differ of those of one kind."""
     # transformers 5 keeps everything in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`.
     values = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
+    values = dict(values.get(layers, values))
     theta = float(values.get("rope_theta") or getattr(hf, "rope_theta", None) or 10000.0)
     kind = values.get("rope_type", values.get("type", "default")) or "default"
     if values.get("partial_rotary_factor", 1.0) != 1.0:

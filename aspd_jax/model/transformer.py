@@ -1,4 +1,4 @@
-"""The decoder: Llama 2/3, Vicuna, Mistral, Qwen2/2.5 and Qwen3 in one Flax Linen module.
+"""The decoder: Llama 2/3, Vicuna, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 in one Flax Linen module.
 
 B batch, S tokens, W tokens that get logits, D embed, N heads, K kv heads, G = N / K, H head size,
 F feed-forward, V vocabulary, C cache slots.
@@ -8,7 +8,8 @@ Pure in (parameters, tokens, layout, cache): nothing about positions or visibili
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import ceil, floor, log, pi, prod
 from typing import Any, NamedTuple
 
@@ -78,13 +79,17 @@ def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, in float32."""
 
-    epsilon: float
+    config: ModelConfig
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale: Any = self.param("scale", nn.with_partitioning(nn.initializers.ones, ("norm",)), (x.shape[-1],), x.dtype)
+        c = self.config
+        initial = nn.with_partitioning(nn.initializers.constant(1.0 - c.norm_offset), ("norm",))
+        scale: Any = self.param("scale", initial, (x.shape[-1],), x.dtype)
         y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + c.norm_epsilon)
+        if c.norm_offset:  # near 0, as the weights are, they are more exact than the sum would be
+            return (y * (c.norm_offset + scale.astype(jnp.float32))).astype(x.dtype)
         return y.astype(x.dtype) * scale.astype(x.dtype)
 
 
@@ -192,9 +197,10 @@ class AttentionLayer(nn.Module):
         query = joint[..., :group, :].reshape(*x.shape[:2], c.heads, c.head)
         key, value = joint[..., group, :], joint[..., group + 1, :]
         if c.query_norm:
-            query = RMSNorm(c.norm_epsilon, name="query_norm")(query)
-            key = RMSNorm(c.norm_epsilon, name="key_norm")(key)
+            query, key = RMSNorm(c, name="query_norm")(query), RMSNorm(c, name="key_norm")(key)
         query, key = rotate(query, *turn), rotate(key, *turn)
+        if c.query_scale is not None:  # attention scales by the root of the head size
+            query = query * (c.query_scale * c.head**0.5)
         grouped = query.reshape(*query.shape[:2], c.kv_heads, group, c.head)
         if isinstance(view, View):
             out = self.attention(grouped, key.swapaxes(1, 2), value.swapaxes(1, 2), view, c.siblings, window)
@@ -235,7 +241,7 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer: attention and feed-forward, each after a norm and beside a residual."""
+    """One layer: attention and feed-forward, each after a norm and beside a residual; and before a norm, in some."""
 
     config: ModelConfig
     attention: Attention
@@ -250,11 +256,11 @@ class Layer(nn.Module):
         window: Window,
     ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
-        normed = RMSNorm(c.norm_epsilon, name="attention_norm")(x)
+        normed = RMSNorm(c, name="attention_norm")(x)
         out, cache = AttentionLayer(c, self.attention, name="attention")(normed, turn, view, cache, window)
-        x = x + out
-        normed = RMSNorm(c.norm_epsilon, name="feed_forward_norm")(x)
-        return x + FeedForward(c, name="feed_forward")(normed), cache
+        x = x + (RMSNorm(c, name="attention_after_norm")(out) if c.after_norms else out)
+        out = FeedForward(c, name="feed_forward")(RMSNorm(c, name="feed_forward_norm")(x))
+        return x + (RMSNorm(c, name="feed_forward_after_norm")(out) if c.after_norms else out), cache
 
 
 class NewTokens(nn.Module):
@@ -312,7 +318,7 @@ class Transformer(nn.Module):
         else:
             for number in range(c.layers):
                 setattr(self, f"layer_{number}", layer(c, self.attention))
-        self.norm = RMSNorm(c.norm_epsilon)
+        self.norm = RMSNorm(c)
         if not c.tied:
             axes = ("vocabulary", "embed")
             self.head = Projection(c, (c.vocabulary,), axes, adapted=False, dtype=jnp.float32)
@@ -333,13 +339,13 @@ class Transformer(nn.Module):
         c = self.config
         layout = Layout(*(jnp.asarray(field) for field in layout))
         x = self.spread(self.embedded(jnp.asarray(tokens)))
-        turn = rotation(c.rope, c.head, layout.position)
+        turns = {rope: rotation(rope, c.head, layout.position) for rope in map(c.layer_rope, range(c.layers))}
         view = View(layout, layout)
         if self.scan:
-            x = self.scanned(x, turn, view)
+            x = self.scanned(x, turns, view)
         else:
             for number in range(c.layers):
-                x, _ = self._layer(number)(x, turn, view, None, c.layer_window(number))
+                x, _ = self._layer(number)(x, turns[c.layer_rope(number)], view, None, c.layer_window(number))
                 x = self.spread(x)
         x = self.norm(x)
         return self.logits(x) if head or self.is_initializing() else x
@@ -375,16 +381,19 @@ class Transformer(nn.Module):
 
         windows = [c.layer_window(number) for number in range(c.layers)]
         kinds = list(dict.fromkeys(windows))
+        ropes = [c.layer_rope(windows.index(kind)) for kind in kinds]
 
-        def of_all_layers(positions: jax.Array) -> tuple[tuple[jax.Array, jax.Array], list[list[jax.Array]]]:
-            return rotation(c.rope, c.head, positions), [[v.mask(c.siblings, kind) for v in views] for kind in kinds]
+        def of_all_layers(positions: jax.Array) -> tuple[list[tuple[jax.Array, jax.Array]], list[list[jax.Array]]]:
+            masks = [[v.mask(c.siblings, kind) for v in views] for kind in kinds]
+            return [rotation(rope, c.head, positions) for rope in ropes], masks
 
-        turn, masks = computed_once(of_all_layers, together([group.layout.position for group in groups]))
+        turns, masks = computed_once(of_all_layers, together([group.layout.position for group in groups]))
         x = self.embedded(together([group.tokens for group in groups]))
         layers = []
         for number, window in enumerate(windows):
-            seats = [Seat(*of) for of in zip(masks[kinds.index(window)], places, tokens, strict=True)]
-            x, layer = self._layer(number)(x, turn, seats, cache.layers[number], window)
+            kind = kinds.index(window)
+            seats = [Seat(*of) for of in zip(masks[kind], places, tokens, strict=True)]
+            x, layer = self._layer(number)(x, turns[kind], seats, cache.layers[number], window)
             layers.append(layer)
         asked = []
         for group, seat in zip(groups, seats, strict=True):
@@ -398,8 +407,9 @@ class Transformer(nn.Module):
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """Embeddings [..., D] of tokens [...]."""
-        x = self.embedding(tokens)
-        return getattr(self, NEW_TOKENS)(tokens, x) if self.config.new_tokens else x
+        c, x = self.config, self.embedding(tokens)
+        x = getattr(self, NEW_TOKENS)(tokens, x) if c.new_tokens else x
+        return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 [..., V] of normed activations [..., D]."""
@@ -413,25 +423,30 @@ class Transformer(nn.Module):
     def _layer(self, number: int) -> Any:
         return getattr(self, f"layer_{number}")
 
-    def scanned(self, x: jax.Array, turn: tuple[jax.Array, jax.Array], view: View) -> jax.Array:
+    def scanned(self, x: jax.Array, turns: Mapping[RopeConfig, tuple[jax.Array, jax.Array]], view: View) -> jax.Array:
         """All layers, over stacked parameters."""
         c = self.config
         windows = [c.layer_window(number) for number in range(c.layers)]
-        mixed = len(set(windows)) > 1
+        mixed, every = len(set(windows)) > 1, list(turns)
 
-        def body(module: nn.Module, x: jax.Array, window: jax.Array) -> tuple[jax.Array, None]:
+        def body(module: nn.Module, x: jax.Array, of_layer: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            window, rope = of_layer
+            turn = turns[every[0]]
+            for number, other in enumerate(every[1:], 1):
+                turn = jax.tree.map(partial(jnp.where, rope == number), turns[other], turn)
             x, _ = module(x, turn, view, None, window if mixed else windows[0])
             return self.spread(x), None
 
         # A layer without a window, among others that have one, has one that nothing falls out of.
         limits = jnp.asarray([NO_WINDOW if window is None else window for window in windows])
+        ropes = jnp.asarray([every.index(c.layer_rope(number)) for number in range(c.layers)])
         run = nn.scan(
             body,
             variable_axes={"params": 0},
             split_rngs={"params": True},
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, _ = run(getattr(self, LAYERS), x, limits)
+        x, _ = run(getattr(self, LAYERS), x, (limits, ropes))
         return x
 
     def spread(self, x: jax.Array) -> jax.Array:

@@ -41,6 +41,12 @@ INSIDE_LAYERS: dict[str, Path_] = {
     "self_attn.o_proj": ("attention", "output"),
     "mlp.down_proj": ("feed_forward", "down"),
 }
+# Where there are norms after attention and feed-forward, the one before feed-forward has another name.
+AFTER_NORMS: dict[str, Path_] = {
+    "post_attention_layernorm": ("attention_after_norm", "scale"),
+    "pre_feedforward_layernorm": ("feed_forward_norm", "scale"),
+    "post_feedforward_layernorm": ("feed_forward_after_norm", "scale"),
+}
 # Linear layers that are parts of one here, in their order along its `group` or `pair` axis: a query for each head of a
 # group, its key and its value; gate and up.
 QUERY = "self_attn.q_proj"
@@ -108,7 +114,8 @@ def abstract_parameters(model: Transformer) -> Any:
 
 def tensors_of(config: ModelConfig, paths: Iterable[Path_]) -> dict[str, Tensor]:
     """The Hugging Face tensors, by name, that make up the parameters at `paths`."""
-    inside = {name: Tensor(path) for name, path in INSIDE_LAYERS.items()}
+    names = INSIDE_LAYERS | (AFTER_NORMS if config.after_norms else {})
+    inside = {name: Tensor(path) for name, path in names.items()}
     for path, joined in JOINT.items():
         end = 0
         for name in joined:
