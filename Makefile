@@ -23,6 +23,9 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "slow or not slow"
 
+# A real chat model, from its wheel to an evaluation; hours.
+include configs/smollm2/stages.mk
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -8,10 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, mesh_of, model_options, positive, sampling_options
+from aspd.options import command, mesh_of, model_name, model_options, positive, sampling_options
 from aspd_jax.errors import RequestError
 
-LARGER = "27m"  # shape of a model that does not fit into a processor's caches
+# Asked in the demo of a chat model; of its training questions none is among them.
+QUESTIONS = (
+    "What should I check before I buy a used bicycle?",
+    "How can I make my home office more comfortable?",
+    "Why is the sky blue?",
+)
 
 
 def add(commands: Any) -> None:
@@ -48,12 +53,8 @@ def add(commands: Any) -> None:
     sampling_options(generate)
 
     demo = command(commands, "demo", run_demo, "Answer a few questions in both modes, and compare.")
+    demo.add_argument("questions", nargs="*", metavar="QUESTION", help="what to ask; default: three questions")
     model_options(demo)
-    demo.add_argument("--questions", type=int, default=3, help="how many")
-    demo.add_argument(
-        "--no-larger", dest="larger", action="store_false", help=f"leave out the comparison with {LARGER} parameters"
-    )
-    demo.add_argument("--seed", type=int, default=0, help="which questions")
 
 
 def run_generate(options: argparse.Namespace) -> None:
@@ -79,7 +80,7 @@ def run_generate(options: argparse.Namespace) -> None:
     positive(options, "batch")
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
     mesh = mesh_of(options.mesh)
-    lm = load_model(options.model, options.dtype, mesh, options.weights, adapter=options.adapter)
+    lm = load_model(model_name(options), options.dtype, mesh, options.weights, adapter=options.adapter)
     rows = options.batch if options.input else 1
     engine = Engine(
         lm,
@@ -139,20 +140,18 @@ def _read_messages(name: str) -> list[dict[str, str]]:
 def run_demo(options: argparse.Namespace) -> None:
     """`aspd demo`."""
     from aspd_jax import load_model
-    from infer.terminal import demonstrate, demonstrate_larger
-    from train.tasks import FAMILIES, KINDS, LONG_FAMILY, problem
+    from aspd_jax.formats import EMBEDDED
+    from infer import SamplingParams
+    from infer.terminal import demonstrate
+    from train.tasks import LONG_FAMILY, problem
 
-    positive(options, "questions")
-    # A block of short branches, one of long ones, and a chain that must stay serial; then the other families and kinds.
-    order = [("machines", "conclusion"), (LONG_FAMILY, "parallel"), ("machines", "chain"), ("orders", "conclusion")]
-    order += [(family, kind) for family in FAMILIES for kind in KINDS if (family, kind) not in order]
-    problems = [
-        problem(options.seed * 1000 + number, True, *order[number % len(order)]) for number in range(options.questions)
-    ]
-    first = demonstrate(
-        load_model(options.model, options.dtype, adapter=options.adapter),
-        [(item.question, item.answer) for item in problems],
-        options.max_length,
-    )
-    if options.larger and first is not None:
-        demonstrate_larger(first, LARGER)
+    name = model_name(options)
+    questions = options.questions
+    if not questions and name in EMBEDDED:
+        # It knows its own tasks: a block of short branches, one of long ones, and a chain that must stay serial.
+        tasks = [("machines", "conclusion"), (LONG_FAMILY, "parallel"), ("machines", "chain")]
+        questions = [problem(number, True, *task).question for number, task in enumerate(tasks)]
+    lm = load_model(name, options.dtype, adapter=options.adapter)
+    # Small chat models repeat themselves when they are greedy, in any mode.
+    params = SamplingParams(repetition_penalty=1.0 if name in EMBEDDED else 1.1, max_new_tokens=512)
+    demonstrate(lm, questions or QUESTIONS, params, options.max_length)

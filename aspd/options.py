@@ -6,6 +6,7 @@ What takes long to import is imported by the commands when they run, so that `as
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,29 @@ def command(commands: Any, name: str, run: Callable[[argparse.Namespace], None],
 def model_options(parser: argparse.ArgumentParser) -> None:
     """Which model, and how long its answers may be."""
     parser.add_argument(
-        "--model", default="demo", metavar="MODEL", help="Hugging Face folder, GGUF file, or a name: demo, smollm2"
+        "--model",
+        metavar="MODEL",
+        help="Hugging Face folder, GGUF file, or a name: smollm2-aspd (default, where its package is installed), "
+        "smollm2-seq, smollm2, demo (default elsewhere), demo-seq",
     )
     parser.add_argument("--adapter", metavar="DIR", help="folder of an adapter (PEFT's format) trained on the model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--max-length", type=int, default=2048, help="tokens of prompt and answer")
+
+
+def model_name(options: argparse.Namespace) -> str:
+    """The model that was asked for, or the best one that is there; says so where that is not a real one."""
+    from aspd_jax.errors import CheckpointError
+    from aspd_jax.formats import find_model
+
+    if options.model:
+        return str(options.model)
+    try:
+        find_model("smollm2-aspd")
+    except CheckpointError as error:
+        print(f"{error}\nUntil then the model is demo, a tiny one that knows synthetic tasks.", file=sys.stderr)
+        return "demo"
+    return "smollm2-aspd"
 
 
 def shape_options(parser: argparse.ArgumentParser) -> None:

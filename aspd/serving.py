@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, join_processes, mesh_of, model_options, process_options
+from aspd.options import command, join_processes, mesh_of, model_name, model_options, process_options
 from aspd_jax.errors import RequestError
 
 
@@ -72,10 +72,11 @@ def run_serve(options: argparse.Namespace) -> None:
         raise RequestError(
             f"--host {options.host} is open to others; name a --key-file, set ASPD_API_KEY, or say --insecure"
         )
+    model = model_name(options)
     config = ServerConfig(
         host=options.host,
         port=options.port,
-        name=options.name or (options.model if options.model in NAMES else find_model(options.model).name),
+        name=options.name or (model if model in NAMES else find_model(model).name),
         keys=keys,
         max_waiting=options.max_waiting,
         max_body=options.max_body,
@@ -93,8 +94,8 @@ def run_serve(options: argparse.Namespace) -> None:
     mesh = mesh_of(options.mesh or (f"tensor={jax.device_count()}" if several else None))
     if several and mesh.size != jax.device_count():
         raise RequestError(f"--mesh {options.mesh}: the processes have {jax.device_count()} devices, and all take part")
-    lm = load_model(options.model, options.dtype, mesh, options.weights, adapter=options.adapter)
-    for_conversations(lm, options.model, options.chat_template)
+    lm = load_model(model, options.dtype, mesh, options.weights, adapter=options.adapter)
+    for_conversations(lm, model, options.chat_template)
     engine = Engine(
         lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,
         draft_tokens=options.draft_tokens,

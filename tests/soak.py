@@ -98,7 +98,20 @@ async def a_round(url: str, random: Random, outcomes: Counter[str]) -> None:
 
 def main(rounds: int) -> int:
     """Soak a server; 0 if nothing is left."""
-    command = [sys.executable, "-m", "aspd", "serve", "--port", "0", "--batch", "8", "--max-length", "1024"]
+    command = [
+        sys.executable,
+        "-m",
+        "aspd",
+        "serve",
+        "--model",
+        "demo",
+        "--port",
+        "0",
+        "--batch",
+        "8",
+        "--max-length",
+        "1024",
+    ]
     server = subprocess.Popen([*command, "--max-waiting", "256"], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     address = re.search(r"http://\S+:\d+", server.stdout.readline())

@@ -48,6 +48,7 @@ DEPENDENT = {
         "1. Cost of pens: 3 x 20 = 60 dollars.\n2. With tax: 60 x 1.1 = 66 dollars.",
     ],
     "shared symbol": ["- Radius: r = 2 cm.\n- Area: it is 3 * r * r."],
+    "title says nothing": ["1. 1. What do you like?\n2. 2. How do you work?\n3. 3. Why here?\n"],
     "duplicate title": ["**Note**\n\nText one.\n\n**Note**\n\nText one.\n"],
 }
 

@@ -19,6 +19,10 @@ from train.tasks import problem
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 # Too long for a test, even in small; they are taken apart here, and run small by tests of their own.
 ELSEWHERE = {
+    "aspd data build answers.jsonl --config configs/smollm2": "test_pipeline.py",
+    "aspd convert": "test_gguf.py",
+    "aspd generate --model DIR --adapter": "test_adapter.py",
+    "aspd generate --model smollm2": "test_batch.py",
     "aspd generate --model DIR --draft-tokens": "test_speculation.py",
     "aspd generate --model DIR --mesh": "test_engine.py",
     "aspd generate --model DIR --training-free": "test_training_free.py",
@@ -37,7 +41,7 @@ SMALLER = {
     "aspd train configs/embedded_grown": TINY,
     "aspd train configs/embedded": ["steps=1", "evaluate_batches=0", "data.short_steps=0", "data.rows=2"],
     "aspd train": TINY,
-    "aspd generate": ["--max-new-tokens", "8", "--max-length", "1024", "--batch", "1"],
+    "aspd generate": ["--model", "demo", "--max-new-tokens", "8", "--max-length", "1024", "--batch", "1"],
 }
 LIST = "Tea differs by how its leaves are treated.\n\n" + "\n".join(
     f"{number}. **{name}**: {text}"

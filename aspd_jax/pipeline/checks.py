@@ -65,6 +65,7 @@ def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
     titles = unplanned([branch.title for branch in block.branches])
     before = f"{question}\n{answer[: block.start]}"
     for found in (
+        _says_nothing(titles),
         _duplicates(titles),
         _references(texts),
         _goes_on(titles, texts),
@@ -75,6 +76,12 @@ def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
         for reason in found:
             return reason
     return None
+
+
+def _says_nothing(titles: Sequence[str]) -> Iterator[str]:
+    for number, title in enumerate(titles, 1):
+        if title.rstrip(".)") == str(number):
+            yield f"title says nothing: branch {number} is called {title!r}"
 
 
 def _duplicates(titles: Sequence[str]) -> Iterator[str]:

@@ -7,6 +7,7 @@ included, is computed as always. So realised speed-up compares the same content 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,7 @@ from infer.evaluation.config import DecodingSection, SpeedSection, System
 from infer.evaluation.questions import Question, spread
 from infer.jsonl import append, read_journal
 from infer.logprobs import content_places
+from infer.request import SamplingParams
 from infer.step import Script
 
 LEAST_SCRIPT = 256  # tokens; longer ones are filled up to a power of two, so that few programs are compiled
@@ -106,18 +108,28 @@ def _converse(
     messages: list[dict[str, str]] = []
     for text, script in zip(question.turns, scripts, strict=True):
         messages.append({"role": "user", "content": text})
-        # An empty script costs what a full one does, so that both sides run the same program.
-        engine.scheduler.script = _script(engine, script or ())
-        told = params
-        if script is not None:
-            # An answer that was cut off had no end of text.
-            told = replace(params, max_new_tokens=max(1, len(script)), stop=())
-        try:
+        told = params if script is None else following(params, script)
+        with scripted(engine, script or ()):
             (result,) = engine.generate([messages], told, mode)
-        finally:
-            engine.scheduler.script = None
         yield result
         messages.append({"role": "assistant", "content": result.text})
+
+
+@contextmanager
+def scripted(engine: Engine, tokens: Sequence[int]) -> Iterator[None]:
+    """Meanwhile, answers in serial mode begin with these tokens. No tokens cost what many do, so that both sides of a
+    comparison run the same program.
+    """
+    engine.scheduler.script = _script(engine, tokens)
+    try:
+        yield
+    finally:
+        engine.scheduler.script = None
+
+
+def following(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:
+    """Parameters of an answer that ends where a script does: an answer that was cut off had no end of text."""
+    return replace(params, max_new_tokens=max(1, len(tokens)), stop=())
 
 
 def content_ids(engine: Engine, result: Result) -> list[int]:

@@ -1,0 +1,33 @@
+# SmolLM2 learns from its own answers, and is measured: `make smollm2`, or any stage by its file. A stage that was
+# stopped goes on where it was. BENCHMARKS holds FastChat's question and reference files, as configs/smollm2/eval.yaml
+# names them.
+SMOLLM2 := runs/smollm2
+BENCHMARKS ?= benchmarks
+STAGE := configs/smollm2
+ADAPTER := adapter/adapter_model.safetensors
+EVALUATE = $(BIN)/aspd eval run $(STAGE)/eval.yaml --output $(@D) $(foreach name,vicuna mt,\
+	benchmarks.$(name).file=$(BENCHMARKS)/$(name)_bench/question.jsonl \
+	benchmarks.$(name).references=$(BENCHMARKS)/$(name)_bench/reference_gpt-4.jsonl)
+
+.PHONY: smollm2
+smollm2: $(SMOLLM2)/greedy/report.md $(SMOLLM2)/sampled/report.md
+
+$(SMOLLM2)/questions.jsonl: $(STAGE)/questions.yaml | $(VENV)/.installed
+	mkdir -p $(@D)
+	$(BIN)/aspd data questions $< --count 3600 --output $@
+
+$(SMOLLM2)/answers.jsonl: $(SMOLLM2)/questions.jsonl
+	$(BIN)/aspd generate --model smollm2 --input $< --output $@ --mode serial --batch 32 --max-new-tokens 448 \
+		--max-length 768 --temperature 0.6 --top-p 0.9 --repetition-penalty 1.1
+
+$(SMOLLM2)/data/structured.jsonl: $(SMOLLM2)/answers.jsonl $(STAGE)/data.yaml
+	$(BIN)/aspd data build $< --config $(STAGE)/data.yaml --output $(@D)
+
+$(SMOLLM2)/%/$(ADAPTER): $(STAGE)/%.yaml $(SMOLLM2)/data/structured.jsonl
+	$(BIN)/aspd train $< --output $(SMOLLM2)/$*
+
+$(SMOLLM2)/greedy/report.md: $(STAGE)/eval.yaml $(SMOLLM2)/aspd/$(ADAPTER) $(SMOLLM2)/seq/$(ADAPTER)
+	$(EVALUATE)
+
+$(SMOLLM2)/sampled/report.md: $(STAGE)/eval.yaml $(SMOLLM2)/aspd/$(ADAPTER) $(SMOLLM2)/seq/$(ADAPTER)
+	$(EVALUATE) decoding.temperature=0.7 decoding.top_p=0.8
