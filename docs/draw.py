@@ -1,4 +1,4 @@
-"""Draws the pictures of README and docs from what the embedded model does: `python docs/draw.py`."""
+"""Draws the pictures of README and docs from what SmolLM2 does: `python docs/draw.py`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,13 @@ import aspd  # noqa: F401 (sets XLA's flags)
 from aspd_jax import Branch, Layout, Parallel, Serial, build_layout, load_model
 from aspd_jax.pictures import draw_visibility, svg
 from infer import Engine, Result, SamplingParams
+from infer.evaluation.speed import content_ids, following, scripted
 from infer.terminal import picture
 from infer.timeline import draw_timeline, timeline
 
 HERE = Path(__file__).parent / "pictures"
-QUESTION = """Run the machines.
-A starts at 11: take 6, double
-B starts at 2: double, add 5, add 7, add 9
-C starts at 13: double, add 7, double
-D starts at 6: double, add 8, double
-E starts at 12: add 9, double, take 1
-F starts at 5: add 8, add 2
-G starts at 11: double, double
-Which result is the highest?"""
+QUESTION = "How can I make my home office more comfortable?"
+PARAMS = SamplingParams(max_new_tokens=640, repetition_penalty=1.1)
 PASSES = 8  # between two frames
 SECONDS = 0.22  # of a frame
 HOLD = 14  # frames that the last one stays
@@ -39,10 +33,13 @@ FRAME = """<g class="frame" style="animation-delay:{{delay:.2f}}s{{last}}">
 
 
 def record(engine: Engine) -> str:
-    """Both modes answering the same question, pass by pass, as one animated SVG."""
+    """Both modes writing the same answer, pass by pass, as one animated SVG."""
     messages = [{"role": "user", "content": QUESTION}]
-    params = SamplingParams(max_new_tokens=400)
-    grown = [list(engine.stream(messages, params, mode, PASSES)) for mode in ("adaptive", "serial")]
+    (answer,) = engine.generate([messages], PARAMS)
+    content = content_ids(engine, answer)
+    grown = [list(engine.stream(messages, PARAMS, "adaptive", PASSES))]
+    with scripted(engine, content):
+        grown.append(list(engine.stream(messages, following(PARAMS, content), "serial", PASSES)))
     count = max(map(len, grown))
     frames = []
     for number in range(count):
@@ -92,10 +89,10 @@ def _frame(number: int, results: list[Result]) -> tuple[str, tuple[float, float]
 def main() -> None:
     """Draw everything."""
     HERE.mkdir(exist_ok=True)
-    lm = load_model("demo")
+    lm = load_model("smollm2-aspd")
     engine = Engine(lm, max_length=1024, max_batch=1, reuse=False)
-    (answer,) = engine.generate([[{"role": "user", "content": QUESTION}]], SamplingParams(max_new_tokens=400))
-    lanes = draw_timeline(timeline(engine.protocol, answer), "one answer of the embedded model, pass by pass")
+    (answer,) = engine.generate([[{"role": "user", "content": QUESTION}]], PARAMS)
+    lanes = draw_timeline(timeline(engine.protocol, answer), "one answer of SmolLM2-135M, pass by pass")
     (HERE / "lanes.svg").write_text(svg(lanes))
     parts = Parallel((Branch("pens", "$60.\n"), Branch("maps", "$40.\n"), Branch("cups", "$80.\n")))
     ids = lm.codec.linearise((Serial("Prices.\n"), parts, Serial("Sum: $180."))).tokens

@@ -16,6 +16,7 @@ NOTEBOOKS = ROOT / "notebooks"
 
 def execute(file: Path) -> nbformat.NotebookNode:
     """A notebook with today's outputs, run from the root of the checkout."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # that torch is not there is no output of a notebook
     os.environ["PYTHONWARNINGS"] = "ignore:IProgress"  # widgets are not needed
     notebook = nbformat.read(file, as_version=4)
     client = NotebookClient(

@@ -18,9 +18,11 @@ from infer.recogniser import (
     BRANCH_END,
     CLASSES,
     END,
+    NO_NUMBER,
     OTHER,
     PARALLEL_START,
     PROGRESS,
+    SLASH,
     TEXT,
     TITLE_END,
     TITLE_START,
@@ -76,6 +78,25 @@ def repeated_title(state: DecodeState) -> jax.Array:
     return jnp.any(jnp.all(names == own, axis=2) & (number < state.titles[:, None]), axis=1)
 
 
+def completes_plan(state: DecodeState) -> jax.Array:
+    """Bool [B]: whether the last complete title says that it is the last, as `5/5 Rest` does (`pipeline.titles`)."""
+    last = (jnp.arange(state.title_length.shape[1])[None] == state.titles[:, None] - 1).astype(jnp.int32)
+    tokens = jnp.sum(state.title_tokens * last[..., None], axis=1)
+    length = jnp.sum(state.title_length * last, axis=1)
+    place = jnp.arange(tokens.shape[1])[None]
+    number = jnp.where(place < length[:, None], state.recogniser.number[tokens], NO_NUMBER)
+    size = jnp.sum(jnp.cumprod(number >= 0, axis=1), axis=1)  # tokens before the slash, if that is what follows
+
+    def at(where: jax.Array) -> jax.Array:
+        found = jnp.take_along_axis(number, jnp.minimum(where, number.shape[1] - 1), axis=1)
+        return jnp.where(where < number.shape[1], found, NO_NUMBER)
+
+    slash, behind = at(size[:, None]) == SLASH, at(place + size[:, None] + 1)
+    alike = jnp.all((behind == number) | (place >= size[:, None]), axis=1)
+    ends = at(2 * size[:, None] + 1) < 0  # 1/1 is not the beginning of 1/10
+    return (size > 0) & slash[:, 0] & alike & ends[:, 0]
+
+
 def barred_token(state: DecodeState) -> jax.Array:
     """int32 [B]: the token that would make a block's second title repeat the first, their markers aside; -1: none.
 
@@ -129,6 +150,7 @@ def _serial_rule(state: DecodeState, protocol: Protocol) -> jax.Array:
     # Between titles, what is there of the next tag has been reserved with it.
     reserved = remaining + state.chain
     may_add_title = (titles < limit) & ((titles < 2) | (reserved >= another + _close_cost(titles, complete, protocol)))
+    may_add_title &= (titles < 2) | ~completes_plan(state)
 
     in_serial, in_title, titled = rule == SERIAL, rule == TITLE, rule == TITLED
     never = jnp.zeros_like(in_serial)

@@ -22,6 +22,7 @@ from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TextCodec
 TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
 CLASSES = 9
 PROGRESS = 8  # bit 8 + class: the token goes on with a tag of that class
+NO_NUMBER, SLASH = -1, -2
 CONTINUES = 15  # bit: the token goes on with what the node has of a tag
 
 
@@ -32,11 +33,13 @@ class Recogniser(NamedTuple):
         next: uint8 [S, V], the node after it; from S on, S + the class of what it completes (or is by itself).
         bits: uint16 [S, V], bit c: it may stand where class c is allowed; see `PROGRESS` and `CONTINUES`.
         marker: bool [V], it has neither letter nor word in it: digits, blanks and punctuation, as in "3/5 " and "2. ".
+        number: int16 [V], the number that it is; SLASH; else NO_NUMBER.
     """
 
     next: np.ndarray
     bits: np.ndarray
     marker: np.ndarray
+    number: np.ndarray
 
 
 def of_tokens(
@@ -48,7 +51,7 @@ def of_tokens(
         tags: ids in the order of `TAGS`; negative: there is none.
         end: ids that end an answer.
         other: further ids that may stand in serial text only.
-        codec: None: no token is known to be a marker.
+        codec: None: no token is known to be a marker or a number.
     """
     kind = np.full(vocabulary, TEXT, np.uint8)
     kind[[token for token in other if token < vocabulary]] = OTHER
@@ -57,12 +60,20 @@ def of_tokens(
             kind[token] = of_tag
     kind[list(end)] = END
     following = np.where(kind == TEXT, 0, 1 + kind).astype(np.uint8)
-    marker = np.zeros(vocabulary, bool)
+    marker, number = np.zeros(vocabulary, bool), np.full(vocabulary, NO_NUMBER, np.int16)
     if codec is not None:
         # A token that is a part of a character may be a part of a letter.
         texts = pieces(codec, vocabulary)
         marker[:] = [bool(text) and not any(char.isalpha() or char == "\ufffd" for char in text) for text in texts]
-    return Recogniser(following[None], (1 << kind.astype(np.uint16))[None], marker)
+        number[:] = [number_of(text.strip()) for text in texts]
+    return Recogniser(following[None], (1 << kind.astype(np.uint16))[None], marker, number)
+
+
+def number_of(text: str) -> int:
+    """The number that a text is; SLASH; else NO_NUMBER."""
+    if text == "/":
+        return SLASH
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 4 else NO_NUMBER
 
 
 @dataclass(frozen=True)
@@ -155,7 +166,7 @@ def of_text(codec: TextCodec, vocabulary: int, tags: TextTags, end: Sequence[int
                 leads = (1 << kind) | (1 << (PROGRESS + kind))
                 if not (bits[place] & leads).any():
                     raise TokenizerError(f"this tokenizer has no token that goes on with {tag!r} after {head!r}")
-    return Recogniser(following.astype(np.uint8), bits, alone.marker)
+    return Recogniser(following.astype(np.uint8), bits, alone.marker, alone.number)
 
 
 def _beginning_alike(by_text: list[tuple[str, int]], rest: str) -> list[int]:

@@ -21,7 +21,7 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
         min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
-        repetition_penalty: over what the row can see of the answer; 1 is none.
+        repetition_penalty: over what a stretch can see of the answer's plain text, a title of its titles; 1 is none.
         max_new_tokens: bound on all tokens of the answer: of all branches, tags and heads included.
         max_content_tokens: bound on the tokens of the plain text, which is what a client sees; None: no further bound.
         max_branch_tokens: bound on the tokens sampled in one branch, its closing tag included.

@@ -12,20 +12,27 @@ import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout, visible
+from aspd_jax.model.cache import PLAIN_TEXT, TITLE_TEXT
 from aspd_jax.model.lowering import argmax
 from infer.feed import Lanes
-from infer.state import MOST_BRANCHES, DecodeState, Protocol, Request
+from infer.state import MOST_BRANCHES, TITLE, DecodeState, Protocol, Request
 
 
 def penalise_repetition(
     logits: jax.Array, request: Request, state: DecodeState, protocol: Protocol, lanes: Lanes
 ) -> jax.Array:
-    """Divide positive logits, and multiply negative ones, of tokens that the lane can see in the answer."""
+    """Divide positive logits, and multiply negative ones, of tokens that the lane can see in the answer.
+
+    Text is penalised for what text said, a title for what titles said, and tags for nothing: a penalty on them would
+    end lists early, and a branch that may not say its title has nothing to say.
+    """
     cache = state.cache
     seen_from = Layout(*(field[:, None] for field in lanes.layout))
     of_lane = Layout(*(field[lanes.row] for field in cache.layout))
+    kind = jnp.where(state.phase[lanes.row] == TITLE, TITLE_TEXT, PLAIN_TEXT)
+    alike = cache.kind[lanes.row] == kind[:, None]
     in_answer = jnp.arange(cache.tokens.shape[1])[None] >= state.prompt_length[lanes.row][:, None]
-    seen = visible(seen_from, of_lane, protocol.model.config.siblings)[:, 0] & in_answer
+    seen = visible(seen_from, of_lane, protocol.model.config.siblings)[:, 0] & alike & in_answer
     tokens = jnp.where(seen, cache.tokens[lanes.row], logits.shape[-1])
     which = jnp.arange(logits.shape[0])[:, None]
     present = jnp.zeros(logits.shape, bool).at[which, tokens].set(True, mode="drop")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from aspd_jax.layout import Layout
-from aspd_jax.model.cache import Group, find_place
+from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Group, find_place
 from aspd_jax.model.lowering import argmax
 from infer.advance import advance, recognise
 from infer.feed import Feed, Lanes, lanes_of, only, plan, width
@@ -23,7 +23,7 @@ from infer.packed import Packed
 from infer.recogniser import END
 from infer.sampling import sample
 from infer.speculation import add_drafts, goes_on, hide_rejected, look_up
-from infer.state import FORK, MERGE, NOTHING, PARALLEL, RUNNING, DecodeState, Protocol, in_place
+from infer.state import FORK, MERGE, NOTHING, PARALLEL, RUNNING, SERIAL, TITLE, DecodeState, Protocol, in_place
 from infer.workspace import Workspace, put_back, work_on
 
 # Tokens that some rows of the state feed: the rows (None: all, in place), and what they feed.
@@ -147,7 +147,7 @@ def step(
     if within.wide:
         whole = add_drafts(whole, state) if drafting else whole
         feeds.append(_some(whole, widths > within.few, within.wide))
-    groups = [_group(state, part, drafting) for part in feeds]
+    groups = [_group(state, protocol, part, drafting) for part in feeds]
     logits, after = forward(params, state, protocol, groups, within.slots)
     after = count_pass(after, widths)
     if not drafting:
@@ -172,12 +172,15 @@ def hide_discarded(state: DecodeState) -> DecodeState:
     return state._replace(cache=cache, hide_from=jnp.full_like(state.hide_from, NOTHING))
 
 
-def _group(state: DecodeState, part: Part, drafting: bool) -> Group:
+def _group(state: DecodeState, protocol: Protocol, part: Part, drafting: bool) -> Group:
     rows, feed = part
     floor = None
     if drafting:
         floor = state.prompt_length if rows is None else jnp.take(state.prompt_length, rows, mode="clip")
-    return Group(feed.tokens, feed.layout, rows, feed.asked, floor)
+    phase = state.phase if rows is None else jnp.take(state.phase, rows, mode="clip")
+    of_phase = jnp.select([(phase == SERIAL) | (phase == PARALLEL), phase == TITLE], [PLAIN_TEXT, TITLE_TEXT], OTHER)
+    kind = jnp.where(feed.tokens == protocol.special.title_start, OTHER, of_phase[:, None])
+    return Group(feed.tokens, feed.layout, rows, feed.asked, floor, kind)
 
 
 def _verify(

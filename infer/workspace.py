@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from aspd_jax.layout import Layout
 from aspd_jax.model.cache import LayerCache
 from aspd_jax.model.lowering import copies_slices
 from infer.state import RUNNING, STOP, DecodeState, Protocol, take
@@ -152,8 +151,10 @@ def work_on(whole: DecodeState, workspace: Workspace | None) -> DecodeState:
         some = take(whole, rows)
         some = some._replace(finish=jnp.where(rows < whole.finish.size, some.finish, STOP))
     slots = workspace.layers[0].value.shape[2]
-    layout = Layout(*(field[:, :slots] for field in some.cache.layout))
-    cache = some.cache._replace(layers=workspace.layers, tokens=some.cache.tokens[:, :slots], layout=layout)
+    tokens, kind, layout = jax.tree.map(
+        lambda field: field[:, :slots], (some.cache.tokens, some.cache.kind, some.cache.layout)
+    )
+    cache = some.cache._replace(layers=workspace.layers, tokens=tokens, kind=kind, layout=layout)
     return some._replace(cache=cache)
 
 

@@ -32,7 +32,7 @@ def place(capacity: int, length: int, count: int, size: int) -> Place:
     """Of a group that feeds `count` tokens in `size` places to a row with `length` tokens."""
     slots = jnp.zeros((1, capacity), jnp.int32)
     fed = (jnp.arange(size)[None] < count).astype(jnp.int32)
-    cache = Cache((), slots, Layout(slots, slots, slots, slots), jnp.asarray([length], jnp.int32))
+    cache = Cache((), slots, slots, Layout(slots, slots, slots, slots), jnp.asarray([length], jnp.int32))
     return find_place(cache, Group(fed, Layout(fed, fed, fed, fed)))
 
 

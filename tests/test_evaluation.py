@@ -167,6 +167,9 @@ def test_health_of_a_structure() -> None:
     assert of.repeated == pytest.approx(5 / 6)
     assert (of.tokens, of.branch_tokens, of.title_tokens) == (2 + 10 + 10 + 3 + 1, 23, 3)
     assert not health("What?", structure, False, count).well_formed
+    numbers = [Branch(str(n), f"{n}. thing\n") for n in (2, 3, 5, 5, 4)]
+    items = health("What?", (Parallel([*numbers, Branch("f", "and more")]),), True, count)
+    assert (items.numbered, items.misnumbered) == (5, 2)  # 5 where 4 is due, 5 is right again, 4 where 6 is due
     chained = (Parallel([Branch("a", "a: 3 + 4 = 7 pens\n"), Branch("b", "b: As mentioned above, 7 pens\n")]),)
     assert health("What?", chained, True, count).dependent == 1
     plain = health("What?", (Serial("Nothing."),), True, count)

@@ -94,7 +94,7 @@ def test_two_processes_serve_together(tmp_path: Path) -> None:
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     arguments = [
-        *("serve", "--port", "0", "--batch", "1", "--max-length", "256"),
+        *("serve", "--model", "demo", "--port", "0", "--batch", "1", "--max-length", "256"),
         *("--branch-policy", "slo:200", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"),
     ]
     logs = [(tmp_path / f"{number}.log").open("w") for number in range(2)]

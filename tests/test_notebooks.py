@@ -10,10 +10,12 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
+from aspd_jax.errors import CheckpointError
+from aspd_jax.formats import find_model
 from tests.conftest import ROOT
 
 # Cells whose output is the same everywhere; others tell times, progress or small differences.
-EXACT = {"1_the_idea": (0, 1, 2), "2_decode": (1, 3), "3_annotate": (1, 3), "4_fine_tune": (0, 3), "5_sharding": (1, 3)}
+EXACT = {"1_the_idea": (0, 1, 2), "2_decode": (), "3_annotate": (1, 3), "4_fine_tune": (0, 3), "5_sharding": (1, 3)}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -44,6 +46,11 @@ def test_there_are_five() -> None:
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_it_runs(file: Path, runner: Any) -> None:
     kept = nbformat.read(file, as_version=4)
+    if "smollm2" in "".join(cell.source for cell in kept.cells):
+        try:
+            find_model("smollm2")
+        except CheckpointError as error:
+            pytest.skip(str(error))
     nbformat.validate(kept)
     now = texts(runner.execute(file))
     assert [bool(text) for text in now] == [bool(text) for text in texts(kept)], "outputs are committed"

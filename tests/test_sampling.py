@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aspd_jax import LanguageModel
+from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT
 from infer import Engine, SamplingParams
 from infer.feed import Lanes, lanes_of, plan
 from infer.prefill import start
 from infer.request import Job
 from infer.sampling import lane_keys, penalise_repetition, restrict, sample
-from infer.state import DecodeState, Protocol, Request
+from infer.state import TITLE, DecodeState, Protocol, Request
 from tests.test_engine import SEPARATOR
 
 
@@ -68,18 +69,20 @@ def test_restrict_keeps_what_the_definitions_keep(
 def test_repetition_penalty_sees_what_the_row_sees(bare_lm: LanguageModel, protocol: Protocol) -> None:
     """Tokens of the prompt and of siblings do not count; tokens before the block and of the branch itself do."""
     state = state_for(bare_lm, protocol, SamplingParams(repetition_penalty=2.0))
-    #        prompt  serial  branch 1 and 2, the last of each being looked from
-    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
-    blocks = [0, 0, 0, 0, 1, 1, 1, 1]
-    branch = [0, 0, 0, 0, 1, 2, 1, 2]
-    positions = [0, 1, 2, 3, 4, 4, 5, 5]
+    #    prompt, serial, a title, heads of branches 1 and 2, and these; the last of each is looked from
+    tokens = [1, 2, 3, 4, 11, 9, 10, 5, 6, 7, 8]
+    kind = [OTHER] * 2 + [PLAIN_TEXT] * 2 + [TITLE_TEXT] + [OTHER] * 2 + [PLAIN_TEXT] * 4
+    blocks = [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]
+    branch = [0, 0, 0, 0, 0, 1, 2, 1, 2, 1, 2]
+    positions = [0, 1, 2, 3, 4, 5, 5, 6, 6, 7, 7]
     cache = state.cache
-    put = [np.array(a) for a in (cache.tokens, *cache.layout)]
-    for array, values in zip(put, (tokens, positions, [1] * 8, blocks, branch), strict=True):
-        array[0, :8] = values
-    layout = type(cache.layout)(*put[1:])
-    state = state._replace(cache=cache._replace(tokens=put[0], layout=layout, length=jnp.array([8])))
-    looking = type(layout)(*(jnp.asarray(field[0, 6:8]) for field in layout))
+    put = [np.array(a) for a in (cache.tokens, cache.kind, *cache.layout)]
+    for array, values in zip(put, (tokens, kind, positions, [1] * 11, blocks, branch), strict=True):
+        array[0, :11] = values
+    layout = type(cache.layout)(*put[2:])
+    cache = cache._replace(tokens=put[0], kind=put[1], layout=layout, length=jnp.array([11]))
+    state = state._replace(cache=cache)
+    looking = type(layout)(*(jnp.asarray(field[0, 9:11]) for field in layout))
     lanes = Lanes(jnp.array([0, 0]), jnp.array([1, 2]), looking)
     of_lanes = Request(*(field[lanes.row] for field in state.request))
     logits = jnp.where(jnp.arange(24) % 2 == 0, 1.0, -1.0) * jnp.ones((2, 24))
@@ -87,6 +90,10 @@ def test_repetition_penalty_sees_what_the_row_sees(bare_lm: LanguageModel, proto
     for lane, seen in enumerate([{3, 4, 5, 7}, {3, 4, 6, 8}]):
         expected = [(v / 2 if v > 0 else v * 2) if t in seen else v for t, v in enumerate(np.asarray(logits)[lane])]
         np.testing.assert_allclose(out[lane], expected)
+    in_title = state._replace(phase=jnp.full_like(state.phase, TITLE))
+    out = np.asarray(penalise_repetition(logits, of_lanes, in_title, protocol, lanes))
+    np.testing.assert_allclose(out[:, 11], -2.0)
+    np.testing.assert_array_equal(np.delete(out, 11, 1), np.delete(logits, 11, 1))
 
 
 def test_samples_follow_the_distribution(bare_lm: LanguageModel, protocol: Protocol) -> None:

@@ -333,6 +333,8 @@ def test_it_finishes_what_is_under_way_when_told_to_stop() -> None:
         "-m",
         "aspd",
         "serve",
+        "--model",
+        "demo",
         "--port",
         "0",
         "--batch",
@@ -378,7 +380,9 @@ def test_a_port_that_is_taken(capsys: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert aspd.main(["serve", "--port", str(taken.getsockname()[1]), "--max-length", "256"]) == 2
+        assert (
+            aspd.main(["serve", "--model", "demo", "--port", str(taken.getsockname()[1]), "--max-length", "256"]) == 2
+        )
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
 
 

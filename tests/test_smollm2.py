@@ -9,7 +9,8 @@ import pytest
 
 from aspd_jax import LanguageModel, build_layout, load_model
 from aspd_jax.errors import CheckpointError
-from aspd_jax.formats import find_model, open_tokenizer
+from aspd_jax.formats import ADAPTED, find_model, open_tokenizer
+from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
 from tests.conftest import GOLDEN
 from tests.make_gguf_parity import NEW_TOKENS, PLACES, QUESTIONS, checksum, gemma_file, texts
@@ -63,6 +64,34 @@ def test_its_answers_are_theirs(lm: LanguageModel, theirs: dict[str, np.ndarray]
     results = engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS), "serial")
     for result, answer in zip(results, theirs["answers"], strict=True):
         assert result.token_ids == answer[answer >= 0].tolist()
+
+
+LISTS = ("Give me five tips for a job interview.", "How can I make my home office more comfortable?")
+OTHERS = ("Why is the sky blue?", "Write a Python function that reverses a string.")
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_shipped_adapters(name: str) -> None:
+    """Greedily; only what a model of another machine, whose sums differ in the last bit, would do as well."""
+    try:
+        lm = load_model(name)
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    engine = Engine(lm, max_length=768, max_batch=4)
+    params = SamplingParams(repetition_penalty=1.1, max_new_tokens=512, max_content_tokens=160)
+    prompts = [[{"role": "user", "content": question}] for question in LISTS + OTHERS]
+    results = engine.generate(prompts, params)
+    blocks = [[item for item in result.structure if isinstance(item, Parallel)] for result in results]
+    if name == "smollm2-seq":
+        assert not any(blocks)
+        return
+    assert any(blocks[: len(LISTS)]) and not any(blocks[len(LISTS) :])
+    for block in (block for of_answer in blocks for block in of_answer):
+        titles = [branch.title for branch in block.branches]
+        size = titles[0].partition(" ")[0].partition("/")[2]
+        assert titles == [f"{number}/{size} {title.partition(' ')[2]}" for number, title in enumerate(titles, 1)]
+        assert len(titles) <= int(size)
+        assert len({title.partition(" ")[2].lower() for title in titles}) == len(titles)
 
 
 def prompt(lm: LanguageModel, question: str) -> str | list[dict[str, str]]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import infer.policy
 from aspd_jax import LanguageModel
 from aspd_jax.errors import StructureError
 from infer import Engine, SamplingParams
-from infer.recogniser import of_tokens
+from infer.grammar import completes_plan
+from infer.recogniser import number_of, of_tokens
 from infer.state import NOTHING, TITLE, DecodeState
 from infer.step import Script
 from tests.answers import SEPARATOR, critical_path, linearise
@@ -145,3 +149,60 @@ def test_the_second_title_differs_from_the_first(lm: LanguageModel) -> None:
         for block in blocks:
             names = [branch.title for branch in block.branches]
             assert names[0] == "a" and len(set(names)) == len(names) == 2
+
+
+PIECES = ["1", "2", "10", "/", " ", " a", "b", "12/12"]
+NUMBERS = np.asarray([number_of(piece) for piece in PIECES], np.int16)
+
+
+def says_it_is_last(title: list[int]) -> bool:
+    """By the text: the same tokens before and after the slash, and no digit behind them."""
+    pieces = [PIECES[token] for token in title]
+    if "/" not in pieces:
+        return False
+    place = pieces.index("/")
+    before, after = pieces[:place], pieces[place + 1 :]
+    behind = "".join(after[place : place + 1])
+    return place > 0 and all(map(str.isdigit, before)) and after[:place] == before and not behind.isdigit()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=7), min_size=1, max_size=3))
+@example([[4], [1, 3, 1, 4, 5]]).via("2/2 a")
+@example([[1, 3, 1], [0, 3, 1, 5]]).via("only the last title counts")
+@example([[0, 3, 0, 2]]).via("1/1 is not the beginning of 1/110")
+def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> None:
+    tokens = np.zeros((1, 3, 7), np.int32)
+    for number, title in enumerate(titles):
+        tokens[0, number, : len(title)] = title
+    length = np.asarray([[len(title) for title in titles] + [0] * (3 - len(titles))])
+    state: Any = SimpleNamespace(
+        titles=jnp.asarray([len(titles)]), title_length=jnp.asarray(length), title_tokens=jnp.asarray(tokens),
+        recogniser=SimpleNamespace(number=jnp.asarray(NUMBERS)),
+    )  # fmt: skip
+    assert bool(completes_plan(state)[0]) == says_it_is_last(titles[-1])
+
+
+def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the model wants: here always another title."""
+    encode = lm.codec.text.encode
+    engine = Engine(lm, max_length=256, max_batch=2, max_branches=8)
+    special = engine.protocol.special
+
+    def forking(logits: Any, *rest: Any) -> Any:
+        wanted = jnp.zeros(logits.shape[-1]).at[special.title_start].set(5.0).at[special.parallel_start].set(4.0)
+        return jnp.argmax(jnp.where(jnp.isfinite(logits), wanted, -jnp.inf), axis=-1).astype(jnp.int32)
+
+    for prefix, branches in (("{}/3 ", 3), ("", 4)):
+        titles = [encode(prefix.format(number) + name) for number, name in enumerate(("a", "b", "c"), 1)]
+        tokens = [token for title in titles for token in (special.title_start, *title, special.title_end)]
+        last = [special.title_start, *encode("d"), special.title_end, special.parallel_start]
+        serial = np.full((2, 80), -1, np.int32)
+        serial[:, : len(tokens)] = tokens
+        if not prefix:
+            serial[:, len(tokens) : len(tokens) + len(last)] = last
+        monkeypatch.setattr(engine.scheduler, "script", Script(jnp.asarray(serial), jnp.full((2, 8, 1), -1, jnp.int32)))
+        with patched(sample=forking):
+            (result,) = engine.generate(["Hi"], SamplingParams(temperature=1e-3, max_new_tokens=150))
+        block = next(item for item in result.structure if hasattr(item, "branches"))
+        assert len(block.branches) == branches

@@ -16,6 +16,9 @@ from aspd_jax.layout import Layout
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.sharding import named_sharding
 
+# What a token is a part of: a prompt, a tag or the head of a branch; the plain text of an answer; a title.
+OTHER, PLAIN_TEXT, TITLE_TEXT = 0, 1, 2
+
 
 class LayerCache(NamedTuple):
     """Keys [B, K, H, C] and values [B, K, C, H] of one layer: the two products of attention read them as they lie."""
@@ -30,12 +33,14 @@ class Cache(NamedTuple):
     Attributes:
         layers: one entry per layer; separate arrays, so that each is updated in place.
         tokens: int32 [B, C], the token in each slot.
+        kind: int32 [B, C], what the token is a part of: PLAIN_TEXT or TITLE_TEXT of an answer, or OTHER.
         layout: int32 [B, C] each; `sequence` is 0 in slots not written yet, which hides them.
         length: int32 [B], slots written.
     """
 
     layers: tuple[LayerCache, ...]
     tokens: jax.Array
+    kind: jax.Array
     layout: Layout
     length: jax.Array
 
@@ -60,6 +65,7 @@ def empty_cache(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | Non
             LayerCache(zeros(config.head, capacity), zeros(capacity, config.head)) for _ in range(config.layers)
         ),
         tokens=slots(),
+        kind=slots(),
         layout=Layout(slots(), slots(), slots(), slots()),
         length=jnp.zeros((batch,), jnp.int32),
     )
@@ -75,6 +81,7 @@ class Group(NamedTuple):
         out: int32 [M, W], which of the F tokens get logits; None: all.
         floor: int32 [M], fill the first empty slots from this one on, those of hidden tokens too; None: those behind
             all that were written.
+        kind: int32 [M, F], as in `Cache`; None: OTHER.
     """
 
     tokens: jax.Array
@@ -82,6 +89,7 @@ class Group(NamedTuple):
     rows: jax.Array | None = None
     out: jax.Array | None = None
     floor: jax.Array | None = None
+    kind: jax.Array | None = None
 
 
 class Place(NamedTuple):
@@ -172,4 +180,6 @@ def record(cache: Cache, group: Group, used: int | None = None) -> tuple[Cache, 
     else:
         grown = cache.length.at[group.rows].max(ends, mode="drop")
     layout = Layout(*(place.put(old, new) for old, new in zip(cache.layout, group.layout, strict=True)))
-    return cache._replace(tokens=place.put(cache.tokens, group.tokens), layout=layout, length=grown), place
+    tokens = place.put(cache.tokens, group.tokens)
+    kind = place.put(cache.kind, jnp.full_like(group.tokens, OTHER) if group.kind is None else group.kind)
+    return cache._replace(tokens=tokens, kind=kind, layout=layout, length=grown), place

@@ -104,6 +104,7 @@ def _structure(answers: Sequence[Record], turns: Sequence[Record]) -> dict[str, 
     tokens = sum(one["tokens"] for one in forked)
     in_branches = sum(one["branch_tokens"] for one in forked)
     stats = [turn["stats"] for turn in turns]
+    ideal = [turn["stats"]["ideal_speedup"] for turn in turns if turn["health"]["forked"]]
     return {
         "trigger_rate": _share(one["forked"] for one in health),
         "well_formed_rate": _share(one["well_formed"] for one in health),
@@ -111,6 +112,8 @@ def _structure(answers: Sequence[Record], turns: Sequence[Record]) -> dict[str, 
         "blocks": len(blocks),
         "branches_per_block": float(np.mean(blocks)) if blocks else None,
         "dependent_blocks": sum(one["dependent"] for one in health),
+        "numbered": sum(one["numbered"] for one in health),
+        "misnumbered": sum(one["misnumbered"] for one in health),
         "repeated": float(np.mean(repeated)) if repeated else None,
         "wrongly_forked": _share(chains),
         "rightly_forked": _share(parallel),
@@ -119,6 +122,8 @@ def _structure(answers: Sequence[Record], turns: Sequence[Record]) -> dict[str, 
             (in_branches - sum(one["title_tokens"] for one in forked)) / in_branches if in_branches else None
         ),
         "content_tokens": float(np.mean([s["content_tokens"] for s in stats])) if stats else None,
+        "ideal_forked": interval(ideal)._asdict() if ideal else None,
+        "ideal_best": max(ideal, default=None),
         "ideal": sum(s["content_tokens"] for s in stats) / max(1, sum(s["critical_path"] for s in stats)),
     }
 

@@ -234,7 +234,8 @@ def _speed_table(systems: dict[str, Any]) -> list[str]:
 def _structure_table(systems: dict[str, Any]) -> list[str]:
     head = [
         "system", "trigger rate", "well-formed", "finish", "branches per block", "blocks whose words tell against them",
-        "repeated between branches", "chains forked", "parallel forked", "DP", "PE", "content tokens", "ideal",
+        "numbers wrong", "repeated between branches", "chains forked", "parallel forked", "DP", "PE", "content tokens",
+        "ideal", "of answers that fork", "best",
     ]  # fmt: skip
     rows = []
     for name, s in systems.items():
@@ -247,6 +248,7 @@ def _structure_table(systems: dict[str, Any]) -> list[str]:
                 ", ".join(f"{count} {reason}" for reason, count in s["finish"].items()),
                 _number(s["branches_per_block"]),
                 against,
+                f"{s['misnumbered']} of {s['numbered']}" if s["numbered"] else "",
                 _percent(s["repeated"]),
                 _percent(s["wrongly_forked"]),
                 _percent(s["rightly_forked"]),
@@ -254,6 +256,8 @@ def _structure_table(systems: dict[str, Any]) -> list[str]:
                 _number(s["parallel_efficiency"]),
                 _number(s["content_tokens"], "{:.0f}"),
                 f"{s['ideal']:.2f}x",
+                _around(s["ideal_forked"], "{:.2f}", 1, "x"),
+                _number(s["ideal_best"]),
             ]
         )
     return _table(head, rows)
