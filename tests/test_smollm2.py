@@ -70,7 +70,7 @@ LISTS = ("Give me five tips for a job interview.", "How can I make my home offic
 OTHERS = ("Why is the sky blue?", "Write a Python function that reverses a string.")
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", sorted(ADAPTED))
 def test_shipped_adapters(name: str) -> None:
     """Greedily; only what a model of another machine, whose sums differ in the last bit, would do as well."""
     try:
@@ -82,9 +82,6 @@ def test_shipped_adapters(name: str) -> None:
     prompts = [[{"role": "user", "content": question}] for question in LISTS + OTHERS]
     results = engine.generate(prompts, params)
     blocks = [[item for item in result.structure if isinstance(item, Parallel)] for result in results]
-    if name == "smollm2-seq":
-        assert not any(blocks)
-        return
     assert any(blocks[: len(LISTS)]) and not any(blocks[len(LISTS) :])
     for block in (block for of_answer in blocks for block in of_answer):
         titles = [branch.title for branch in block.branches]
