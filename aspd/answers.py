@@ -13,7 +13,7 @@ from aspd_jax.errors import RequestError
 
 # Asked in the demo of a chat model; of its training questions none is among them.
 QUESTIONS = (
-    "What should I check before I buy a used bicycle?",
+    "Give me five tips for a job interview.",
     "How can I make my home office more comfortable?",
     "Why is the sky blue?",
 )
