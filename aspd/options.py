@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from aspd_jax.errors import RequestError
+from aspd_jax.errors import CheckpointError, RequestError
 
 
 def command(commands: Any, name: str, run: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
@@ -38,7 +38,6 @@ def model_options(parser: argparse.ArgumentParser) -> None:
 
 def model_name(options: argparse.Namespace) -> str:
     """The model that was asked for, or the best one that is there; says so where that is not a real one."""
-    from aspd_jax.errors import CheckpointError
     from aspd_jax.formats import find_model
 
     if options.model:

@@ -32,10 +32,9 @@ FRAME = """<g class="frame" style="animation-delay:{{delay:.2f}}s{{last}}">
 """
 
 
-def record(engine: Engine) -> str:
+def record(engine: Engine, answer: Result) -> str:
     """Both modes writing the same answer, pass by pass, as one animated SVG."""
     messages = [{"role": "user", "content": QUESTION}]
-    (answer,) = engine.generate([messages], PARAMS)
     content = content_ids(engine, answer)
     grown = [list(engine.stream(messages, PARAMS, "adaptive", PASSES))]
     with scripted(engine, content):
@@ -99,7 +98,7 @@ def main() -> None:
     layout = Layout(*(field[0] for field in build_layout(ids[None], lm.codec.special)))
     names = [lm.tokenizer.decode(int(token)).replace("\n", "⏎") for token in ids]
     (HERE / "visibility.svg").write_text(svg(draw_visibility(layout, names, title="who sees whom")))
-    (HERE / "demo.svg").write_text(record(engine))
+    (HERE / "demo.svg").write_text(record(engine, answer))
     for file in sorted(HERE.glob("*.svg")):
         print(f"{file.relative_to(HERE.parent.parent)}: {file.stat().st_size // 1024} KB")
 

@@ -84,7 +84,7 @@ def _advance_serial(state: DecodeState, protocol: Protocol, token: jax.Array) ->
     discarded = jnp.where(discards, 1 + own, 0)
     closes_title &= ~discards
     token = jnp.where(discards, protocol.special.parallel_start, token)
-    position -= jnp.where(discards, 1 + own, 0)
+    position -= discarded
     forks = ((rule == TITLED) & (kind == PARALLEL_START)) | discards
     extends_title = (rule == TITLE) & ~closes_title & ~discards
     stays_titled = (rule == TITLED) & ~opens_title & ~forks

@@ -22,8 +22,8 @@ from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TextCodec
 TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
 CLASSES = 9
 PROGRESS = 8  # bit 8 + class: the token goes on with a tag of that class
-NO_NUMBER, SLASH = -1, -2
 CONTINUES = 15  # bit: the token goes on with what the node has of a tag
+NO_NUMBER, SLASH = -1, -2  # in `Recogniser.number`
 
 
 class Recogniser(NamedTuple):

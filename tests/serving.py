@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from infer.server.app import make_app
 from infer.server.config import ServerConfig
 from infer.server.driver import Driver
 
+# A server of the embedded model in a process of its own, on a port that it chooses.
+SERVE = (sys.executable, "-m", "aspd", "serve", "--model", "demo", "--port", "0")
 QUESTIONS = [question for question in synthetic_questions(12) if question.forks]
 
 

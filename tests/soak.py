@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import httpx2 as httpx
 
+from tests.serving import SERVE
 from train.tasks import problem
 
 AT_ONCE = 60
@@ -98,20 +99,7 @@ async def a_round(url: str, random: Random, outcomes: Counter[str]) -> None:
 
 def main(rounds: int) -> int:
     """Soak a server; 0 if nothing is left."""
-    command = [
-        sys.executable,
-        "-m",
-        "aspd",
-        "serve",
-        "--model",
-        "demo",
-        "--port",
-        "0",
-        "--batch",
-        "8",
-        "--max-length",
-        "1024",
-    ]
+    command = [*SERVE, "--batch", "8", "--max-length", "1024"]
     server = subprocess.Popen([*command, "--max-waiting", "256"], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     address = re.search(r"http://\S+:\d+", server.stdout.readline())

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from infer import Engine, SamplingParams
 from infer.lockstep import Asked, Lockstep, Turn
 from infer.request import Job
 from tests.conftest import ROOT
-from tests.serving import wait_for
+from tests.serving import SERVE, wait_for
 
 QUESTIONS = sorted(
     (question for question in synthetic_questions(6) if question.forks),
@@ -94,13 +93,13 @@ def test_two_processes_serve_together(tmp_path: Path) -> None:
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     arguments = [
-        *("serve", "--model", "demo", "--port", "0", "--batch", "1", "--max-length", "256"),
+        *(*SERVE, "--batch", "1", "--max-length", "256"),
         *("--branch-policy", "slo:200", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"),
     ]
     logs = [(tmp_path / f"{number}.log").open("w") for number in range(2)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "aspd", *arguments, str(number)],
+            [*arguments, str(number)],
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=logs[number], text=True,
         )
         for number in range(2)

@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from infer import Engine, SamplingParams
 from infer.logprobs import token_logprobs
 from infer.server.config import ServerConfig
 from tests.conftest import ROOT
-from tests.serving import QUESTIONS, Running, ask, serving, wait_for
+from tests.serving import QUESTIONS, SERVE, Running, ask, serving, wait_for
 
 LONG = {"role": "user", "content": "word " * 3000}
 SERIAL = {"aspd": {"mode": "serial"}}
@@ -328,20 +327,7 @@ def test_many_requests_leave_nothing_behind(server: Running) -> None:
 
 
 def test_it_finishes_what_is_under_way_when_told_to_stop() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "aspd",
-        "serve",
-        "--model",
-        "demo",
-        "--port",
-        "0",
-        "--batch",
-        "1",
-        "--max-length",
-        "1024",
-    ]
+    command = [*SERVE, "--batch", "1", "--max-length", "1024"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None

@@ -270,8 +270,9 @@ class _Run:
                 if answer.key in self.unanswered or self.get("score", answer) is not None:
                     continue
                 candidates = self.candidates(answer)
-                if not self._may_be_selected(answer, candidates):
-                    continue
+                blocks = [block for candidate in candidates for block in candidate.blocks]
+                if all(self._check(answer, block, None) for block in blocks):
+                    continue  # none of them can be selected, whatever a model says
                 scores: list[Any] = [None] * len(candidates)
                 rows = []
                 for number, candidate in enumerate(candidates):
@@ -289,12 +290,6 @@ class _Run:
                         flush(size)
             for size in sorted(size for size, rows in waiting.items() if rows):
                 flush(size)
-
-    def _may_be_selected(self, answer: Answer, candidates: Sequence[_Candidate]) -> bool:
-        """Whether anything but a model speaks against an answer; if not, its likelihood would tell nothing."""
-        return self.count(answer.text) >= self.config.select.min_tokens and any(
-            self._check(answer, block, None) is None for candidate in candidates for block in candidate.blocks
-        )
 
     def _store_scores(self, answer: Answer, scores: Sequence[Any]) -> None:
         if all(score is not None for score in scores):

@@ -18,8 +18,8 @@ $(SMOLLM2)/questions.jsonl: $(STAGE)/questions.yaml | $(VENV)/.installed
 
 # Answers that are there already are taken as they are: those of ours are in results/smollm2/own_answers.jsonl.gz.
 $(SMOLLM2)/answers.jsonl: | $(SMOLLM2)/questions.jsonl
-	$(BIN)/aspd generate --model smollm2 --input $(SMOLLM2)/questions.jsonl --output $@ --mode serial --batch 32 --max-new-tokens 448 \
-		--max-length 768 --temperature 0.6 --top-p 0.9 --repetition-penalty 1.1
+	$(BIN)/aspd generate --model smollm2 --input $(SMOLLM2)/questions.jsonl --output $@ --mode serial --batch 32 \
+		--max-new-tokens 448 --max-length 768 --temperature 0.6 --top-p 0.9 --repetition-penalty 1.1
 
 $(SMOLLM2)/data/structured.jsonl: $(SMOLLM2)/answers.jsonl $(STAGE)/data.yaml
 	$(BIN)/aspd data build $< --config $(STAGE)/data.yaml --output $(@D)
