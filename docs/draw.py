@@ -25,7 +25,7 @@ PASSES = 8  # between two frames
 SECONDS = 0.22  # of a frame
 HOLD = 14  # frames that the last one stays
 WIDTH = 138
-HEIGHT = 21
+HEIGHT = 32
 FRAME = """<g class="frame" style="animation-delay:{{delay:.2f}}s{{last}}">
 <style>.{unique_id}-matrix {{ font: {char_height}px ui-monospace, Menlo, Consolas, monospace; }} {styles}</style>
 {backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g>
