@@ -62,7 +62,7 @@ def run_generate(options: argparse.Namespace) -> None:
     from aspd_jax import load_model
     from aspd_jax.structure import to_json
     from infer import Engine, SamplingParams, TextTags
-    from infer.terminal import print_growing
+    from infer.offline.terminal import print_growing
 
     params = SamplingParams(
         temperature=options.temperature,
@@ -92,7 +92,7 @@ def run_generate(options: argparse.Namespace) -> None:
     )
     chat = not options.raw and bool(getattr(lm.tokenizer, "chat_template", None))
     if options.input is not None:
-        from infer.batch import generate_file
+        from infer.offline.batch import generate_file
 
         outcome = generate_file(engine, options.input, options.output, params, options.mode, chat)
         there = f", {outcome.resumed} of them there already" if outcome.resumed else ""
@@ -142,7 +142,7 @@ def run_demo(options: argparse.Namespace) -> None:
     from aspd_jax import load_model
     from aspd_jax.formats import EMBEDDED
     from infer import SamplingParams
-    from infer.terminal import demonstrate
+    from infer.offline.terminal import demonstrate
     from train.tasks import LONG_FAMILY, problem
 
     name = model_name(options)

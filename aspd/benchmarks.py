@@ -70,13 +70,6 @@ def add(commands: Any) -> None:
     served.add_argument(
         "--repeats", type=int, default=3, help="rounds of each load, the modes in turn; the middle counts"
     )
-    served.add_argument(
-        "--most-stolen",
-        type=float,
-        default=1.0,
-        metavar="SHARE",
-        help="send a round again in which this machine's host took more of the processors' time, 0 to 1 (Linux)",
-    )
     served.add_argument("--target", type=float, default=1.0, help="seconds to the last token that are in time")
     served.add_argument("--max-new-tokens", type=int, default=800)
     served.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
@@ -96,7 +89,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     from aspd_jax import load_model
     from aspd_jax.language_model import as_int8
     from aspd_jax.shapes import benchmark_model
-    from infer.benchmark import (
+    from infer.bench.benchmark import (
         ANSWER_HEAD,
         answer_rows,
         answer_times,
@@ -164,7 +157,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         if beside := published("" if options.model else options.shape, options.dtype, context):
             print(f"{beside}\n")
         if options.plot is not None:
-            from infer.plots import plot_decoding
+            from infer.bench.plots import plot_decoding
 
             file = options.plot
             several = len(options.context) > 1
@@ -198,11 +191,10 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     from itertools import count, islice
 
     from aspd_jax.configuration import at_least
+    from infer.bench.load import Load, best_goodput, load, load_table, middle, to_json, undisturbed
     from infer.evaluation.config import BenchmarkSection
     from infer.evaluation.questions import read_questions
-    from infer.load import Load, best_goodput, load, load_table, middle, to_json, undisturbed
     from infer.request import Mode
-    from infer.stolen import processor_time
     from train.tasks import FAMILIES, LONG_FAMILY, problem
 
     if min(options.rates) <= 0 or options.seconds <= 0:
@@ -220,10 +212,6 @@ def run_bench_serve(options: argparse.Namespace) -> None:
         raise RequestError(
             "--long and --least-branches choose among the synthetic tasks; leave them out, or --questions"
         )
-    if not 0 <= options.most_stolen <= 1:
-        raise RequestError(f"--most-stolen is a share between 0 and 1, got {options.most_stolen:g}")
-    if options.most_stolen < 1 and processor_time() is None:
-        raise RequestError("--most-stolen needs what Linux counts in /proc/stat; leave it out on this machine")
     positive(options, "repeats")
     if options.questions is None:
         families = (LONG_FAMILY,) if options.long else FAMILIES
@@ -245,8 +233,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
 
         for rate in options.rates:
             rounds = [
-                [undisturbed(partial(send, rate, mode), url, key, options.most_stolen) for mode in modes]
-                for _ in range(options.repeats)
+                [undisturbed(partial(send, rate, mode), url, key) for mode in modes] for _ in range(options.repeats)
             ]
             for of in map(middle, zip(*rounds, strict=True)):
                 found.append(of)
@@ -267,7 +254,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     if options.json:
         write_whole(options.json, json.dumps(to_json(found), indent=1) + "\n")
     if options.plot:
-        from infer.plots import plot_load
+        from infer.bench.plots import plot_load
 
         plot_load(found, options.target, f"{options.model}; {where()}", options.plot)
 

@@ -2,7 +2,6 @@
 
 import os
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,6 +20,3 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
             for _name in _names:
                 if _name.endswith("-cache") and f"{_name.removesuffix('cache')}atime" not in _names:
                     (_PROGRAMS / _name).unlink(missing_ok=True)
-if version("jaxlib").startswith("0.10.") and "ynn_fusion" not in os.environ.get("XLA_FLAGS", ""):
-    # On CPU this version merges products with their surroundings, and is a sixth faster where it leaves them alone.
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type=individual_dot"

@@ -119,7 +119,7 @@ def run_ablate(options: argparse.Namespace) -> None:
     from infer.evaluation.answers import answer_questions
     from infer.evaluation.config import DecodingSection, System
     from infer.evaluation.seeds import compare, table
-    from infer.jsonl import read_journal
+    from infer.offline.jsonl import read_journal
     from infer.request import Mode
     from train.ablation import (
         MAX_BRANCH_TOKENS,

@@ -42,17 +42,11 @@ def add(commands: Any) -> None:
     serve.add_argument("--timeout", type=float, default=300.0, help="seconds from request to last token")
     serve.add_argument("--chunk", type=float, default=0.03, help="seconds between two looks at growing answers")
     serve.add_argument("--drain", type=float, default=30.0, help="seconds for requests under way when told to stop")
-    serve.add_argument(
-        "--no-pin-threads",
-        dest="pin_threads",
-        action="store_false",
-        help="on CPU: let XLA's threads share cores with other programs, in place of a core for each",
-    )
     process_options(serve)
     serve.add_argument(
         "--warm-up",
         action="store_true",
-        help="compile programs that hold every request before the server says that it is ready",
+        help="compile all programs before the server says that it is ready",
     )
 
 
@@ -86,7 +80,6 @@ def run_serve(options: argparse.Namespace) -> None:
         timeout=options.timeout,
         chunk=options.chunk,
         drain=options.drain,
-        pin_threads=options.pin_threads,
         warm_up=options.warm_up,
     )
     join_processes(options)
@@ -99,7 +92,6 @@ def run_serve(options: argparse.Namespace) -> None:
     engine = Engine(
         lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,
         draft_tokens=options.draft_tokens,
-        compile_beside=jax.default_backend() != "cpu",  # where the passes need the cores that would compile
     )  # fmt: skip
     if jax.process_index() == 0:
         serve(engine, config)

@@ -13,9 +13,9 @@ def encode_turns(
 ) -> list[list[int]]:
     """Token ids of what stands around the answers of a conversation: one stretch more than there are answers.
 
-    The template is rendered around placeholders, so that answers are encoded stretch by stretch (spec, section 2), and
-    what stands before an answer is what the engine is prompted with. Every stretch but the first begins with the end
-    of text that ends the answer before it.
+    The template is rendered around placeholders, so that answers are encoded stretch by stretch (protocol, section 2),
+    and what stands before an answer is what the engine is prompted with. Every stretch but the first begins with the
+    end of text that ends the answer before it.
 
     Args:
         ends: ids that end an answer; the first stands in where the template has none of them.

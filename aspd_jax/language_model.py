@@ -118,8 +118,8 @@ def load_model(
     if tokenizer is not None:
         old_length = len(tokenizer)
         special = add_special_tokens(tokenizer)
-        new_rows = {i: min(old_length, config.vocabulary) for i in special.ids if i >= old_length}
-        config = replace(config, vocabulary=max(config.vocabulary, len(tokenizer)))
+        new_rows = {i: min(old_length, config.vocab_size) for i in special.ids if i >= old_length}
+        config = replace(config, vocab_size=max(config.vocab_size, len(tokenizer)))
         config = replace(config, new_tokens=special.ids if lora_rank else ())
     adapter = adapter or checkpoint.adapter
     if adapter is not None:
@@ -157,7 +157,7 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
     """
     hf_config = {
         **lm.hf_config,
-        "vocab_size": lm.config.vocabulary,
+        "vocab_size": lm.config.vocab_size,
         "aspd": {"positions": lm.config.positions, "siblings": lm.config.siblings},
     }
     with write_folder(Path(path)) as folder:
@@ -193,10 +193,10 @@ def as_int8(lm: LanguageModel) -> LanguageModel:
 def random_model(
     config: ModelConfig, tokenizer: Any, hf_config: dict[str, Any], seed: int = 0, end_ids: tuple[int, ...] = ()
 ) -> LanguageModel:
-    """A model with random weights; `config.vocabulary` must hold the tokenizer with the six tokens."""
+    """A model with random weights; `config.vocab_size` must hold the tokenizer with the six tokens."""
     special = None if tokenizer is None else add_special_tokens(tokenizer)
-    if tokenizer is not None and len(tokenizer) > config.vocabulary:
-        raise CheckpointError(f"vocabulary is {config.vocabulary}, the tokenizer with its tags has {len(tokenizer)}")
+    if tokenizer is not None and len(tokenizer) > config.vocab_size:
+        raise CheckpointError(f"vocabulary is {config.vocab_size}, the tokenizer with its tags has {len(tokenizer)}")
     model = Transformer(config)
     one = np.zeros((1, 1), np.int32)
     params = nn.meta.unbox(jax.jit(model.init)(jax.random.key(seed), one, Layout(one, one, one, one))["params"])

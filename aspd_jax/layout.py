@@ -1,4 +1,4 @@
-"""Position and segment ids of every token, and the one definition of the mask (spec, sections 3 and 4).
+"""Position and segment ids of every token, and the one definition of the mask (protocol, sections 3 and 4).
 
 B batch, S tokens of a row, Q query tokens, K key tokens.
 
@@ -64,7 +64,7 @@ def build_layout(
     Args:
         tokens: int [B, S]. Branches may be cut off at the end of a sequence.
         special: ids of the special tokens.
-        positions: scheme of spec section 4.
+        positions: scheme (protocol, section 4).
         padding_mask: bool or 0/1 [B, S], true for real tokens; default: all real.
         sequence: int [B, S], which packed sequence a token belongs to (0 = padding); sequences are
             contiguous. Default: one sequence per row.
@@ -156,7 +156,7 @@ def visible(
     query_slot: Array | None = None,
     key_slot: Array | None = None,
 ) -> Array:
-    """Which keys a query may attend to: THE mask (spec, section 3); bool [B, Q, K].
+    """Which keys a query may attend to: THE mask (protocol, section 3); bool [B, Q, K].
 
     Within a sequence, positions grow along the linearisation but for siblings, so rule 2 ("j comes no
     later than i") is `key.position <= query.position` for all but them. In the ablation `shared`,

@@ -50,7 +50,7 @@ def branch_colour(number: int) -> str:
 def draw_visibility(
     layout: Layout, names: Sequence[str] = (), siblings: Siblings = "invisible", title: str = ""
 ) -> Figure:
-    """The visibility matrix of one sequence (spec, section 3): a row for each token, filled where it may look.
+    """The visibility matrix of one sequence (protocol, section 3): a row for each token, filled where it may look.
 
     Serial tokens are grey, branches coloured. Below stand the positions that tokens are rotated with.
 

@@ -11,9 +11,13 @@ from aspd_jax.tokens import SpecialTokens
 
 SHAPES = {
     # The shape of the published CPU baseline, Llama-3.2-1B's, and Llama-2/Vicuna-7B's.
-    "27m": ModelConfig(vocabulary=4096, embed=512, feed_forward=1408, layers=8, heads=8, kv_heads=2, head=64),
-    "1b": ModelConfig(vocabulary=128262, embed=2048, feed_forward=8192, layers=16, heads=32, kv_heads=8, head=64),
-    "7b": ModelConfig(vocabulary=32006, embed=4096, feed_forward=11008, layers=32, heads=32, kv_heads=32, head=128),
+    "27m": ModelConfig(vocab_size=4096, hidden_size=512, feed_forward=1408, layers=8, heads=8, kv_heads=2, head_dim=64),
+    "1b": ModelConfig(
+        vocab_size=128262, hidden_size=2048, feed_forward=8192, layers=16, heads=32, kv_heads=8, head_dim=64
+    ),
+    "7b": ModelConfig(
+        vocab_size=32006, hidden_size=4096, feed_forward=11008, layers=32, heads=32, kv_heads=32, head_dim=128
+    ),
 }
 
 
@@ -27,6 +31,6 @@ def benchmark_model(shape: str, dtype: str) -> LanguageModel:
         raise RequestError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
     config = replace(SHAPES[shape], dtype=dtype)
     lm = random_model(config, None, {"max_position_embeddings": 1 << 20}, end_ids=(0,))
-    last = config.vocabulary
+    last = config.vocab_size
     lm.special_tokens = SpecialTokens(*range(last - 6, last))
     return lm

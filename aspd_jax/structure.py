@@ -1,4 +1,4 @@
-"""Structured answers: what is serial, what is parallel, and the plain text they stand for (spec, section 1).
+"""Structured answers: what is serial, what is parallel, and the plain text they stand for (protocol, section 1).
 
 A structured answer is a sequence of items, each `Serial(text)` or `Parallel(branches)`. Titles are
 scaffolding: the plain text is the serial texts and branch texts in order, and nothing else.

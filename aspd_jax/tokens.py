@@ -1,4 +1,4 @@
-"""The six special tokens, and structured answer <-> token ids (spec, section 2).
+"""The six special tokens, and structured answer <-> token ids (protocol, section 2).
 
 Every stretch between tags (serial text, title, branch text) is encoded on its own, so that what the
 engine samples and what training reads are the same ids, and every stretch decodes to its exact text.
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from aspd_jax.errors import StructureError, TokenizerError
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
@@ -112,9 +113,31 @@ class TextCodec:
         text = self.decode(stretch.ids)
         return text[: len(text) - stretch.drop]
 
+    def stream(self) -> TextStream:
+        """Of a stretch that grows."""
+        return TextStream(self._backend)
+
     def spell(self, ids: Iterable[int]) -> str:
         """The vocabulary's own spelling of ids, for stretches of which nothing is left on decoding."""
         return "".join(self._backend.id_to_token(int(i)) or f"<{int(i)}>" for i in ids)
+
+
+class TextStream:
+    """Text of a stretch that grows, decoded as it grows: each token costs the same, however long the stretch is.
+
+    Attributes:
+        text: whole characters only.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.text = ""
+        self._backend, self._stream, self._count = backend, DecodeStream(skip_special_tokens=True), 0
+
+    def extend(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Take all tokens of the stretch; those that were there before are passed over."""
+        for token in ids[self._count :]:
+            self.text += self._stream.step(self._backend, int(token)) or ""
+        self._count = max(self._count, len(ids))
 
 
 class SerialIds(NamedTuple):
@@ -150,7 +173,7 @@ class Linearisation(NamedTuple):
     Attributes:
         tokens: int32 [T].
         fed: bool [T], true where the engine feeds the token instead of sampling it (branch heads
-            and `<|/para|>`); these carry no loss by default (spec, section 9).
+            and `<|/para|>`); these carry no loss by default (protocol, section 9).
     """
 
     tokens: np.ndarray
@@ -237,7 +260,7 @@ class Codec:
         self.separator_ids = tuple(self.text.encode(SEPARATOR))
 
     def linearise(self, items: Iterable[Item]) -> Linearisation:
-        """Token ids of a structured answer (no end of text; spec, section 2)."""
+        """Token ids of a structured answer (no end of text; protocol, section 2)."""
         special = self.special
         tokens: list[int] = []
         fed: list[bool] = []

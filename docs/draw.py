@@ -14,9 +14,9 @@ import aspd  # noqa: F401 (sets XLA's flags)
 from aspd_jax import Branch, Layout, Parallel, Serial, build_layout, load_model
 from aspd_jax.pictures import draw_visibility, svg
 from infer import Engine, Result, SamplingParams
-from infer.evaluation.speed import content_ids, following, scripted
-from infer.terminal import picture
-from infer.timeline import draw_timeline, timeline
+from infer.answers.timeline import draw_timeline, timeline
+from infer.bench.same_content import content_ids, following, scripted
+from infer.offline.terminal import picture
 
 HERE = Path(__file__).parent / "pictures"
 QUESTION = "How can I make my home office more comfortable?"
@@ -91,7 +91,7 @@ def main() -> None:
     lm = load_model("smollm2-aspd")
     engine = Engine(lm, max_length=1024, max_batch=1, reuse=False)
     (answer,) = engine.generate([[{"role": "user", "content": QUESTION}]], PARAMS)
-    lanes = draw_timeline(timeline(engine.protocol, answer), "one answer of SmolLM2-135M, pass by pass")
+    lanes = draw_timeline(timeline(engine.config, answer), "one answer of SmolLM2-135M, pass by pass")
     (HERE / "lanes.svg").write_text(svg(lanes))
     parts = Parallel((Branch("pens", "$60.\n"), Branch("maps", "$40.\n"), Branch("cups", "$80.\n")))
     ids = lm.codec.linearise((Serial("Prices.\n"), parts, Serial("Sum: $180."))).tokens

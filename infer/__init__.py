@@ -1,11 +1,11 @@
 """Decoding: the hybrid engine, its grammar and sampling."""
 
-from infer.answer import Result, Statistics
+from infer.answers.answer import Result, Statistics
+from infer.answers.events import Event
+from infer.decode.recogniser import TextTags
 from infer.engine import Engine
-from infer.events import Event
-from infer.recogniser import TextTags
-from infer.replay import Trace
 from infer.request import SamplingParams
-from infer.scheduler import Handle
+from infer.scheduling.replay import Trace
+from infer.scheduling.scheduler import Handle
 
 __all__ = ["Engine", "Event", "Handle", "Result", "SamplingParams", "Statistics", "TextTags", "Trace"]

@@ -1,4 +1,4 @@
-"""The engine: prompts in, structured answers out (spec, section 5)."""
+"""The engine: prompts in, structured answers out (protocol, section 5)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from aspd_jax.chat import encode_turns
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import SpecialTokens
-from infer.answer import Result
-from infer.handle import NO_LIMIT, Handle
-from infer.policy import Policy
-from infer.prefill import prompt_layout
-from infer.programs import capacity_for
-from infer.recogniser import TextReader, TextTags, of_text
-from infer.replay import Trace, replay
+from infer.answers.answer import Result
+from infer.decode.recogniser import TextReader, TextTags, of_text
+from infer.decode.state import MOST_BRANCHES, EngineConfig, Tags
 from infer.request import Job, Mode, SamplingParams
-from infer.scheduler import Scheduler
-from infer.state import MOST_BRANCHES, Protocol, Tags
+from infer.scheduling.admission import prompt_layout
+from infer.scheduling.buckets import capacity_for
+from infer.scheduling.handle import NO_LIMIT, Handle
+from infer.scheduling.policy import Policy
+from infer.scheduling.replay import Trace, replay
+from infer.scheduling.scheduler import Scheduler
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
 
@@ -40,13 +40,11 @@ class Engine:
         max_branches: branches of a block.
         max_title_tokens: tokens of a title.
         separator_ids: what follows the title at the head of a branch; default: the tokenizer's ids of `": "`.
-        branch_policy: `all`, `cap:N` or `slo:MS` (`infer.policy.Policy`).
+        branch_policy: `all`, `cap:N` or `slo:MS` (`infer.scheduling.policy.Policy`).
         reuse: let a prompt begin with what the cache still holds of it: an earlier turn, or a shared beginning.
         draft_tokens: guesses per stretch and pass, looked up in what was said before, and verified; 0: none. Answers
             are the same token by token; where guesses do not pay for the wider passes, they are left out.
         text_tags: of a model without special tokens: it writes them as text, as these ask it to; None: special tokens.
-        compile_beside: compile programs in a thread once they are missed often, and take larger ones until then; a
-            request waits only for what none holds. Not where several processes serve one model.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class Engine:
         reuse: bool = True,
         draft_tokens: int = 0,
         text_tags: TextTags | None = None,
-        compile_beside: bool = False,
     ) -> None:
         for name, value, least in (
             ("max_length", max_length, 2),
@@ -83,11 +80,11 @@ class Engine:
         if separator_ids is None:
             separator_ids = lm.codec.separator_ids if lm.tokenizer is not None else ()
         known = () if lm.tokenizer is None else lm.tokenizer.all_special_ids
-        vocabulary = lm.config.vocabulary
+        vocabulary = lm.config.vocab_size
         end = tuple(int(i) for i in lm.end_ids if 0 <= int(i) < vocabulary)
         forbidden = tuple(sorted(int(i) for i in known if i < vocabulary))
         written, reader = (None, None) if text_tags is None else _read_text(lm, text_tags, end, forbidden)
-        self.protocol = Protocol(
+        self.config = EngineConfig(
             model=lm.model,
             special=special,
             separator=tuple(int(i) for i in separator_ids),
@@ -103,9 +100,8 @@ class Engine:
         policy = Policy.parse(branch_policy)
         self._answers: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
         self.scheduler = Scheduler(
-            lm, self.protocol, max_batch, capacity_for(self.max_length), policy, reuse, self._remember, reader,
-            compile_beside,
-        )  # fmt: skip
+            lm, self.config, max_batch, capacity_for(self.max_length), policy, reuse, self._remember, reader
+        )
 
     def encode(self, prompt: Prompt, mode: Mode = "adaptive") -> list[int]:
         """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are.
@@ -120,7 +116,7 @@ class Engine:
         if not all(isinstance(item, (int, np.integer)) for item in items):
             raise RequestError("a prompt is text, a list of {'role', 'content'} messages, or a list of token ids")
         ids = [int(item) for item in items]  # type: ignore[call-overload]
-        vocabulary = self.lm.config.vocabulary
+        vocabulary = self.lm.config.vocab_size
         if any(not 0 <= token < vocabulary for token in ids):
             raise RequestError(f"token ids must be between 0 and {vocabulary - 1}")
         return ids
@@ -157,7 +153,7 @@ class Engine:
         ids = result.token_ids
         if result.finish_reason == "cancelled" or not ids or self.text_tags is not None:
             return
-        whole = ids[:-1] if ids[-1] in self.protocol.end else ids
+        whole = ids[:-1] if ids[-1] in self.config.end else ids
         self._answers[tuple(result.prompt_token_ids), result.text] = whole
         while len(self._answers) > KNOWN_ANSWERS:
             self._answers.popitem(last=False)
@@ -209,23 +205,18 @@ class Engine:
         """
         return self._job(prompt, params or SamplingParams(), mode)
 
-    def pump(self, steps: int = NO_LIMIT) -> bool:
+    def step(self, steps: int = NO_LIMIT) -> bool:
         """Do a chunk of what was submitted; false if there is nothing to do. Handles that are waited for do it too."""
-        return self.scheduler.pump(steps)
+        return self.scheduler.step(steps)
 
     def forget(self) -> None:
         """Begin as a new engine would: no prompt goes on from what was asked or answered before."""
         self._answers.clear()
         self.scheduler.forget()
 
-    def warm_up(self, closely: bool = True) -> float:
-        """Compile what requests may need, and measure what a pass costs; returns the seconds it took.
-
-        Args:
-            closely: every program; else a few that hold every pass, and those which fit it better are compiled when
-                they are needed.
-        """
-        return self.scheduler.warm_up(closely)
+    def warm_up(self) -> float:
+        """Compile what requests may need, and measure what a pass costs; returns the seconds it took."""
+        return self.scheduler.warm_up()
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", steps: int = 1
@@ -264,7 +255,7 @@ class Engine:
         prompt, answer = self.encode(prompt_token_ids), self.encode(answer_token_ids)
         if not prompt:
             raise RequestError("the prompt is empty; it needs at least one token")
-        return replay(self.lm, self.protocol, prompt, answer)
+        return replay(self.lm, self.config, prompt, answer)
 
     def _jobs(
         self,
@@ -303,7 +294,7 @@ class Engine:
                 f"the prompt has {len(ids)} tokens, which leaves no room for an answer: "
                 f"max_length (prompt and answer) is {self.max_length}"
             )
-        prompt_layout(self.lm, self.protocol, ids)
+        prompt_layout(self.lm, self.config, ids)
         seed = secrets.randbits(32) if params.seed is None else params.seed
         return Job(tuple(ids), params, mode, min(params.max_new_tokens, room), seed)
 
@@ -317,6 +308,6 @@ def _read_text(
     codec = lm.codec.text
     opening, ending, closing = map(codec.encode, (tags.branch_start, tags.parallel_end, tags.branch_end))
     costs = map(len, (tags.title_start, tags.title_end, tags.parallel_start, tags.branch_end))
-    recogniser = of_text(codec, lm.config.vocabulary, tags, end, forbidden)
+    recogniser = of_text(codec, lm.config.vocab_size, tags, end, forbidden)
     written = Tags(tuple(opening), tuple(ending), closing[0], *costs)
     return written, TextReader(codec, tags, recogniser, len(opening), len(ending))

@@ -1,8 +1,8 @@
 """One engine in one process or in several: what changes it is done in all of them, in the same order.
 
 A computation over the devices of several processes has to be started by every one of them. So the first process, which
-has the requests, writes down as a `Turn` what it is about to do; the others read it, and do the same. Whatever an
-engine decides besides follows from what it was asked and from what is on the devices, so all decide alike.
+has the requests, writes down as a `StepCommand` what it is about to do; the others read it, and do the same. Whatever
+an engine decides besides follows from what it was asked and from what is on the devices, so all decide alike.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from aspd_jax.processes import tell_all
+from infer.answers.logprobs import TokenLogprob, token_logprobs
 from infer.engine import Engine
-from infer.handle import Handle
-from infer.logprobs import TokenLogprob, token_logprobs
 from infer.request import Job, SamplingParams
+from infer.scheduling.handle import Handle
 
 log = logging.getLogger("aspd.server")
 
@@ -41,14 +41,14 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Turn:
+class StepCommand:
     """What is done to an engine between two looks at it, in this order.
 
     Attributes:
         asked: new requests.
         cancelled: numbers of requests that are given up.
         steps: most passes of the chunk.
-        last: there will be no further turn.
+        last: there will be no further command.
     """
 
     asked: tuple[Asked, ...] = ()
@@ -61,7 +61,7 @@ class Turn:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Turn:
+    def from_bytes(cls, data: bytes) -> StepCommand:
         """What another process wrote."""
         fields = json.loads(data)
         return cls(tuple(map(_asked, fields["asked"])), tuple(fields["cancelled"]), fields["steps"], fields["last"])
@@ -87,36 +87,36 @@ class Lockstep:
         self.logprobs: dict[int, list[TokenLogprob] | None] = {}
         self._alternatives: dict[int, int] = {}
 
-    def lead(self, turn: Turn) -> None:
-        """Do a turn, here and in the other processes."""
+    def lead(self, command: StepCommand) -> None:
+        """Obey a command, here and in the other processes."""
         if jax.process_count() > 1:
-            tell_all(turn.to_bytes())
-        self.do(turn)
+            tell_all(command.to_bytes())
+        self.do(command)
 
     def end(self) -> None:
         """Let the other processes end."""
         if jax.process_count() > 1:
-            tell_all(Turn(last=True).to_bytes())
+            tell_all(StepCommand(last=True).to_bytes())
 
     def follow(self) -> None:
         """Do the turns of the first process, until its last."""
-        while not (turn := Turn.from_bytes(tell_all())).last:
-            self.do(turn)
+        while not (command := StepCommand.from_bytes(tell_all())).last:
+            self.do(command)
             self.logprobs.clear()
             self.handles = {number: handle for number, handle in self.handles.items() if handle.result is None}
 
-    def do(self, turn: Turn) -> None:
-        """Do a turn here."""
+    def do(self, command: StepCommand) -> None:
+        """Obey a command here."""
         scheduler = self.engine.scheduler
-        for asked in turn.asked:
+        for asked in command.asked:
             handle = self.handles[asked.number] = scheduler.submit(asked.job)
             handle.wanted = asked.grows
             if asked.alternatives is not None:
                 self._alternatives[asked.number] = asked.alternatives
-        for number in turn.cancelled:
+        for number in command.cancelled:
             scheduler.cancel(self.handles[number])
             self._alternatives.pop(number, None)
-        self.engine.pump(turn.steps)
+        self.engine.step(command.steps)
         for number in [number for number in self._alternatives if self.handles[number].result is not None]:
             self.logprobs[number] = self._of(self.handles[number], self._alternatives.pop(number))
 
@@ -129,7 +129,7 @@ class Lockstep:
     def _of(self, handle: Handle, alternatives: int) -> list[TokenLogprob] | None:
         assert handle.result is not None
         try:
-            return token_logprobs(self.engine.lm, self.engine.protocol, handle.result, alternatives)
+            return token_logprobs(self.engine.lm, self.engine.config, handle.result, alternatives)
         except Exception:
             log.exception("log probabilities of an answer")
             return None

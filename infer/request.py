@@ -14,7 +14,7 @@ Mode = Literal["adaptive", "serial"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled, in serial stretches and in branches alike (spec, section 5).
+    """How tokens are sampled, in serial stretches and in branches alike (protocol, section 5).
 
     Attributes:
         temperature: 0 is greedy.
@@ -57,11 +57,6 @@ class SamplingParams:
         ):
             if not good:
                 raise RequestError(f"{name} must be {right}, got {getattr(self, name)!r}")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken as it is."""
-        return self.temperature == 0 and self.repetition_penalty == 1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The definitions of the spec, written as loops over tokens: slow, and independent of the project's code."""
+"""The definitions of the protocol, written as loops over tokens: slow, and independent of the project's code."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import version
@@ -40,14 +40,16 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 import aspd  # noqa: F401 (the door sets XLA's flags; processes that tests start come through it)
-import infer.compiler
-import infer.passes
-import infer.prefill
-import infer.step
-import infer.warm_up
+import infer.decode.step
+import infer.scheduling.runner
+import infer.scheduling.warm_up
 from aspd_jax import LanguageModel, SpecialTokens, load_model
+from aspd_jax.model.cache import Bucket
 from infer import Engine
-from infer.programs import crowded
+from infer.decode.state import PROMPT, DecodeState, EngineConfig
+from infer.request import Job
+from infer.scheduling.admission import begin, new_state
+from infer.scheduling.buckets import capacity_for, next_power
 from train.tasks import problem
 from train.vocabulary import train_tokenizer
 
@@ -67,9 +69,11 @@ TESTS = count(1)
 def few_memory_maps() -> Iterator[None]:
     """Forget compiled programs when there are many; counting them takes a while, so not after every test."""
     yield
-    if next(TESTS) % 4 == 0 and crowded(2 / 3):
-        jax.clear_caches()
-        gc.collect()
+    if next(TESTS) % 4 == 0 and Path("/proc/self/maps").exists():
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        if Path("/proc/self/maps").read_bytes().count(b"\n") > 2 / 3 * most:
+            jax.clear_caches()
+            gc.collect()
 
 
 def pytest_collection_finish() -> None:
@@ -79,27 +83,40 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
-STATIC = {
-    "run": ("protocol", "within", "greedy", "drafting"),
-    "prefill": ("protocol", "used"),
-    "first_tokens": ("protocol", "greedy"),
-}
-
-
 @contextmanager
-def patched(module: ModuleType = infer.step, **functions: Callable[..., Any]) -> Iterator[None]:
+def patched(module: ModuleType = infer.decode.step, **functions: Callable[..., Any]) -> Iterator[None]:
     """Other functions in the step, which is traced anew with them; what has been compiled without them stays."""
     with pytest.MonkeyPatch.context() as patch:
         for name, function in functions.items():
             patch.setattr(module, name, function)
-        for name, static in STATIC.items():
-            compiled = getattr(infer.step, name)
-            inner = compiled.__wrapped__
-            again = jax.jit(wraps(inner)(lambda *args, inner=inner: inner(*args)), static_argnames=static)
-            for user in (infer.step, infer.passes, infer.prefill, infer.warm_up, infer.compiler):
-                if getattr(user, name, None) is compiled:
-                    patch.setattr(user, name, again)
+        compiled, inner = infer.decode.step.run, infer.decode.step.run.__wrapped__
+        again = jax.jit(wraps(inner)(lambda *args: inner(*args)), static_argnames=("config", "bucket", "drafting"))
+        for user in (infer.decode.step, infer.scheduling.runner, infer.scheduling.warm_up):
+            if getattr(user, "run", None) is compiled:
+                patch.setattr(user, "run", again)
         yield
+
+
+# One pass, compiled for each `Bucket`.
+one_step = jax.jit(infer.decode.step.step, static_argnames=("config", "bucket", "drafting"))
+
+
+def laid_out(lm: LanguageModel, config: EngineConfig, jobs: Sequence[Job]) -> DecodeState:
+    """A state that holds just these jobs, to their last token, with their prompts laid out and not fed."""
+    capacity = capacity_for(max(len(job.prompt) + job.budget for job in jobs))
+    state = new_state(lm, config, next_power(len(jobs)), capacity)
+    for row, job in enumerate(jobs):
+        state = begin(lm, config, state, job, row)
+    return state
+
+
+def after_prompts(lm: LanguageModel, config: EngineConfig, jobs: Sequence[Job]) -> DecodeState:
+    """A state that holds just these jobs, with their prompts fed and the first tokens of their answers sampled."""
+    state, longest = laid_out(lm, config, jobs), next_power(max(len(job.prompt) for job in jobs))
+    rows, capacity = state.cache.tokens.shape
+    state = one_step(lm.params, state, config, Bucket(rows, rows * longest, longest, capacity))
+    assert not (state.sequence.phase == PROMPT).any(), "one pass has room for all prompts"
+    return state
 
 
 def tiny_config(**changes: Any) -> dict[str, Any]:

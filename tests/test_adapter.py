@@ -83,7 +83,7 @@ def test_peft_computes_the_same_logits(name: str, tmp_path: Path) -> None:
     trained = as_if_trained(folder)
     save_adapter(trained, tmp_path / "adapter", "tiny")
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    base.resize_token_embeddings(trained.config.vocabulary)
+    base.resize_token_embeddings(trained.config.vocab_size)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert trained.special_tokens is not None
     with torch.no_grad():

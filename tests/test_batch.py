@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-import infer.batch
+import infer.offline.batch
 from aspd_jax import LanguageModel
 from aspd_jax.errors import DataError, RequestError
 from aspd_jax.language_model import save_model
 from infer import Engine, SamplingParams
-from infer.batch import generate_file, read_prompts
+from infer.offline.batch import generate_file, read_prompts
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24)
 
@@ -61,7 +61,7 @@ def test_answers_come_in_the_order_of_the_input(own: Engine, source: Path, tmp_p
 
 def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, monkeypatch: Any) -> None:
     generate_file(own, source, tmp_path / "whole.jsonl", PARAMS, "adaptive", False, progress=False)
-    append, written = infer.batch.append, []
+    append, written = infer.offline.batch.append, []
 
     def failing(log: Any, value: dict[str, Any]) -> None:
         if len(written) == 4:
@@ -73,13 +73,13 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
 
     cut = tmp_path / "cut.jsonl"
     with monkeypatch.context() as patch:
-        patch.setattr(infer.batch, "append", failing)
+        patch.setattr(infer.offline.batch, "append", failing)
         with pytest.raises(KeyboardInterrupt):
             generate_file(own, source, cut, PARAMS, "adaptive", False, progress=False)
     for handle_row in own.scheduler._rows:  # what was under way died with the process
         if handle_row.handle is not None:
             handle_row.handle.cancel()
-    while own.pump():
+    while own.step():
         pass
     assert not cut.exists() and len(written) == 4
     with pytest.raises(RequestError, match=r"journal holds answers with another mode, temperature; delete it"):
@@ -142,7 +142,7 @@ def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
     assert second.stats.reused_tokens == len(first.prompt_token_ids) + len(first.token_ids) - 1
     # Another text is none of its answers: it goes in as plain text, and only what comes before it is there already.
     follow[1] = {"role": "assistant", "content": first.text + " No."}
-    special = demo.protocol.special
+    special = demo.config.special
     assert special.branch_start not in demo.encode(follow)
     with pytest.raises(RequestError, match="the last message is an answer"):
         demo.encode(follow[:2])

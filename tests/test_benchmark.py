@@ -11,13 +11,21 @@ import numpy as np
 import pytest
 
 import aspd
-import infer.policy
+import infer.scheduling.policy
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import as_int8
 from aspd_jax.shapes import SHAPES, benchmark_model
-from infer import benchmark
-from infer.benchmark import answer_rows, answer_times, copy_bandwidth, logit_error, pass_table, pass_times, published
+from infer.bench import benchmark
+from infer.bench.benchmark import (
+    answer_rows,
+    answer_times,
+    copy_bandwidth,
+    logit_error,
+    pass_table,
+    pass_times,
+    published,
+)
 from tests.conftest import tiny_config, write_checkpoint
 from train.benchmark import step_times
 from train.benchmark import table as steps_table
@@ -25,7 +33,7 @@ from train.benchmark import table as steps_table
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
-    shape = replace(SHAPES["27m"], embed=64, feed_forward=64, layers=1, vocabulary=2048)
+    shape = replace(SHAPES["27m"], hidden_size=64, feed_forward=64, layers=1, vocab_size=2048)
     monkeypatch.setitem(SHAPES, "tiny", shape)
     monkeypatch.setattr(benchmark, "COPY_BYTES", 1 << 20)
     return benchmark_model("tiny", "float32")
@@ -40,14 +48,14 @@ def test_it_times_the_widths_it_says(tiny: LanguageModel) -> None:
     weights = 4 * (64 * (8 + 2 + 2 + 8) * 64 + 3 * 64 * 64 + 3 * 64 + 64 * 2048)
     cache = 4 * 2 * 128 * 2 * 64
     assert results[0].bandwidth * results[0].median / 1000 == pytest.approx(weights + cache, rel=1e-6)
-    (part,) = pass_times(tiny, [1], context=300, repeats=1, steps=4)  # over 384 of 512 slots, as the engine would look
-    assert part.bandwidth * part.median / 1000 == pytest.approx(weights + 3 * cache, rel=1e-6)
+    (part,) = pass_times(tiny, [1], context=300, repeats=1, steps=4)
+    assert part.bandwidth * part.median / 1000 == pytest.approx(weights + 4 * cache, rel=1e-6)
     text = pass_table(results, copy_bandwidth(2))
     assert "| 1 | " in text and "| 1.00 |" in text and "| 4 | " in text
 
 
 def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
-    """Tokens and passes by the definitions of spec, section 8: 3 branches of 10 tokens, 2 requests at a time."""
+    """Tokens and passes by their definitions (protocol, section 8): 3 branches of 10 tokens, 2 requests at a time."""
     adaptive, serial = answer_times(tiny, branches=3, length=10, context=16, batch=2, repeats=2)
     head, tags = 1 + 2 + 1, 3 * 4 + 1
     content = 32 + 3 * (10 - head - 1)
@@ -69,7 +77,7 @@ def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
 
 @pytest.mark.slow
 def test_guesses_are_timed_beside_answers_without(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.policy, "DRAFTING_PASSES", 1 << 30)  # never switched off
+    monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", 1 << 30)  # never switched off
     times = answer_times(tiny, branches=3, length=10, context=16, repeats=1, draft_tokens=2)
     assert [(time.name, time.draft_tokens) for time in times] == [
         ("adaptive", 0), ("adaptive", 2), ("serial", 0), ("serial", 2)
@@ -167,7 +175,9 @@ def test_unknown_shapes_are_refused() -> None:
 
 
 def test_training_steps_are_timed_beside_a_causal_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, "tiny", replace(SHAPES["27m"], embed=64, feed_forward=64, layers=1, vocabulary=512))
+    monkeypatch.setitem(
+        SHAPES, "tiny", replace(SHAPES["27m"], hidden_size=64, feed_forward=64, layers=1, vocab_size=512)
+    )
     results = step_times("tiny", "float32", rows=1, length=256, repeats=2)
     assert [result.attention for result in results] == ["chunked", "causal"]
     for result in results:
@@ -179,5 +189,5 @@ def test_training_steps_are_timed_beside_a_causal_baseline(monkeypatch: pytest.M
 def test_random_prompts_hold_no_tags() -> None:
     """Of a model whose special tokens are not its last ones."""
     lm = load_model("demo")
-    assert lm.special_tokens is not None and max(lm.special_tokens.ids) < lm.config.vocabulary - 100
+    assert lm.special_tokens is not None and max(lm.special_tokens.ids) < lm.config.vocab_size - 100
     assert not {*lm.special_tokens.ids, *lm.end_ids} & set(benchmark.random_prompt(lm, 10_000))

@@ -1,4 +1,4 @@
-"""Budgets: of all tokens and of those of the plain text; who was cut off is told so (spec, section 5)."""
+"""Budgets: of all tokens and of those of the plain text; who was cut off is told so (protocol, section 5)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from aspd_jax import LanguageModel
 from infer import Engine, Result, SamplingParams
-from infer.policy import Policy
+from infer.scheduling.policy import Policy
 from tests.answers import SEPARATOR
 
 WAVE = 48
@@ -69,9 +69,9 @@ def test_a_branch_that_was_cut_is_told(bare_lm: LanguageModel) -> None:
     engine = engine_of(bare_lm)
     free = answers(engine, [None] * WAVE, max_new_tokens=200)
     cut = answers(engine, [None] * WAVE, max_new_tokens=200, max_branch_tokens=3)
-    end = engine.protocol.end[0]
+    end = engine.config.end[0]
     ended = [result for result in cut if result.token_ids[-1] == end]
-    special = engine.protocol.special
+    special = engine.config.special
 
     def longest(result: Result) -> int:
         """Tokens sampled in the longest branch, its closing tag included."""

@@ -1,61 +1,132 @@
-"""The cache: tokens that follow each other are written as a slice, and as a scatter would write them."""
+"""The cache: what a pass writes, and how attention sees it by row, against their definitions as loops."""
 
 from __future__ import annotations
 
-from functools import partial
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aspd_jax.layout import Layout
-from aspd_jax.model.cache import Cache, Group, LayerCache, Place, find_place
+from aspd_jax.model.cache import Bucket, Cache, LayerCache, TokenBatch, by_row, record, write
 
 KV_HEADS, HEAD = 2, 3
 
 
-def layer(capacity: int, dtype: type = jnp.float32) -> LayerCache:
-    """Keys and values of one row, no two alike."""
-    key, value = 1 + np.arange(2 * KV_HEADS * HEAD * capacity).reshape(2, 1, KV_HEADS, HEAD, capacity)
-    return LayerCache(jnp.asarray(key, dtype), jnp.asarray(value.swapaxes(2, 3), dtype))
+class Fed(NamedTuple):
+    """A pass: for every row of the cache, the slots that its tokens get; -1: a guess that there is none of.
+
+    Attributes:
+        length: slots of every row that are written before.
+        slots: of the tokens of every row.
+        padding: places behind them.
+        bucket: that they go in.
+        capacity: slots of a row.
+    """
+
+    length: list[int]
+    slots: list[list[int]]
+    padding: int
+    bucket: Bucket
+    capacity: int
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Row and slot of every token, in their order."""
+        return [(row, slot) for row, slots in enumerate(self.slots) for slot in slots]
+
+    @property
+    def batch(self) -> TokenBatch:
+        """No two tokens alike."""
+        batch, size = len(self.length), self.bucket.tokens
+        row, slot = np.full(size, batch), np.full(size, self.capacity)
+        fields = np.zeros((6, size), np.int32)
+        for flat, (own, place) in enumerate(self.places):
+            row[flat] = own
+            if place >= 0:
+                slot[flat] = place
+                fields[:, flat] = 100 * (flat + 1) + np.arange(6)
+        tokens, kind, *layout = map(jnp.asarray, fields)
+        return TokenBatch(tokens, Layout(*layout), jnp.asarray(row), jnp.asarray(slot), kind, jnp.arange(size))
 
 
-def fed_tokens(size: int) -> tuple[jax.Array, jax.Array]:
-    key, value = -1.0 - np.arange(2 * size * KV_HEADS * HEAD).reshape(2, 1, size, KV_HEADS, HEAD)
-    return jnp.asarray(key, jnp.float32), jnp.asarray(value, jnp.float32)
+@st.composite
+def passes(draw: st.DrawFn) -> Fed:
+    """Tokens that follow what a row holds, or fill gaps in it; some rows feed none."""
+    rows, capacity = draw(st.integers(1, 4)), draw(st.integers(2, 9))
+    few = draw(st.integers(1, rows))
+    length = draw(st.lists(st.integers(0, capacity), min_size=rows, max_size=rows))
+    each = st.lists(st.integers(-1, capacity - 1), max_size=4, unique_by=lambda slot: slot if slot >= 0 else object())
+    slots = [draw(each) if row < few else [] for row in range(rows)]
+    padding, wider = draw(st.integers(0, 3)), draw(st.integers(0, 2))
+    count = max(1, sum(map(len, slots)))
+    per_row = min(count + padding, max(1, *map(len, slots)) + wider) if rows > 1 else max(1, len(slots[0])) + wider
+    bucket = Bucket(few, count + padding, per_row, capacity)
+    return Fed(length, slots, padding, bucket, capacity)
 
 
-def place(capacity: int, length: int, count: int, size: int) -> Place:
-    """Of a group that feeds `count` tokens in `size` places to a row with `length` tokens."""
-    slots = jnp.zeros((1, capacity), jnp.int32)
-    fed = (jnp.arange(size)[None] < count).astype(jnp.int32)
-    cache = Cache((), slots, slots, Layout(slots, slots, slots, slots), jnp.asarray([length], jnp.int32))
-    return find_place(cache, Group(fed, Layout(fed, fed, fed, fed)))
+FULL = Fed([0, 0], [[0, 1], [0]], 0, Bucket(2, 3, 2, 2), 2)
+WITH_A_GAP = Fed([3, 1], [[3, -1], [1]], 1, Bucket(2, 4, 2, 8), 8)
 
 
-@given(st.data())
-def test_a_slice_is_what_a_scatter_writes(data: st.DataObject) -> None:
-    """At the very end of a row, too, where the places of a group reach past it."""
-    capacity = data.draw(st.integers(2, 9))
-    size = data.draw(st.integers(2, capacity + 2))
-    length = data.draw(st.integers(0, capacity))
-    count = data.draw(st.integers(0, min(size, capacity - length)))
-    of = place(capacity, length, count, size)
-    before, (key, value) = layer(capacity), fed_tokens(size)
-    after = of.write(before, key, value)
-    scattered = of._replace(start=None).write(before, key, value)
-    jax.tree.map(np.testing.assert_array_equal, after, scattered)
-    expected = np.array(before.key)
-    expected[0, :, :, length : length + count] = np.moveaxis(np.asarray(key[0, :count]), 0, 2)
-    np.testing.assert_array_equal(after.key, expected)
+@given(passes())
+@example(WITH_A_GAP).via("a guess that there is none of is not written")
+def test_what_is_fed_is_recorded_where_it_stands(fed: Fed) -> None:
+    shape = len(fed.length), fed.capacity
+    before = np.arange(6)[:, None, None] + np.zeros((6, *shape), np.int32)
+    tokens, kind, *layout = map(jnp.asarray, before)
+    after = record(Cache((), tokens, kind, Layout(*layout), jnp.asarray(fed.length)), fed.batch)
+    expected, length = before.copy(), list(fed.length)
+    for flat, (row, slot) in enumerate(fed.places):
+        if slot >= 0:
+            expected[:, row, slot] = 100 * (flat + 1) + np.arange(6)
+            length[row] = max(length[row], slot + 1)
+    for now, wanted in zip((after.tokens, after.kind, *after.layout), expected, strict=True):
+        np.testing.assert_array_equal(now, wanted)
+    np.testing.assert_array_equal(after.length, length)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("start", "scatters"), [(True, False), (False, True)])
-def test_tokens_that_follow_each_other_are_no_scatter(start: bool, scatters: bool, dtype: type) -> None:
-    of = place(8, 3, 2, 4) if start else place(8, 3, 2, 4)._replace(start=None)
-    lowered = jax.jit(partial(Place.write, of)).lower(layer(8, dtype), *fed_tokens(4))
-    assert ("scatter" in lowered.as_text()) == scatters
+@given(passes(), st.sampled_from([jnp.float32, jnp.bfloat16]))
+@example(WITH_A_GAP, jnp.float32).via("a guess that there is none of is not written")
+def test_keys_and_values_are_written_where_tokens_stand(fed: Fed, dtype: type) -> None:
+    shape = (len(fed.length), fed.capacity, KV_HEADS, HEAD)
+    before = 1 + np.arange(2 * np.prod(shape)).reshape(2, *shape) % 200
+    new = -1 - np.arange(2 * fed.bucket.tokens * KV_HEADS * HEAD).reshape(2, -1, KV_HEADS, HEAD) % 200
+    key, value = (jnp.asarray(array, dtype) for array in before)
+    after = write(LayerCache(key, value), fed.batch, *(jnp.asarray(array, jnp.float32) for array in new))
+    expected = before.copy()
+    for flat, (row, slot) in enumerate(fed.places):
+        if slot >= 0:
+            expected[:, row, slot] = new[:, flat]
+    for now, wanted in zip(after, expected, strict=True):
+        assert now.dtype == dtype
+        np.testing.assert_array_equal(np.asarray(now, np.float32), wanted)
+
+
+@given(passes())
+@example(WITH_A_GAP).via("a guess that there is none of is seen by nothing")
+@example(FULL).via("the last row has fewer tokens than others, and there is no padding behind it")
+def test_tokens_by_row_are_those_of_the_row_and_come_back_to_their_places(fed: Fed) -> None:
+    batch, bucket = fed.batch, fed.bucket
+    rows = by_row(batch, bucket)
+    shape = bucket.rows, bucket.per_row
+    assert rows.token.shape == rows.slot.shape == rows.layout.position.shape == shape
+    flat = 0
+    for row in range(bucket.rows):
+        own = fed.slots[row]
+        for nth in range(bucket.per_row):
+            assert 0 <= rows.token[row, nth] < bucket.tokens
+            if nth >= len(own):
+                assert rows.layout.sequence[row, nth] == 0, "there is no such token"
+                continue
+            assert rows.token[row, nth] == flat + nth
+            for field, of_row in zip(batch.layout, rows.layout, strict=True):
+                assert of_row[row, nth] == field[flat + nth]
+            assert rows.slot[row, nth] == batch.slot[flat + nth]
+        flat += len(own)
+    # What is computed by row comes back as it lies: here, which token it is.
+    assert ((rows.place >= 0) & (rows.place < bucket.rows * bucket.per_row)).all()
+    back = np.asarray(rows.token).reshape(-1)[np.asarray(rows.place)]
+    np.testing.assert_array_equal(back[:flat], np.arange(flat))

@@ -90,7 +90,6 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["bench", "decode", "--answers", "8by60"], "--answers takes branches x tokens, such as 8x60, got '8by60'"),
         (["bench", "decode", "--shape", "70b"], "unknown shape '70b'; known are 27m, 1b, 7b"),
         (["bench", "decode", "--widths", "2", "4"], "--widths must be powers of two and start with 1, got [2, 4]"),
-        (["bench", "serve", "--most-stolen", "5"], "--most-stolen is a share between 0 and 1, got 5"),
         (["bench", "serve", "--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
         (["bench", "serve", "--batch", "4", "0"], "--batch must be at least 1, got 0"),
         (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--batch", "4"], "leave them out, or --url"),
@@ -152,7 +151,7 @@ def test_plan_prints_and_allocates_nothing(capsys: Any, monkeypatch: Any) -> Non
 def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(
-        "model: {layers: 1, embed: 32, heads: 2, kv_heads: 1, head: 16, feed_forward: 32}\n"
+        "model: {layers: 1, hidden_size: 32, heads: 2, kv_heads: 1, head_dim: 16, feed_forward: 32}\n"
         "data: {rows: 2, short_rows: 2, short_length: 96, short_steps: 1}\nsteps: 2\nsave_every: 1\n"
     )
     run_folder = str(tmp_path / "run")

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.events import Event
+from infer.answers.events import Event
 from infer.server.deltas import AsTheyCome, ReadingOrder
 
 

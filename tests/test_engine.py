@@ -1,4 +1,4 @@
-"""Requests: batches, limits, streams, stop strings, devices (spec, section 6), each with a negative control."""
+"""Requests: batches, limits, streams, stop strings, devices (protocol, sections 5 and 6), each with a control."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import pytest
 
 from aspd_jax import LanguageModel, SpecialTokens, load_model
 from aspd_jax.errors import RequestError
+from aspd_jax.model.cache import Bucket
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
-from infer.prefill import start
-from infer.programs import FEW, width_bucket
+from infer.decode.inputs import widest
+from infer.decode.state import PROMPT, RUNNING, DecodeState
+from infer.decode.step import report
 from infer.request import Job
-from infer.state import RUNNING
-from infer.step import Extent, report, step
+from infer.scheduling.buckets import Buckets, next_power
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
-from tests.conftest import GOLDEN, SHARED, tiny_config, write_checkpoint
-
-one_step = jax.jit(step, static_argnums=(2, 3))
+from tests.conftest import GOLDEN, SHARED, after_prompts, laid_out, one_step, tiny_config, write_checkpoint
 
 
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams], list[Any]]:
@@ -56,22 +55,84 @@ def test_output_is_the_same_alone_in_a_batch_and_afterwards(engine: Engine) -> N
     assert other.token_ids != together[1].token_ids, "negative control: another seed gives another answer"
 
 
+def assert_same_state(state: DecodeState, expected: DecodeState) -> None:
+    """In all that the host can read; keys and values may be rounded otherwise."""
+    states = (state, expected)
+    read = (jax.tree.map(np.asarray, (of.sequence, of.cache._replace(layers=()))) for of in states)
+    jax.tree.map(np.testing.assert_array_equal, *read)
+    for one, other in zip(state.cache.layers, expected.cache.layers, strict=True):
+        np.testing.assert_allclose(one.key, other.key, atol=1e-4)
+        np.testing.assert_allclose(one.value, other.value, atol=1e-4)
+
+
 def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None:
     """Sequences whose titles are many tokens feed them in a pass in which others feed those of their branches."""
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
     jobs = [Job((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 150, seed) for seed in range(10, 14)]
-    state, whole = start(bare_lm, own.protocol, jobs), Extent(0, 0, 4, 32, 256)
-    while [(report(state, own.protocol).read().widths > few).sum() for few in FEW] != [3, 1]:
-        state = one_step(bare_lm.params, state, own.protocol, whole)
-        assert (state.finish == RUNNING).any(), "there was no such pass"
-    ways = [whole, Extent(4, 16, 1, 32, 256), Extent(4, 1, 1, 32, 256)]
-    plain, close, wrong = (one_step(bare_lm.params, state, own.protocol, way) for way in ways)
-    for name in ("token", "branch_token", "phase", "passes"):
-        np.testing.assert_array_equal(getattr(close, name), getattr(plain, name))
-    for one, other in zip(close.cache.layers, plain.cache.layers, strict=True):
-        np.testing.assert_allclose(one.value, other.value, atol=1e-5)
-    np.testing.assert_array_equal(close.cache.length, plain.cache.length)
-    assert (wrong.cache.length != plain.cache.length).any(), "negative control: branches have no place in it"
+    state, whole = after_prompts(bare_lm, own.config, jobs), Bucket(4, 128, 32, 256)
+    while [((told := report(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
+        state = one_step(bare_lm.params, state, own.config, whole)
+        assert (state.sequence.finish == RUNNING).any(), "there was no such pass"
+    best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).choose(told)
+    close = Bucket(4, int(told.tokens.sum()), int(told.tokens.max()), int((told.length + told.tokens).max()))
+    ways = (whole, best, close, close._replace(per_row=4), close._replace(rows=2))
+    plain, by_choice, by_close, narrow, few = (one_step(bare_lm.params, state, own.config, way) for way in ways)
+    assert_same_state(by_choice, plain)
+    assert_same_state(by_close, plain)
+    stood_still = plain.cache.length != narrow.cache.length
+    np.testing.assert_array_equal(stood_still, told.tokens > 4)
+    np.testing.assert_array_equal(narrow.cache.length[stood_still], state.cache.length[stood_still])
+    np.testing.assert_array_equal(few.cache.length, [*plain.cache.length[:2], *state.cache.length[2:]])
+
+
+def test_what_does_not_fit_a_pass_waits_and_no_answer_changes(bare_lm: LanguageModel) -> None:
+    """Prompts in pieces and alone, branches, forks and merges, in passes that are too small for some of them."""
+    own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
+    prompts = [(1, 2, 3), (4,), tuple(range(1, 15)) * 2, (5, 6, 7, 8, 9)]
+    hot = SamplingParams(temperature=100.0)
+    jobs = [Job(prompt, hot, "adaptive", 100, 10 + seed) for seed, prompt in enumerate(prompts)]
+
+    def decoded(ways: list[Bucket]) -> tuple[DecodeState, int]:
+        state, passes = laid_out(bare_lm, own.config, jobs), 0
+        while report(state, own.config).read().tokens.any():
+            state = one_step(bare_lm.params, state, own.config, ways[passes % len(ways)])
+            passes += 1
+            assert passes < 2000
+        return state, passes
+
+    whole = Bucket(4, 128, 32, 256)
+    expected, fewest = decoded([whole])
+    assert (expected.sequence.blocks > 0).sum() >= 2
+    waiting, passes = decoded(
+        [Bucket(4, 4, 1, 256), Bucket(4, 8, 4, 256), Bucket(4, 32, 32, 256), Bucket(2, 8, 8, 256)]
+    )
+    assert passes > 1.2 * fewest, "negative control: something had to wait"
+    assert_same_state(waiting, expected)
+    np.testing.assert_array_equal(waiting.sequence.prompt_length, [len(prompt) for prompt in prompts])
+    assert not (waiting.sequence.phase == PROMPT).any()
+
+
+def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
+    """Requests come while others decode; every answer is what it is alone, in an engine of its own."""
+    random = np.random.default_rng(7)
+    own, alone = (
+        Engine(bare_lm, max_length=512, max_batch=rows, max_branches=4, max_title_tokens=3, separator_ids=SEPARATOR)
+        for rows in (5, 1)
+    )
+    sizes = [2, 150, 1, 64, 9, 65, 330, 33, 3, 128, 17, 200]
+    prompts = [random.integers(1, 15, size).tolist() for size in sizes]
+    params = [SamplingParams(temperature=100.0, max_new_tokens=60, seed=seed) for seed in range(len(sizes))]
+    handles, beside = [], 0
+    for prompt, each in zip(prompts, params, strict=True):
+        handles.append(own.submit(prompt, each))
+        own.step(int(random.integers(1, 6)))
+        told = report(own.scheduler._state_now(), own.config).read()
+        beside += bool((told.phase == PROMPT)[told.tokens > 0].any() and (told.lanes > 1).any())
+    results = [handle.wait() for handle in handles]
+    assert beside, "prompts were fed beside branches"
+    assert sum(result.stats.blocks > 0 for result in results) >= 4
+    for prompt, each, result in zip(prompts, params, results, strict=True):
+        assert same(result, alone.generate([prompt], each)[0])
 
 
 @pytest.mark.several
@@ -91,32 +152,33 @@ def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
         lm.special_tokens = SpecialTokens(17, 18, 19, 20, 21, 22)
         own = Engine(lm, max_length=128, max_batch=2, max_branches=3, separator_ids=SEPARATOR)
         results.append(own.generate(prompts, params, modes))
-        logits.append(own.replay([1], linearise(own.protocol.special, EXAMPLE)).logits)
+        logits.append(own.replay([1], linearise(own.config.special, EXAMPLE)).logits)
     for other, other_logits in zip(results[1:], logits[1:], strict=True):
         assert [r.token_ids for r in other] == [r.token_ids for r in results[0]]
         np.testing.assert_allclose(other_logits, logits[0], atol=1e-3)
     jobs = [Job((1, 2), SamplingParams(), "serial", 10, 0)]
-    state = start(lm, own.protocol, jobs)
-    assert state.cache.layers[0].key.sharding.spec[1] == "tensor", "the cache is split by kv heads"
+    state = laid_out(lm, own.config, jobs)
+    assert state.cache.layers[0].key.sharding.spec[2] == "tensor", "the cache is split by kv heads"
 
 
 def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
-    """Every slot keeps its keys and values, bit by bit, from the pass that wrote it to the end."""
-    protocol, lm = engine.protocol, engine.lm
+    """Every slot keeps its keys and values, bit by bit, from the pass that wrote it to the end; prompts in pieces."""
+    config, lm = engine.config, engine.lm
     forks = 0
     for seed in range(4):
-        job = Job((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 100, seed)
-        state = start(lm, protocol, [job])
+        job = Job((1, 2, 3, 4, 5, 6), SamplingParams(temperature=100.0), "adaptive", 100, seed)
+        state = laid_out(lm, config, [job])
         history: list[tuple[int, np.ndarray]] = []
-        while (widest := int(report(state, protocol).read().widths.max())) > 0:
+        while (widest := int((told := report(state, config).read()).tokens.max())) > 0:
             forks += widest >= 7
-            state = one_step(lm.params, state, protocol, Extent(0, 0, 1, width_bucket(widest), 128))
+            size = 4 if told.phase[0] == PROMPT else next_power(widest)
+            state = one_step(lm.params, state, config, Bucket(1, size, size, 128))
             history.append((int(state.cache.length[0]), np.asarray(state.cache.layers[-1].key)[0]))
         lengths = [length for length, _ in history]
-        assert lengths == sorted(lengths)
+        assert lengths == sorted(lengths) and lengths[:2] == [4, 6]
         for length, keys in history:
-            np.testing.assert_array_equal(keys[..., :length], history[-1][1][..., :length])
-            assert not keys[..., length:].any(), "nothing is written ahead"
+            np.testing.assert_array_equal(keys[:length], history[-1][1][:length])
+            assert not keys[length:].any(), "nothing is written ahead"
     assert forks
 
 
@@ -138,7 +200,7 @@ def test_budgets_and_limits_have_errors_that_name_them(engine: Engine) -> None:
     with pytest.raises(RequestError, match="prompt and answer have 257 tokens, max_length is 256"):
         engine.replay([1], [1] * 256)
     with pytest.raises(RequestError, match="ends inside a branch"):
-        engine.generate([[1, engine.protocol.special.branch_start, 2]])
+        engine.generate([[1, engine.config.special.branch_start, 2]])
 
 
 @pytest.mark.parametrize(
@@ -196,7 +258,7 @@ def test_stop_strings_end_their_stretch(lm: LanguageModel) -> None:
         for item in stopped.structure:
             texts = [item.text] if hasattr(item, "text") else [branch.text for branch in item.branches]
             assert not any("e" in text or "1" in text for text in texts)
-        if stopped.finish_reason == "stop" and stopped.token_ids[-1] not in own.protocol.end:
+        if stopped.finish_reason == "stop" and stopped.token_ids[-1] not in own.config.end:
             stopped_answers += 1
             assert free.text.startswith(stopped.text) or stopped.stats.blocks
         assert stopped.stats.passes == stopped.stats.critical_path - 1

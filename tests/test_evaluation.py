@@ -17,6 +17,8 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.structure import Branch, Parallel, Serial
 from infer import Engine, SamplingParams
+from infer.answers.timeline import timeline
+from infer.bench.same_content import content_ids
 from infer.evaluation.answers import answer_questions
 from infer.evaluation.config import DecodingSection, EvalConfig, SpeedSection, System
 from infer.evaluation.health import health
@@ -26,9 +28,8 @@ from infer.evaluation.questions import Question
 from infer.evaluation.report import report_page
 from infer.evaluation.run import judge_run
 from infer.evaluation.seeds import compare
-from infer.evaluation.speed import content_ids, time_questions
-from infer.jsonl import read_journal
-from infer.timeline import timeline
+from infer.evaluation.speed import time_questions
+from infer.offline.jsonl import read_journal
 from tests.conftest import SHARED
 from tests.teacher_server import Reply, TeacherServer
 
@@ -135,7 +136,7 @@ def test_the_serial_run_says_what_the_adaptive_answer_said(demo_engine: Engine) 
 def test_timeline_ends_at_the_critical_path(demo_engine: Engine) -> None:
     messages = [[{"role": "user", "content": question.turns[0]}] for question in synthetic_questions(12)]
     for result in demo_engine.generate(messages, SamplingParams(max_new_tokens=400)):
-        spans = timeline(demo_engine.protocol, result)
+        spans = timeline(demo_engine.config, result)
         assert max(span.end for span in spans) == result.stats.critical_path
         branches = [span for span in spans if span.kind == "branch"]
         assert len(branches) == result.stats.branches

@@ -39,7 +39,7 @@ def test_fine_tuning_on_records(fine_tuning: TrainConfig, tmp_path: Path) -> Non
     assert (tmp_path / "run" / "left_out.jsonl").read_text() == ""
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.steps == [6]
-    assert load_model(tmp_path / "run" / "model").config.vocabulary == 768
+    assert load_model(tmp_path / "run" / "model").config.vocab_size == 768
 
 
 def test_epochs_end_by_themselves(fine_tuning: TrainConfig, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""No malformed structure, whatever the weights; passes are the critical path (spec, sections 5 and 6.5)."""
+"""No malformed structure, whatever the weights; passes are the critical path (protocol, sections 5 and 6.5)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.conftest import patched
 
 def well_formed(engine: Engine, ids: list[int]) -> bool:
     """An answer against a regular expression over the tags, and heads against titles: independent of the project."""
-    special = engine.protocol.special
-    names = dict(zip(special.ids, "tTpPbB", strict=True)) | dict.fromkeys(engine.protocol.end, "$")
+    special = engine.config.special
+    names = dict(zip(special.ids, "tTpPbB", strict=True)) | dict.fromkeys(engine.config.end, "$")
     letters = "".join(names.get(token, ".") for token in ids)
     if not re.fullmatch(r"\.*((t\.+T){2,}p(b\.*B){2,}P\.*)*\$?", letters):
         return False
@@ -26,11 +26,11 @@ def well_formed(engine: Engine, ids: list[int]) -> bool:
         shape = letters[found.start() : found.end()]
         titles = [block[m.start() + 1 : m.end() - 1] for m in re.finditer(r"t\.+T", shape)]
         branches = [block[m.start() + 1 : m.end() - 1] for m in re.finditer(r"b\.*B", shape)]
-        if len(titles) != len(branches) or len(titles) > engine.protocol.max_branches:
+        if len(titles) != len(branches) or len(titles) > engine.config.max_branches:
             return False
         for own, branch in zip(titles, branches, strict=True):
-            head = [*own, *engine.protocol.separator]
-            if branch[: len(head)] != head or len(own) > engine.protocol.max_title_tokens:
+            head = [*own, *engine.config.separator]
+            if branch[: len(head)] != head or len(own) > engine.config.max_title_tokens:
                 return False
     return True
 
@@ -46,14 +46,14 @@ def titles_of(engine: Engine, ids: list[int]) -> list[list[list[int]]]:
 
 def path_of(engine: Engine, ids: list[int]) -> int:
     """The critical path, from the tokens of an answer alone."""
-    special, path, blocks, inside, longest = engine.protocol.special, 0, 0, 0, 0
+    special, path, blocks, inside, longest = engine.config.special, 0, 0, 0, 0
     titles: list[int] = []
     size = 0
     for token in ids:
         if token == special.branch_start:
             inside, size = 1, 0
         elif token == special.branch_end:
-            head = titles.pop(0) + len(engine.protocol.separator)
+            head = titles.pop(0) + len(engine.config.separator)
             longest, inside = max(longest, size - head + 1), 0
         elif token == special.parallel_end:
             path, longest, blocks = path + longest, 0, blocks + 1
@@ -106,14 +106,14 @@ def test_a_thousand_random_answers_are_well_formed_and_in_budget(engine: Engine)
 
 
 def ids_as_letters(engine: Engine, ids: list[int]) -> str:
-    names = dict(zip(engine.protocol.special.ids, "tTpPbB", strict=True))
+    names = dict(zip(engine.config.special.ids, "tTpPbB", strict=True))
     return "".join(names.get(token, ".") for token in ids)
 
 
 def test_without_the_grammar_answers_are_malformed(engine: Engine) -> None:
     """Negative control of the fuzz test."""
     malformed = 0
-    with patched(legal_tokens=lambda state, protocol, lanes: np.ones((lanes.lane.size, 24), bool)):
+    with patched(legal_tokens=lambda state, config, lanes: np.ones((lanes.row.size, 24), bool)):
         for seed in range(8):
             asked = SamplingParams(temperature=100.0, max_new_tokens=60, seed=seed)
             try:
@@ -126,7 +126,7 @@ def test_without_the_grammar_answers_are_malformed(engine: Engine) -> None:
 def test_serial_mode_never_forks(engine: Engine) -> None:
     params = [SamplingParams(temperature=100.0, max_new_tokens=80, seed=seed) for seed in range(32)]
     serial = engine.generate([[1]] * 32, params, mode="serial")
-    assert not any(set(result.token_ids) & set(engine.protocol.special.ids) for result in serial)
+    assert not any(set(result.token_ids) & set(engine.config.special.ids) for result in serial)
     adaptive = engine.generate([[1]] * 32, params, mode="adaptive")
     assert any(result.stats.blocks for result in adaptive), "negative control"
 
@@ -145,7 +145,7 @@ def test_end_of_text_in_a_branch_is_its_closing_tag(bare_lm: LanguageModel, engi
     params = [SamplingParams(temperature=100.0, max_new_tokens=120, seed=seed) for seed in range(16)]
     contents: dict[Engine, list[set[int]]] = {ending: [], engine: []}
     for own in contents:
-        prompt = [1, *linearise(own.protocol.special, [[1]], end=None)]
+        prompt = [1, *linearise(own.config.special, [[1]], end=None)]
         for result in own.generate([prompt] * len(params), params):
             letters = ids_as_letters(own, result.token_ids)
             for found in re.finditer(r"b\.*B", letters):

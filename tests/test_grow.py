@@ -21,12 +21,12 @@ from train.grow import grow
 from train.loop import train as run_training
 from train.plan import planned_shape
 
-SHAPE = ModelConfig(vocabulary=96, embed=48, feed_forward=40, layers=2, heads=4, kv_heads=2, head=12)
+SHAPE = ModelConfig(vocab_size=96, hidden_size=48, feed_forward=40, layers=2, heads=4, kv_heads=2, head_dim=12)
 BIASES = {"query_bias": True, "output_bias": True, "feed_forward_bias": True}
 
 
 def logits(lm: LanguageModel) -> np.ndarray:
-    tokens = np.random.default_rng(0).integers(0, lm.config.vocabulary, (2, 24)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, lm.config.vocab_size, (2, 24)).astype(np.int32)
     place = np.broadcast_to(np.arange(24, dtype=np.int32), tokens.shape)
     nothing = np.zeros_like(place)
     return np.asarray(lm.model.apply({"params": lm.params}, tokens, Layout(place, nothing, nothing, nothing)))
@@ -43,7 +43,7 @@ def trained(lm: LanguageModel) -> LanguageModel:
 def test_a_grown_model_computes_the_same(changes: dict[str, Any]) -> None:
     lm = trained(random_model(replace(SHAPE, **changes), None, {}))
     wide = grow(lm, 80, 104, seed=3)
-    assert (wide.config.embed, wide.config.feed_forward) == (80, 104)
+    assert (wide.config.hidden_size, wide.config.feed_forward) == (80, 104)
     assert (wide.hf_config["hidden_size"], wide.hf_config["intermediate_size"]) == (80, 104)
     np.testing.assert_allclose(logits(wide), logits(lm), atol=2e-4)
     other = grow(lm, 80, 104, seed=4)  # what is new is random, and changes nothing
@@ -61,13 +61,13 @@ def growing(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 
 
 def test_a_run_goes_on_in_a_wider_model(growing: TrainConfig, tmp_path: Path) -> None:
-    config = changed(growing, model__grow=True, model__embed=48, model__feed_forward=80)
+    config = changed(growing, model__grow=True, model__hidden_size=48, model__feed_forward=80)
     run_training(config, tmp_path / "wide", progress=False)
     run_training(growing, tmp_path / "narrow", progress=False)
     wide, narrow = losses(tmp_path / "wide"), losses(tmp_path / "narrow")
     assert wide[0] == pytest.approx(narrow[0], rel=1e-4) and wide[-1] < wide[0]
     lm = load_model(tmp_path / "wide" / "model")
-    assert (lm.config.embed, lm.config.feed_forward, lm.config.head) == (48, 80, 16)
+    assert (lm.config.hidden_size, lm.config.feed_forward, lm.config.head_dim) == (48, 80, 16)
     for path, leaf in flatten_dict(lm.params).items():  # what wrote nothing has learned to
         if path[-2] in ("embedding", "output", "down"):
             assert np.abs(np.asarray(leaf)[..., 32:]).sum() > 0, path
@@ -78,8 +78,11 @@ def test_a_run_goes_on_in_a_wider_model(growing: TrainConfig, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"embed": 16}, "model.embed: the checkpoint has 32, and grows to no less, got 16"),
-        ({"embed": 32, "feed_forward": 8}, "model.feed_forward: the checkpoint has 32, and grows to no less, got 8"),
+        ({"hidden_size": 16}, "model.hidden_size: the checkpoint has 32, and grows to no less, got 16"),
+        (
+            {"hidden_size": 32, "feed_forward": 8},
+            "model.feed_forward: the checkpoint has 32, and grows to no less, got 8",
+        ),
     ],
 )
 def test_a_model_does_not_shrink(changes: dict[str, Any], message: str, growing: TrainConfig, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,57 @@ def test_architecture_names_every_file() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     missing = [file.name for file in MODULES if file.name != "__init__.py" and file.name not in text]
     assert not missing
+
+
+ROOMS = ("decode", "scheduling", "answers", "bench", "offline", "server", "evaluation", "launch")
+MOST_FLOORS = 7
+
+
+def room_of(module: str) -> str:
+    """`infer.decode.state` -> `decode`; `infer.engine` -> `engine`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "infer"
+
+
+def arrows(of: Callable[[str], str]) -> dict[str, set[str]]:
+    """Who imports whom inside `infer`, by module or by room."""
+    found: dict[str, set[str]] = {}
+    for file in sorted((ROOT / "infer").rglob("*.py")):
+        if file == ROOT / "infer" / "__init__.py":
+            continue
+        name = of(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("infer."):
+                found.setdefault(name, set()).add(of(node.module or ""))
+        found.setdefault(name, set()).discard(name)
+    return found
+
+
+def floors(graph: dict[str, set[str]]) -> int:
+    """Length of the longest way through it.
+
+    Raises:
+        AssertionError: it goes in a circle.
+    """
+    heights: dict[str, int] = {}
+
+    def height(name: str, above: tuple[str, ...] = ()) -> int:
+        assert name not in above, f"a circle: {' -> '.join((*above, name))}"
+        if name not in heights:
+            heights[name] = 1 + max((height(other, (*above, name)) for other in graph.get(name, ())), default=0)
+        return heights[name]
+
+    return max(map(height, graph))
+
+
+def test_rooms_of_infer() -> None:
+    """At most ten rooms, each of which says what is its own; imports form no circles, and few floors."""
+    rooms = {folder.name for folder in (ROOT / "infer").iterdir() if folder.is_dir() and folder.name != "__pycache__"}
+    assert rooms == set(ROOMS) and len(rooms) <= 10
+    for room in rooms - {"launch"}:
+        says = ast.get_docstring(ast.parse((ROOT / "infer" / room / "__init__.py").read_text())) or ""
+        assert "Its own:" in says and "may touch" in says, room
+    assert floors(arrows(room_of)) <= MOST_FLOORS
+    floors(arrows(str))
+    with pytest.raises(AssertionError, match="a circle: a -> b -> a"):  # negative control
+        floors({"a": {"b"}, "b": {"a"}})

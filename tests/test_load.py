@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count, product
@@ -19,11 +17,10 @@ import pytest
 import aspd
 from aspd_jax import load_model
 from infer import Engine
-from infer.load import Load, best_goodput, load, load_table, middle, undisturbed
-from infer.stolen import processor_time, stolen_share
+from infer.bench.load import Load, best_goodput, load, load_table, middle, undisturbed
 from tests.serving import QUESTIONS, Running, serving
 
-SENT = Load("serial", 8, 1, 1, 0, 0, (1.0,) * 3, (2.0,) * 3, 1, 0.5, 100, 1, 2, 0.0, (2.0,))
+SENT = Load("serial", 8, 1, 1, 0, 0, (1.0,) * 3, (2.0,) * 3, 1, 0.5, 100, 1, 2, (2.0,))
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +41,7 @@ def test_load(server: Running) -> None:
     assert 0 < of.first[0] <= of.last[0] and list(of.last) == sorted(of.last)
     assert of.content_rate == pytest.approx(sum(_content(n % 3) for n in range(of.sent)) / of.seconds)
     assert loaded(server.url, 8, 1e-6).goodput == 0
-    assert "|  | 8 | serial |" in load_table([of], 600) and "| 25% |" in load_table([replace(of, stolen=0.25)], 600)
-    assert of.stolen is None or 0 <= of.stolen < 1
+    assert "|  | 8 | serial |" in load_table([of], 600)
     assert 0.9 < of.ideal <= 1, "nothing is parallel in serial mode"
     others = [replace(of, last=(seconds, 9.0, 9.0), sent=n) for n, seconds in enumerate((3.0, 1.0, 2.0))]
     assert middle(others).sent == 2 and middle(others).medians == (3.0, 1.0, 2.0)
@@ -109,47 +105,11 @@ def test_a_load_is_measured_when_nothing_is_left_to_compile(server: Running) -> 
     assert undisturbed(send, "http://127.0.0.1:9/v1", "none") == rounds[4], "a server that does not tell"
 
 
-@pytest.mark.parametrize(
-    ("most", "shares", "taken"),
-    [
-        (0.1, (0.5, 0.2, 0.1, 0.0), 2),
-        (1.0, (0.5, 0.2, 0.1, 0.0), 0),
-        (0.1, (None, 0.0), 0),
-        (0.1, (*(0.5,) * 7, 0.3, *(0.5,) * 5), 7),  # the best of twelve
-    ],
-)
-def test_a_load_is_measured_when_the_host_leaves_the_processors_alone(
-    most: float, shares: tuple[float | None, ...], taken: int
-) -> None:
-    rounds = [replace(SENT, stolen=share) for share in shares]
-    coming = iter(rounds)
-    assert undisturbed(lambda: next(coming), "http://127.0.0.1:9/v1", "", most) is rounds[taken]
-
-
 def test_where_all_rounds_compile_the_last_one_counts(monkeypatch: Any) -> None:
-    programs, rounds = count(), [replace(SENT, sent=n, stolen=n / 100) for n in range(12)]
-    monkeypatch.setattr("infer.load._programs", lambda url, key: next(programs))
+    programs, rounds = count(), [replace(SENT, sent=n) for n in range(12)]
+    monkeypatch.setattr("infer.bench.load._programs", lambda url, key: next(programs))
     coming = iter(rounds)
     assert undisturbed(lambda: next(coming), "", "") is rounds[-1]
-
-
-def test_stolen_time(tmp_path: Path) -> None:
-    """As proc_stat(5) has it: guest time is in user time already, idle time is nobody's."""
-    stat = tmp_path / "stat"
-    counted = []
-    for times in ("10 1 5 900 7 1 1 2 9 9", "40 1 15 999 9 1 1 42 9 9", "40 1 15 999 9", "0 0 0 0 0 0 0 0 0 0"):
-        stat.write_text(f"cpu  {times}\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
-        counted.append(processor_time(stat))
-    assert stolen_share(counted[0], counted[1]) == 40 / (30 + 10 + 40)
-    assert stolen_share(counted[0], counted[0]) == 0
-    assert counted[2] is counted[3] is stolen_share(counted[0], None) is None, "a Linux that does not count it"
-    assert processor_time(tmp_path / "none") is None
-    if (first := processor_time()) is not None:
-        end = time.process_time() + 0.2
-        while time.process_time() < end:
-            pass
-        second = processor_time()
-        assert second and second.used - first.used >= 0.1 * os.sysconf("SC_CLK_TCK")
 
 
 def _content(number: int) -> int:

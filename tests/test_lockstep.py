@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from aspd.evaluation import synthetic_questions
 from aspd_jax import load_model
 from infer import Engine, SamplingParams
-from infer.lockstep import Asked, Lockstep, Turn
+from infer.lockstep import Asked, Lockstep, StepCommand
 from infer.request import Job
 from tests.conftest import ROOT
 from tests.serving import SERVE, wait_for
@@ -47,7 +47,7 @@ jobs = st.builds(
     seed=numbers,
 )
 turns = st.builds(
-    Turn,
+    StepCommand,
     asked=st.lists(st.builds(Asked, numbers, jobs, st.booleans(), st.none() | numbers), max_size=3).map(tuple),
     cancelled=st.lists(numbers, max_size=3).map(tuple),
     steps=numbers,
@@ -57,8 +57,8 @@ turns = st.builds(
 
 @settings(max_examples=60)
 @given(turns)
-def test_turns_arrive_as_they_were(turn: Turn) -> None:
-    assert Turn.from_bytes(turn.to_bytes()) == turn
+def test_turns_arrive_as_they_were(turn: StepCommand) -> None:
+    assert StepCommand.from_bytes(turn.to_bytes()) == turn
 
 
 def test_what_follows_is_in_the_same_state() -> None:
@@ -72,10 +72,14 @@ def test_what_follows_is_in_the_same_state() -> None:
         for number, prompt in enumerate(prompts)
     ]
     asked = [Asked(number, job, number == 0, 2 if number == 1 else None) for number, job in enumerate(checked)]
-    plan = [Turn(tuple(asked[:2]), steps=9), Turn((asked[2],), steps=7), Turn(cancelled=(0,), steps=5)]
-    for turn in plan + [Turn(steps=40)] * 4:
+    plan = [
+        StepCommand(tuple(asked[:2]), steps=9),
+        StepCommand((asked[2],), steps=7),
+        StepCommand(cancelled=(0,), steps=5),
+    ]
+    for turn in plan + [StepCommand(steps=40)] * 4:
         both[0].do(turn)
-        both[1].do(Turn.from_bytes(turn.to_bytes()))
+        both[1].do(StepCommand.from_bytes(turn.to_bytes()))
         ids = [[of.handles[n].partial().token_ids for n in of.handles] for of in both]
         assert ids[0] == ids[1] and any(ids[0])
     assert both[0].handles[0].cancelled and all(handle.result for handle in both[0].handles.values())

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 
 from aspd_jax import LanguageModel, SpecialTokens, build_layout, load_model, visible
-from aspd_jax.errors import CheckpointError
+from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.layout import Layout
-from aspd_jax.model.attention import Attention, View, chunked, dense
-from aspd_jax.model.cache import Group, empty_cache
+from aspd_jax.model.attention import BACK_ENDS, View
+from aspd_jax.model.cache import Bucket, TokenBatch, empty_cache
 from aspd_jax.model.config import ModelConfig, RopeConfig
 from aspd_jax.model.transformer import Transformer, lm_head, stack_layers, unstack_layers
 from aspd_jax.model.weights import abstract_parameters
@@ -53,7 +54,7 @@ def test_logits_equal_transformers_live(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits_of(lm, prompt()), torch_logits(tmp_path), atol=1e-4)
 
 
-BASE = ModelConfig(vocabulary=64, embed=32, feed_forward=48, layers=2, heads=4, kv_heads=2, head=8)
+BASE = ModelConfig(vocab_size=64, hidden_size=32, feed_forward=48, layers=2, heads=4, kv_heads=2, head_dim=8)
 YARN = RopeConfig(scaling="yarn", factor=4.0, original_length=256, beta_fast=6.0, beta_slow=0.5)
 LLAMA3 = RopeConfig(scaling="llama3", factor=4.0, original_length=16)
 # For every field: a value to compare with another, both in a setting that reads the field.
@@ -70,13 +71,13 @@ ROPE_CHANGES: dict[str, tuple[RopeConfig, Any]] = {
     "attention_factor": (YARN, 1.3),
 }
 CHANGES: dict[str, tuple[ModelConfig, Any]] = {
-    "vocabulary": (BASE, 80),
-    "embed": (BASE, 48),
+    "vocab_size": (BASE, 80),
+    "hidden_size": (BASE, 48),
     "feed_forward": (BASE, 64),
     "layers": (BASE, 3),
     "heads": (BASE, 2),
     "kv_heads": (BASE, 4),
-    "head": (BASE, 16),
+    "head_dim": (BASE, 16),
     "activation": (BASE, "gelu"),
     "norm_epsilon": (BASE, 1e-1),
     "norm_offset": (BASE, 1.0),
@@ -102,6 +103,9 @@ CHANGES: dict[str, tuple[ModelConfig, Any]] = {
 }
 
 
+BACK_END_FIELDS = ("attention", "decode_attention")  # which change how it is computed, see below
+
+
 def seeded(config: ModelConfig) -> np.ndarray:
     """Logits for a block of a model whose parameters are drawn in order of their names."""
     model = Transformer(config)
@@ -114,7 +118,7 @@ def seeded(config: ModelConfig) -> np.ndarray:
     return np.asarray(model.apply({"params": params}, tokens, build_layout(tokens, SPECIAL, config.positions)))
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(ModelConfig)])
+@pytest.mark.parametrize("name", [field.name for field in fields(ModelConfig) if field.name not in BACK_END_FIELDS])
 def test_every_field_changes_the_output(name: str) -> None:
     config, value = CHANGES[name]
     assert getattr(config, name) != value
@@ -125,28 +129,27 @@ def test_every_field_changes_the_output(name: str) -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(RopeConfig)])
 def test_every_rope_field_changes_the_output(name: str) -> None:
     rope, value = ROPE_CHANGES[name]
-    base = replace(BASE, head=32)
+    base = replace(BASE, head_dim=32)
     changed = replace(base, rope=replace(rope, **{name: value}))
     assert np.abs(seeded(replace(base, rope=rope)) - seeded(changed)).max() > 1e-3
 
 
-@pytest.mark.parametrize("implementation", [dense, chunked])
+@pytest.mark.parametrize("name", BACK_ENDS)
 @pytest.mark.parametrize("siblings", ["invisible", "shared"])
 @pytest.mark.parametrize("window", [None, 40])
-def test_attention_against_brute_force(
-    implementation: Attention, siblings: Any, window: int | None, monkeypatch: Any
-) -> None:
-    """Each implementation against a softmax in float64 over just the keys that `visible` allows."""
+def test_attention_against_brute_force(name: str, siblings: Any, window: int | None, monkeypatch: Any) -> None:
+    """Each back end against a softmax in float64 over just the keys that `visible` allows."""
     monkeypatch.setattr("aspd_jax.model.attention.QUERY_CHUNK", 16)
     monkeypatch.setattr("aspd_jax.model.attention.GROUPS", 2)
+    monkeypatch.setattr("aspd_jax.model.attention.DECODE_CHUNK", 7)
     random = np.random.default_rng(3)
     tokens = np.array([BLOCK * 3, [9] * 2 + BLOCK * 2 + [0] * 18])
     owner = np.array([[1] * 40 + [2] * 20, [1] * 42 + [0] * 18])
     layout = build_layout(tokens, SPECIAL, sequence=owner)
     B, S, K, G, H = 2, 60, 2, 3, 4
-    q, k, v = (random.standard_normal(s).astype(np.float32) for s in ((B, S, K, G, H), (B, K, S, H), (B, K, S, H)))
+    q, k, v = (random.standard_normal(s).astype(np.float32) for s in ((B, S, K, G, H), (B, S, K, H), (B, S, K, H)))
     view = View(Layout(*map(jnp.asarray, layout)), Layout(*map(jnp.asarray, layout)))
-    out = np.asarray(implementation(q, k, v, view, siblings, window))
+    out = np.asarray(BACK_ENDS[name](q, k, v, view, siblings, window))
     mask = visible(layout, layout, siblings, window)
     for b in range(B):
         for i in range(S):
@@ -154,18 +157,40 @@ def test_attention_against_brute_force(
                 continue
             keys = np.flatnonzero(mask[b, i])
             for h in range(K):
-                scores = k[b, h, keys].astype(float) @ q[b, i, h].T.astype(float) / np.sqrt(H)
+                scores = k[b, keys, h].astype(float) @ q[b, i, h].T.astype(float) / np.sqrt(H)
                 weights = np.exp(scores - scores.max(0))
-                expected = (weights / weights.sum(0)).T @ v[b, h, keys]
+                expected = (weights / weights.sum(0)).T @ v[b, keys, h]
                 np.testing.assert_allclose(out[b, i, h], expected, atol=1e-5)
 
 
-def test_chunked_gradients_equal_dense(monkeypatch: Any) -> None:
+def test_back_ends_are_chosen_by_name(monkeypatch: Any) -> None:
+    """One for full passes, another over a cache; neither is used for the other."""
+    used: list[str] = []
+
+    def noted(name: str) -> Any:
+        plain = BACK_ENDS[name]
+        return lambda *args: used.append(name) or plain(*args)
+
+    for name in BACK_ENDS:
+        monkeypatch.setitem(BACK_ENDS, name, noted(name))
+    config = replace(BASE, attention="chunked", decode_attention="reference")
+    seeded(config)
+    assert set(used) == {"chunked"}
+    params = nn.meta.unbox(Transformer(BASE).init(jax.random.key(0), np.array([[1]]), Layout(*[np.array([[1]])] * 4)))
+    used.clear()
+    fed(config, np.array([BLOCK]), np.arange(20)[None], [20], params["params"])
+    assert set(used) == {"reference"}
+    for field in BACK_END_FIELDS:
+        with pytest.raises(ConfigError, match=f"{field} must be one of reference, chunked, decode; got 'dense'"):
+            replace(BASE, **{field: "dense"})
+
+
+def test_chunked_gradients_equal_the_reference(monkeypatch: Any) -> None:
     monkeypatch.setattr("aspd_jax.model.attention.QUERY_CHUNK", 4)
     monkeypatch.setattr("aspd_jax.model.attention.GROUPS", 2)
     tokens = np.array([BLOCK])
     layout = build_layout(tokens, SPECIAL)
-    reference, in_chunks = Transformer(BASE), Transformer(BASE, attention=chunked)
+    reference, in_chunks = Transformer(BASE), Transformer(replace(BASE, attention="chunked"))
     params = reference.init(jax.random.key(0), tokens, layout)
 
     def loss(params: Any, model: Transformer) -> jax.Array:
@@ -182,7 +207,8 @@ def test_scanned_layers_are_the_same_layers(windows: tuple[bool, ...], remat: bo
     config = replace(BASE, window=5 if windows else None, windowed_layers=windows)
     tokens = np.array([BLOCK])
     layout = build_layout(tokens, SPECIAL)
-    plain, scanned = Transformer(config), Transformer(config, attention=chunked, scan=True, remat=remat)
+    plain = Transformer(config)
+    scanned = Transformer(replace(config, attention="chunked"), scan=True, remat=remat)
     params = nn.meta.unbox(plain.init(jax.random.key(0), tokens, layout))["params"]
     stacked = stack_layers(params, config.layers)
     shapes = jax.tree.map(jnp.shape, nn.meta.unbox(abstract_parameters(scanned)))
@@ -238,25 +264,90 @@ def test_packed_sequences_do_not_see_each_other(tmp_path: Path) -> None:
     assert np.abs(merged - alone).max() > 1e-2, "negative control: one sequence instead of two"
 
 
-def test_cached_pass_equals_full_pass_in_any_order(tmp_path: Path) -> None:
-    """Branches fed interleaved, with padding in the feed, give the logits of the linearisation."""
+def fed(
+    config: ModelConfig,
+    tokens: np.ndarray,
+    order: np.ndarray,
+    pieces: list[int],
+    params: Any,
+    rows: tuple[int, ...] = (1,),
+) -> np.ndarray:
+    """Logits [B, S, V] of sequences fed over a cache of four rows, in pieces, with padding.
+
+    Args:
+        order: [B, S], in which tokens are fed.
+        pieces: the first of so many tokens, and so on; a sequence feeds one fewer than the one before it.
+        rows: of the cache that the sequences get.
+    """
+    layout, capacity = build_layout(tokens, SPECIAL, config.positions), 40
+    bucket = Bucket(rows=max(rows) + 1, tokens=44, per_row=21, slots=32)
+    run = jax.jit(partial(Transformer(config).apply, bucket=bucket, method="decode"))
+    cache, done = empty_cache(config, 4, capacity), [0] * len(rows)
+    got = np.zeros((*tokens.shape, config.vocab_size), np.float32)
+    for size in pieces:
+        parts = [order[n, done[n] : done[n] + size - n] for n in range(len(rows))]
+        count = sum(map(len, parts))
+        owner = np.concatenate([[n] * len(part) for n, part in enumerate(parts)]).astype(int)
+        place = np.concatenate(parts)
+        slot = np.concatenate([done[n] + np.arange(len(part)) for n, part in enumerate(parts)])
+
+        def padded(values: Any, filling: int, padding: int = bucket.tokens - count) -> jax.Array:
+            return jnp.asarray(np.pad(values, (0, padding), constant_values=filling), jnp.int32)
+
+        batch = TokenBatch(
+            tokens=padded(tokens[owner, place], 0),
+            layout=Layout(*(padded(field[owner, place], 0) for field in layout)),
+            row=padded(np.asarray(rows)[owner], 4),
+            slot=padded(slot, capacity),
+            kind=padded(0 * place, 0),
+            logits_at=jnp.arange(bucket.tokens)[::-1],
+        )
+        logits, cache = run({"params": params}, batch, cache)
+        got[owner, place] = np.asarray(logits)[::-1][:count]
+        done = [n + len(part) for n, part in zip(done, parts, strict=True)]
+    length = np.zeros(4, int)
+    length[list(rows)] = done
+    np.testing.assert_array_equal(cache.length, length)
+    return got
+
+
+@pytest.mark.parametrize("back_end", ["decode", "reference"])
+def test_cached_pass_equals_full_pass_in_any_order(back_end: str, tmp_path: Path) -> None:
+    """Branches fed interleaved, beside another row and with padding, give the logits of the linearisation."""
     lm = load_model(write_checkpoint(tmp_path, tiny_config()))
+    config = replace(lm.config, decode_attention=back_end)
+    tokens = np.array([BLOCK, [9, 8, *BLOCK[1:17], 5, 4]])
+    layout = build_layout(tokens, SPECIAL)
+    expected = logits_of(lm, tokens)
+    order = np.lexsort((layout.branch, layout.position + 100 * (layout.block == 0) * (layout.position > 7)))
+    assert (order[0] != np.arange(20)).any()
+    got = fed(config, tokens, order, [3, 1, 6, 14], lm.params, rows=(0, 2))
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+    backwards = fed(config, tokens[:1], order[:1, ::-1], [20], lm.params)
+    np.testing.assert_allclose(backwards[0], expected[0], atol=1e-4)
+    too_early = fed(config, tokens[:1], order[:1, ::-1], [10, 10], lm.params)
+    assert np.abs(too_early[0] - expected[0]).max() > 1e-2, "negative control: fed before what it has to see"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_not_rounded_to_bfloat16(tied: bool) -> None:
+    """In a full pass, over a cache, and of the head applied apart: the exact products of rounded numbers."""
+    config = replace(BASE, tied=tied, dtype="bfloat16")
     tokens = np.array([BLOCK])
     layout = build_layout(tokens, SPECIAL)
-    expected = logits_of(lm, tokens)[0]
-    order = np.lexsort((layout.branch[0], layout.position[0] + 100 * (np.arange(20) >= 17)))
-    assert (order != np.arange(20)).any()
-    cache = empty_cache(lm.config, 1, 32)
-    got = np.zeros_like(expected)
-    for piece in np.split(order, [3, 9, 14]):
-        feed = np.concatenate([piece, [0, 0]])
-        real = np.array([[True] * len(piece) + [False] * 2])
-        fed = Layout(*(np.where(real, field[:, feed], 0) for field in layout))
-        group = Group(tokens[:, feed], fed)
-        (logits,), cache = lm.model.apply({"params": lm.params}, [group], cache, method="decode")
-        got[piece] = np.asarray(logits)[0, : len(piece)]
-    np.testing.assert_allclose(got, expected, atol=1e-4)
-    assert int(cache.length[0]) == 20
+    model = Transformer(config)
+    params = nn.meta.unbox(model.init(jax.random.key(0), tokens, layout))["params"]
+    name = ("embedding", "embedding") if tied else ("head", "kernel")
+    params[name[0]][name[1]] = ((300 if tied else 12) * params[name[0]][name[1]]).astype(jnp.bfloat16)
+    hidden = model.apply({"params": params}, tokens, layout, head=False)
+    exact = np.asarray(hidden, np.float64) @ np.asarray(params[name[0]][name[1]], np.float64).T
+    assert np.abs(exact).max() > 16, "there, bfloat16 has a number in every 0.125"
+    for logits in (model.apply({"params": params}, tokens, layout), lm_head(config, params, hidden)):
+        assert logits.dtype == jnp.float32
+        np.testing.assert_allclose(logits, exact, atol=1e-3)
+        assert np.abs(np.asarray(logits.astype(jnp.bfloat16), np.float64) - exact).max() > 0.02, "negative control"
+    decoded = fed(config, tokens, np.arange(20)[None], [20], params)
+    assert np.abs(decoded - np.asarray(jnp.asarray(decoded).astype(jnp.bfloat16), np.float32)).max() > 0.02
 
 
 def test_bfloat16_is_close(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 
 from aspd_jax import Branch, Layout, Parallel, Serial, SpecialTokens, build_layout
 from aspd_jax.pictures import SERIAL_COLOUR, answer_html, branch_colour, draw_visibility, page, svg
-from infer.timeline import Span, draw_timeline
+from infer.answers.timeline import Span, draw_timeline
 from tests.answers import EXAMPLE, linearise
 from tests.brute_force import lay_out, mask
 

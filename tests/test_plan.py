@@ -20,7 +20,9 @@ from train.setup import load, set_up
 from train.step import train_step
 
 SMALL = TrainConfig(
-    model=ModelSection(layers=4, embed=128, feed_forward=512, heads=4, kv_heads=4, head=32, scan=True, remat=True),
+    model=ModelSection(
+        layers=4, hidden_size=128, feed_forward=512, heads=4, kv_heads=4, head_dim=32, scan=True, remat=True
+    ),
     data=DataSection(rows=8, length=512, short_steps=0),
     steps=4,
 )
@@ -71,9 +73,9 @@ def test_the_checkpoint_is_read_where_it_is_there(tmp_path: Path) -> None:
 
     (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
     config = changed(SMALL, model__checkpoint=str(tmp_path), data__train=("x.jsonl",))
-    assert planned_shape(config).embed == 32
+    assert planned_shape(config).hidden_size == 32
     away = changed(SMALL, model__checkpoint=str(tmp_path / "none"), data__train=("x.jsonl",))
-    assert planned_shape(away).embed == 128
+    assert planned_shape(away).hidden_size == 128
 
 
 def test_flops_by_hand() -> None:

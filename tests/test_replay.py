@@ -1,4 +1,4 @@
-"""What is trained is what is decoded: stepwise logits against full passes (spec, sections 6.1 and 6.2)."""
+"""What is trained is what is decoded: stepwise logits against full passes (protocol, sections 6.1 and 6.2)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ parts = st.lists(st.one_of(text, block), min_size=1, max_size=4)
 @settings(max_examples=7)
 @given(parts=parts, prompt=st.lists(st.sampled_from(TEXT), min_size=1, max_size=5))
 def test_stepwise_logits_equal_the_full_pass(engine: Engine, parts: list, prompt: list[int]) -> None:
-    special = engine.protocol.special
+    special = engine.config.special
     answer = linearise(special, parts)
     trace = engine.replay(prompt, answer)
     np.testing.assert_allclose(trace.logits, full_pass(engine.lm, special, prompt, answer), atol=1e-4)
@@ -38,11 +38,11 @@ def test_stepwise_logits_for_every_position_scheme(bare_lm: LanguageModel, schem
     config = replace(bare_lm.config, positions=scheme)
     lm = replace(bare_lm, config=config, model=Transformer(config))
     own = Engine(lm, max_length=512, separator_ids=SEPARATOR)
-    answer = linearise(own.protocol.special, EXAMPLE)
+    answer = linearise(own.config.special, EXAMPLE)
     logits = own.replay([1, 2], answer).logits
-    np.testing.assert_allclose(logits, full_pass(lm, own.protocol.special, [1, 2], answer), atol=1e-4)
+    np.testing.assert_allclose(logits, full_pass(lm, own.config.special, [1, 2], answer), atol=1e-4)
     if scheme != "sequential":  # negative control: trained with one scheme, decoded with another
-        assert np.abs(logits - full_pass(bare_lm, own.protocol.special, [1, 2], answer)).max() > 1e-2
+        assert np.abs(logits - full_pass(bare_lm, own.config.special, [1, 2], answer)).max() > 1e-2
 
 
 def test_shared_siblings_break_the_equality(bare_lm: LanguageModel) -> None:
@@ -50,13 +50,13 @@ def test_shared_siblings_break_the_equality(bare_lm: LanguageModel) -> None:
     config = replace(bare_lm.config, siblings="shared")
     lm = replace(bare_lm, config=config, model=Transformer(config))
     own = Engine(lm, max_length=512, separator_ids=SEPARATOR)
-    answer = linearise(own.protocol.special, EXAMPLE)
-    error = np.abs(own.replay([1], answer).logits - full_pass(lm, own.protocol.special, [1], answer)).max(axis=1)
+    answer = linearise(own.config.special, EXAMPLE)
+    error = np.abs(own.replay([1], answer).logits - full_pass(lm, own.config.special, [1], answer)).max(axis=1)
     assert error.max() > 1e-2
 
 
 def test_every_token_is_fed_once(engine: Engine) -> None:
-    answer = linearise(engine.protocol.special, EXAMPLE)
+    answer = linearise(engine.config.special, EXAMPLE)
     trace = engine.replay([1], answer)
     assert sum(trace.widths) == len(answer) - 1, "all but the last, which no pass has to feed"
     fork = 1 + (1 + 1 + 2) + (1 + 2 + 2) + (1 + 1 + 2)
@@ -90,7 +90,7 @@ def test_permuting_branches_permutes_their_logits(bare_lm: LanguageModel, scheme
     config = replace(bare_lm.config, positions=scheme)
     lm = replace(bare_lm, config=config, model=Transformer(config))
     own = Engine(lm, max_length=512, separator_ids=SEPARATOR)
-    special = own.protocol.special
+    special = own.config.special
     block = [([5], [6, 7, 8]), ([5], [1]), ([5], [9, 9])]  # equal titles: the serial text before does not change
     logits, places = {}, {}
     for order in ([0, 1, 2], [2, 0, 1]):
@@ -104,7 +104,7 @@ def test_permuting_branches_permutes_their_logits(bare_lm: LanguageModel, scheme
 
 
 def test_a_branch_is_the_same_without_its_siblings(engine: Engine) -> None:
-    special, block = engine.protocol.special, [([5], [6, 7, 8]), ([9], [1]), ([2], [9, 9])]
+    special, block = engine.config.special, [([5], [6, 7, 8]), ([9], [1]), ([2], [9, 9])]
     answer = linearise(special, [[3], block], end=None)
     logits = engine.replay([1, 2], answer).logits
     head = answer[: answer.index(special.branch_start)]
@@ -119,7 +119,7 @@ def test_a_branch_is_the_same_without_its_siblings(engine: Engine) -> None:
 
 def test_conversation_with_blocks_in_the_prompt(engine: Engine) -> None:
     """A prompt may hold the blocks of an earlier answer; its branches stay hidden from each other."""
-    special = engine.protocol.special
+    special = engine.config.special
     earlier = linearise(special, EXAMPLE, end=None)
     later = linearise(special, [[2], [([7], [8]), ([9], [1, 2])]])
     whole = full_pass(engine.lm, special, [1, *earlier, 3], later)

@@ -11,24 +11,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aspd_jax import LanguageModel
-from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT
+from aspd_jax.layout import Layout
+from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket
 from infer import Engine, SamplingParams
-from infer.feed import Lanes, lanes_of, plan
-from infer.prefill import start
+from infer.decode.inputs import Lanes, next_inputs
+from infer.decode.sampling import lane_keys, penalise_repetition, restrict, sample
+from infer.decode.state import TITLE, DecodeState, EngineConfig, Request
 from infer.request import Job
-from infer.sampling import lane_keys, penalise_repetition, restrict, sample
-from infer.state import TITLE, DecodeState, Protocol, Request
-from tests.test_engine import SEPARATOR
+from tests.answers import SEPARATOR
+from tests.conftest import after_prompts
 
 
 @pytest.fixture(scope="module")
-def protocol(bare_lm: LanguageModel) -> Protocol:
-    return Engine(bare_lm, separator_ids=SEPARATOR).protocol
+def config(bare_lm: LanguageModel) -> EngineConfig:
+    return Engine(bare_lm, separator_ids=SEPARATOR).config
 
 
-def state_for(lm: LanguageModel, protocol: Protocol, *params: SamplingParams) -> DecodeState:
+def state_for(lm: LanguageModel, config: EngineConfig, *params: SamplingParams) -> DecodeState:
     jobs = [Job((1, 2), each, "adaptive", 50, seed=each.seed or 0) for each in params]
-    return start(lm, protocol, jobs)
+    return after_prompts(lm, config, jobs)
+
+
+def serial_lanes(state: DecodeState, config: EngineConfig) -> Lanes:
+    """Those of the next pass, in which every sequence feeds a serial token."""
+    rows, capacity = state.cache.tokens.shape
+    lanes = next_inputs(state, config, Bucket(rows, rows, 1, capacity), drafting=False).lanes
+    assert lanes.row.tolist() == list(range(rows)) and not lanes.branch.any()
+    return lanes
+
+
+def changed(state: DecodeState, **fields: Any) -> DecodeState:
+    """A state with other fields of its sequences."""
+    return state._replace(sequence=state.sequence._replace(**fields))
 
 
 def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
@@ -54,10 +68,10 @@ def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
     min_p=st.sampled_from([0.0, 0.1, 1.0]),
 )
 def test_restrict_keeps_what_the_definitions_keep(
-    bare_lm: LanguageModel, protocol: Protocol, seed: int, top_k: int, top_p: float, min_p: float
+    bare_lm: LanguageModel, config: EngineConfig, seed: int, top_k: int, top_p: float, min_p: float
 ) -> None:
     asked = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
-    state = state_for(bare_lm, protocol, asked, SamplingParams())
+    state = state_for(bare_lm, config, asked, SamplingParams())
     logits = np.random.default_rng(seed).standard_normal((4, 24)).astype(np.float32) * 2
     of_lanes = Request(*(field[jnp.array([0, 0, 0, 1])] for field in state.request))
     out = np.asarray(restrict(jnp.asarray(logits), of_lanes))
@@ -66,9 +80,9 @@ def test_restrict_keeps_what_the_definitions_keep(
     np.testing.assert_array_equal(out[3], logits[3])  # a neighbour without limits keeps everything
 
 
-def test_repetition_penalty_sees_what_the_row_sees(bare_lm: LanguageModel, protocol: Protocol) -> None:
+def test_repetition_penalty_sees_what_the_row_sees(bare_lm: LanguageModel, config: EngineConfig) -> None:
     """Tokens of the prompt and of siblings do not count; tokens before the block and of the branch itself do."""
-    state = state_for(bare_lm, protocol, SamplingParams(repetition_penalty=2.0))
+    state = state_for(bare_lm, config, SamplingParams(repetition_penalty=2.0))
     #    prompt, serial, a title, heads of branches 1 and 2, and these; the last of each is looked from
     tokens = [1, 2, 3, 4, 11, 9, 10, 5, 6, 7, 8]
     kind = [OTHER] * 2 + [PLAIN_TEXT] * 2 + [TITLE_TEXT] + [OTHER] * 2 + [PLAIN_TEXT] * 4
@@ -86,24 +100,24 @@ def test_repetition_penalty_sees_what_the_row_sees(bare_lm: LanguageModel, proto
     lanes = Lanes(jnp.array([0, 0]), jnp.array([1, 2]), looking)
     of_lanes = Request(*(field[lanes.row] for field in state.request))
     logits = jnp.where(jnp.arange(24) % 2 == 0, 1.0, -1.0) * jnp.ones((2, 24))
-    out = np.asarray(penalise_repetition(logits, of_lanes, state, protocol, lanes))
+    out = np.asarray(penalise_repetition(logits, of_lanes, state, config, lanes))
     for lane, seen in enumerate([{3, 4, 5, 7}, {3, 4, 6, 8}]):
         expected = [(v / 2 if v > 0 else v * 2) if t in seen else v for t, v in enumerate(np.asarray(logits)[lane])]
         np.testing.assert_allclose(out[lane], expected)
-    in_title = state._replace(phase=jnp.full_like(state.phase, TITLE))
-    out = np.asarray(penalise_repetition(logits, of_lanes, in_title, protocol, lanes))
+    in_title = changed(state, phase=jnp.full_like(state.sequence.phase, TITLE))
+    out = np.asarray(penalise_repetition(logits, of_lanes, in_title, config, lanes))
     np.testing.assert_allclose(out[:, 11], -2.0)
     np.testing.assert_array_equal(np.delete(out, 11, 1), np.delete(logits, 11, 1))
 
 
-def test_samples_follow_the_distribution(bare_lm: LanguageModel, protocol: Protocol) -> None:
+def test_samples_follow_the_distribution(bare_lm: LanguageModel, config: EngineConfig) -> None:
     params = SamplingParams(temperature=0.7)
-    state = state_for(bare_lm, protocol, params)
-    lanes = lanes_of(plan(state, protocol, 1), None)
+    state = state_for(bare_lm, config, params)
+    lanes = serial_lanes(state, config)
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 24)), jnp.float32)
 
     def draw(place: Any) -> Any:
-        return sample(logits, state._replace(sampled=place[None]), protocol, lanes)[0]
+        return sample(logits, changed(state, sampled=place[None]), config, lanes)[0]
 
     drawn = np.asarray(jax.vmap(draw)(jnp.arange(20_000)))
     expected = np.asarray(jax.nn.softmax(logits[0] / 0.7))
@@ -115,29 +129,31 @@ def test_samples_follow_the_distribution(bare_lm: LanguageModel, protocol: Proto
 
 
 def test_temperature_zero_takes_the_likeliest_beside_sampled_neighbours(
-    bare_lm: LanguageModel, protocol: Protocol
+    bare_lm: LanguageModel, config: EngineConfig
 ) -> None:
-    state = state_for(bare_lm, protocol, SamplingParams(), SamplingParams(temperature=50.0))
+    state = state_for(bare_lm, config, SamplingParams(), SamplingParams(temperature=50.0))
     logits = jnp.asarray(np.random.default_rng(1).standard_normal((2, 24)), jnp.float32)
-    lanes = lanes_of(plan(state, protocol, 1), None)
-    picks = [np.asarray(sample(logits, state._replace(sampled=jnp.array([i, i])), protocol, lanes)) for i in range(30)]
+    lanes = serial_lanes(state, config)
+    picks = [np.asarray(sample(logits, changed(state, sampled=jnp.array([i, i])), config, lanes)) for i in range(30)]
     assert {int(pick[0]) for pick in picks} == {int(np.argmax(logits[0]))}
     assert len({int(pick[1]) for pick in picks}) > 5
 
 
-def test_every_place_has_its_own_stream(bare_lm: LanguageModel, protocol: Protocol) -> None:
+def test_every_place_has_its_own_stream(bare_lm: LanguageModel, config: EngineConfig) -> None:
     params = [replace(SamplingParams(temperature=1.0), seed=seed) for seed in (1, 2)]
-    state = state_for(bare_lm, protocol, *params)
+    state = state_for(bare_lm, config, *params)
     keys = set()
-    lanes = jnp.array([[0, 1, 2], [0, 1, 2]])
+    nowhere = Layout(*[jnp.zeros(6, jnp.int32)] * 4)
+    lanes = Lanes(jnp.array([0, 0, 0, 1, 1, 1]), jnp.array([0, 1, 2] * 2), nowhere)
+    s = state.sequence
     for block in (1, 2):
         for place in (0, 1):
-            now = state._replace(
-                block=jnp.full_like(state.block, block),
-                sampled=jnp.full_like(state.sampled, 10 * block + place),
-                branch_sampled=jnp.full_like(state.branch_sampled, place),
+            now = changed(
+                state,
+                block=jnp.full_like(s.block, block),
+                sampled=jnp.full_like(s.sampled, 10 * block + place),
+                branch_sampled=jnp.full_like(s.branch_sampled, place),
             )
-            of_feed = lanes_of(plan(now, protocol, 3)._replace(lane=lanes), None)
-            data = np.asarray(jax.random.key_data(lane_keys(now, of_feed)))
+            data = np.asarray(jax.random.key_data(lane_keys(now, lanes)))
             keys |= {tuple(key) for key in data.reshape(-1, 2).tolist()}
     assert len(keys) == 2 * 2 * 2 * 3

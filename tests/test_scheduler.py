@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
-from pathlib import Path
+from math import ceil
 from typing import Any
 
 import jax
@@ -13,23 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import infer.budget
-import infer.grammar
-import infer.passes
-import infer.prefill
-import infer.programs
-import infer.scheduler
+import infer.decode.grammar
+import infer.decode.inputs
+import infer.scheduling.runner
+import infer.scheduling.scheduler
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.tokens import SerialIds, split
 from infer import Engine, Event, SamplingParams
-from infer.handle import NO_LIMIT
-from infer.policy import Policy, Sample, StepCost, fit
-from infer.prefill import Prompt, chunk_size, next_chunk
-from infer.request import Job
-from infer.reuse import RowMemory, best_match
-from infer.scheduler import STEPS_BESIDE_PREFILL
-from infer.step import report
+from infer.decode.inputs import BranchBudget
+from infer.decode.slots import copy_slots
+from infer.decode.state import PROMPT, SequenceState
+from infer.decode.step import report
+from infer.scheduling.buckets import PROMPT_BESIDE
+from infer.scheduling.policy import Policy, Sample, StepCost, fit
+from infer.scheduling.prefix_cache import LEAST_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
+from infer.scheduling.runner import Run, Runner
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
 from tests.conftest import patched
 
@@ -71,7 +69,7 @@ def test_events_tell_the_whole_answer(engine: Engine, steps: int) -> None:
         kinds = [event.kind for event in events]
         assert kinds.count("fork") == kinds.count("merge") == result.stats.blocks
         assert kinds.count("branch") == result.stats.branches
-        special, head = engine.protocol.special, len(SEPARATOR)
+        special, head = engine.config.special, len(SEPARATOR)
         expected: list[Any] = []
         ids = result.token_ids[:-1] if result.finish_reason == "stop" else result.token_ids
         for item in split(ids, special):
@@ -106,7 +104,7 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) ->
     params = seeds_that_fork(engine, 6)
     alone = [engine.generate([[1, 2, 3 + n]], p)[0] for n, p in enumerate(params)]
     handles = [engine.submit([1, 2, 3 + n], p) for n, p in enumerate(params[:2])]
-    engine.pump(5)
+    engine.step(5)
     handles += [engine.submit([1, 2, 3 + n], p) for n, p in enumerate(params) if n >= 2]
     given_up = engine.submit([4, 4], replace(HOT, seed=1))
     never = engine.submit([4, 4], replace(HOT, seed=2))
@@ -115,7 +113,7 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) ->
     for handle in (*handles, given_up):
         handle.wanted = heard
     while any(handle.result is None for handle in handles):
-        engine.pump(3)
+        engine.step(3)
         order += [n for n, handle in enumerate(handles) if handle.row is not None and n not in order]
         if given_up.row is not None and given_up.result is None:
             given_up.cancel()
@@ -126,31 +124,64 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) ->
     for handle in (given_up, never):
         assert handle.result is not None and handle.result.finish_reason == "cancelled"
     assert never.result is not None and never.result.token_ids == []
-    assert not engine.pump(), "nothing is left to do"
+    assert not engine.step(), "nothing is left to do"
 
 
-def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, monkeypatch: Any) -> None:
-    """The second turn goes on in the row of the first, branches included, and gives what a fresh engine gives."""
-    own = Engine(bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR)
-    fresh = Engine(
-        bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR, reuse=False
-    )
-    fed: list[int] = []
-    prefill = infer.prefill.prefill
+def engines(lm: LanguageModel, rows: int) -> tuple[Engine, Engine]:
+    """One that uses again what it holds, and one that never does."""
+    return tuple(
+        Engine(
+            lm, max_length=256, max_batch=rows, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR, reuse=reuse
+        )
+        for reuse in (True, False)
+    )  # type: ignore[return-value]
 
-    def counted(params: Any, state: Any, rows: Any, tokens: Any, layout: Any, *rest: Any) -> Any:
-        fed.append(int((layout.sequence > 0).sum()))
-        return prefill(params, state, rows, tokens, layout, *rest)
 
-    monkeypatch.setattr(infer.prefill, "prefill", counted)
-    prompt = [1, 2, 5, 9]
+@pytest.fixture
+def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens of prompts have been fed in each run of passes that fed some."""
+    counts: list[int] = []
+    end = Runner.end
+
+    def counted(runner: Runner, started: Run, cost: StepCost | None) -> Any:
+        done, after = end(runner, started, cost)
+        before = started.before
+        left = np.where(after.phase == PROMPT, after.tokens, 0)
+        if tokens := int((before.tokens - left)[before.phase == PROMPT].sum()):
+            counts.append(tokens)
+        return done, after
+
+    monkeypatch.setattr(Runner, "end", counted)
+    return counts
+
+
+def first_turns(fresh: Engine, prompt: list[int]) -> list[SamplingParams]:
+    """Three ways to an answer that holds a block and ends by itself, of some length."""
     any_params = [replace(HOT, seed=seed, max_new_tokens=120) for seed in range(60)]
     answers = zip(any_params, fresh.generate([prompt] * 60, any_params), strict=True)
-    with_end = [p for p, answer in answers if answer.stats.blocks and answer.finish_reason == "stop"]
+    with_end = [
+        params
+        for params, answer in answers
+        if answer.stats.blocks and answer.finish_reason == "stop" and len(answer.token_ids) > LEAST_COPIED
+    ]
     assert len(with_end) >= 3
-    for params in with_end[:3]:
+    return with_end[:3]
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, fed: list[int], rows: int) -> None:
+    """The second turn goes on where the first ended, branches included, and gives what a fresh engine gives. Others
+    that came meanwhile took the first row; one of them still has it.
+    """
+    own, fresh = engines(bare_lm, rows)
+    prompt = [1, 2, 5, 9]
+    for number, params in enumerate(first_turns(fresh, prompt)):
+        own.forget()
         first = own.generate([prompt], params)[0]
-        other = own.generate([[3, 3, 3]], params)[0]
+        others = own.generate([[3, 3, 3]] * (rows - 2), params)
+        busy = own.submit([4, 4, 4 + number], replace(HOT, seed=number, max_new_tokens=200), "serial")
+        own.step(2)
+        assert busy.row == 0 and busy.result is None, "the row of the first turn is taken"
         follow = prompt + first.token_ids + [6, 6]
         fed.clear()
         second = own.generate([follow], params)[0]
@@ -158,47 +189,136 @@ def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, monkeypatc
         assert second.stats.reused_tokens == len(prompt) + len(first.token_ids) - 1
         assert fed == [3]
         assert same(second, fresh.generate([follow], params)[0])
-        assert same(other, fresh.generate([[3, 3, 3]], params)[0])
+        assert all(same(other, fresh.generate([[3, 3, 3]], params)[0]) for other in others)
+        assert same(busy.wait(), fresh.generate([busy.job.prompt], busy.job.params, "serial")[0])
+    fed.clear()
+    fresh.generate([follow], params)
+    assert sum(fed) == len(follow), "negative control: without reuse, all of it is fed"
 
 
-def test_a_shared_beginning_is_copied(bare_lm: LanguageModel) -> None:
-    own = Engine(bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR)
-    fresh = Engine(
-        bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR, reuse=False
-    )
+def test_two_conversations_take_turns(bare_lm: LanguageModel) -> None:
+    """A turn of one does not cost the other what the cache holds of it, though both get the first row."""
+    own, fresh = engines(bare_lm, 2)
+    system = np.random.default_rng(2).integers(1, 15, 10).tolist()
+    talks, known = [[*system, *[1, 2] * 12], [*system, *[3, 4, 5] * 9]], [0, 0]
+    for turn in range(3):
+        for number, talk in enumerate(talks):
+            params = replace(HOT, seed=10 * turn + number, max_new_tokens=20)
+            result = own.generate([talk], params, "serial")[0]
+            assert same(result, fresh.generate([talk], params, "serial")[0])
+            if turn:
+                assert result.stats.reused_tokens == known[number], (turn, number)
+            known[number] = len(talk) + len(result.token_ids) - 1  # the last was sampled but never fed
+            talks[number] = [*talk, *result.token_ids, 6]
+
+
+def test_in_an_engine_of_one_row_the_last_to_come_is_kept(bare_lm: LanguageModel) -> None:
+    own, _ = engines(bare_lm, 1)
+    params = replace(HOT, seed=1, max_new_tokens=40)
+    first = own.generate([[1, 2]], params)[0]
+    own.generate([[3, 4]], params)
+    again = own.generate([[1, 2, *first.token_ids, 6]], params)[0]
+    assert again.stats.reused_tokens == 0
+
+
+def test_a_shared_beginning_is_copied(bare_lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, fresh = engines(bare_lm, 2)
     random = np.random.default_rng(0)
     system = random.integers(1, 15, 60).tolist()
     prompts = [system + random.integers(1, 15, 5).tolist() for _ in range(5)]
     params = [SamplingParams(temperature=3.0, max_new_tokens=40, seed=seed) for seed in range(5)]
+    copied: list[int] = []
+    monkeypatch.setattr(
+        infer.scheduling.scheduler, "copy_slots", lambda *args: copied.append(args[-1]) or copy_slots(*args)
+    )
     together = own.generate(prompts, params)
     reused = [result.stats.reused_tokens for result in together]
     assert reused[0] == 0 and all(tokens >= 60 for tokens in reused[1:]), reused
     for result, expected in zip(together, fresh.generate(prompts, params), strict=True):
         assert same(result, expected)
+    assert copied[0] == 64, "of a row with 256 slots, no more than what is shared"
     changed = own.generate([[9, *system[1:], 4]], params[0])[0]
     assert changed.stats.reused_tokens == 0, "negative control: another beginning"
 
 
-@given(
-    rows=st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=40), st.integers(0, 40), st.integers(0, 9))),
-    prompt=st.lists(st.integers(0, 2), min_size=1, max_size=60),
-    busy=st.integers(0, 3),
-)
-def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, prompt: list[int], busy: int) -> None:
-    memories = [
-        RowMemory(np.asarray(ids, np.int32), min(order, len(ids)), len(ids) + extra, stamp)
-        for stamp, (ids, order, extra) in enumerate([*rows, ([], 0, 0)])
+def test_the_first_rows_are_used_first(bare_lm: LanguageModel) -> None:
+    """Passes look at no rows behind them."""
+    own, _ = engines(bare_lm, 3)
+    short, long = replace(HOT, max_new_tokens=3), replace(HOT, max_new_tokens=60)
+    handles = [own.submit([1, 2], params, "serial") for params in (short, long, short)]
+    own.step(1)
+    assert [handle.row for handle in handles] == [0, 1, 2]
+    while handles[0].result is None or handles[2].result is None:
+        own.step(1)
+    assert handles[1].result is None
+    later = own.submit([5, 5, 5], long, "serial")
+    own.step(1)
+    assert later.row == 0
+    later.cancel()
+    handles[1].cancel()
+
+
+def memories(rows: Any, extra: Any = None) -> list[RowMemory]:
+    """Of tokens, how many of them are in order, further slots, and when the row was last used."""
+    return [
+        RowMemory(np.asarray(ids, np.int32), min(order, len(ids)), len(ids) + more, stamp)
+        for ids, order, more, stamp in rows
     ]
-    free = [row for row in range(len(memories)) if row >= busy] or [0]
-    match = best_match(memories, free, prompt, spare=5)
-    source = memories[match.source]
-    assert match.row in free
-    assert match.tokens < len(prompt) and source.ids[: match.tokens].tolist() == prompt[: match.tokens]
-    if match.slots > source.in_order:  # a whole row, gone on with
-        assert match.source == match.row and match.tokens == source.ids.size and match.slots == source.slots
-        assert match.slots - match.tokens <= 5
+
+
+PROMPT_IDS = np.random.default_rng(4).integers(0, 9, 80).tolist()
+one_row = st.tuples(
+    st.tuples(st.integers(0, 70), st.lists(st.integers(0, 9), max_size=5)).map(lambda at: PROMPT_IDS[: at[0]] + at[1]),
+    st.integers(0, 80),
+    st.integers(0, 9),
+    st.integers(0, 3),
+)
+
+
+@given(rows=st.lists(one_row, min_size=1, max_size=6), data=st.data(), whole=st.booleans())
+def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, data: st.DataObject, whole: bool) -> None:
+    held, target = memories(rows), data.draw(st.integers(0, len(rows) - 1))
+    prompt = PROMPT_IDS[: data.draw(st.integers(1, 80))]
+    match = best_match(held, target, prompt, 5, whole)
+    source, (tokens, slots) = held[match.source], match.beginning
+    assert tokens < len(prompt) and source.ids[:tokens].tolist() == prompt[:tokens]
+    assert match.source == target or tokens >= LEAST_COPIED, "copying less is not worth it"
+    goes_on = tokens == source.ids.size and slots == source.slots and slots - tokens <= 5
+    if slots > source.in_order or match.in_order < slots:  # a whole row, gone on with after a block
+        assert goes_on and whole and match.in_order == source.in_order
     else:
-        assert match.slots == match.tokens
+        assert slots == tokens == match.in_order
+    for row, memory in enumerate(held):  # none holds more
+        common = common_prefix(memory.ids, np.asarray(prompt[:-1], np.int32))
+        assert memory.ids[:common].tolist() == prompt[:common]
+        possible = min(common, memory.in_order)
+        if common == memory.ids.size and memory.slots - common <= 5 and (whole or memory.in_order == memory.slots):
+            possible = common
+        assert possible <= tokens or (row != target and possible < LEAST_COPIED)
+
+
+@given(rows=st.lists(one_row, min_size=1, max_size=6), data=st.data())
+def test_what_a_row_held_moves_to_the_row_left_longest_ago(rows: Any, data: st.DataObject) -> None:
+    held = memories(rows)
+    free = data.draw(st.sets(st.integers(0, len(rows) - 1), min_size=1).map(sorted))
+    target = free[0]
+    keep = row_to_keep_in(held, free, target)
+    if keep is None:
+        assert held[target].ids.size < LEAST_COPIED or held[target].stamp == min(held[row].stamp for row in free)
+        return
+    assert keep in free and keep != target and held[target].ids.size >= LEAST_COPIED
+    assert held[keep].stamp == min(held[row].stamp for row in free)
+    alike = [row for row in free if held[row].stamp == held[keep].stamp]
+    assert held[keep].ids.size == 0 or all(held[row].ids.size for row in alike), "an empty one before one that is not"
+
+
+def test_who_is_kept_where() -> None:
+    long, short = PROMPT_IDS[:LEAST_COPIED], PROMPT_IDS[: LEAST_COPIED - 1]
+    assert row_to_keep_in(memories([(long, 0, 0, 3), (long, 0, 0, 2), (long, 0, 0, 1)]), [0, 1, 2], 0) == 2
+    assert row_to_keep_in(memories([(long, 0, 0, 3), (long, 0, 0, 2), (long, 0, 0, 1)]), [0, 1], 0) == 1
+    assert row_to_keep_in(memories([(short, 0, 0, 3), (long, 0, 0, 2)]), [0, 1], 0) is None, "not worth it"
+    assert row_to_keep_in(memories([(long, 0, 0, 1), (long, 0, 0, 2)]), [0, 1], 0) is None, "left longest ago itself"
+    assert row_to_keep_in(memories([(long, 0, 0, 1), (long, 0, 0, 0)]), [0], 0) is None, "none else is free"
 
 
 @pytest.mark.parametrize("policy", ["cap:1", "cap:2", "slo:0.001"])
@@ -227,10 +347,10 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
 ) -> None:
     """Negative control: a budget spent in the order of decoding."""
 
-    def spent_as_decoded(state: Any, protocol: Any) -> infer.budget.BranchBudget:
-        live = state.branch_live.sum(axis=1)[:, None]
-        affordable = (state.remaining[:, None] >= 2 * live) | (state.branch_live & False)
-        return infer.budget.BranchBudget(affordable, affordable | True)
+    def spent_as_decoded(s: SequenceState, config: Any) -> BranchBudget:
+        live = s.branch_live.sum(axis=1)[:, None]
+        affordable = (s.remaining[:, None] >= 2 * live) | (s.branch_live & False)
+        return BranchBudget(affordable, affordable | True)
 
     params = [replace(HOT, seed=seed, max_new_tokens=30 + seed) for seed in range(40)]
     free = engine.generate([[1, 2]] * 40, params)
@@ -238,53 +358,52 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
         bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
         branch_policy="cap:1",
     )  # fmt: skip
-    monkeypatch.setattr(infer.budget, "branch_budget", spent_as_decoded)
-    with patched(infer.grammar, branch_budget=spent_as_decoded):
+    monkeypatch.setattr(infer.decode.inputs, "branch_budget", spent_as_decoded)
+    with patched(infer.decode.grammar, branch_budget=spent_as_decoded):
         held = own.generate([[1, 2]] * 40, params)
     assert any(a.token_ids != b.token_ids for a, b in zip(free, held, strict=True))
 
 
-def test_prompts_go_in_as_many_as_fit_a_pass() -> None:
-    def rows(*sizes: int) -> list[int]:
-        made = [Prompt(Job((1,) * size, SamplingParams(), "serial", 1, 0), row) for row, size in enumerate(sizes)]
-        for prompt in made:
-            prompt.fed = 0
-        return [prompt.row for prompt in next_chunk(made)]
-
-    assert rows() == []
-    assert rows(5000) == [0], "one goes in chunks of 512"
-    assert rows(*[100] * 40) == list(range(32)), "32 x 128 = 4,096"
-    assert rows(300, 300, 10, 10, 10, 10, 10, 10, 10) == list(range(8)), "8 x 384, for 9 need 16; padding counts"
-    assert rows(10, 5000, 10) == [0, 1, 2]
-
-
-def test_little_of_a_prompts_pass_is_padding() -> None:
-    sizes = [chunk_size(left) for left in range(1, 2000)]
-    assert sorted(set(sizes)) == [16, 32, 64, 96, 128, 192, 256, 384, 512]
-    for left, size in enumerate(sizes[:512], 1):
-        assert left <= size <= max(16, 2 * left) and (left <= 64 or size <= 1.5 * left)
-
-
-def test_long_prompts_go_in_chunks_while_others_decode(bare_lm: LanguageModel) -> None:
+def test_long_prompts_go_in_pieces_while_others_decode(bare_lm: LanguageModel) -> None:
     def engine() -> Engine:
         return Engine(bare_lm, max_length=512, max_batch=2, max_branches=3, separator_ids=SEPARATOR)
 
     long = np.random.default_rng(1).integers(1, 15, 440).tolist()
     params = SamplingParams(max_new_tokens=40)
     expected = [engine().generate([prompt], params, "serial")[0] for prompt in ([7, 8], long)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(infer.prefill, "PREFILL_CHUNK", 128)
-        busy = engine()
-        first = busy.submit([7, 8], params, "serial")
-        busy.pump(1)
-        second = busy.submit(long, params, "serial")
-        decoded = []
-        for _ in range(3):
-            busy.pump(NO_LIMIT)
-            decoded.append((len(first.partial().token_ids), len(second.partial().token_ids)))
-        assert [other for _, other in decoded] == [0, 0, 0], "three of its four chunks"
-        assert [own for own, _ in decoded] == [2 + STEPS_BESIDE_PREFILL * n for n in (1, 2, 3)]
-        assert same(first.wait(), expected[0]) and same(second.wait(), expected[1])
+    busy = engine()
+    first = busy.submit([7, 8], params, "serial")
+    while not first.partial().token_ids:
+        busy.step(1)
+    second = busy.submit(long, params, "serial")
+    pieces = ceil(440 / PROMPT_BESIDE)
+    decoded, fed = [len(first.partial().token_ids)], [0]
+    for _ in range(pieces):
+        busy.step(1)
+        assert busy.scheduler.chunk.passes == 1
+        decoded.append(len(first.partial().token_ids))
+        fed.append(int(busy.scheduler._reported().length[1]))
+        if len(decoded) <= pieces:
+            assert second.partial().token_ids == []
+    assert decoded == list(range(1, 2 + pieces)), "a token in every pass in which the prompt is fed"
+    assert fed == [*range(0, 440, PROMPT_BESIDE), 440]
+    assert len(second.partial().token_ids) == 1, "the first comes with the last piece"
+    assert same(first.wait(), expected[0]) and same(second.wait(), expected[1])
+
+
+def test_a_prompt_given_up_half_way_leaves_nothing(bare_lm: LanguageModel) -> None:
+    own, fresh = engines(bare_lm, 1)
+    prompt = np.random.default_rng(3).integers(1, 15, 200).tolist()
+    params = replace(HOT, seed=5, max_new_tokens=30)
+    handle = own.submit(prompt, params)
+    own.step(1)
+    assert 0 < own.scheduler._reported().length[0] < 200, "some of it has been fed"
+    handle.cancel()
+    assert handle.result is not None
+    assert handle.result.finish_reason == "cancelled" and handle.result.token_ids == []
+    shorter = own.generate([prompt[:150]], params)[0]
+    assert shorter.stats.reused_tokens == 0
+    assert same(shorter, fresh.generate([prompt[:150]], params)[0])
 
 
 def test_policies_are_parsed_and_costs_fitted() -> None:
@@ -312,13 +431,13 @@ def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
     short = replace(long, max_new_tokens=5)
     quiet, heard = engine.submit([1, 2], long), engine.submit([1, 2], short)
     heard.wanted = True
-    engine.pump(30)
-    assert engine.scheduler.chunk.passes == 0 and heard.poll(), "its first token, before any pass"
-    engine.pump(30)
+    engine.step(30)
+    assert engine.scheduler.chunk.passes == 1 and heard.poll(), "its first token, with its prompt"
+    engine.step(30)
     assert heard.result is not None and quiet.result is None
     assert engine.scheduler.chunk.passes == heard.result.stats.passes
     unheard = engine.submit([1, 2], short)
-    engine.pump()
+    engine.step()
     assert quiet.result is not None and unheard.result is not None
     assert engine.scheduler.chunk.seconds > 0
 
@@ -333,7 +452,7 @@ def test_passes_go_on_while_answers_are_looked_at(bare_lm: LanguageModel) -> Non
         handle, seen, told = engine.submit([1, 2], asked, "serial"), [], 0
         handle.wanted = True
         while handle.result is None:
-            engine.pump(4)
+            engine.step(4)
             told += sum(len(event.token_ids) for event in handle.poll())
             seen.append((told, handle.partial().stats.passes))
         assert same(handle.result, engine.generate([[1, 2]], asked, "serial")[0])
@@ -341,18 +460,18 @@ def test_passes_go_on_while_answers_are_looked_at(bare_lm: LanguageModel) -> Non
 
     chunks = [(1, 0), (5, 4), (9, 8), (13, 12), (17, 16), (21, 20), (24, 23)]
     assert heard_and_done("cap:1") == chunks
-    assert heard_and_done("all") == [chunks[0], *((told, min(23, passes + 4)) for told, passes in chunks[1:])]
+    assert heard_and_done("all") == [(told, min(23, passes + 4)) for told, passes in chunks]
 
 
 def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine) -> None:
     handle = engine.submit([1, 2], replace(HOT, seed=3), "serial")
     handle.wanted = True
     for _ in range(3):
-        engine.pump(2)
+        engine.step(2)
     handle.cancel()
     assert handle.result is not None and handle.result.finish_reason == "cancelled"
     other = engine.submit([1, 2], replace(HOT, seed=4), "serial")
-    engine.pump(1)
+    engine.step(1)
     assert engine.scheduler.chunk.passes == 1, "none of the one before"
     assert same(other.wait(), engine.generate([[1, 2]], replace(HOT, seed=4), "serial")[0])
 
@@ -360,11 +479,11 @@ def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine
 def test_a_state_is_asked_once_what_it_needs(engine: Engine, monkeypatch: Any) -> None:
     """Passes report what the next ones need; the state is asked anew where something else has changed it."""
     asked = []
-    monkeypatch.setattr(infer.scheduler, "report", lambda *args: asked.append(1) or report(*args))
+    monkeypatch.setattr(infer.scheduling.scheduler, "report", lambda *args: asked.append(1) or report(*args))
     handles = [engine.submit([1, 2], replace(HOT, max_new_tokens=40, seed=seed)) for seed in range(2)]
-    for pump in range(3):
-        engine.pump(2)
-        assert len(asked) == 1, pump
+    for chunk in range(3):
+        engine.step(2)
+        assert len(asked) == 1, chunk
     handles[0].cancel()
     assert handles[1].wait().finish_reason is not None
     assert len(asked) == 2
@@ -383,66 +502,21 @@ def test_warm_up_leaves_nothing_to_compile(bare_lm: LanguageModel) -> None:
     assert [name for name in compiled if "backend_compile" in name], "negative control: it is heard of"
     assert any(result.stats.blocks for result in results)
     handle = own.submit([1])
-    own.pump(1)
+    own.step(1)
     if handle.result is None:
         with pytest.raises(RequestError, match="engine at rest"):
             own.warm_up()
         handle.cancel()
 
 
-def test_programs_are_forgotten_before_they_fill_the_process(
-    bare_lm: LanguageModel, monkeypatch: Any, tmp_path: Path, caplog: Any
-) -> None:
-    """XLA on CPU ends a process that has no room for a program's memory maps."""
-    own = Engine(bare_lm, max_length=128, max_batch=1, max_branches=2, separator_ids=SEPARATOR)
-    maps, most = tmp_path / "maps", tmp_path / "max_map_count"
-    most.write_text("80\n")
-    monkeypatch.setattr(infer.programs, "MAPS", maps)
-    monkeypatch.setattr(infer.programs, "MOST_MAPS", most)
-    monkeypatch.setattr(infer.passes, "programs_compiled", count().__next__)
-    forgotten: list[bool] = []
-    monkeypatch.setattr(infer.passes.jax, "clear_caches", lambda: forgotten.append(True))
-    maps.write_text("line\n" * 70)
-    expected = own.generate([[1, 2]])[0]
-    assert not forgotten and not caplog.records
-    maps.write_text("line\n" * 71)
-    assert same(own.generate([[1, 2]])[0], expected)
-    assert len(forgotten) == 1, "what did not help is not done again"
-    assert "max_map_count" in caplog.text
-    caplog.clear()
-    assert own.warm_up() > 0
-    assert "room for 0 of" in caplog.text
-    caplog.clear()
-    maps.write_text("line\n" * 61)  # where warm-up stops, the next request forgets nothing
-    assert own.warm_up() > 0 and "room for 0 of" in caplog.text
-    fresh = Engine(bare_lm, max_length=128, max_batch=1, max_branches=2, separator_ids=SEPARATOR)
-    assert same(fresh.generate([[1, 2]])[0], expected) and len(forgotten) == 1
-    monkeypatch.setattr(infer.programs, "MOST_MAPS", tmp_path / "other systems have no such file")
-    assert not infer.programs.crowded(infer.programs.WARM_SHARE)
-
-
-def test_room_for_programs_is_looked_at_only_after_one_was_compiled(bare_lm: LanguageModel, monkeypatch: Any) -> None:
-    """Counting memory maps takes milliseconds, for which a request would wait."""
-    own = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR)
-    own.generate([[1, 2]])
-    own.generate([[1, 2]])  # looks once more, because of what the first has compiled
-    looked: list[float] = []
-    monkeypatch.setattr(infer.passes, "crowded", lambda share: looked.append(share))
-    own.generate([[1, 2]])
-    assert not looked
-    jax.block_until_ready(jax.jit(lambda x: x * len(looked) + 3)(1.0))
-    own.generate([[1, 2]])
-    assert looked == [infer.programs.FULL_SHARE]
-
-
 def test_a_failure_takes_nobody_with_it_who_waits(bare_lm: LanguageModel, monkeypatch: Any) -> None:
     own = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR)
-    expected = own.generate([[1, *linearise(own.protocol.special, EXAMPLE, end=None)]])[0]
+    expected = own.generate([[1, *linearise(own.config.special, EXAMPLE, end=None)]])[0]
     running, waiting = own.submit([5]), own.submit(expected.prompt_token_ids)
     with monkeypatch.context() as patch:
-        patch.setattr(infer.passes, "run", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        patch.setattr(infer.scheduling.runner, "run", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
         with pytest.raises(MemoryError):
-            own.pump()
+            own.step()
     with pytest.raises(RuntimeError, match="submit it again"):
         running.wait()
     assert same(waiting.wait(), expected)

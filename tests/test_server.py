@@ -23,11 +23,9 @@ import openai
 import pytest
 
 import aspd
-import infer.server.driver
 from aspd_jax import load_model
 from infer import Engine, SamplingParams
-from infer.logprobs import token_logprobs
-from infer.server.config import ServerConfig
+from infer.answers.logprobs import token_logprobs
 from tests.conftest import ROOT
 from tests.serving import QUESTIONS, SERVE, Running, ask, serving, wait_for
 
@@ -51,8 +49,8 @@ def slow_motion(engine: Engine, monkeypatch: Any) -> None:
     """Passes of 10 ms at least, so that an answer of `endless` takes a while on any machine."""
     decode = engine.scheduler._decode
 
-    def one_pass(steps: int, early: bool) -> None:
-        decode(1, early)
+    def one_pass(steps: int, join: bool) -> None:
+        decode(1, join)
         time.sleep(0.01)
 
     monkeypatch.setattr(engine.scheduler, "_decode", one_pass)
@@ -137,7 +135,7 @@ def test_what_is_asked_is_what_is_sampled(server: Running) -> None:
 def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
     """Of an answer with a block, beside the stepwise engine."""
     (result,) = engine.generate([ask()["messages"]], SamplingParams(max_new_tokens=400))
-    found = token_logprobs(engine.lm, engine.protocol, result, 1)
+    found = token_logprobs(engine.lm, engine.config, result, 1)
     assert engine.lm.codec.text.decode([of.token for of in found]) == result.text
     logits = engine.replay(result.prompt_token_ids, result.token_ids).logits
     of_step = np.asarray(jax.nn.log_softmax(logits, axis=-1))
@@ -233,28 +231,16 @@ def test_keys(engine: Engine) -> None:
         assert httpx.get(f"{server.url}/health").status_code == 200 and httpx.get(server.url).status_code == 200
 
 
-def test_programs_are_compiled_while_nobody_asks(monkeypatch: Any) -> None:
-    engine = Engine(load_model("demo"), max_length=1024, max_batch=2)  # that no other server rests with
-    resting: list[bool] = []
-    monkeypatch.setattr(engine.scheduler.passes.compiler, "rest", resting.append)
-    monkeypatch.setattr(infer.server.driver, "SECONDS_TO_REST", 0.01)
-    with Running(engine, ServerConfig()) as running:
-        assert wait_for(lambda: resting == [True])
-        running.client().completions.create(model="aspd", prompt="Hello", max_tokens=4)
-        assert wait_for(lambda: resting == [True, False, True])
-    assert resting == [True, False, True, False]
-
-
 def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: Any) -> None:
     """It fails, alone too; the other's stream goes on where it was, and is the same."""
     scheduler = engine.scheduler
     decode, failures = scheduler._decode, []
 
-    def breaks(steps: int, early: bool) -> None:
+    def breaks(steps: int, join: bool) -> None:
         if not failures and sum(row.handle is not None for row in scheduler._rows) < 2:
             time.sleep(0.001)  # neither ends before the other is there
             return
-        decode(1, early)
+        decode(1, join)
         poisoned = [row.handle for row in scheduler._rows if row.handle and row.handle.job.seed == 666]
         if any(handle.passes.sum() > 2 for handle in poisoned):
             failures.append(len([row for row in scheduler._rows if row.handle]))

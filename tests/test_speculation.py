@@ -13,20 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import infer.policy
-import infer.step
+import infer.decode.step
+import infer.scheduling.policy
 from aspd_jax import LanguageModel, build_layout
 from aspd_jax.errors import RequestError, StructureError
 from infer import Engine, SamplingParams
-from infer.answer import Result
-from infer.policy import DRAFTING_PASSES, PLAIN_PASSES, DraftControl, StepCost
-from infer.prefill import start
+from infer.answers.answer import Result
+from infer.decode.speculation import look_up
+from infer.decode.state import PARALLEL, SERIAL, DecodeState, EngineConfig
+from infer.decode.step import Script
 from infer.request import Job, Mode
-from infer.speculation import look_up
-from infer.state import PARALLEL, DecodeState, Protocol
-from infer.step import Script
+from infer.scheduling.policy import DRAFTING_PASSES, PLAIN_PASSES, DraftControl, StepCost
 from tests.answers import SEPARATOR, critical_path, linearise
-from tests.conftest import patched
+from tests.conftest import laid_out, patched
 
 DRAFT = 3
 HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
@@ -41,14 +40,14 @@ def drafting_engine(lm: LanguageModel, draft_tokens: int = DRAFT) -> Engine:
 
 @pytest.fixture(autouse=True)
 def never_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.policy, "DRAFTING_PASSES", 1 << 30)
+    monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", 1 << 30)
 
 
 def script_of(engine: Engine, parts: list, batch: int) -> tuple[Script, list[int]]:
     """An answer as a script, and as its linearisation."""
-    special = engine.protocol.special
+    special = engine.config.special
     serial: list[int] = []
-    branches: list[list[int]] = [[] for _ in range(engine.protocol.max_branches)]
+    branches: list[list[int]] = [[] for _ in range(engine.config.max_branches)]
     for part in parts:
         if isinstance(part[0], tuple):
             for title, _ in part:
@@ -70,16 +69,16 @@ def script_of(engine: Engine, parts: list, batch: int) -> tuple[Script, list[int
 def knowing(script: Script, wrong: int = 0) -> Callable[..., jax.Array]:
     """A `look_up` that knows the script; every so many places (0: never) it is wrong."""
 
-    def guess(state: DecodeState, protocol: Protocol, used: int) -> jax.Array:
-        ahead = jnp.arange(protocol.draft_tokens)
-        batch = jnp.arange(state.phase.size)[:, None, None]
-        place = state.branch_sampled[..., None] + ahead
-        number = jnp.arange(protocol.max_branches)[None, :, None]
+    def guess(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
+        s, ahead = state.sequence, jnp.arange(config.draft_tokens)
+        batch = jnp.arange(s.phase.size)[:, None, None]
+        place = s.branch_sampled[..., None] + ahead
+        number = jnp.arange(config.max_branches)[None, :, None]
         in_branch = script.branch[batch, number, place]
-        next_serial = state.sampled[:, None, None] + ahead
+        next_serial = s.sampled[:, None, None] + ahead
         serial = script.serial[batch, jnp.broadcast_to(next_serial, in_branch.shape)]
-        in_block = (state.phase == PARALLEL)[:, None, None]
-        found = jnp.where(in_block, jnp.where(state.branch_live[..., None], in_branch, -1), serial)
+        in_block = (s.phase == PARALLEL)[:, None, None]
+        found = jnp.where(in_block, jnp.where(s.branch_live[..., None], in_branch, -1), serial)
         found = jnp.where(in_block | (number == 0), found, -1)
         if wrong:
             found = jnp.where((jnp.where(in_block, place, next_serial) % wrong == 1) & (found >= 0), 11, found)
@@ -97,7 +96,7 @@ def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong:
     parts = [[3, 4, 4, 9, 8, 7], one, [4, 2], other, [7, 7, 7]]
     own = drafting_engine(bare_lm)
     script, expected = script_of(own, parts, 2)
-    own.scheduler.script, special = script, own.protocol.special
+    own.scheduler.script, special = script, own.config.special
     with patched(look_up=knowing(script, wrong)):
         results = own.generate([[1, 2, 3]] * 3)
     for result in results:
@@ -119,11 +118,11 @@ def mixed() -> tuple[list[list[int]], list[SamplingParams], list[Mode]]:
     return prompts, params, ["serial", *["adaptive"] * 3] * 4
 
 
-def anything(state: DecodeState, protocol: Protocol, used: int) -> jax.Array:
+def anything(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
     """Random guesses."""
     random = np.random.default_rng(0).integers(1, 15, (3, DRAFT))
-    shifted = (jnp.asarray(random, jnp.int32) + state.passes[:, None, None]) % 14 + 1
-    return jnp.broadcast_to(shifted, state.draft.shape)
+    shifted = (jnp.asarray(random, jnp.int32) + state.sequence.passes[:, None, None]) % 14 + 1
+    return jnp.broadcast_to(shifted, state.sequence.draft.shape)
 
 
 def the_same(results: list[Result], expected: list[Result]) -> bool:
@@ -164,9 +163,9 @@ def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
     own = Engine(bare_lm, max_length=128, max_batch=32, max_branches=2, max_title_tokens=1, draft_tokens=1)
     every = np.stack(np.meshgrid(*[np.arange(words)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     tokens = np.concatenate([np.tile(prompt, (len(every), 1)), every], axis=1)
-    layout = build_layout(tokens, own.protocol.special, bare_lm.config.positions)
+    layout = build_layout(tokens, own.config.special, bare_lm.config.positions)
     logits = np.array(bare_lm.model.apply({"params": bare_lm.params}, tokens, layout))[:, len(prompt) - 1 :]
-    logits[..., list(own.protocol.special.ids)] = -np.inf  # serial mode has no tags
+    logits[..., list(own.config.special.ids)] = -np.inf  # serial mode has no tags
     share = np.asarray(jax.nn.softmax(logits, axis=-1)).reshape(words, words, words, 4, words)
     beginning = share[0, 0, 0, 0][:, None, None] * share[:, 0, 0, 1][:, :, None] * share[:, :, 0, 2]
     likeliest = int(beginning[1:, 1:, 1:].sum(axis=(0, 1)).argmax()) + 1
@@ -175,8 +174,8 @@ def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
     exact = np.einsum("abc,abcd->d", beginning * goes_on, share[..., 3, :])
     exact[0] += 1 - exact.sum()  # an answer that ended before counts as ended
 
-    def guess(state: DecodeState, protocol: Protocol, used: int) -> jax.Array:
-        return jnp.full_like(state.draft, likeliest)
+    def guess(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
+        return jnp.full_like(state.sequence.draft, likeliest)
 
     count = 3000
     params = [SamplingParams(temperature=1.0, max_new_tokens=4, seed=seed) for seed in range(count)]
@@ -191,16 +190,18 @@ def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
 
 
 @pytest.fixture(scope="module")
-def blank(bare_lm: LanguageModel) -> tuple[Protocol, DecodeState]:
-    protocol = drafting_engine(bare_lm).protocol
-    return protocol, start(bare_lm, protocol, [Job((1,), SamplingParams(), "serial", 100, 0)])
+def blank(bare_lm: LanguageModel) -> tuple[EngineConfig, DecodeState]:
+    config = drafting_engine(bare_lm).config
+    return config, laid_out(bare_lm, config, [Job((1,), SamplingParams(), "serial", 100, 0)])
 
 
 @settings(max_examples=40)
 @given(prompt=st.lists(st.integers(1, 3), min_size=1, max_size=60), pending=st.integers(1, 3))
-def test_guesses_are_what_followed_before(blank: tuple[Protocol, DecodeState], prompt: list[int], pending: int) -> None:
-    protocol, state = blank[0], state_after(blank[1], tuple(prompt), pending)
-    found = np.asarray(look_up(state, protocol, 128))[0]
+def test_guesses_are_what_followed_before(
+    blank: tuple[EngineConfig, DecodeState], prompt: list[int], pending: int
+) -> None:
+    config, state = blank[0], state_after(blank[1], tuple(prompt), pending)
+    found = np.asarray(look_up(state, config, 128))[0]
     assert (found[1:] == -1).all()
     expected: list[int] = []
     text = [*prompt, pending]
@@ -219,13 +220,14 @@ def state_after(state: DecodeState, prompt: tuple[int, ...], pending: int) -> De
     tokens[0, :length], sequence[0, :length], position[0, :length] = prompt, 1, np.arange(length)
     layout = state.cache.layout._replace(sequence=jnp.asarray(sequence), position=jnp.asarray(position))
     cache = state.cache._replace(tokens=jnp.asarray(tokens), layout=layout, length=jnp.asarray([length]))
-    return state._replace(
-        cache=cache, phase=state.phase * 0, token=jnp.asarray([pending]), position=jnp.asarray([length])
+    sequence = state.sequence._replace(
+        phase=jnp.asarray([SERIAL]), token=jnp.asarray([pending]), position=jnp.asarray([length])
     )
+    return state._replace(cache=cache, sequence=sequence)
 
 
 def test_guesses_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.policy, "DRAFTING_PASSES", DRAFTING_PASSES)
+    monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", DRAFTING_PASSES)
     cost = StepCost(base=1.0, per_token=0.25, per_slot=0.0)  # 1.25 ms with one token, 2.0 ms with four: 1.6 times
     for accepted, pays in ((24, True), (16, False)):  # 1.75 and 1.5 tokens a pass
         control = DraftControl(3)

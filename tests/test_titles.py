@@ -11,14 +11,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import infer.policy
+import infer.scheduling.policy
 from aspd_jax import LanguageModel
 from aspd_jax.errors import StructureError
 from infer import Engine, SamplingParams
-from infer.grammar import completes_plan
-from infer.recogniser import number_of, of_tokens
-from infer.state import NOTHING, TITLE, DecodeState
-from infer.step import Script
+from infer.decode.grammar import completes_plan
+from infer.decode.recogniser import number_of, of_tokens
+from infer.decode.state import NOTHING, TITLE, DecodeState
+from infer.decode.step import Script
 from tests.answers import SEPARATOR, critical_path, linearise
 from tests.conftest import patched
 from tests.test_speculation import knowing
@@ -36,7 +36,7 @@ def engine_of(lm: LanguageModel, draft_tokens: int = 0) -> Engine:
 
 def script(engine: Engine, serial: list[int]) -> Script:
     """Serial tokens, titles included, and the two branches of PARTS; after these, what the model samples."""
-    special = engine.protocol.special
+    special = engine.config.special
     of_serial, of_branch = np.full((2, 80), -1, np.int32), np.full((2, 4, 80), -1, np.int32)
     of_serial[:, : len(serial)] = serial
     for number, (_, text) in enumerate((FIRST, SECOND)):
@@ -45,7 +45,7 @@ def script(engine: Engine, serial: list[int]) -> Script:
 
 
 def serial_tokens(engine: Engine, titles: list[list[int]], after: list[int]) -> list[int]:
-    special = engine.protocol.special
+    special = engine.config.special
     marked = [token for title in titles for token in (special.title_start, *title, special.title_end)]
     return [3, 4, *marked, *after]
 
@@ -55,9 +55,9 @@ def serial_tokens(engine: Engine, titles: list[list[int]], after: list[int]) -> 
 def test_a_repeated_title_ends_the_list(
     again: list[int], draft_tokens: int, bare_lm: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(infer.policy, "DRAFTING_PASSES", 1 << 30)
+    monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", 1 << 30)
     engine = engine_of(bare_lm, draft_tokens)
-    special = engine.protocol.special
+    special = engine.config.special
     titles = [FIRST[0], SECOND[0], again]
     repeating = script(engine, serial_tokens(engine, titles, [7, 7, 0]))
     plain = script(engine, serial_tokens(engine, titles[:2], [special.parallel_start, 7, 7, 0]))
@@ -77,7 +77,7 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
     engine = engine_of(bare_lm)
     titles = [FIRST[0], SECOND[0], FIRST[0]]
     repeating = script(engine, serial_tokens(engine, titles, []))
-    plain = script(engine, serial_tokens(engine, titles[:2], [engine.protocol.special.parallel_start]))
+    plain = script(engine, serial_tokens(engine, titles[:2], [engine.config.special.parallel_start]))
     prompts = [[token, 3, token] for token in range(1, 15)]
 
     def free(scripted: Script, budget: int) -> list[list[int]]:
@@ -86,12 +86,13 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
         return [result.token_ids for result in results]
 
     expected = free(plain, 58)  # what is discarded counts
-    block = len(linearise(engine.protocol.special, PARTS[:2], end=None))
+    block = len(linearise(engine.config.special, PARTS[:2], end=None))
     assert sum(len(ids) - block for ids in expected) > 60 and len({tuple(ids[block:]) for ids in expected}) > 5
     assert free(repeating, 60) == expected
 
     def nothing(state: DecodeState) -> DecodeState:
-        return state._replace(hide_from=jnp.full_like(state.hide_from, NOTHING))
+        s = state.sequence
+        return state._replace(sequence=s._replace(hide_from=jnp.full_like(s.hide_from, NOTHING)))
 
     # Negative control: where it stays in the cache, it is part of the answer.
     with patched(hide_discarded=nothing), pytest.raises(StructureError):
@@ -100,12 +101,12 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
 
 def test_markers_do_not_tell_titles_apart(lm: LanguageModel) -> None:
     codec = lm.codec.text
-    table = of_tokens(lm.config.vocabulary, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
+    table = of_tokens(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
     texts = ("3", "/", " ", "**", ".", "a", "the", " b", "é")
     marked = {text: bool(table.marker[codec.encode(text)].all()) for text in texts}
     assert marked == dict.fromkeys(texts[:5], True) | dict.fromkeys(texts[5:], False)
     engine = Engine(lm, max_length=512, max_batch=1)
-    special = engine.protocol.special
+    special = engine.config.special
     for titles, kept in (
         (["1/3 sun", "2/3 rain", "3/3 sun"], 2),
         (["1. sun", "2. rain", "3) rain"], 2),
@@ -133,11 +134,12 @@ def test_the_second_title_differs_from_the_first(lm: LanguageModel) -> None:
 
     def always(logits: Any, *rest: Any) -> Any:
         """Titles of the letter a, as far as the grammar allows them."""
-        special, (state, _, lanes) = engine.protocol.special, rest
+        special, (state, _, lanes) = engine.config.special, rest
+        s = state.sequence
         score = jnp.zeros(logits.shape[-1]).at[favoured].set(4.0).at[special.title_start].set(5.0)
-        number = jnp.arange(state.title_length.shape[1])[None]
-        length = jnp.max(jnp.where(number == state.titles[:, None], state.title_length, 0), axis=1)
-        closes = ((state.phase == TITLE) & (length >= 1))[lanes.row]
+        number = jnp.arange(s.title_length.shape[1])[None]
+        length = jnp.max(jnp.where(number == s.titles[:, None], s.title_length, 0), axis=1)
+        closes = ((s.phase == TITLE) & (length >= 1))[lanes.row]
         score = score + 10 * (closes[:, None] & (jnp.arange(logits.shape[-1]) == special.title_end))
         return jnp.argmax(jnp.where(jnp.isfinite(logits), score, -jnp.inf), axis=-1).astype(jnp.int32)
 
@@ -176,10 +178,10 @@ def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> Non
     for number, title in enumerate(titles):
         tokens[0, number, : len(title)] = title
     length = np.asarray([[len(title) for title in titles] + [0] * (3 - len(titles))])
-    state: Any = SimpleNamespace(
-        titles=jnp.asarray([len(titles)]), title_length=jnp.asarray(length), title_tokens=jnp.asarray(tokens),
-        recogniser=SimpleNamespace(number=jnp.asarray(NUMBERS)),
+    sequence = SimpleNamespace(
+        titles=jnp.asarray([len(titles)]), title_length=jnp.asarray(length), title_tokens=jnp.asarray(tokens)
     )  # fmt: skip
+    state: Any = SimpleNamespace(sequence=sequence, recogniser=SimpleNamespace(number=jnp.asarray(NUMBERS)))
     assert bool(completes_plan(state)[0]) == says_it_is_last(titles[-1])
 
 
@@ -187,7 +189,7 @@ def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel, monkeypatch: 
     """Whatever the model wants: here always another title."""
     encode = lm.codec.text.encode
     engine = Engine(lm, max_length=256, max_batch=2, max_branches=8)
-    special = engine.protocol.special
+    special = engine.config.special
 
     def forking(logits: Any, *rest: Any) -> Any:
         wanted = jnp.zeros(logits.shape[-1]).at[special.title_start].set(5.0).at[special.parallel_start].set(4.0)

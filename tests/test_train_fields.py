@@ -16,8 +16,8 @@ from train.config import TrainConfig
 from train.loop import train as run_training
 
 CHANGED: dict[str, Any] = {
-    "model.checkpoint": None, "model.grow": None, "model.vocabulary": 800, "model.layers": 2, "model.embed": 48,
-    "model.heads": 1, "model.kv_heads": 2, "model.head": 8, "model.feed_forward": 48, "model.positions": "max",
+    "model.checkpoint": None, "model.grow": None, "model.vocab_size": 800, "model.layers": 2, "model.hidden_size": 48,
+    "model.heads": 1, "model.kv_heads": 2, "model.head_dim": 8, "model.feed_forward": 48, "model.positions": "max",
     "model.siblings": "shared", "model.dtype": "bfloat16", "model.parameters": "bfloat16",
     "model.weights": None, "model.lora_rank": 2, "model.lora_alpha": None, "model.scan": True, "model.remat": True,
     "data.train": None, "data.held_out": None,

@@ -16,9 +16,9 @@ from aspd_jax import LanguageModel
 from aspd_jax.errors import ConfigError, RequestError
 from aspd_jax.structure import Branch, Parallel, Serial, Structure
 from infer import Engine, SamplingParams, TextTags
-from infer.recogniser import Recogniser, of_text, pieces
-from infer.rows import snapshot
-from infer.step import Script
+from infer.decode.recogniser import Recogniser, of_text, pieces
+from infer.decode.slots import snapshot
+from infer.decode.step import Script
 from tests.conftest import patched
 
 TAGS = TextTags()
@@ -34,7 +34,7 @@ def free(lm: LanguageModel) -> Engine:
 def spellings(lm: LanguageModel) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     special = {*lm.tokenizer.all_special_ids}
-    for token, text in enumerate(pieces(lm.codec.text, lm.config.vocabulary)):
+    for token, text in enumerate(pieces(lm.codec.text, lm.config.vocab_size)):
         if text and token not in special:
             found.setdefault(text, []).append(token)
     return found
@@ -94,7 +94,7 @@ STRUCTURES: list[Structure] = [
 def test_tags_are_recognised_however_they_are_spelled(
     free: Engine, spellings: dict[str, list[int]], structure: Structure
 ) -> None:
-    end = free.protocol.end[0]
+    end = free.config.end[0]
     for seed in range(8):
         random = Random(seed)
         free.scheduler.script, _ = script_of(structure, spellings, random, end)
@@ -116,14 +116,14 @@ def test_mask_and_positions_are_those_of_blocks(
     free: Engine, lm: LanguageModel, spellings: dict[str, list[int]]
 ) -> None:
     """The cache against the definition: branches side by side after `<parts>`, everything else in order."""
-    free.scheduler.script, titles = script_of(STRUCTURES[0], spellings, Random(3), free.protocol.end[0])
+    free.scheduler.script, titles = script_of(STRUCTURES[0], spellings, Random(3), free.config.end[0])
     result = free.generate(["Hi"], SamplingParams(max_new_tokens=400))[0]
-    shot = snapshot(free.scheduler._state_now(), np.asarray([0, 1]), free.protocol, 64).read()
+    shot = snapshot(free.scheduler._state_now(), np.asarray([0, 1]), free.config).read()
     row = next(r for r in (0, 1) if np.asarray(shot.layout.block)[r].any())
     free.scheduler.script = None
     decode, encode = lm.codec.text.decode, lm.codec.text.encode
     ids = result.prompt_token_ids + result.token_ids
-    head = [len(encode(b)) + len(title) + len(free.protocol.separator) for title in titles]
+    head = [len(encode(b)) + len(title) + len(free.config.separator) for title in titles]
     opened = next(n for n in range(len(ids)) if decode(ids[len(result.prompt_token_ids) : n]).endswith(p))
     expected, place = [(n, 0) for n in range(opened)], opened
     for number in range(2):
@@ -199,7 +199,7 @@ def test_without_the_grammar_random_answers_are_malformed(free: Engine, lm: Lang
 
 
 def test_end_of_text_in_a_branch_closes_it(free: Engine, spellings: dict[str, list[int]]) -> None:
-    end = free.protocol.end[0]
+    end = free.config.end[0]
     script, _ = script_of(STRUCTURES[1], spellings, Random(0), end)
     branch = np.array(script.branch)
     branch[:, 0, :] = -1
@@ -220,7 +220,7 @@ def test_guesses_change_nothing(lm: LanguageModel, free: Engine, spellings: dict
     for structure in STRUCTURES:
         results = []
         for engine in (free, own):
-            engine.scheduler.script, _ = script_of(structure, spellings, Random(1), free.protocol.end[0])
+            engine.scheduler.script, _ = script_of(structure, spellings, Random(1), free.config.end[0])
             results.append(engine.generate(["Hi"], SamplingParams(max_new_tokens=400))[0])
             engine.scheduler.script = None
         assert results[0].token_ids == results[1].token_ids and results[1].structure == structure
@@ -252,7 +252,7 @@ def test_mistakes_are_named(bare_lm: LanguageModel, free: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def tables(lm: LanguageModel) -> Recogniser:
-    return of_text(lm.codec.text, lm.config.vocabulary, TAGS, (), ())
+    return of_text(lm.codec.text, lm.config.vocab_size, TAGS, (), ())
 
 
 @settings(max_examples=300)

@@ -75,7 +75,7 @@ def test_new_rows_are_the_mean_of_the_old(tied: bool, padding: int, tmp_path: Pa
     lm = load_model(tmp_path / "in")
     assert lm.special_tokens is not None
     assert lm.special_tokens.ids == tuple(range(old, old + 6))
-    assert lm.config.vocabulary == max(old + 6, old + padding)
+    assert lm.config.vocab_size == max(old + 6, old + padding)
     save_model(lm, tmp_path / "out")
     before, after = read_tensors(tmp_path / "in"), read_tensors(tmp_path / "out")
     names = ["model.embed_tokens.weight"] + ([] if tied else ["lm_head.weight"])

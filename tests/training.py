@@ -15,7 +15,7 @@ from train.setup import Setup, initial_model, load, set_up
 from train.tasks import problem
 
 SMALL = TrainConfig(
-    model=ModelSection(layers=1, embed=32, heads=2, kv_heads=1, head=16, feed_forward=32),
+    model=ModelSection(layers=1, hidden_size=32, heads=2, kv_heads=1, head_dim=16, feed_forward=32),
     data=DataSection(rows=2, short_rows=3, short_length=96, short_steps=2, plain_every=0),
     steps=4,
     save_every=2,
@@ -34,7 +34,7 @@ def changed(config: TrainConfig, **values: Any) -> TrainConfig:
 
 
 WIDE = changed(
-    SMALL, model__layers=2, model__embed=64, model__heads=4, model__kv_heads=2, data__rows=8, data__short_rows=8,
+    SMALL, model__layers=2, model__hidden_size=64, model__heads=4, model__kv_heads=2, data__rows=8, data__short_rows=8,
     data__short_length=128, steps=4, log_every=1,
 )  # fmt: skip
 

@@ -19,10 +19,10 @@ class ModelSection:
 
     Attributes:
         checkpoint: a Hugging Face folder to fine-tune; empty: a Qwen3-style model from scratch, of the shape below.
-        grow: put the checkpoint into a wider model, of `embed` and `feed_forward`, that computes the same at first.
-        vocabulary: tokens in all, special tokens included (from scratch).
-        layers, embed, heads, kv_heads, head, feed_forward: shape of the model (from scratch).
-        positions, siblings: position scheme and mask (spec, sections 3 and 4).
+        grow: put the checkpoint into a wider model, of `hidden_size` and `feed_forward`, that computes the same.
+        vocab_size: tokens in all, special tokens included (from scratch).
+        layers, hidden_size, heads, kv_heads, head_dim, feed_forward: shape of the model (from scratch).
+        positions, siblings: position scheme and mask (protocol, sections 3 and 4).
         dtype: of activations: `float32` or `bfloat16`.
         parameters: dtype of what is trained: `float32`, or `bfloat16`, rounded stochastically after each update. The
             optimiser is float32.
@@ -36,12 +36,12 @@ class ModelSection:
 
     checkpoint: str = ""
     grow: bool = False
-    vocabulary: int = 768
+    vocab_size: int = 768
     layers: int = 4
-    embed: int = 128
+    hidden_size: int = 128
     heads: int = 4
     kv_heads: int = 4
-    head: int = 32
+    head_dim: int = 32
     feed_forward: int = 384
     positions: PositionScheme = "sequential"
     siblings: Siblings = "invisible"

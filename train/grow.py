@@ -20,19 +20,22 @@ from aspd_jax.model.config import ModelConfig
 WRITING = ("embedding", "output", "down")
 
 
-def wider(shape: ModelConfig, embed: int, feed_forward: int) -> ModelConfig:
+def wider(shape: ModelConfig, hidden_size: int, feed_forward: int) -> ModelConfig:
     """A shape with these D and F.
 
     Raises:
         ConfigError: one of them is smaller than it was.
     """
-    for name, size, old in (("embed", embed, shape.embed), ("feed_forward", feed_forward, shape.feed_forward)):
+    for name, size, old in (
+        ("hidden_size", hidden_size, shape.hidden_size),
+        ("feed_forward", feed_forward, shape.feed_forward),
+    ):
         if size < old:
             raise ConfigError(f"model.{name}: the checkpoint has {old}, and grows to no less, got {size}")
-    return replace(shape, embed=embed, feed_forward=feed_forward)
+    return replace(shape, hidden_size=hidden_size, feed_forward=feed_forward)
 
 
-def grow(lm: LanguageModel, embed: int, feed_forward: int, seed: int) -> LanguageModel:
+def grow(lm: LanguageModel, hidden_size: int, feed_forward: int, seed: int) -> LanguageModel:
     """A model of a larger D and F with the same logits. What is new reads at random, and writes nothing yet.
 
     Args:
@@ -41,8 +44,8 @@ def grow(lm: LanguageModel, embed: int, feed_forward: int, seed: int) -> Languag
     Raises:
         ConfigError: see `wider`.
     """
-    shape = wider(lm.config, embed, feed_forward)
-    sizes = {"hidden_size": embed, "intermediate_size": feed_forward, "head_dim": shape.head}
+    shape = wider(lm.config, hidden_size, feed_forward)
+    sizes = {"hidden_size": hidden_size, "intermediate_size": feed_forward, "head_dim": shape.head_dim}
     grown = random_model(shape, None, {**lm.hf_config, **sizes}, seed, lm.end_ids)
     old = flatten_dict(lm.params)
     new = flatten_dict(grown.params)

@@ -1,4 +1,4 @@
-"""Loss on the next token of the linearisation (spec, section 9).
+"""Loss on the next token of the linearisation (protocol, section 9).
 
 B rows, S tokens, D embed, V vocabulary, P parts (`train.batches.PARTS`), N chunks of C tokens.
 """

@@ -41,8 +41,8 @@ def model_flops(config: ModelConfig, params: Any, length: int) -> float:
     a row (Chowdhery et al., 2022, appendix B).
     """
     weights = sum(prod(leaf.shape) for path, leaf in flatten_dict(params).items() if path[-1] in ("kernel", *ADAPTERS))
-    weights += config.vocabulary * config.embed if config.tied else 0
-    return 6.0 * weights + 6.0 * config.layers * config.heads * config.head * length
+    weights += config.vocab_size * config.hidden_size if config.tied else 0
+    return 6.0 * weights + 6.0 * config.layers * config.heads * config.head_dim * length
 
 
 def memory_in_use() -> float | None:

@@ -61,7 +61,7 @@ def planned_shape(config: TrainConfig) -> ModelConfig:
     of = config.model
     if of.checkpoint and (Path(of.checkpoint) / "config.json").exists():
         shape = as_configured(from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype), config)
-        shape = wider(shape, of.embed, of.feed_forward) if of.grow else shape
+        shape = wider(shape, of.hidden_size, of.feed_forward) if of.grow else shape
     else:
         shape = scratch_shape(config)
     return replace(shape, new_tokens=tuple(range(len(TAGS))) if of.lora_rank else ())
@@ -89,7 +89,7 @@ def plan(config: TrainConfig) -> Plan:
     kept, working = _activations(config, shape)
     if config.mesh.fsdp > 1:
         # One layer's weights are gathered from all devices while it runs, and its gradient before it is spread again.
-        layer = (counted["parameters"] - 2 * shape.vocabulary * shape.embed) // shape.layers // config.mesh.tensor
+        layer = (counted["parameters"] - 2 * shape.vocab_size * shape.hidden_size) // shape.layers // config.mesh.tensor
         working += layer * (jnp.dtype(of.dtype).itemsize + 4)
     return Plan(**counted, kept=kept, working=working)
 
@@ -109,10 +109,10 @@ def _activations(config: TrainConfig, shape: ModelConfig) -> tuple[int, int]:
     heads, kv_heads = ceil(shape.heads / tensor), ceil(shape.kv_heads / tensor)
     feed_forward = ceil(shape.feed_forward / tensor)
     # Inside a layer: both norms' outputs, queries, keys and values before and after RoPE, attention, gate, up, product.
-    inside = B * S * item * (2 * shape.embed + (3 * heads + 4 * kv_heads) * shape.head + 3 * feed_forward)
+    inside = B * S * item * (2 * shape.hidden_size + (3 * heads + 4 * kv_heads) * shape.head_dim + 3 * feed_forward)
     scores = B * heads * min(QUERY_CHUNK, S) * S * (4 + 4 + item)
-    logits = 2 * B * min(CHUNK, S) * ceil(shape.vocabulary / tensor) * 4
-    entering = B * S * shape.embed * item
+    logits = 2 * B * min(CHUNK, S) * ceil(shape.vocab_size / tensor) * 4
+    entering = B * S * shape.hidden_size * item
     kept = shape.layers * (entering if of.remat else entering + inside)
     return kept, 2 * inside + scores + logits
 
@@ -132,7 +132,7 @@ def report(config: TrainConfig) -> str:
     ]
     lines = [
         f"{made.parameters / 1e9:.3f} billion parameters, {made.trained / 1e9:.3f} billion of them trained; "
-        f"{shape.layers} layers of {shape.embed}, {config.model.dtype}",
+        f"{shape.layers} layers of {shape.hidden_size}, {config.model.dtype}",
         f"mesh {mesh}; {config.data.rows} rows of {config.data.length} tokens a step ({tokens} tokens) "
         f"in {config.optimiser.accumulate} part{'s' if config.optimiser.accumulate > 1 else ''}",
         "",

@@ -19,7 +19,6 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from aspd_jax.errors import ConfigError
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model, random_model
-from aspd_jax.model.attention import chunked
 from aspd_jax.model.config import ModelConfig, from_hugging_face
 from aspd_jax.model.transformer import NEW_TOKENS, Transformer, stack_layers, unstack_layers
 from aspd_jax.model.weights import ADAPTERS, abstract_parameters
@@ -88,7 +87,7 @@ def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
         return initial_model(config)
     lm = load_model(of.checkpoint, of.dtype, None if of.grow else mesh, of.weights, of.lora_rank, of.lora_alpha)
     for_conversations(lm, of.checkpoint, config.data.chat_template)
-    lm = grow(lm, of.embed, of.feed_forward, config.seed) if of.grow else lm
+    lm = grow(lm, of.hidden_size, of.feed_forward, config.seed) if of.grow else lm
     shape = as_configured(lm.config, config)
     return replace(lm, config=shape, model=Transformer(shape))
 
@@ -99,7 +98,7 @@ def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Se
     The parameters are taken out of `lm`, so that nothing holds the ones that were read while others are trained.
     """
     of = config.model
-    model = Transformer(lm.config, attention=chunked, scan=of.scan, remat=of.remat, mesh=mesh)
+    model = Transformer(replace(lm.config, attention="chunked"), scan=of.scan, remat=of.remat, mesh=mesh)
     params, lm.params = lm.params, None
     params = stack_layers(params, lm.config.layers) if of.scan else params
     places = flatten_dict(shardings(abstract_parameters(model), mesh))
@@ -152,13 +151,13 @@ def task_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
     tokenizer = train_tokenizer(texts(), vocabulary)
     if len(tokenizer) > vocabulary:
-        raise ConfigError(f"model.vocabulary must be at least {len(tokenizer)}, got {vocabulary}")
+        raise ConfigError(f"model.vocab_size must be at least {len(tokenizer)}, got {vocabulary}")
     return tokenizer
 
 
 def initial_model(config: TrainConfig) -> LanguageModel:
     """A random Qwen3-style model and a tokenizer made for the tasks."""
-    tokenizer = deepcopy(task_tokenizer(config.model.vocabulary))
+    tokenizer = deepcopy(task_tokenizer(config.model.vocab_size))
     end = tokenizer.eos_token_id
     hf_config = {**scratch_config(config), "bos_token_id": None, "eos_token_id": end}
     return random_model(scratch_shape(config), tokenizer, hf_config, config.seed, (end,))
@@ -170,13 +169,13 @@ def scratch_config(config: TrainConfig) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": of.embed,
+        "hidden_size": of.hidden_size,
         "intermediate_size": of.feed_forward,
         "num_hidden_layers": of.layers,
         "num_attention_heads": of.heads,
         "num_key_value_heads": of.kv_heads,
-        "head_dim": of.head,
-        "vocab_size": of.vocabulary,
+        "head_dim": of.head_dim,
+        "vocab_size": of.vocab_size,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,

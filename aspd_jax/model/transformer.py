@@ -1,17 +1,17 @@
 """The decoder: Llama 2/3, Vicuna, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 in one Flax Linen module.
 
-B batch, S tokens, W tokens that get logits, D embed, N heads, K kv heads, G = N / K, H head size,
-F feed-forward, V vocabulary, C cache slots.
+B batch, S tokens of a row, T tokens of a pass over the cache, L of them that get logits, R rows that feed some,
+D hidden size, N heads, K kv heads, G = N / K, H head size, F feed-forward, V vocabulary, C cache slots.
 
 Pure in (parameters, tokens, layout, cache): nothing about positions or visibility is inferred inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from math import ceil, floor, log, pi, prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -20,15 +20,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from aspd_jax.layout import Layout
-from aspd_jax.model.attention import Attention, View, Window, cached, dense
-from aspd_jax.model.cache import Cache, Group, LayerCache, Place, record
+from aspd_jax.model.attention import BACK_ENDS, View, Window
+from aspd_jax.model.cache import Bucket, Cache, LayerCache, RowView, TokenBatch, by_row, record, write
 from aspd_jax.model.config import ModelConfig, RopeConfig
-from aspd_jax.model.lowering import computed_once, product
+from aspd_jax.model.cpu import product
 from aspd_jax.sharding import named_sharding
 
 LAYERS = "layers"  # name of the stacked layers' parameters
 NEW_TOKENS = "new_tokens"  # name of the parameters of `ModelConfig.new_tokens`
 NO_WINDOW = 1 << 30
+
+Rope: TypeAlias = tuple[jax.Array, jax.Array]  # cosine and sine of the positions of all tokens
 
 ACTIVATION = {
     "silu": nn.silu,
@@ -62,17 +64,17 @@ def rope_frequencies(rope: RopeConfig, head: int) -> np.ndarray:
     return frequency.astype(np.float32)
 
 
-def rotation(rope: RopeConfig, head: int, position: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine for positions [B, S]; float32 [B, S, H / 2] each."""
-    angle = position[..., None].astype(jnp.float32) * rope_frequencies(rope, head)
+def rotation(rope: RopeConfig, head_dim: int, position: jax.Array) -> Rope:
+    """Cosine and sine for positions [...]; float32 [..., H / 2] each."""
+    angle = position[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
     return jnp.cos(angle) * rope.attention_factor, jnp.sin(angle) * rope.attention_factor
 
 
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Apply RoPE to [B, S, heads, H]; halves of the head are the two coordinates, as in Hugging Face."""
+    """Apply RoPE to [..., heads, H]; halves of the head are the two coordinates, as in Hugging Face."""
     dtype = x.dtype
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cosine, sine = cosine[:, :, None], sine[:, :, None]
+    cosine, sine = cosine[..., None, :], sine[..., None, :]
     return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], -1).astype(dtype)
 
 
@@ -161,69 +163,54 @@ def fan_in_normal(inputs: int, inputs_first: bool = False) -> Any:
     return make
 
 
-class Seat(NamedTuple):
-    """A group of fed tokens in a layer: who looks at whom, where it stands in the cache, and which tokens it is.
+class OverCache(NamedTuple):
+    """A pass over the cache, as every layer sees it.
 
     Attributes:
-        mask: bool [M, F, C'], where only the first C' slots of the cache are in use.
-        place: its rows and slots.
-        tokens: which of the tokens of the pass are the group's.
+        batch: the tokens, flat, and where they stand.
+        rows: the same by row.
+        view: who looks at whom, by row.
     """
 
-    mask: jax.Array
-    place: Place
-    tokens: slice
+    batch: TokenBatch
+    rows: RowView
+    view: View
 
 
 class AttentionLayer(nn.Module):
-    """Grouped-query attention with RoPE: of tokens among themselves, or of groups of tokens over a cache."""
+    """Grouped-query attention with RoPE: of tokens [B, S] among themselves, or of flat tokens [T] over a cache."""
 
     config: ModelConfig
-    attention: Attention
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        turn: tuple[jax.Array, jax.Array],
-        view: View | Sequence[Seat],
-        cache: LayerCache | None,
-        window: Window,
+        self, x: jax.Array, rope: Rope, context: View | OverCache, cache: LayerCache | None, window: Window
     ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
         # One product for everything that looks at `x`: few rows cost what reading the kernels costs.
         axes, group = ("kv_heads", "group", "head", "embed"), c.heads // c.kv_heads
-        joint = Projection(c, (c.kv_heads, group + 2, c.head), axes, bias=c.query_bias, name="query_key_value")(x)
-        query = joint[..., :group, :].reshape(*x.shape[:2], c.heads, c.head)
-        key, value = joint[..., group, :], joint[..., group + 1, :]
+        joint = Projection(c, (c.kv_heads, group + 2, c.head_dim), axes, bias=c.query_bias, name="query_key_value")(x)
+        query, key, value = joint[..., :group, :], joint[..., group, :], joint[..., group + 1, :]
+        query = query.reshape(*x.shape[:-1], c.heads, c.head_dim)
         if c.query_norm:
             query, key = RMSNorm(c, name="query_norm")(query), RMSNorm(c, name="key_norm")(key)
-        query, key = rotate(query, *turn), rotate(key, *turn)
+        query, key = rotate(query, *rope), rotate(key, *rope)
         if c.query_scale is not None:  # attention scales by the root of the head size
-            query = query * (c.query_scale * c.head**0.5)
-        grouped = query.reshape(*query.shape[:2], c.kv_heads, group, c.head)
-        if isinstance(view, View):
-            out = self.attention(grouped, key.swapaxes(1, 2), value.swapaxes(1, 2), view, c.siblings, window)
+            query = query * (c.query_scale * c.head_dim**0.5)
+        grouped = query.reshape(*x.shape[:-1], c.kv_heads, group, c.head_dim)
+        if isinstance(context, View):
+            out = BACK_ENDS[c.attention](grouped, key, value, context, c.siblings, window)
         else:
             assert cache is not None
-            for seat in view:
-                cache = seat.place.write(cache, *(of_group(x, seat) for x in (key, value)))
-            outs = []
-            for seat in view:
-                used = seat.mask.shape[2]
-                keys = seat.place.pick(cache.key[..., :used])
-                values = seat.place.pick(cache.value[:, :, :used])
-                outs.append(cached(of_group(grouped, seat), keys, values, seat.mask))
-            out = outs[0] if len(outs) == 1 else jnp.concatenate([o.reshape(1, -1, *o.shape[2:]) for o in outs], 1)
+            cache = write(cache, context.batch, key, value)
+            rows, slots = context.view.key.position.shape
+            keys, values = cache.key[:rows, :slots], cache.value[:rows, :slots]
+            attend = BACK_ENDS[c.decode_attention]
+            by_row = attend(grouped[context.rows.token], keys, values, context.view, c.siblings, window)
+            out = by_row.reshape(-1, *by_row.shape[2:])[context.rows.place]
         out = out.reshape(query.shape)
-        output = Projection(c, (c.embed,), ("heads", "head", "embed"), 2, True, c.output_bias, name="output")
+        output = Projection(c, (c.hidden_size,), ("heads", "head", "embed"), 2, True, c.output_bias, name="output")
         return output(out), cache
-
-
-def of_group(x: jax.Array, seat: Seat) -> jax.Array:
-    """The group's part [M, F, …] of all tokens, [1, S, …], or [M, F, …] where it is the only group."""
-    shape = seat.place.slots.shape
-    return x if x.shape[:2] == shape else x[0, seat.tokens].reshape(*shape, *x.shape[2:])
 
 
 class FeedForward(nn.Module):
@@ -236,7 +223,7 @@ class FeedForward(nn.Module):
         c = self.config
         bias = c.feed_forward_bias
         both = Projection(c, (2, c.feed_forward), ("pair", "feed_forward", "embed"), bias=bias, name="gate_up")(x)
-        down = Projection(c, (c.embed,), ("feed_forward", "embed"), 1, True, bias, name="down")
+        down = Projection(c, (c.hidden_size,), ("feed_forward", "embed"), 1, True, bias, name="down")
         return down(ACTIVATION[c.activation](both[..., 0, :]) * both[..., 1, :])
 
 
@@ -244,20 +231,14 @@ class Layer(nn.Module):
     """One layer: attention and feed-forward, each after a norm and beside a residual; and before a norm, in some."""
 
     config: ModelConfig
-    attention: Attention
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        turn: tuple[jax.Array, jax.Array],
-        view: View | Sequence[Seat],
-        cache: LayerCache | None,
-        window: Window,
+        self, x: jax.Array, rope: Rope, context: View | OverCache, cache: LayerCache | None, window: Window
     ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
         normed = RMSNorm(c, name="attention_norm")(x)
-        out, cache = AttentionLayer(c, self.attention, name="attention")(normed, turn, view, cache, window)
+        out, cache = AttentionLayer(c, name="attention")(normed, rope, context, cache, window)
         x = x + (RMSNorm(c, name="attention_after_norm")(out) if c.after_norms else out)
         out = FeedForward(c, name="feed_forward")(RMSNorm(c, name="feed_forward_norm")(x))
         return x + (RMSNorm(c, name="feed_forward_after_norm")(out) if c.after_norms else out), cache
@@ -273,7 +254,7 @@ class NewTokens(nn.Module):
         c = self.config
         for name in ("embedding",) if c.tied else ("embedding", "head"):
             make = nn.with_partitioning(nn.initializers.normal(0.02), ("new_tokens", "embed"))
-            setattr(self, name, self.param(name, make, (len(c.new_tokens), c.embed), jnp.float32))
+            setattr(self, name, self.param(name, make, (len(c.new_tokens), c.hidden_size), jnp.float32))
 
     def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
         """Embeddings [..., D] of tokens [...], with the rows in the places of new tokens."""
@@ -287,7 +268,6 @@ class Transformer(nn.Module):
 
     Attributes:
         config: shape and arithmetic.
-        attention: one of `aspd_jax.model.attention`, for full passes.
         scan: layers as one program run `config.layers` times over parameters stacked along a first axis, as
             `stack_layers` makes them. For training: it compiles once, however deep the model is.
         remat: keep only the input of each layer for the backward pass, and compute the rest again.
@@ -295,7 +275,6 @@ class Transformer(nn.Module):
     """
 
     config: ModelConfig
-    attention: Attention = dense
     scan: bool = False
     remat: bool = False
     mesh: Mesh | None = None
@@ -306,22 +285,22 @@ class Transformer(nn.Module):
         # An untied embedding starts as large as what the layers add to it, or they drown it.
         initial = nn.initializers.normal(0.02 if c.tied else 1.0)
         self.embedding = nn.Embed(
-            c.vocabulary,
-            c.embed,
+            c.vocab_size,
+            c.hidden_size,
             dtype=c.dtype,
             param_dtype=c.dtype,
             embedding_init=nn.with_partitioning(initial, ("vocabulary", "embed")),
         )
         layer: Any = nn.remat(Layer, prevent_cse=not self.scan) if self.remat else Layer
         if self.scan:
-            setattr(self, LAYERS, layer(c, self.attention))
+            setattr(self, LAYERS, layer(c))
         else:
             for number in range(c.layers):
-                setattr(self, f"layer_{number}", layer(c, self.attention))
+                setattr(self, f"layer_{number}", layer(c))
         self.norm = RMSNorm(c)
         if not c.tied:
             axes = ("vocabulary", "embed")
-            self.head = Projection(c, (c.vocabulary,), axes, adapted=False, dtype=jnp.float32)
+            self.head = Projection(c, (c.vocab_size,), axes, adapted=False, dtype=jnp.float32)
         if c.new_tokens:
             setattr(self, NEW_TOKENS, NewTokens(c))
 
@@ -339,71 +318,48 @@ class Transformer(nn.Module):
         c = self.config
         layout = Layout(*(jnp.asarray(field) for field in layout))
         x = self.spread(self.embedded(jnp.asarray(tokens)))
-        turns = {rope: rotation(rope, c.head, layout.position) for rope in map(c.layer_rope, range(c.layers))}
-        view = View(layout, layout)
+        ropes, view = self.ropes(layout.position), View(layout, layout)
         if self.scan:
-            x = self.scanned(x, turns, view)
+            x = self.scanned(x, ropes, view)
         else:
             for number in range(c.layers):
-                x, _ = self._layer(number)(x, turns[c.layer_rope(number)], view, None, c.layer_window(number))
+                x, _ = self._layer(number)(x, ropes[c.layer_rope(number)], view, None, c.layer_window(number))
                 x = self.spread(x)
         x = self.norm(x)
         return self.logits(x) if head or self.is_initializing() else x
 
-    def decode(self, groups: Sequence[Group], cache: Cache, used: int | None = None) -> tuple[list[jax.Array], Cache]:
+    def decode(self, batch: TokenBatch, cache: Cache, bucket: Bucket) -> tuple[jax.Array, Cache]:
         """A pass over new tokens on top of a cache; they are added to it, and see it.
 
-        The groups go through the linear layers together, so that rows with many tokens cost the others nothing.
+        Linear layers see the flat tokens, whatever rows they belong to; attention sees rows.
 
         Args:
-            groups: no row of the cache may be in two of them.
+            batch: what is fed, and where it goes.
             cache: what was fed before.
-            used: only the first so many slots are in use, these tokens included; default: all.
+            bucket: has room for them.
 
         Returns:
-            Logits float32 [M, W, V] of each group, and the cache.
+            Logits float32 [L, V], and the cache.
         """
         c = self.config
-        key_slot = jnp.arange(cache.tokens.shape[1] if used is None else used)[None]
-        places = []
-        for group in groups:
-            cache, place = record(cache, group, used)
-            places.append(place)
-        views, tokens, start = [], [], 0
-        for group, place in zip(groups, places, strict=True):
-            seen = Layout(*(place.pick(field[:, : key_slot.size]) for field in cache.layout))
-            views.append(View(group.layout, seen, place.slots, key_slot))
-            tokens.append(slice(start, start + group.tokens.size))
-            start = tokens[-1].stop
-
-        def together(arrays: list[jax.Array]) -> jax.Array:
-            return arrays[0] if len(arrays) == 1 else jnp.concatenate([a.reshape(1, -1) for a in arrays], axis=1)
-
-        windows = [c.layer_window(number) for number in range(c.layers)]
-        kinds = list(dict.fromkeys(windows))
-        ropes = [c.layer_rope(windows.index(kind)) for kind in kinds]
-
-        def of_all_layers(positions: jax.Array) -> tuple[list[tuple[jax.Array, jax.Array]], list[list[jax.Array]]]:
-            masks = [[v.mask(c.siblings, kind) for v in views] for kind in kinds]
-            return [rotation(rope, c.head, positions) for rope in ropes], masks
-
-        turns, masks = computed_once(of_all_layers, together([group.layout.position for group in groups]))
-        x = self.embedded(together([group.tokens for group in groups]))
+        cache = record(cache, batch)
+        rows = by_row(batch, bucket)
+        key = Layout(*(field[: bucket.rows, : bucket.slots] for field in cache.layout))
+        view = View(rows.layout, key, rows.slot, jnp.arange(bucket.slots)[None])
+        ropes = jax.lax.optimization_barrier(self.ropes(batch.layout.position))  # computed once, not in every layer
+        context = OverCache(batch, rows, view)
+        x = self.embedded(batch.tokens)
         layers = []
-        for number, window in enumerate(windows):
-            kind = kinds.index(window)
-            seats = [Seat(*of) for of in zip(masks[kind], places, tokens, strict=True)]
-            x, layer = self._layer(number)(x, turns[kind], seats, cache.layers[number], window)
+        for number, layer in enumerate(cache.layers):
+            rope, window = ropes[c.layer_rope(number)], c.layer_window(number)
+            x, layer = self._layer(number)(x, rope, context, layer, window)
             layers.append(layer)
-        asked = []
-        for group, seat in zip(groups, seats, strict=True):
-            own = of_group(x, seat)
-            asked.append(own if group.out is None else jnp.take_along_axis(own, group.out[:, :, None], axis=1))
-        logits = self.logits(self.norm(jnp.concatenate([a.reshape(1, -1, c.embed) for a in asked], axis=1)))[0]
-        ends = np.cumsum([a.shape[0] * a.shape[1] for a in asked])[:-1]
-        parts = jnp.split(logits, ends)
-        split = [part.reshape(*a.shape[:2], -1) for part, a in zip(parts, asked, strict=True)]
-        return split, cache._replace(layers=tuple(layers))
+        return self.logits(self.norm(x[batch.logits_at])), cache._replace(layers=tuple(layers))
+
+    def ropes(self, position: jax.Array) -> dict[RopeConfig, Rope]:
+        """Rotations of positions [...], for every kind of layer."""
+        c = self.config
+        return {rope: rotation(rope, c.head_dim, position) for rope in map(c.layer_rope, range(c.layers))}
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """Embeddings [..., D] of tokens [...]."""
@@ -423,30 +379,30 @@ class Transformer(nn.Module):
     def _layer(self, number: int) -> Any:
         return getattr(self, f"layer_{number}")
 
-    def scanned(self, x: jax.Array, turns: Mapping[RopeConfig, tuple[jax.Array, jax.Array]], view: View) -> jax.Array:
+    def scanned(self, x: jax.Array, ropes: Mapping[RopeConfig, Rope], view: View) -> jax.Array:
         """All layers, over stacked parameters."""
         c = self.config
         windows = [c.layer_window(number) for number in range(c.layers)]
-        mixed, every = len(set(windows)) > 1, list(turns)
+        mixed, every = len(set(windows)) > 1, list(ropes)
 
         def body(module: nn.Module, x: jax.Array, of_layer: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            window, rope = of_layer
-            turn = turns[every[0]]
+            window, kind = of_layer
+            rope = ropes[every[0]]
             for number, other in enumerate(every[1:], 1):
-                turn = jax.tree.map(partial(jnp.where, rope == number), turns[other], turn)
-            x, _ = module(x, turn, view, None, window if mixed else windows[0])
+                rope = jax.tree.map(partial(jnp.where, kind == number), ropes[other], rope)
+            x, _ = module(x, rope, view, None, window if mixed else windows[0])
             return self.spread(x), None
 
         # A layer without a window, among others that have one, has one that nothing falls out of.
         limits = jnp.asarray([NO_WINDOW if window is None else window for window in windows])
-        ropes = jnp.asarray([every.index(c.layer_rope(number)) for number in range(c.layers)])
+        kinds = jnp.asarray([every.index(c.layer_rope(number)) for number in range(c.layers)])
         run = nn.scan(
             body,
             variable_axes={"params": 0},
             split_rngs={"params": True},
             metadata_params={nn.PARTITION_NAME: "layers"},
         )
-        x, _ = run(getattr(self, LAYERS), x, (limits, ropes))
+        x, _ = run(getattr(self, LAYERS), x, (limits, kinds))
         return x
 
     def spread(self, x: jax.Array) -> jax.Array:

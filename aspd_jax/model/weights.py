@@ -185,7 +185,7 @@ def load_parameters(
         if array.shape != size:
             raise CheckpointError(f"{source}: {name} is {list(array.shape)}, its configuration says {list(size)}")
         if of_vocabulary:
-            array = _with_new_rows(array, model.config.vocabulary, new_rows or {})
+            array = _with_new_rows(array, model.config.vocab_size, new_rows or {})
             own = (NEW_TOKENS, path[0])
             if own in leaves:
                 rows = array[list(model.config.new_tokens)].astype(leaves[own].dtype)

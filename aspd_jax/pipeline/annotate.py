@@ -1,4 +1,4 @@
-"""Candidates of the teacher, and its votes, for one answer (spec, section 7, stages 1 to 3)."""
+"""Candidates of the teacher, and its votes, for one answer (protocol, section 7, stages 1 to 3)."""
 
 from __future__ import annotations
 

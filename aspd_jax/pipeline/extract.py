@@ -1,4 +1,4 @@
-"""Blocks, branches and titles read off an answer's own form, without any model (spec, section 7, stage 1).
+"""Blocks, branches and titles read off an answer's own form, without any model (protocol, section 7, stage 1).
 
 The block structure comes from a Markdown parser; what models write beyond Markdown (numbers that go on after an
 unindented paragraph, bold leads, "Step 2:", Chinese numbering, lines such as "Pros: …") from the markers of lines.

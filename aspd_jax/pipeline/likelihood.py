@@ -1,4 +1,4 @@
-"""How much less likely a branch is to a model of ours when its siblings are hidden (spec, section 7, stage 2).
+"""How much less likely a branch is to a model of ours when its siblings are hidden (protocol, section 7, stage 2).
 
 B answers, S tokens of a row.
 """

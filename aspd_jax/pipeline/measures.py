@@ -1,4 +1,4 @@
-"""What a structured answer saves, and which candidate is best (spec, sections 7 and 8)."""
+"""What a structured answer saves, and which candidate is best (protocol, sections 7 and 8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of the pipeline found: yields of every stage, and statistics of the result (spec, section 7)."""
+"""What a run of the pipeline found: yields of every stage, and statistics of the result (protocol, section 7)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Report:
                 self.reasons[rejection["reason"].split(":")[0]] += 1
 
     def statistics(self) -> dict[str, Any]:
-        """PPD, DP, ABN, PE and ideal speed-up of the answers (spec, section 7)."""
+        """PPD, DP, ABN, PE and ideal speed-up of the answers (protocol, section 7)."""
         return statistics(self.answers)
 
     def as_dict(self) -> dict[str, Any]:

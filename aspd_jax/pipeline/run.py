@@ -1,4 +1,4 @@
-"""The pipeline over a source of records: stages that resume, and what they leave (spec, section 7).
+"""The pipeline over a source of records: stages that resume, and what they leave (protocol, section 7).
 
 Every stage goes over all answers and stores what it makes of each, with a hash of what it was made of. So a killed run
 goes on, a changed setting runs again what depends on it, and replies of the teacher are never asked for twice.

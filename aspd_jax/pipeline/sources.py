@@ -1,4 +1,4 @@
-"""Records in the shapes that people keep them in -> conversations; what cannot be read is named (spec, section 7)."""
+"""Records in the shapes that people keep them in -> conversations; unreadable ones are named (protocol, section 7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structure as character spans over an answer that stays as it is (spec, section 7)."""
+"""Structure as character spans over an answer that stays as it is (protocol, section 7)."""
 
 from __future__ import annotations
 

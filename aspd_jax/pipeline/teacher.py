@@ -1,4 +1,4 @@
-"""The annotating language model, and what it is asked (spec, section 7)."""
+"""The annotating language model, and what it is asked (protocol, section 7)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ SMOLLM2 := runs/smollm2
 BENCHMARKS ?= benchmarks
 STAGE := configs/smollm2
 ADAPTER := adapter/adapter_model.safetensors
-EVALUATE = $(BIN)/aspd eval run $(STAGE)/eval.yaml --output $(@D) $(foreach name,vicuna mt,\
+EVALUATE = $(BIN)/aspd eval run --output $(@D) $(STAGE)/eval.yaml $(foreach name,vicuna mt,\
 	benchmarks.$(name).file=$(BENCHMARKS)/$(name)_bench/question.jsonl \
 	benchmarks.$(name).references=$(BENCHMARKS)/$(name)_bench/reference_gpt-4.jsonl)
 

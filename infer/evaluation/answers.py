@@ -17,16 +17,16 @@ from tqdm import tqdm
 from aspd_jax.errors import RequestError
 from aspd_jax.files import write_whole
 from aspd_jax.structure import to_json
-from infer.answer import Result
+from infer.answers.answer import Result
+from infer.answers.timeline import timeline
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.health import health
 from infer.evaluation.questions import Question
 from infer.evaluation.scoring import correct
-from infer.handle import Handle
-from infer.jsonl import append, read_journal
+from infer.offline.jsonl import append, read_journal
 from infer.request import Mode
-from infer.timeline import timeline
+from infer.scheduling.handle import Handle
 
 STEPS = 256  # passes between two looks at who has ended
 
@@ -49,7 +49,7 @@ def answer_questions(
             while waiting and len(running) < engine.max_batch:
                 place, question = waiting.pop()
                 running.append(_Conversation(engine, system.mode, question, decoding, place))
-            engine.pump(STEPS)
+            engine.step(STEPS)
             for conversation in running:
                 if conversation.ended():
                     record = conversation.record()
@@ -107,7 +107,7 @@ class _Conversation:
 
 def turn_record(engine: Engine, result: Result, said: str) -> dict[str, Any]:
     """An answer as it is kept: text, structure, finish reason, statistics, health of its structure, and when what was
-    decoded (`infer.timeline`).
+    decoded (`infer.answers.timeline`).
     """
     encode = engine.lm.codec.text.encode
 
@@ -120,7 +120,7 @@ def turn_record(engine: Engine, result: Result, said: str) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_json(),
         "health": asdict(health(said, result.structure, result.finish_reason == "stop", count)),
-        "timeline": [list(span) for span in timeline(engine.protocol, result)],
+        "timeline": [list(span) for span in timeline(engine.config, result)],
     }
 
 

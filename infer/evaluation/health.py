@@ -28,7 +28,7 @@ class Health:
         numbered, misnumbered: branches that begin with a number such as `3.`, and those of them whose number is not one
             more than that of the branch before.
         repeated: share of a branch's runs of five words that a sibling has too, mean over branches; None: no runs.
-        tokens, branch_tokens, title_tokens: of the answer, as section 7 of the spec counts them.
+        tokens, branch_tokens, title_tokens: of the answer, as they are counted (protocol, section 7).
     """
 
     forked: bool

@@ -12,7 +12,7 @@ from typing import Any
 
 from aspd_jax.errors import DataError
 from infer.evaluation.config import BenchmarkSection, Kind
-from infer.jsonl import objects, refuse
+from infer.offline.jsonl import objects, refuse
 
 MATHS = "\n\nThink step by step, and put your final answer within \\boxed{}."
 CHOICE = "\n\nEnd your answer with a line that says: Answer: LETTER"

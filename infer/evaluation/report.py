@@ -13,15 +13,15 @@ from markdown_it import MarkdownIt
 
 from aspd_jax.files import write_whole
 from aspd_jax.pictures import page
+from infer.answers.timeline import Span, draw_timeline
+from infer.bench.plots import plot_distribution, plot_quality, plot_speedups
 from infer.evaluation.config import EvalConfig
 from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question
 from infer.evaluation.run import answers_file
-from infer.jsonl import read_journal
-from infer.plots import plot_distribution, plot_quality, plot_speedups
-from infer.timeline import Span, draw_timeline
+from infer.offline.jsonl import read_journal
 
-# Published results (spec, section 10), by what the name of a benchmark begins with: model, Ori, Seq, ASPD, speed-up.
+# Published results (protocol, section 10), by how the name of a benchmark begins: model, Ori, Seq, ASPD, speed-up.
 PUBLISHED = {
     "vicuna": [
         ("Vicuna-7B, judge's score", "6.21", "7.70", "7.74", "1.85x mean, up to 3.19x"),

@@ -33,7 +33,7 @@ from infer.evaluation.config import EvalConfig, ModelSection
 from infer.evaluation.judge import Answers, judge
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
-from infer.jsonl import append, read_journal
+from infer.offline.jsonl import append, read_journal
 
 PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy", "scipy", "math-verify")
 

@@ -1,33 +1,26 @@
 """Speed of whole answers, one conversation at a time: adaptive mode beside serial mode on the same content.
 
 The serial run is told which tokens to take, those of the adaptive answer's plain text; everything else, sampling
-included, is computed as always. So realised speed-up compares the same content (spec, section 8).
+included, is computed as always. So realised speed-up compares the same content (protocol, section 8).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from tqdm import tqdm
 
 from aspd_jax.errors import RequestError
-from infer.answer import Result
+from infer.answers.answer import Result
+from infer.bench.same_content import content_ids, following, scripted
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, SpeedSection, System
 from infer.evaluation.questions import Question, spread
-from infer.jsonl import append, read_journal
-from infer.logprobs import content_places
-from infer.request import SamplingParams
-from infer.step import Script
+from infer.offline.jsonl import append, read_journal
 
-LEAST_SCRIPT = 256  # tokens; longer ones are filled up to a power of two, so that few programs are compiled
 PHASES = ("queued", "prefill", "serial", "parallel", "first_token", "total")
 
 
@@ -113,39 +106,6 @@ def _converse(
             (result,) = engine.generate([messages], told, mode)
         yield result
         messages.append({"role": "assistant", "content": result.text})
-
-
-@contextmanager
-def scripted(engine: Engine, tokens: Sequence[int]) -> Iterator[None]:
-    """Meanwhile, answers in serial mode begin with these tokens. No tokens cost what many do, so that both sides of a
-    comparison run the same program.
-    """
-    engine.scheduler.script = _script(engine, tokens)
-    try:
-        yield
-    finally:
-        engine.scheduler.script = None
-
-
-def following(params: SamplingParams, tokens: Sequence[int]) -> SamplingParams:
-    """Parameters of an answer that ends where a script does: an answer that was cut off had no end of text."""
-    return replace(params, max_new_tokens=max(1, len(tokens)), stop=())
-
-
-def content_ids(engine: Engine, result: Result) -> list[int]:
-    """Tokens of an answer's plain text, and the end of text if it had one."""
-    ids = result.token_ids
-    content = [ids[place] for place in content_places(engine.protocol, ids)]
-    return content + ids[-1:] * (bool(ids) and ids[-1] in engine.protocol.end)
-
-
-def _script(engine: Engine, tokens: Sequence[int]) -> Script:
-    size = LEAST_SCRIPT
-    while size <= len(tokens):
-        size *= 2
-    serial = np.full((1, size), -1, np.int32)
-    serial[0, : len(tokens)] = tokens
-    return Script(jnp.asarray(serial), jnp.full((1, engine.protocol.max_branches, 1), -1, jnp.int32))
 
 
 def _seconds(result: Result) -> dict[str, float]:

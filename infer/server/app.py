@@ -21,7 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 
 from aspd_jax.errors import RequestError
-from infer.answer import Result
+from infer.answers.answer import Result
 from infer.engine import Engine
 from infer.server.config import ServerConfig
 from infer.server.deltas import AsTheyCome, Delta, ReadingOrder

@@ -23,8 +23,7 @@ class ServerConfig:
         timeout: seconds from request to last token.
         chunk: seconds between two looks at growing answers, as near as whole passes come.
         drain: seconds that requests under way have to end when the server is told to stop.
-        pin_threads: bind XLA's threads to a core each, on CPU; for servers that have their cores to themselves.
-        warm_up: compile programs that hold any request before the server says that it is ready.
+        warm_up: compile all programs before the server says that it is ready.
     """
 
     host: str = "127.0.0.1"
@@ -39,7 +38,6 @@ class ServerConfig:
     timeout: float = 300.0
     chunk: float = 0.03
     drain: float = 30.0
-    pin_threads: bool = True
     warm_up: bool = False
 
     def __post_init__(self) -> None:

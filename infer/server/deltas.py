@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from infer.events import Event
+from infer.answers.events import Event
 
 
 class Delta(NamedTuple):

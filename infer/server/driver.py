@@ -12,18 +12,17 @@ from typing import NamedTuple
 
 import jax
 
+from infer.answers.events import Event
+from infer.answers.logprobs import TokenLogprob
 from infer.engine import Engine
-from infer.events import Event
-from infer.handle import Handle
-from infer.lockstep import Asked, Lockstep, Turn
-from infer.logprobs import TokenLogprob
+from infer.lockstep import Asked, Lockstep, StepCommand
 from infer.request import Job
+from infer.scheduling.handle import Handle
 from infer.server.config import ServerConfig
 
 log = logging.getLogger("aspd.server")
 FIRST_STEPS = 4  # passes of the first chunk, before it is known how long one takes
 MOST_STEPS = 256
-SECONDS_TO_REST = 0.2  # without a request, before programs that were missed are compiled
 HEARTBEAT = 5.0  # seconds between turns when there is nothing to do, where other processes wait for the next
 
 
@@ -152,7 +151,7 @@ class Driver:
     def _run(self) -> None:
         try:
             if self._config.warm_up:
-                log.info("warmed up in %.1f s", self.engine.warm_up(closely=not self.engine.scheduler.compiles_beside))
+                log.info("warmed up in %.1f s", self.engine.warm_up())
             self.ready.set()
             while self._turn():
                 pass
@@ -180,37 +179,26 @@ class Driver:
                 self._live += new
                 return False
             new.append(ticket)
-        self._pump(new)
+        self._step(new)
         self._tell()
         return True
 
     def _next(self) -> Ticket | None:
-        """Wait for a request, or to be told to stop; meanwhile, programs that were missed are compiled.
+        """Wait for a request, or to be told to stop.
 
         Raises:
             queue.Empty: other processes wait for a turn.
         """
-        if self._several:
-            return self._inbox.get(timeout=HEARTBEAT)
-        try:
-            return self._inbox.get(timeout=SECONDS_TO_REST)
-        except queue.Empty:
-            pass
-        compiler = self.engine.scheduler.passes.compiler
-        compiler.rest(True)
-        try:
-            return self._inbox.get()
-        finally:
-            compiler.rest(False)
+        return self._inbox.get(timeout=HEARTBEAT if self._several else None)
 
-    def _pump(self, new: list[Ticket]) -> None:
+    def _step(self, new: list[Ticket]) -> None:
         for ticket in new:
             ticket.number = next(self._numbers)
         self._live += new
         asked = tuple(Asked(ticket.number, ticket.job, ticket.grows, ticket.alternatives) for ticket in new)
         cancelled = tuple(ticket.number for ticket in self._live if ticket.cancelled)
         try:
-            self._lockstep.lead(Turn(asked, cancelled, self._steps))
+            self._lockstep.lead(StepCommand(asked, cancelled, self._steps))
         except Exception:
             if self._several:  # the other processes are in the middle of it, and cannot be brought back
                 raise
@@ -238,7 +226,7 @@ class Driver:
             try:
                 while handle.result is None:
                     cancelled = (ticket.number,) if ticket.cancelled else ()
-                    self._lockstep.do(Turn(cancelled=cancelled, steps=self._steps))
+                    self._lockstep.do(StepCommand(cancelled=cancelled, steps=self._steps))
                     self._tell()
             except Exception:
                 log.exception("a request breaks the engine")

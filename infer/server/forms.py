@@ -7,8 +7,8 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from aspd_jax.structure import to_json
-from infer.answer import Result
-from infer.logprobs import TokenLogprob
+from infer.answers.answer import Result
+from infer.answers.logprobs import TokenLogprob
 from infer.server.deltas import Delta
 
 

@@ -6,7 +6,6 @@ import logging
 import signal
 import socket
 
-import jax
 import uvicorn
 
 from aspd_jax.errors import RequestError
@@ -14,7 +13,6 @@ from infer.engine import Engine
 from infer.lockstep import Lockstep
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
-from infer.server.cores import pin_threads
 
 MOST_CONNECTIONS = 4096  # further ones get 503
 
@@ -46,8 +44,6 @@ def serve(engine: Engine, config: ServerConfig) -> None:
     listener.listen(2048)  # from here on connections wait
     host = f"[{config.host}]" if family == socket.AF_INET6 else config.host
     print(f"{config.name}: http://{host}:{listener.getsockname()[1]}/ (ready when /health says so)", flush=True)
-    if config.pin_threads and jax.process_count() == 1:  # several on one machine would bind theirs to the same cores
-        pin_threads()
     settings = uvicorn.Config(
         make_app(engine, config),
         log_level="warning",

@@ -1,0 +1,102 @@
+"""Log probabilities of an answer's tokens, from one pass over its linearisation.
+
+The engine's logits are those of this pass (protocol, section 6.1), so nothing has to be kept while decoding. They are
+those of the model: before the grammar, temperature and everything else that shapes a sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.layout import Layout, build_layout
+from aspd_jax.model.transformer import Transformer, lm_head
+from aspd_jax.tokens import SerialIds, split
+from infer.answers.answer import Result
+from infer.decode.state import EngineConfig
+
+CHUNK = 128  # tokens whose logits are there at a time
+
+
+class TokenLogprob(NamedTuple):
+    """A token of the plain text, how likely it was, and the likeliest ones in its place, the likeliest first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def token_logprobs(lm: LanguageModel, config: EngineConfig, result: Result, alternatives: int) -> list[TokenLogprob]:
+    """Of every token of the plain text, in reading order.
+
+    Args:
+        alternatives: how many likeliest tokens to give.
+    """
+    prompt, ids = result.prompt_token_ids, result.token_ids
+    whole = np.asarray([*prompt, *ids], np.int32)
+    size = CHUNK
+    while size < whole.size:
+        size *= 2
+    tokens = np.zeros((1, size), np.int32)
+    tokens[0, : whole.size] = whole
+    real = (np.arange(size) < whole.size)[None]
+    layout = build_layout(tokens, config.special, lm.config.positions, padding_mask=real)
+    model = Transformer(replace(lm.config, attention="chunked"), mesh=lm.model.mesh)
+    found = jax.device_get(_likeliest(model, lm.params, tokens, layout, alternatives))
+    chosen, top, top_ids = (np.asarray(field)[0] for field in found)
+    places = [len(prompt) + place for place in content_places(config, ids)]
+    return [
+        TokenLogprob(
+            int(whole[at]),
+            float(chosen[at - 1]),
+            [(int(id), float(value)) for id, value in zip(top_ids[at - 1], top[at - 1], strict=True)],
+        )
+        for at in places
+    ]
+
+
+def content_places(config: EngineConfig, ids: list[int]) -> list[int]:
+    """Which tokens of a linearisation are plain text: no tags, titles, heads, nor end of text."""
+    special, head = config.special, len(config.separator)
+    whole = ids[:-1] if ids and ids[-1] in config.end else ids
+    places: list[int] = []
+    at = 0
+    for item in split(whole, special):
+        if isinstance(item, SerialIds):
+            places += range(at, at + len(item.ids))
+            at += len(item.ids)
+            continue
+        at += 1 + sum(2 + len(title) for title in item.titles)
+        for branch, text in zip(item.branches, item.texts(head), strict=True):
+            at += 1 + len(branch)
+            places += range(at - len(text.ids), at)
+            at += 1
+        at += 1
+    return places
+
+
+@partial(jax.jit, static_argnames=("model", "count"))
+def _likeliest(
+    model: Transformer, params: Any, tokens: jax.Array, layout: Layout, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log probability of the token after each, float32 [B, S]; of the likeliest there, [B, S, count]; their ids."""
+    x: jax.Array = jnp.asarray(model.apply({"params": params}, tokens, layout, head=False))
+    B, S = tokens.shape
+    after = jnp.roll(tokens, -1, axis=1)
+
+    def chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        hidden, following = part
+        logprobs = jax.nn.log_softmax(lm_head(model.config, params, hidden), axis=-1)
+        chosen = jnp.take_along_axis(logprobs, following[..., None], axis=-1)[..., 0]
+        return (chosen, *jax.lax.top_k(logprobs, count))
+
+    parts = (x.reshape(B, S // CHUNK, CHUNK, -1), after.reshape(B, S // CHUNK, CHUNK))
+    found = jax.lax.map(chunk, jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), parts))
+    chosen, top, ids = (jnp.moveaxis(field, 0, 1).reshape(B, S, *field.shape[3:]) for field in found)
+    return chosen, top, ids

@@ -1,0 +1,117 @@
+"""Figures of benchmarks as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+
+from infer.bench.benchmark import AnswerTime, PassTime
+
+if TYPE_CHECKING:
+    from infer.bench.load import Load  # brings the client, which drawing does not need
+
+BLUE = "#4c78a8"
+
+
+def plot_decoding(
+    passes: Sequence[PassTime], answers: Sequence[Sequence[AnswerTime]], copied: float, title: str, file: Path
+) -> None:
+    """Three curves: time of a pass by width, bandwidth by width, and speed-up by branches, ideal and realised.
+
+    Args:
+        copied: bytes per second of a large copy.
+        file: where to write; its ending says in which format.
+    """
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    times, bandwidth, speed = figure.subplots(1, 3)
+    widths = [p.width for p in passes]
+    below = [p.median - p.fastest for p in passes]
+    above = [p.slowest - p.median for p in passes]
+    times.errorbar(widths, [p.median for p in passes], yerr=[below, above], marker="o", capsize=3)
+    times.set(xscale="log", xlabel="tokens in a pass", ylabel="ms per pass", ylim=(0, None))
+    bandwidth.plot(widths, [100 * p.bandwidth / copied for p in passes], marker="o")
+    bandwidth.set(xscale="log", xlabel="tokens in a pass", ylabel="% of copy bandwidth", ylim=(0, None))
+    for batch in sorted({pair[0].batch for pair in answers}):
+        some = [pair for pair in answers if pair[0].batch == batch]
+        adaptive = [next(a for a in pair if a.name == "adaptive") for pair in some]
+        serial = [next(a for a in pair if a.name == "serial") for pair in some]
+        branches = [a.branches for a in adaptive]
+        realised = [s.seconds / a.seconds for a, s in zip(adaptive, serial, strict=True)]
+        speed.plot(branches, realised, marker="o", label=f"realised, batch {batch}")
+    if answers:
+        speed.plot(branches, [a.ideal for a in adaptive], linestyle="--", color="gray", label="ideal")
+        speed.legend(fontsize=8)
+    speed.set(xlabel="branches", ylabel="speed-up over serial mode", ylim=(0, None))
+    for axes in (times, bandwidth):
+        axes.set_xticks(widths, [str(width) for width in widths])
+    figure.savefig(file)
+
+
+def plot_speedups(by_category: dict[str, dict[str, float]], title: str, file: Path) -> None:
+    """Bars: mean realised speed-up of every category, with its interval."""
+    figure = Figure(figsize=(7, 0.8 + 0.32 * len(by_category)), layout="constrained")
+    axes = figure.subplots()
+    names = list(by_category)[::-1]
+    means = [by_category[name]["mean"] for name in names]
+    around = [[abs(by_category[name][end] - by_category[name]["mean"]) for name in names] for end in ("low", "high")]
+    axes.barh(names, means, xerr=around, capsize=2, color=BLUE, height=0.6)
+    axes.axvline(1, color="gray", linewidth=1)
+    axes.set(title=title, xlabel="realised speed-up (95 % interval)", xlim=(0, None))
+    figure.savefig(file)
+
+
+def plot_distribution(values: Sequence[float], title: str, file: Path) -> None:
+    """Histogram of realised speed-ups, one value for each answer."""
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    axes = figure.subplots()
+    axes.hist(values, bins=min(24, max(4, len(values) // 2)), color=BLUE)
+    axes.axvline(1, color="gray", linewidth=1)
+    axes.set(title=title, xlabel="realised speed-up of an answer", ylabel="answers", xlim=(0, None))
+    figure.savefig(file)
+
+
+def plot_quality(
+    points: dict[str, tuple[dict[str, float], dict[str, float]]], quality: str, title: str, file: Path
+) -> None:
+    """Quality against speed, a point with intervals for each system.
+
+    Args:
+        points: content tokens per second and quality, by system.
+    """
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for name, (speed, good) in points.items():
+        around = [[[abs(of["mean"] - of["low"])], [abs(of["high"] - of["mean"])]] for of in (speed, good)]
+        axes.errorbar(speed["mean"], good["mean"], xerr=around[0], yerr=around[1], marker="o", capsize=3, label=name)
+    axes.set(title=title, xlabel="content tokens per second, batch 1", ylabel=quality, xlim=(0, None))
+    axes.legend(fontsize=8)
+    figure.savefig(file)
+
+
+def plot_load(found: Sequence[Load], target: float, title: str, file: Path) -> None:
+    """Time to the last token (median and 95th percentile) and goodput by rate, a line for each mode and server."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    times, goodput = figure.subplots(1, 2)
+    for line_of in dict.fromkeys(of.who for of in found):
+        some = [of for of in found if of.who == line_of]
+        rates = [of.rate for of in some]
+        (line,) = times.plot(rates, [1000 * of.last[0] for of in some], marker="o", label=f"{line_of}, median")
+        times.plot(
+            rates,
+            [1000 * of.last[1] for of in some],
+            marker=".",
+            linestyle=":",
+            color=line.get_color(),
+            label=f"{line_of}, p95",
+        )
+        goodput.plot(rates, [of.goodput for of in some], marker="o", label=line_of)
+    times.set(xlabel="requests per second", ylabel="ms to last token", yscale="log")
+    goodput.set(xlabel="requests per second", ylabel=f"answers within {target:g} s, per second", ylim=(0, None))
+    for axes in (times, goodput):
+        axes.legend(fontsize=8)
+    figure.savefig(file)

@@ -1,0 +1,121 @@
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p and repetition penalty.
+
+B sequences, L lanes, V vocabulary, C cache slots.
+
+Every lane draws from its own random stream, derived from (seed, block, branch, place in the stretch), so
+what a lane draws depends on nothing else in the batch.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from aspd_jax.layout import Layout, visible
+from aspd_jax.model.cache import PLAIN_TEXT, TITLE_TEXT
+from infer.decode.inputs import Lanes
+from infer.decode.state import MOST_BRANCHES, TITLE, DecodeState, EngineConfig, Request
+
+
+def penalise_repetition(
+    logits: jax.Array, request: Request, state: DecodeState, config: EngineConfig, lanes: Lanes
+) -> jax.Array:
+    """Divide positive logits, and multiply negative ones, of tokens that the lane can see in the answer.
+
+    Text is penalised for what text said, a title for what titles said, and tags for nothing: a penalty on them would
+    end lists early, and a branch that may not say its title has nothing to say.
+    """
+    cache, s = state.cache, state.sequence
+    seen_from = Layout(*(field[:, None] for field in lanes.layout))
+    of_lane = Layout(*(field[lanes.row] for field in cache.layout))
+    kind = jnp.where(s.phase[lanes.row] == TITLE, TITLE_TEXT, PLAIN_TEXT)
+    alike = cache.kind[lanes.row] == kind[:, None]
+    in_answer = jnp.arange(cache.tokens.shape[1])[None] >= s.prompt_length[lanes.row][:, None]
+    seen = visible(seen_from, of_lane, config.model.config.siblings)[:, 0] & alike & in_answer
+    tokens = jnp.where(seen, cache.tokens[lanes.row], logits.shape[-1])
+    which = jnp.arange(logits.shape[0])[:, None]
+    present = jnp.zeros(logits.shape, bool).at[which, tokens].set(True, mode="drop")
+    penalty = request.repetition_penalty[:, None]
+    return jnp.where(present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def restrict(logits: jax.Array, request: Request) -> jax.Array:
+    """Drop what top-k, top-p and min-p exclude, in this order; logits [L, V] are at temperature already.
+
+    What is kept are always the largest logits, and those equal to the smallest of them. So all it takes is a bound, and
+    no logits are sorted.
+    """
+    size, keys = logits.shape[-1], _ordered(logits)
+    lowest = jnp.min(keys, axis=-1)
+
+    def by_count() -> jax.Array:
+        wanted = jnp.where(request.top_k > 0, jnp.minimum(request.top_k, size), size)
+        return _bound(keys, jnp.ones_like(logits), wanted.astype(logits.dtype))
+
+    bound = jax.lax.cond(jnp.any(request.top_k > 0), by_count, lambda: lowest)
+    logits = jnp.where(keys >= bound[:, None], logits, -jnp.inf)
+    share = jax.nn.softmax(logits, axis=-1)
+    limited = request.top_p < 1.0
+    nucleus = jax.lax.cond(jnp.any(limited), lambda: _bound(keys, share, request.top_p), lambda: lowest)
+    kept = (keys >= nucleus[:, None]) | ~limited[:, None]
+    kept &= share >= request.min_p[:, None] * jnp.max(share, axis=-1, keepdims=True)
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def _ordered(logits: jax.Array) -> jax.Array:
+    """uint32 of the same order as float32."""
+    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
+    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _bound(keys: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
+    """uint32 [L]: the largest key such that all from there on weigh as much as wanted, [L]; found bit by bit."""
+
+    def bit(number: jax.Array, bound: jax.Array) -> jax.Array:
+        higher = bound | (jnp.uint32(1 << 31) >> number.astype(jnp.uint32))
+        enough = jnp.sum(jnp.where(keys >= higher[:, None], weight, 0), axis=-1) >= wanted
+        return jnp.where(enough, higher, bound)
+
+    return jax.lax.fori_loop(0, 32, bit, jnp.zeros(keys.shape[:1], jnp.uint32))
+
+
+def lane_keys(state: DecodeState, lanes: Lanes) -> jax.Array:
+    """Typed PRNG keys [L]."""
+    s, in_branch = state.sequence, lanes.branch > 0
+    branch = jnp.maximum(lanes.branch, 0)
+    place = jnp.where(in_branch, s.branch_sampled[lanes.row, jnp.maximum(branch - 1, 0)], s.sampled[lanes.row])
+    block = jnp.where(in_branch, s.block[lanes.row], 0)
+
+    def one(seed: jax.Array, stretch: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stretch), place)
+
+    return jax.vmap(one)(state.request.seed[lanes.row], block * MOST_BRANCHES + branch, place)
+
+
+def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.Array:
+    """int32 [L]: one token per lane; lanes at temperature 0 take the likeliest.
+
+    Args:
+        logits: float32 [L, V], -inf where the grammar forbids a token.
+    """
+    request = Request(*(field[lanes.row] for field in state.request))
+    there = lanes.row < state.sequence.phase.size
+    request = request._replace(
+        temperature=jnp.where(there, request.temperature, 0.0),
+        repetition_penalty=jnp.where(there, request.repetition_penalty, 1.0),
+    )
+    logits = jax.lax.cond(
+        jnp.any(request.repetition_penalty != 1.0),
+        lambda: penalise_repetition(logits, request, state, config, lanes),
+        lambda: logits,
+    )
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def draw() -> jax.Array:
+        warm = logits / jnp.where(request.temperature > 0, request.temperature, 1.0)[:, None]
+        limited = jnp.any((request.top_k > 0) | (request.top_p < 1.0) | (request.min_p > 0.0))
+        warm = jax.lax.cond(limited, lambda: restrict(warm, request), lambda: warm)
+        drawn = jax.vmap(jax.random.categorical)(lane_keys(state, lanes), warm).astype(jnp.int32)
+        return jnp.where(request.temperature > 0, drawn, greedy)
+
+    return jax.lax.cond(jnp.any(request.temperature > 0), draw, lambda: greedy)

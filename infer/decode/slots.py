@@ -1,0 +1,193 @@
+"""What the host does to rows of the state between passes: give them to requests, read them, stop and bound them.
+
+B rows, M some of them, N branches at most, S tokens of a prompt, C cache slots.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int32
+
+from aspd_jax.layout import Array, Layout
+from aspd_jax.model.cache import OTHER
+from infer.decode.inputs import Pending, pending, widest
+from infer.decode.packed import Packed
+from infer.decode.state import (
+    NOTHING,
+    PARALLEL,
+    PROMPT,
+    RUNNING,
+    SERIAL,
+    STOP,
+    DecodeState,
+    EngineConfig,
+    Request,
+    SequenceState,
+    shard_state,
+)
+
+NO_CAP = (1 << 31) - 1  # `SequenceState.branch_cap` where all branches may be fed
+
+
+class Admission(NamedTuple):
+    """A request, and where it begins.
+
+    Attributes:
+        row: that it gets; past the end: none.
+        request: what was asked for.
+        kept: slots of the row that the prompt begins with; they are not fed again.
+        tokens: of the prompt behind them.
+        layout: of these, int32 [M, S] each; `sequence` is 0 at padding.
+        position, block: of the last prompt token, and blocks of the prompt.
+        budget, content: tokens of the answer, and of its plain text.
+        stride: see `SequenceState`.
+    """
+
+    row: Int32[Array, " M"]
+    request: Request
+    kept: Int32[Array, " M"]
+    tokens: Int32[Array, "M S"]
+    layout: Layout
+    position: Int32[Array, " M"]
+    block: Int32[Array, " M"]
+    budget: Int32[Array, " M"]
+    content: Int32[Array, " M"]
+    stride: Int32[Array, " M"]
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="state")
+def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeState:
+    """Give rows to new requests: their prompts are laid out, and fed by the next passes.
+
+    What the rows held is forgotten, but for the first `kept` slots of their cache.
+    """
+    cache, capacity = state.cache, state.cache.tokens.shape[1]
+    row = new.row[:, None]
+    slot = jnp.where(new.layout.sequence > 0, new.kept[:, None] + jnp.arange(new.tokens.shape[1]), capacity)
+    kept = jnp.where(jnp.arange(capacity) < new.kept[:, None], cache.layout.sequence[new.row], 0)
+
+    def put(old: jax.Array, values: Any) -> jax.Array:
+        return old.at[row, slot].set(values, mode="drop")
+
+    layout = cache.layout._replace(sequence=cache.layout.sequence.at[new.row].set(kept, mode="drop"))
+    cache = cache._replace(
+        tokens=put(cache.tokens, new.tokens),
+        kind=put(cache.kind, OTHER),
+        layout=Layout(*map(put, layout, new.layout)),
+        length=cache.length.at[new.row].set(new.kept, mode="drop"),
+    )
+    initial = {
+        "prompt_length": new.kept + jnp.sum(new.layout.sequence > 0, axis=1),
+        "phase": PROMPT,
+        "finish": RUNNING,
+        "position": new.position,
+        "block": new.block,
+        "remaining": new.budget,
+        "content": new.content,
+        "hide_from": NOTHING,
+        "branch_cap": NO_CAP,
+        "stride": new.stride,
+        "draft": -1,
+    }
+
+    def given(name: str, old: jax.Array) -> jax.Array:
+        return old.at[new.row].set(jnp.asarray(initial.get(name, 0), old.dtype), mode="drop")
+
+    sequence = SequenceState(**{name: given(name, old) for name, old in state.sequence._asdict().items()})
+    request = jax.tree.map(lambda old, own: old.at[new.row].set(own, mode="drop"), state.request, new.request)
+    return shard_state(state._replace(request=request, sequence=sequence, cache=cache), config.mesh)
+
+
+@partial(jax.jit, static_argnames=("config", "slots"), donate_argnames="state")
+def copy_slots(
+    state: DecodeState, source: jax.Array, target: jax.Array, config: EngineConfig, slots: int
+) -> DecodeState:
+    """Copy the first so many slots of rows of the cache to others, all at once; a target past the end: nowhere."""
+
+    def copied(array: jax.Array) -> jax.Array:
+        if array.ndim == 1:
+            return array.at[target].set(array[source], mode="drop")
+        return array.at[target, :slots].set(array[source, :slots], mode="drop")
+
+    return shard_state(state._replace(cache=jax.tree.map(copied, state.cache)), config.mesh)
+
+
+class Snapshot(NamedTuple):
+    """What the host reads of some sequences: their part of the cache, what is pending, and counts; [M, …] each."""
+
+    tokens: Int32[Array, "M C"]
+    layout: Layout
+    length: Int32[Array, " M"]
+    pending: Pending
+    sequence: SequenceState
+
+
+@partial(jax.jit, static_argnames="config")
+def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packed[Snapshot]:
+    """A copy of rows, with the tokens sampled or due but not fed, of finished sequences too."""
+    size = widest(config)
+    place = jnp.arange(size)[None]
+    due = pending(state, config, rows[:, None] + 0 * place, place + 0 * rows[:, None], size, every=True)
+    tokens, layout, length, sequence = jax.tree.map(
+        lambda field: field[rows], (state.cache.tokens, state.cache.layout, state.cache.length, state.sequence)
+    )
+    return Packed.of(Snapshot(tokens, layout, length, due, sequence))
+
+
+@partial(jax.jit, donate_argnames="state")
+def stop_stretches(state: DecodeState, answers: jax.Array, branches: jax.Array) -> DecodeState:
+    """End stretches in which a stop string was found: answers [B] at once, branches [B, N] by their closing tag."""
+    s = state.sequence
+    return state._replace(
+        sequence=s._replace(
+            finish=jnp.where(answers & (s.finish == RUNNING), STOP, s.finish),
+            branch_closing=s.branch_closing | (branches & s.branch_live),
+        )
+    )
+
+
+@partial(jax.jit, donate_argnames="state")
+def set_branch_cap(state: DecodeState, cap: jax.Array) -> DecodeState:
+    """Bound the branches that a sequence may feed in a pass; int32 [B]."""
+    return state._replace(sequence=state.sequence._replace(branch_cap=cap))
+
+
+@partial(jax.jit, static_argnames=("config", "width"), donate_argnames="state")
+def occupy(state: DecodeState, config: EngineConfig, width: int, length: int) -> DecodeState:
+    """A state whose sequences all decode so many branches (1: serially, 0: they are at rest), behind `length` tokens
+    that nobody wrote: for timing passes.
+    """
+    s = state.sequence
+    live = jnp.broadcast_to(jnp.arange(config.max_branches) < width, s.branch_live.shape) & (width > 1)
+    plenty = jnp.full_like(s.remaining, 1 << 29)
+    sequence = s._replace(
+        phase=jnp.full_like(s.phase, PARALLEL if width > 1 else SERIAL),
+        finish=jnp.full_like(s.finish, RUNNING if width else STOP),
+        prompt_length=jnp.full_like(s.prompt_length, length),
+        position=jnp.full_like(s.position, length),
+        block=jnp.ones_like(s.block),
+        titles=jnp.full_like(s.titles, width),
+        branch_live=live,
+        branch_closing=jnp.zeros_like(s.branch_closing),
+        branch_cap=jnp.full_like(s.branch_cap, NO_CAP),
+        branch_token=live.astype(s.branch_token.dtype),
+        branch_offset=jnp.zeros_like(s.branch_offset),
+        branch_sampled=jnp.zeros_like(s.branch_sampled),
+        remaining=plenty,
+        content=plenty,
+        block_budget=plenty,
+        block_content=plenty,
+        draft=jnp.full_like(s.draft, -1),
+    )
+    request = state.request._replace(max_branch_tokens=jnp.full_like(state.request.max_branch_tokens, 1 << 24))
+    layout = jax.tree.map(jnp.zeros_like, state.cache.layout)
+    written = jnp.arange(layout.position.shape[1]) < length
+    layout = layout._replace(
+        sequence=layout.sequence + written, position=layout.position + jnp.arange(written.size) * written
+    )
+    cache = state.cache._replace(layout=layout, length=jnp.full_like(state.cache.length, length))
+    return shard_state(state._replace(request=request, sequence=sequence, cache=cache), config.mesh)

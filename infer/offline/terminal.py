@@ -1,0 +1,133 @@
+"""Answers on a terminal: growing text, branches side by side, and a comparison of the two modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.structure import Parallel
+from infer.answers.answer import Result
+from infer.bench.same_content import content_ids, following, scripted
+from infer.engine import Engine
+from infer.request import Mode, SamplingParams
+
+STREAM_STEPS = 2  # passes between two pictures
+
+
+def print_growing(results: Iterator[Result]) -> None:
+    """Show an answer as it grows: live on a terminal, in reading order as far as it is final elsewhere."""
+    console = Console()
+    if console.is_terminal:
+        with Live(console=console, refresh_per_second=20) as live:
+            for result in results:
+                live.update(picture(result))
+        return
+    shown = ""
+    for result in results:
+        final = result.text if result.finish_reason else _settled(result)
+        if final.startswith(shown):
+            print(final[len(shown) :], end="", flush=True)
+            shown = final
+    print()
+
+
+def _settled(result: Result) -> str:
+    """The part of a growing answer that will not change: everything before an open block, and its first branch."""
+    parts: list[str] = []
+    for number, item in enumerate(result.structure):
+        if isinstance(item, Parallel):
+            last = number + 1 == len(result.structure)
+            parts.extend(branch.text for branch in (item.branches[:1] if last else item.branches))
+        else:
+            parts.append(item.text)
+    return "".join(parts).rstrip("\ufffd")
+
+
+def picture(result: Result) -> RenderableType:
+    """An answer with the branches of every block side by side."""
+    parts: list[RenderableType] = []
+    for item in result.structure:
+        if isinstance(item, Parallel):
+            panels = [
+                Panel(
+                    Text(branch.text.strip()),
+                    title=Text(branch.title),
+                    title_align="left",
+                    width=36,
+                    border_style="cyan",
+                )
+                for branch in item.branches
+            ]
+            parts.append(Columns(panels))
+        else:
+            parts.append(Text(item.text.rstrip("\n")))
+    return Group(*parts)
+
+
+def demonstrate(lm: LanguageModel, questions: Sequence[str], params: SamplingParams, max_length: int) -> None:
+    """Answer questions in adaptive mode, then in serial mode with the same content, and compare."""
+    console = Console()
+    engine = Engine(lm, max_length=max_length, max_batch=1, reuse=False)
+    table = Table(title="both modes, the same weights, the same content", title_justify="left")
+    for column in ("", "mode", "content tokens", "branches", "passes", "seconds", "speed-up", "ideal"):
+        table.add_column(column, justify="left" if column in ("", "mode") else "right")
+    total = {"adaptive": 0.0, "serial": 0.0}
+    for number, question in enumerate(questions, 1):
+        messages = [{"role": "user", "content": question}]
+        console.rule(f"question {number}")
+        console.print(Text(question, style="bold"))
+        adaptive = _watch(console, engine, messages, params, "adaptive", ())
+        content = content_ids(engine, adaptive)
+        serial = _watch(console, engine, messages, following(params, content), "serial", content)
+        for mode, result in (("adaptive", adaptive), ("serial", serial)):
+            seconds = result.stats.seconds["total"]
+            total[mode] += seconds
+            table.add_row(
+                str(number) if result is adaptive else "",
+                mode,
+                str(result.stats.content_tokens),
+                str(sum(len(item.branches) for item in result.structure if isinstance(item, Parallel)) or ""),
+                str(result.stats.passes),
+                f"{seconds:.2f}",
+                f"{serial.stats.seconds['total'] / seconds:.2f}x",
+                f"{result.stats.ideal_speedup:.2f}x" if result is adaptive else "",
+            )
+    console.rule()
+    console.print(table)
+    console.print(
+        f"All questions: {total['adaptive']:.1f} s in adaptive mode, {total['serial']:.1f} s in serial mode, "
+        f"{total['serial'] / total['adaptive']:.2f}x. One run of each after one that compiles, batch 1, prefill "
+        "included. Serial mode is told the content of the adaptive answer, so that both compute the same text. "
+        "ideal: content tokens per token of the critical path.",
+        style="dim",
+    )
+
+
+def _watch(
+    console: Console,
+    engine: Engine,
+    messages: list[dict[str, str]],
+    params: SamplingParams,
+    mode: Mode,
+    content: Sequence[int],
+) -> Result:
+    """An answer, decoded once to compile, once to be seen where there is somebody to see it, and once for the clock."""
+    console.print(Text(f"\n{mode}", style="dim"))
+    with scripted(engine, content):
+        with console.status("compiling for this length of prompt and answer"):
+            engine.generate([messages], params, mode)
+        if console.is_terminal:
+            with Live(console=console, refresh_per_second=30) as live:
+                for growing in engine.stream(messages, params, mode, STREAM_STEPS):
+                    live.update(picture(growing))
+        (result,) = engine.generate([messages], params, mode)
+    if not console.is_terminal:
+        console.print(picture(result))
+    return result

@@ -1,0 +1,110 @@
+"""New requests as the device takes them, and an empty state for them.
+
+S tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from aspd_jax.errors import RequestError
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.layout import Layout, build_layout
+from aspd_jax.model.cache import empty_cache
+from infer.decode.recogniser import Recogniser, of_tokens
+from infer.decode.slots import Admission, admit
+from infer.decode.state import DecodeState, EngineConfig, Request, empty_state, settle
+from infer.request import Job
+from infer.scheduling.buckets import next_power
+
+LEAST_PROMPT = 64  # tokens of the smallest program that lays out a prompt
+
+
+class Beginning(NamedTuple):
+    """What a row holds of a prompt already.
+
+    Attributes:
+        tokens: of the prompt.
+        slots: that they take; after a block they are not in the order of the linearisation.
+    """
+
+    tokens: int = 0
+    slots: int = 0
+
+
+NOTHING_KEPT = Beginning()
+
+
+def prompt_layout(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int]) -> Layout:
+    """Layout [S] of a prompt.
+
+    Raises:
+        RequestError: it ends inside a branch.
+    """
+    tokens = np.asarray([prompt], np.int32)
+    layout = Layout(*(part[0] for part in build_layout(tokens, config.special, lm.config.positions)))
+    if layout.branch[-1]:
+        raise RequestError("a prompt ends inside a branch; an answer can only follow serial text")
+    return layout
+
+
+def new_state(
+    lm: LanguageModel, config: EngineConfig, batch: int, capacity: int, recogniser: Recogniser | None = None
+) -> DecodeState:
+    """A state of empty rows with so many slots each; tags are the special tokens where no recogniser is given."""
+    if recogniser is None:
+        codec = None if lm.tokenizer is None else lm.codec.text
+        recogniser = of_tokens(lm.config.vocab_size, config.special.ids, config.end, config.forbidden, codec)
+    cache = empty_cache(lm.config, batch, capacity, lm.mesh)
+    return settle(empty_state(config, cache, recogniser), lm.mesh)
+
+
+def begin(
+    lm: LanguageModel,
+    config: EngineConfig,
+    state: DecodeState,
+    job: Job,
+    row: int,
+    beginning: Beginning = NOTHING_KEPT,
+) -> DecodeState:
+    """Give a row to a request; the next passes feed its prompt."""
+    layout = prompt_layout(lm, config, job.prompt)
+    left = slice(beginning.tokens, len(job.prompt))
+    size = min(state.cache.tokens.shape[1], max(LEAST_PROMPT, next_power(left.stop - left.start)))
+
+    def filled(values: Any) -> np.ndarray:
+        own = np.asarray(values, np.int32)[left]
+        return np.pad(own, (0, size - own.size))[None]
+
+    longest_head = len(config.tags.branch_start) + config.max_title_tokens + len(config.separator)
+    params = job.params
+    request: dict[str, Any] = {
+        "adaptive": np.bool_(job.mode == "adaptive"),
+        "seed": np.uint32(job.seed),
+        "temperature": np.float32(params.temperature),
+        "top_k": np.int32(params.top_k),
+        "top_p": np.float32(params.top_p),
+        "min_p": np.float32(params.min_p),
+        "repetition_penalty": np.float32(params.repetition_penalty),
+        "max_branch_tokens": np.int32(params.max_branch_tokens),
+    }
+    numbers = {
+        "row": row,
+        "kept": beginning.slots,
+        "position": layout.position[-1],
+        "block": layout.block.max(),
+        "budget": job.budget,
+        "content": params.max_content_tokens or job.budget,
+        "stride": longest_head + params.max_branch_tokens,
+    }
+    new: Any = Admission(
+        request=jax.tree.map(lambda value: value[None], Request(**request)),
+        tokens=filled(job.prompt),
+        layout=Layout(*map(filled, layout)),
+        **{name: np.asarray([value], np.int32) for name, value in numbers.items()},
+    )
+    return admit(state, new, config)

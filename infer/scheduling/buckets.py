@@ -1,0 +1,112 @@
+"""Which compiled program a pass runs in: few sizes, each holding any mix of serial rows, branches and prompts.
+
+B rows of the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from aspd_jax.model.cache import Bucket
+from infer.decode.inputs import most_lanes
+from infer.decode.state import PROMPT, EngineConfig
+from infer.decode.step import Report
+
+LEAST_CAPACITY = 128  # slots of the smallest cache
+LEAST_SLOTS = 512  # that a pass looks at: below, there is little to save
+MOST_TOKENS = 512  # of a pass, and of prompts in it while no answer waits for it
+PROMPT_BESIDE = 64  # tokens of prompts in a pass that answers wait for, and of a prompt beside other rows
+ROW_STEP = 8  # rows of a program to those of the next
+
+
+def next_power(count: int) -> int:
+    """The smallest power of two that is as large."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def powers(first: int, last: int) -> list[int]:
+    """Powers of two from the one that holds `first` to the one that holds `last`."""
+    found, size = [], next_power(first)
+    while size < 2 * last:
+        found.append(size)
+        size *= 2
+    return found
+
+
+def capacity_for(tokens: int) -> int:
+    """Slots of a row that holds so many tokens."""
+    return max(LEAST_CAPACITY, next_power(tokens))
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The programs of an engine.
+
+    Attributes:
+        config: of the engine.
+        rows: B.
+        capacity: slots of a row.
+        widest: most tokens that a sequence feeds in a pass.
+    """
+
+    config: EngineConfig
+    rows: int
+    capacity: int
+    widest: int
+
+    @cached_property
+    def every(self) -> list[Bucket]:
+        """All of them."""
+        split = self.config.mesh is not None and self.config.mesh.shape["data"] * self.config.mesh.shape["fsdp"] > 1
+        few = [] if split else [size for size in (1, ROW_STEP, ROW_STEP**2) if size < self.rows]
+        slots = [min(size, self.capacity) for size in powers(min(LEAST_SLOTS, self.capacity), self.capacity)]
+        return [
+            Bucket(rows, *sizes, part) for rows in [*few, self.rows] for sizes in self._sizes(rows) for part in slots
+        ]
+
+    def _sizes(self, rows: int) -> list[tuple[int, int]]:
+        """Tokens of a pass, and of a row in it."""
+        branches, most = next_power(self.config.max_branches), max(MOST_TOKENS, next_power(self.widest))
+        if rows == 1:
+            return [
+                (size, size) for size in sorted({1, *powers(4, 2 * branches), PROMPT_BESIDE, 2 * PROMPT_BESIDE, most})
+            ]
+        found = [(next_power(rows), 1)]
+        found += [(tokens, branches) for tokens in powers(max(rows, branches), min(rows * branches, most))]
+        found += [(tokens, PROMPT_BESIDE) for tokens in (2 * PROMPT_BESIDE, most)]
+        return list(dict.fromkeys([*found, (most, most)]))
+
+    def choose(self, told: Report) -> tuple[Bucket, int, int]:
+        """The smallest program for the next pass, and how few tokens a smaller and how many a larger one is for."""
+        due, is_prompt = np.asarray(told.tokens), np.asarray(told.phase) == PROMPT
+        rows = int(np.flatnonzero(due)[-1]) + 1
+        answers = np.where(is_prompt, 0, due)
+        left = np.where(is_prompt, due, 0)
+        piece = np.minimum(left, self._piece(int(left.max())) if rows == 1 else PROMPT_BESIDE)
+        beside = MOST_TOKENS if not answers.any() else PROMPT_BESIDE
+        tokens = int(answers.sum() + min(piece.sum(), beside))
+        per_row = int(max(answers.max(), piece.max()))
+        slots = int((np.asarray(told.length) + answers + piece)[due > 0].max())
+        lanes = int(np.asarray(told.lanes).sum())
+        most = max(bucket.tokens for bucket in self.every)
+
+        def holds(bucket: Bucket) -> bool:
+            return (
+                bucket.rows >= rows
+                and bucket.per_row >= per_row
+                and bucket.slots >= min(slots, self.capacity)
+                and (bucket.tokens == most or bucket.tokens >= tokens)
+                and (bucket.tokens == most or most_lanes(self.config, self.rows, bucket) >= lanes)
+            )
+
+        best = min(filter(holds, self.every), key=lambda of: (of.tokens, of.rows * of.per_row, of.slots))
+        smaller = best.tokens // 2 if tokens > best.tokens // 2 else -1
+        return best, smaller, best.tokens if best.tokens < most else np.iinfo(np.int32).max
+
+    def _piece(self, left: int) -> int:
+        """Tokens of a prompt in a pass that it has to itself: as many as a program holds that is at least half full."""
+        sizes = [of.tokens for of in self.every if of.rows == 1]
+        return max(size for size in sizes if size <= 2 * max(left, 1))

@@ -1,0 +1,203 @@
+"""Driving the stepwise engine through a given linearisation: the proof that what was trained is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from aspd_jax.errors import StructureError
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.layout import Layout, build_layout
+from aspd_jax.model.cache import Bucket
+from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, split
+from infer.decode.inputs import Inputs, next_inputs, widths
+from infer.decode.state import FORK, PROMPT, RUNNING, DecodeState, EngineConfig
+from infer.decode.step import count_pass, forward
+from infer.decode.transition import advance, by_stretch
+from infer.request import Job, SamplingParams
+from infer.scheduling.admission import begin, new_state
+from infer.scheduling.buckets import MOST_TOKENS, capacity_for, next_power
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A replay.
+
+    Attributes:
+        logits: float32 [T, V]; row i stands after feeding answer token i, in the order of the linearisation.
+        passes: forward passes after prefill until the last answer token was due. The pass that feeds this
+            token, and gives its row, is not counted: no generation runs it.
+        widths: tokens fed in each of these passes.
+    """
+
+    logits: np.ndarray
+    passes: int
+    widths: tuple[int, ...]
+
+
+LEAST_SIZE = 8  # places of the narrowest pass: programs for fewer take longer to compile than they save
+
+
+class _Script:
+    """The tokens that sampling has to give, by stretch: serial (titles and `<|para|>` included), and each branch."""
+
+    def __init__(self, items: Sequence[ItemIds], config: EngineConfig, end: Sequence[int]) -> None:
+        special = config.special
+        serial: list[int] = []
+        self._branches: list[list[list[int]]] = []
+        for item in items:
+            if isinstance(item, SerialIds):
+                serial.extend(item.ids)
+                continue
+            for title in item.titles:
+                serial.extend((special.title_start, *title, special.title_end))
+            serial.append(special.parallel_start)
+            heads = [len(title) + len(config.separator) for title in _own_titles(item)]
+            block = zip(heads, item.branches, strict=True)
+            self._branches.append([[*branch[head:], special.branch_end][::-1] for head, branch in block])
+        self._serial = [*serial, *end][::-1]
+
+    def next(self, block: int, lane: int) -> int:
+        """The next token of a lane; unused lanes get 0."""
+        if lane < 0:
+            return 0
+        return int((self._branches[block][lane - 1] if lane else self._serial).pop())
+
+    @property
+    def done(self) -> bool:
+        return not self._serial and not any(branch for block in self._branches for branch in block)
+
+
+@partial(jax.jit, static_argnames=("config", "bucket"), donate_argnames="state")
+def replay_pass(
+    params: Any, state: DecodeState, config: EngineConfig, bucket: Bucket
+) -> tuple[jax.Array, Inputs, DecodeState]:
+    """One pass without sampling: logits of every fed token, float32 [T, V], what was fed, and the state."""
+    inputs = next_inputs(state, config, bucket, drafting=False)
+    every = inputs._replace(batch=inputs.batch._replace(logits_at=jnp.arange(bucket.tokens)))
+    logits, cache = forward(params, state, config, every, bucket)
+    return logits, inputs, state._replace(cache=cache, sequence=count_pass(state.sequence, inputs.fed))
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="state")
+def replay_advance(state: DecodeState, config: EngineConfig, inputs: Inputs, sampled: jax.Array) -> DecodeState:
+    """Take scripted tokens, one per lane, in place of sampled ones."""
+    there = inputs.lanes.row < state.sequence.phase.size
+    taken = by_stretch(state.sequence, inputs.lanes, sampled, jnp.zeros_like(there), there)
+    return advance(state, config, taken)
+
+
+def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answer: Sequence[int]) -> Trace:
+    """See `Engine.replay`; the config's limits are widened to what the answer has."""
+    if not answer:
+        raise StructureError("the answer is empty")
+    ended = answer[-1] in config.end
+    items = split(answer[:-1] if ended else answer, config.special, paired=False)
+    blocks = [item for item in items if isinstance(item, BlockIds)]
+    config = replace(
+        config,
+        separator=_separator(blocks, config.separator),
+        max_branches=_room(config.max_branches, *(len(block.branches) for block in blocks)),
+        distinct_titles=False,
+        max_title_tokens=_room(config.max_title_tokens, *(len(t) for block in blocks for t in block.titles)),
+    )
+    script = _Script(items, config, answer[-1:] if ended else ())
+    layout = build_layout(np.asarray([[*prompt, *answer]]), config.special, lm.config.positions)
+    place = {key: index - len(prompt) for index, key in enumerate(_keys(layout))}
+
+    # A budget of one token more than the answer has, so that its last token does not end the sequence.
+    job = Job(tuple(prompt), SamplingParams(), "adaptive", len(answer) + 1, seed=0)
+    capacity = capacity_for(len(prompt) + len(answer) + 1)
+    state = begin(lm, config, new_state(lm, config, 1, capacity), job, 0)
+    logits = np.full((len(answer), lm.config.vocab_size), np.nan, np.float32)
+    block, passes = -1, []
+    while True:
+        prefilling = int(state.sequence.phase[0]) == PROMPT
+        due = min(int(widths(state, config).tokens[0]), MOST_TOKENS if prefilling else capacity)
+        size = max(LEAST_SIZE, next_power(due))
+        all_logits, inputs, state = replay_pass(lm.params, state, config, Bucket(1, size, size, capacity))
+        if not prefilling:
+            fed = np.flatnonzero(np.asarray(inputs.batch.layout.sequence) > 0)
+            keys = _keys(Layout(*(field[None] for field in inputs.batch.layout)))
+            logits[[place[keys[index]] for index in fed]] = np.asarray(all_logits)[fed]
+            passes.append(fed.size)
+            if script.done:
+                return Trace(logits, len(passes) - 1, tuple(passes[:-1]))
+        there = np.asarray(inputs.lanes.row) < 1
+        if not there.any():
+            continue
+        lanes = np.where(there, np.asarray(inputs.lanes.branch), -1).tolist()
+        sampled = np.asarray([script.next(block, lane) for lane in lanes], np.int32)
+        state = replay_advance(state, config, inputs, jnp.asarray(sampled))
+        if int(state.sequence.phase[0]) == FORK:
+            block += 1
+            state = _set_branches(state, blocks[block])
+        running = jnp.full_like(state.sequence.finish, RUNNING)
+        state = state._replace(sequence=state.sequence._replace(finish=running))
+
+
+def _room(limit: int, *needed: int) -> int:
+    """A limit, or a power of two that holds what is needed: few programs for many answers."""
+    most = max(needed, default=0)
+    return limit if most <= limit else next_power(most)
+
+
+def _keys(layout: Layout) -> list[tuple[int, ...]]:
+    """What tells the tokens of one sequence apart, whatever their order: (block, branch, position)."""
+    fields = (layout.block, layout.branch, layout.position)
+    return list(zip(*(np.asarray(field)[0].tolist() for field in fields), strict=True))
+
+
+def _separator(blocks: Sequence[BlockIds], known: tuple[int, ...]) -> tuple[int, ...]:
+    """The separator of an answer: the known one if all heads have it, else what follows the title in every branch."""
+    rests = [
+        branch[len(title) :].tolist()
+        for block in blocks
+        for title, branch in zip(_own_titles(block), block.branches, strict=True)
+    ]
+    if all(tuple(rest[: len(known)]) == known for rest in rests) and (known or not rests):
+        return known
+    common = 0
+    while all(len(rest) > common for rest in rests) and len({rest[common] for rest in rests}) == 1:
+        common += 1
+    return tuple(rests[0][:common])
+
+
+def _own_titles(block: BlockIds) -> list[np.ndarray]:
+    """The title that each branch starts with; some titles may have no branch.
+
+    Raises:
+        StructureError: a branch starts with none of the titles.
+    """
+    own = []
+    for number, branch in enumerate(block.branches, 1):
+        fitting = [title for title in block.titles if branch[: len(title)].tolist() == title.tolist()]
+        if not fitting:
+            raise StructureError(f"branch {number} of a block starts with none of its titles")
+        own.append(max(fitting, key=len))
+    return own
+
+
+def _set_branches(state: DecodeState, block: BlockIds) -> DecodeState:
+    """A state about to fork, with just the branches that the answer has."""
+    s = state.sequence
+    lengths, tokens = np.zeros(s.title_length.shape, np.int32), np.zeros(s.title_tokens.shape, np.int32)
+    for number, title in enumerate(_own_titles(block)):
+        lengths[:, number] = len(title)
+        tokens[:, number, : len(title)] = title
+    count = len(block.branches)
+    longest = max(len(branch) for branch in block.branches) + 2  # with its tags
+    sequence = s._replace(
+        titles=jnp.full_like(s.titles, count),
+        title_length=jnp.asarray(lengths),
+        title_tokens=jnp.asarray(tokens),
+        branch_live=jnp.broadcast_to(jnp.arange(lengths.shape[1]) < count, lengths.shape),
+        stride=jnp.full_like(s.stride, longest),
+    )
+    return state._replace(sequence=sequence)

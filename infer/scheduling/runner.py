@@ -1,0 +1,91 @@
+"""Runs of passes: in which program, with or without drafts.
+
+B rows of the state.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.model.cache import Bucket
+from infer.decode.inputs import widest
+from infer.decode.packed import Packed
+from infer.decode.state import DecodeState, EngineConfig
+from infer.decode.step import Limits, Report, Script, run
+from infer.scheduling.buckets import Buckets
+from infer.scheduling.policy import DraftControl, StepCost
+
+
+class Run(NamedTuple):
+    """Passes on their way.
+
+    Attributes:
+        steps: at most so many.
+        bucket: their program.
+        drafting: whether they feed drafts.
+        before: what was known of the state that they began with.
+        after: what they report.
+        state: what they leave.
+        since: when they were started, by `time.perf_counter`.
+    """
+
+    steps: int
+    bucket: Bucket
+    drafting: bool
+    before: Report
+    after: Packed[Report]
+    state: DecodeState
+    since: float
+
+
+class Runner:
+    """Starts runs of passes, and learns from what they report.
+
+    Attributes:
+        buckets: the programs of the engine.
+        drafts: whether passes feed drafts.
+    """
+
+    def __init__(self, lm: LanguageModel, config: EngineConfig, rows: int, capacity: int) -> None:
+        self._lm, self._config = lm, config
+        self.buckets = Buckets(config, rows, capacity, widest(config))
+        self.drafts = DraftControl(config.draft_tokens)
+
+    def start(
+        self, state: DecodeState, told: Report, steps: int, join: bool, stops: bool, script: Script | None
+    ) -> Run:
+        """Start passes, and do not wait for them; `state` is given away.
+
+        Args:
+            told: of the state; some sequence feeds something.
+            steps: at most so many passes. There are fewer where the next needs another program.
+            join: end when a sequence finishes.
+            stops: a pass takes one token of a stretch, because stop strings are looked for: none may follow such a
+                string.
+            script: see `Script`.
+        """
+        since = time.perf_counter()
+        drafting = self.drafts.on and not stops
+        steps = min(steps, self.drafts.passes)
+        bucket, smaller, larger = self.buckets.choose(told)
+        smaller = -1 if drafting else smaller  # drafts come and go
+        limits = Limits(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
+        state, after = run(self._lm.params, state, limits, self._config, bucket, script, drafting)
+        return Run(steps, bucket, drafting, told, after, state, since)
+
+    def end(self, started: Run, cost: StepCost | None) -> tuple[int, Report]:
+        """Wait for passes: how many there were, and what they report; `cost`: of a pass, which drafts are judged by."""
+        before, after = started.before, started.after.read()
+        done = started.steps - int(after.left)
+        if not started.drafting:
+            self.drafts.note_plain(done)
+        elif cost is not None:
+            stretches = int(np.sum(after.stretches - before.stretches))
+            accepted = int(np.sum(after.accepted - before.accepted))
+            slots = started.bucket.rows * started.bucket.slots
+            self.drafts.note(cost, done, started.bucket.tokens, slots, stretches, accepted)
+        return done, after

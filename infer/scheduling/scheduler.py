@@ -1,0 +1,414 @@
+"""Continuous batching: requests join and leave a running batch between chunks of passes.
+
+B rows of the cache, one for each request that is under way.
+
+First come, first served: a request starts when a row is free, and none overtakes another. The host lays out prompts
+and picks the program that fits what the next passes need; tokens are chosen on the device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from aspd_jax.errors import RequestError
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.layout import Layout
+from infer.answers.answer import Answer, Reading, Result, look_at, read, readings, result
+from infer.decode.recogniser import TextReader
+from infer.decode.slots import NO_CAP, copy_slots, set_branch_cap, stop_stretches
+from infer.decode.state import FORK, PARALLEL, PROMPT, RUNNING, SERIAL, DecodeState, EngineConfig
+from infer.decode.step import Report, Script, report
+from infer.request import Job
+from infer.scheduling.admission import Beginning, begin, new_state
+from infer.scheduling.buckets import LEAST_CAPACITY, next_power
+from infer.scheduling.handle import NO_LIMIT, Handle
+from infer.scheduling.policy import Policy, StepCost
+from infer.scheduling.prefix_cache import LEAST_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
+from infer.scheduling.runner import Run, Runner
+from infer.scheduling.warm_up import compile_all, measure_cost
+
+STEPS_BETWEEN_CAPS = 16  # passes between two looks at how loaded the batch is
+LEAST_SLOTS_COPIED = 64
+
+
+class Chunk(NamedTuple):
+    """Passes that were done between two looks of the host, and the seconds they took."""
+
+    passes: int
+    seconds: float
+
+
+@dataclass
+class _Row:
+    """A row of the cache, and the request that holds it."""
+
+    handle: Handle | None = None
+    memory: RowMemory = field(default_factory=RowMemory)
+    prompt: RowMemory | None = None  # what the row holds when the prompt has been fed, until it has
+
+    @property
+    def decoding(self) -> bool:
+        return self.handle is not None and self.prompt is None
+
+
+class Scheduler:
+    """Requests in a batch that others join and leave.
+
+    Args:
+        rows: B.
+        capacity: slots of a row: for prompt and answer.
+        policy: which branches of a loaded batch have to wait.
+        reuse: let a prompt begin with what a row still holds of it.
+        ended: called with every result.
+        reader: of tags that are text.
+
+    Attributes:
+        cost: of a pass, once it has been measured; `slo` needs it.
+        script: tokens to take in place of sampled ones, for benchmarks and tests.
+        alone: the only request that is admitted; None: all are.
+        chunk: what the last `step` decoded.
+        runner: of passes.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        config: EngineConfig,
+        rows: int,
+        capacity: int,
+        policy: Policy,
+        reuse: bool,
+        ended: Callable[[Result], None],
+        reader: TextReader | None = None,
+    ) -> None:
+        # Room for all drafts of a pass, and for as many slots of rejected ones that are not filled again yet.
+        drafts = 2 * config.max_branches * config.draft_tokens
+        reserve = -(-drafts // LEAST_CAPACITY) * LEAST_CAPACITY
+        self._lm, self._config, self._capacity, self._room = lm, config, capacity + reserve, capacity
+        self._policy, self._reuse, self._ended, self._reader = policy, reuse, ended, reader
+        self.cost: StepCost | None = None
+        self.script: Script | None = None
+        self.alone: Handle | None = None
+        self.chunk = Chunk(0, 0.0)
+        self.codec = None if lm.tokenizer is None else lm.codec
+        self.head = len(config.separator)
+        self._rows = [_Row() for _ in range(rows)]
+        self._waiting: deque[Handle] = deque()
+        self._state: DecodeState | None = None
+        self._report: Report | None = None  # of the state; None: something has changed it since
+        self._ahead: Run | None = None
+        self._cap: int | None = None
+        self._stamp = 0
+        self._lock = threading.RLock()
+        self.runner = Runner(lm, config, rows, self._capacity)
+
+    def submit(self, job: Job, steps: int = NO_LIMIT) -> Handle:
+        """Queue a request; something has to `step` until it is done."""
+        handle = Handle(self, job, steps)
+        self._waiting.append(handle)
+        return handle
+
+    def retry(self, handle: Handle) -> None:
+        """Queue a request that was under way when the engine failed, before all others. Its answer will be the same, so
+        its events go on where they were.
+        """
+        handle.failed, handle.row, handle.passes = False, None, np.zeros(2, np.int64)
+        self._waiting.appendleft(handle)
+
+    def cancel(self, handle: Handle) -> None:
+        """Give a request up, and its row free."""
+        with self._lock:
+            if handle.result is not None:
+                return
+            handle.cancelled = True
+            if handle.row is None:
+                self._waiting.remove(handle)
+                self._end(handle, None)
+                return
+            row = self._rows[handle.row]
+            started = row.prompt is None
+            row.prompt = None
+            reading = read(self._state_now(), self._config, [handle.row], self._reader)[0]
+            mask = np.arange(len(self._rows)) == handle.row
+            branches = np.zeros((mask.size, self._config.max_branches), bool)
+            self._change(stop_stretches(self._state_now(), mask, branches))
+            self._end(handle, reading if started else None)
+            if not any(row.decoding for row in self._rows):
+                self._ahead = None
+
+    def step(self, steps: int = NO_LIMIT) -> bool:
+        """Admit who waits, and run a chunk of passes; false if there was nothing to do.
+
+        Args:
+            steps: most passes of the chunk. It ends earlier where a request finishes and another waits for its row, or
+                there is a limit at all: somebody waits for the answer then; and where a prompt has ended whose request
+                is listened to: its first token is there. While the host looks at answers that go on, the first passes
+                of the next chunk are under way.
+        """
+        with self._lock:
+            self.chunk = Chunk(0, 0.0)
+            try:
+                self._end_ahead()
+                self._admit()
+                if not any(row.handle for row in self._rows):
+                    return False
+                self._decode(steps, join=steps != NO_LIMIT)
+            except BaseException:
+                # The state may be lost half-way. Who waits goes on with a new one; who ran does not.
+                self._state, self._report, self._ahead, self._cap = None, None, None, None
+                for row in self._rows:
+                    if row.handle is not None:
+                        row.handle.failed = True
+                    row.handle, row.prompt, row.memory = None, None, RowMemory()
+                raise
+            return True
+
+    def forget(self) -> None:
+        """Let no later prompt begin with what rows hold of requests that have ended."""
+        with self._lock:
+            for row in self._rows:
+                if row.handle is None:
+                    row.memory = RowMemory()
+
+    def warm_up(self) -> float:
+        """See `Engine.warm_up`."""
+        with self._lock:
+            if any(row.handle for row in self._rows):
+                raise RequestError("warm_up is for an engine at rest; requests are under way")
+            before = time.perf_counter()
+            state = compile_all(self._lm, self._config, self._state_now(), self.runner.buckets)
+            state, self.cost = measure_cost(self._lm, self._config, state, self.runner.buckets)
+            self._change(state)
+            return time.perf_counter() - before
+
+    def partial(self, handle: Handle) -> Result:
+        """A request's answer as far as it is."""
+        with self._lock:
+            if handle.row is None or not self._rows[handle.row].decoding:
+                return self._result(handle, None)
+            return self._result(handle, read(self._state_now(), self._config, [handle.row], self._reader)[0])
+
+    def _state_now(self) -> DecodeState:
+        if self._state is None:
+            recogniser = None if self._reader is None else self._reader.recogniser
+            self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, recogniser)
+            costly = self._policy.milliseconds is not None or self.runner.drafts.on
+            if costly and self.cost is None:
+                self._state, self.cost = measure_cost(self._lm, self._config, self._state, self.runner.buckets)
+        return self._state
+
+    def _change(self, state: DecodeState) -> None:
+        """Go on with another state: what was reported of the last one no longer holds."""
+        self._state, self._report = state, None
+
+    def _admit(self) -> None:
+        while self._waiting and (free := [number for number, row in enumerate(self._rows) if row.handle is None]):
+            handle = self._waiting[0]
+            if self.alone not in (None, handle):
+                break
+            job, target = handle.job, free[0]  # the first rows are used first: passes look at no others
+            # A prompt is laid out without blocks where tags are text.
+            whole = self._lm.config.positions != "predict" and self._reader is None
+            memories = [row.memory for row in self._rows] if self._reuse else [RowMemory()] * len(self._rows)
+            match = best_match(memories, target, job.prompt, self._room - len(job.prompt) - job.budget, whole)
+            if self._reuse and self._soon_shared(job.prompt) > match.beginning.tokens:
+                break  # what it begins with is being fed for another
+            self._waiting.popleft()
+            self._give_row(handle, target, match.source, match.beginning, match.in_order, free)
+
+    def _give_row(
+        self, handle: Handle, target: int, source: int, beginning: Beginning, in_order: int, free: Sequence[int]
+    ) -> None:
+        row, job, state = self._rows[target], handle.job, self._state_now()
+        loses = self._reuse and (source != target or beginning.tokens < row.memory.ids.size)
+        keep = row_to_keep_in([other.memory for other in self._rows], free, target) if loses else None
+        if keep is not None or source != target:
+            nowhere = len(self._rows)  # a row may take the place of the one that it is copied from
+            to = np.asarray([target if source != target else nowhere, nowhere if keep is None else keep], np.int32)
+            most = max(beginning.slots if source != target else 0, 0 if keep is None else row.memory.slots)
+            size = min(self._capacity, max(LEAST_SLOTS_COPIED, next_power(most)))
+            state = copy_slots(state, np.asarray([source, target], np.int32), to, self._config, size)
+        if keep is not None:
+            self._rows[keep].memory = row.memory
+        tokens = np.asarray(job.prompt, np.int32)
+        slots = beginning.slots + tokens.size - beginning.tokens
+        kept_in_order = in_order == beginning.slots
+        row.handle = handle
+        row.memory = RowMemory(tokens[: beginning.tokens], min(in_order, beginning.slots), beginning.slots, self._stamp)
+        row.prompt = RowMemory(tokens, tokens.size if kept_in_order else in_order, slots)
+        handle.row, handle.reused = target, beginning.tokens
+        handle.seconds = {"queued": time.perf_counter() - handle.submitted}
+        self._change(begin(self._lm, self._config, state, job, target, beginning))
+        self._cap = None  # it has none yet
+
+    def _soon_shared(self, prompt: Sequence[int]) -> int:
+        """Tokens that a prompt will be able to copy when those that are being fed are there."""
+        ids = np.asarray(prompt[:-1], np.int32)
+        fed = [row.prompt.ids for row in self._rows if row.prompt is not None]
+        shared = max((common_prefix(other, ids) for other in fed), default=0)
+        return shared if shared >= LEAST_COPIED else 0
+
+    def _note_prompts(self, told: Report) -> bool:
+        """Take note of prompts that have been fed; whether one is listened to."""
+        now, listened = time.perf_counter(), False
+        for number, row in enumerate(self._rows):
+            if row.handle is None or row.prompt is None or told.phase[number] == PROMPT:
+                continue
+            row.memory, row.prompt = replace(row.prompt, stamp=self._stamp), None
+            seconds, total = row.handle.seconds, now - row.handle.submitted
+            seconds |= {"prefill": total - seconds["queued"], "serial": 0.0, "parallel": 0.0, "first_token": total}
+            seconds["total"], row.handle.counted = total, now
+            row.handle.passes = np.asarray([told.passes[number] - told.parallel_passes[number], 0])
+            listened |= row.handle.wanted or (bool(self._waiting) and any(of.handle is None for of in self._rows))
+        return listened
+
+    def _decode(self, steps: int, join: bool) -> None:
+        """At most so many passes; `join`: fewer if a request finishes."""
+        rows = [number for number, row in enumerate(self._rows) if row.handle is not None]
+        stops = any(self._handle(number).job.params.stop for number in rows)
+        if stops:
+            steps = min(steps, 1)  # stop strings are found by the host
+        if self._policy.milliseconds is not None:
+            steps = min(steps, STEPS_BETWEEN_CAPS)
+        before = time.perf_counter()
+        self._hold_back()
+        done, told, join = 0, self._reported(), join or bool(self._waiting)
+        left = steps - self.chunk.passes  # those that were started ahead
+        listened = self._note_prompts(told)
+        while (
+            done < left and told.tokens.any() and not (join and (told.finish[rows] != RUNNING).any()) and not listened
+        ):
+            started = self._start(told, left - done, join)
+            passes, told = self.runner.end(started, self.cost)
+            self._report = told
+            done += passes
+            listened = self._note_prompts(told)
+        self._count(told, done, time.perf_counter() - before)
+        # The next passes follow from what is known, unless what is read now may change them, or branches are held back.
+        feeding = any(row.prompt is not None for row in self._rows)
+        known = not (stops or feeding) and self._policy == Policy() and bool((told.finish[rows] == RUNNING).all())
+        self._process_outputs(told, steps if join and known and told.tokens.any() else 0)
+
+    def _start(self, told: Report, steps: int, join: bool) -> Run:
+        """Start passes of what `told` tells of."""
+        stops = any(row.handle.job.params.stop for row in self._rows if row.handle is not None)
+        started = self.runner.start(self._state_now(), told, steps, join, stops, self.script)
+        self._change(started.state)
+        return started
+
+    def _end_ahead(self) -> None:
+        """Wait for the passes that were started ahead."""
+        if self._ahead is None:
+            return
+        started, self._ahead = self._ahead, None
+        done, told = self.runner.end(started, self.cost)
+        if self._state is started.state:
+            self._report = told
+        self._count(told, done, time.perf_counter() - started.since)
+
+    def _count(self, told: Report, passes: int, seconds: float) -> None:
+        """Count passes for the chunk, and their time for every request."""
+        self.chunk = Chunk(self.chunk.passes + passes, self.chunk.seconds + seconds)
+        now = time.perf_counter()
+        for number, row in enumerate(self._rows):
+            if not row.decoding:
+                continue
+            handle = self._handle(number)
+            in_blocks = told.parallel_passes[number]
+            both = np.asarray([told.passes[number] - in_blocks, in_blocks])
+            spent = min(seconds, now - handle.counted)  # its prompt may have ended under way
+            serial, in_block = (both - handle.passes) / max(1, (both - handle.passes).sum()) * spent
+            handle.passes, handle.counted = both, now
+            handle.seconds["serial"] += float(serial)
+            handle.seconds["parallel"] += float(in_block)
+            handle.seconds["total"] = now - handle.submitted
+
+    def _reported(self) -> Report:
+        if self._report is None:
+            self._report = report(self._state_now(), self._config).read()
+        return self._report
+
+    def _hold_back(self) -> None:
+        """Set how many branches a sequence may feed in a pass."""
+        cap = None
+        if self._policy != Policy():
+            told = self._reported()
+            running = told.finish == RUNNING
+            in_block = running & np.isin(told.phase, (FORK, PARALLEL))
+            slots = int(told.length[running].max(initial=0)) * len(self._rows)
+            cap = self._policy.branches(self.cost, int((running & ~in_block).sum()), int(in_block.sum()), slots)
+        if cap != self._cap:
+            self._cap = cap
+            caps = np.full(len(self._rows), NO_CAP if cap is None else cap, np.int32)
+            self._change(set_branch_cap(self._state_now(), caps))
+
+    def _process_outputs(self, told: Report, ahead: int = 0) -> None:
+        """Read the requests that have ended, have stop strings, or are listened to.
+
+        Args:
+            told: of the state.
+            ahead: so many passes are started before anything is read.
+        """
+        self._stamp += 1
+        finish = told.finish
+        decoding = [number for number, row in enumerate(self._rows) if row.decoding]
+        looked_at = [handle.wanted or bool(handle.job.params.stop) for handle in map(self._handle, decoding)]
+        asked = [row for row, wanted in zip(decoding, looked_at, strict=True) if wanted or finish[row] != RUNNING]
+        if not asked:
+            return
+        shot = look_at(self._state_now(), self._config, asked)
+        if ahead:
+            self._ahead = self._start(told, ahead, join=True)
+        found = dict(zip(asked, readings(shot, len(asked), self._config, self._reader), strict=True))
+        if stopped := self._close_at_stop_strings(found):
+            finish = self._reported().finish
+            found |= zip(stopped, read(self._state_now(), self._config, stopped, self._reader), strict=True)
+        for number, reading in found.items():
+            handle = self._handle(number)
+            if finish[number] != RUNNING:
+                self._end(handle, reading)
+            elif handle.wanted:
+                handle.note(reading.answer, None)
+
+    def _close_at_stop_strings(self, readings: dict[int, Reading]) -> list[int]:
+        """End every stretch that holds a stop string of its request; returns the rows in which one did."""
+        answers = np.zeros(len(self._rows), bool)
+        branches = np.zeros((len(self._rows), self._config.max_branches), bool)
+        for number, reading in readings.items():
+            if self._handle(number).job.params.stop:
+                answers[number], stopped = self._handle(number).stopped(reading.answer)
+                branches[number, np.asarray(stopped, int) - 1] = True
+        found = np.flatnonzero(answers | branches.any(axis=1)).tolist()
+        if found:
+            self._change(stop_stretches(self._state_now(), answers, branches))
+        return found
+
+    def _end(self, handle: Handle, reading: Reading | None) -> None:
+        if handle.row is not None:
+            row = self._rows[handle.row]
+            row.handle = None
+            if reading is not None:
+                row.memory = RowMemory(*reading.cached(), reading.slots, self._stamp)
+        final = self._result(handle, reading)
+        self._ended(final)
+        handle.note(reading.answer if reading else Answer(np.zeros(0, np.int32), (), SERIAL, RUNNING), final)
+
+    def _result(self, handle: Handle, reading: Reading | None) -> Result:
+        if reading is None:
+            nothing = np.zeros(0, np.int32)
+            none = Layout(*[nothing] * len(Layout._fields))
+            reading = Reading(Answer(nothing, (), SERIAL, RUNNING), 0, 0, nothing, none, 0, 0, 0)
+        made = result(reading, handle.job, self.codec, self._config, handle.reused, handle.seconds)
+        return replace(made, finish_reason="cancelled") if handle.cancelled else made
+
+    def _handle(self, row: int) -> Handle:
+        handle = self._rows[row].handle
+        assert handle is not None
+        return handle

@@ -1,0 +1,83 @@
+"""Compiling ahead of time, and measuring what a pass costs.
+
+Programs are compiled by running them on nothing: no steps, no rows, or a state in which nothing is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from statistics import median
+
+import jax
+import numpy as np
+
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.model.cache import Bucket
+from aspd_jax.processes import agreed
+from infer.answers.answer import read
+from infer.decode.slots import NO_CAP, copy_slots, occupy, set_branch_cap, stop_stretches
+from infer.decode.state import DecodeState, EngineConfig
+from infer.decode.step import Limits, report, run
+from infer.request import Job, SamplingParams
+from infer.scheduling.admission import LEAST_PROMPT, begin
+from infer.scheduling.buckets import Buckets, powers
+from infer.scheduling.policy import Sample, StepCost, fit
+
+log = logging.getLogger(__name__)
+
+REPEATS = 5
+TIMED_TOKENS = (1, 4, 16)  # of a row, in the passes that are timed
+NO_PASS = Limits(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False))
+
+
+def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Buckets) -> DecodeState:
+    """Compile every program of passes, and what is done to rows between passes."""
+    batch, capacity = state.cache.tokens.shape
+    begun, drafts = time.perf_counter(), sorted({False, config.draft_tokens > 0})
+    for number, bucket in enumerate(buckets.every, 1):
+        for drafting in drafts:
+            state, _ = run(lm.params, state, NO_PASS, config, bucket, None, drafting)
+        spent = time.perf_counter() - begun
+        log.info("program %d of %d: %s, %.0f s", number, len(buckets.every), bucket, spent)
+    for size in powers(LEAST_PROMPT, capacity):
+        job = Job((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
+        state = begin(lm, config, state, job, batch)  # a row past the end: none
+        state = copy_slots(state, np.zeros(2, np.int32), np.full(2, batch, np.int32), config, min(size, capacity))
+    for rows in powers(1, batch):
+        read(state, config, [0] * min(rows, batch))
+    jax.block_until_ready(report(state, config))
+    state = stop_stretches(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
+    return set_branch_cap(state, np.full(batch, NO_CAP, np.int32))
+
+
+def measure_cost(
+    lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Buckets
+) -> tuple[DecodeState, StepCost]:
+    """Time passes of several widths over parts of the cache, and fit what a pass costs."""
+    samples = []
+    every = [of for of in buckets.every if of.rows == buckets.rows]
+    for slots in sorted({min(of.slots for of in every), max(of.slots for of in every)}):
+        of_slots = [of for of in every if of.slots == slots]
+        sizes = {min(of.tokens for of in of_slots if of.tokens >= tokens * of.rows) for tokens in TIMED_TOKENS}
+        for tokens in sorted(sizes):
+            bucket = min((of for of in of_slots if of.tokens == tokens), key=lambda of: of.per_row)
+            state, milliseconds = _time(lm, config, state, bucket)
+            samples.append(Sample(tokens, bucket.rows * slots, milliseconds))
+    # Other clocks tell otherwise, and what hangs on it has to be decided alike in all processes.
+    times = agreed(np.asarray([sample.milliseconds for sample in samples], np.float32))
+    return state, fit([of._replace(milliseconds=float(ms)) for of, ms in zip(samples, times, strict=True)])
+
+
+def _time(lm: LanguageModel, config: EngineConfig, state: DecodeState, bucket: Bucket) -> tuple[DecodeState, float]:
+    """Milliseconds of a pass in which every row feeds as many tokens as there is room for; all rows are at rest."""
+    width = max(1, min(config.max_branches, bucket.tokens // bucket.rows, bucket.per_row))
+    one = Limits(np.int32(1), np.int32(-1), np.int32(bucket.tokens), np.bool_(False))
+    times = []
+    for _ in range(REPEATS + 1):  # the first may compile
+        state = jax.block_until_ready(occupy(state, config, width, bucket.slots - width))
+        before = time.perf_counter()
+        state, told = run(lm.params, state, one, config, bucket, None, False)
+        told.read()
+        times.append(1000 * (time.perf_counter() - before))
+    return occupy(state, config, 0, 0), median(times[1:])

@@ -1,0 +1,244 @@
+"""Which program a pass runs in: it holds what is due, is one that warm-up compiles, and does at least one pass."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import infer.decode.inputs
+from aspd_jax import SpecialTokens
+from aspd_jax.model.cache import Bucket
+from infer.decode.inputs import Widths, most_lanes, widest
+from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, STOP, EngineConfig
+from infer.decode.step import Report
+from infer.scheduling.buckets import MOST_TOKENS, PROMPT_BESIDE, Buckets, capacity_for, next_power, powers
+
+
+def config_for(branches: int, title_tokens: int = 24) -> EngineConfig:
+    """Of an engine whose model is never asked."""
+    no_model: Any = None
+    return EngineConfig(no_model, SpecialTokens(1, 2, 3, 4, 5, 6), (7, 8), (0,), (), branches, title_tokens)
+
+
+def buckets_for(rows: int, capacity: int, config: EngineConfig) -> Buckets:
+    return Buckets(config, rows, capacity, widest(config))
+
+
+class Row(NamedTuple):
+    """A row of the cache: what its sequence does, tokens and lanes that are due, slots that are written."""
+
+    phase: int
+    tokens: int
+    lanes: int
+    length: int
+
+
+class Pass(NamedTuple):
+    """An engine's programs, and its rows."""
+
+    buckets: Buckets
+    rows: list[Row]
+
+    @property
+    def told(self) -> Report:
+        phase, tokens, lanes, length = np.asarray(self.rows, np.int32).T
+        none = np.zeros_like(phase)
+        finish = np.where(tokens > 0, RUNNING, STOP)
+        return Report(tokens, lanes, np.int32(0), phase, finish, none, none, none, none, length)  # type: ignore[arg-type]
+
+    @property
+    def answers(self) -> list[int]:
+        """Tokens that are due of answers."""
+        return [row.tokens for row in self.rows if row.phase != PROMPT]
+
+    def fed(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Tokens that each row feeds in a pass of this size, as the device shares its places out."""
+        told, config = self.told, self.buckets.config
+        with monkeypatch.context() as patch:
+            patch.setattr(infer.decode.inputs, "widths", lambda *_: Widths(*map(jnp.asarray, told[:2])))
+            state: Any = SimpleNamespace(
+                sequence=SimpleNamespace(phase=jnp.asarray(told.phase)),
+                cache=SimpleNamespace(length=jnp.asarray(told.length)),
+            )
+            lanes = most_lanes(config, len(self.rows), bucket)
+            shared: list[int] = infer.decode.inputs._share_out(state, config, bucket, lanes).tolist()
+        return shared
+
+
+@st.composite
+def passes(draw: st.DrawFn, prompts: bool = True, forks: bool = True) -> Pass:
+    """Some rows feed one token, some those of their branches, some a fork or a prompt; at least one feeds something."""
+    config = config_for(draw(st.integers(2, 20)), draw(st.integers(1, 24)))
+    count, limit = draw(st.integers(1, 40)), config.max_branches
+    capacity = max(capacity_for(widest(config)), draw(st.sampled_from([128, 512, 640, 2048, 4096])))
+
+    def row() -> Row:
+        kinds = ["rest", "serial", "branches", *["fork", "merge"] * forks, *["prompt"] * prompts]
+        kind, lanes = draw(st.sampled_from(kinds)), draw(st.integers(2, limit))
+        if kind == "rest":
+            return Row(SERIAL, 0, 0, draw(st.integers(0, capacity)))
+        most = draw(st.sampled_from([3, 100, capacity]))
+        phase, tokens = {
+            "serial": (SERIAL, 1),
+            "branches": (PARALLEL, draw(st.integers(1, lanes))),
+            "fork": (FORK, draw(st.integers(1 + 4 * lanes, 1 + (config.max_title_tokens + 3) * lanes))),
+            "merge": (MERGE, lanes + 1),
+            "prompt": (PROMPT, draw(st.integers(1, min(most, capacity)))),
+        }[kind]
+        lanes = {SERIAL: 1, PARALLEL: tokens, FORK: lanes, MERGE: 1, PROMPT: 1}[phase]
+        return Row(phase, tokens, lanes, draw(st.integers(0, capacity - tokens)))
+
+    rows = [row() for _ in range(count)]
+    if not any(each.tokens for each in rows):
+        rows[draw(st.integers(0, count - 1))] = Row(SERIAL, 1, 1, 5)
+    return Pass(buckets_for(count, capacity, config), rows)
+
+
+ALL_FORK = Pass(buckets_for(32, 2048, config_for(16)), [Row(FORK, 433, 16, 900)] * 32)
+A_PROMPT_BESIDE_FORKS = Pass(
+    buckets_for(8, 2048, config_for(16)), [Row(PROMPT, 700, 1, 0)] + [Row(FORK, 120, 16, 900)] * 7
+)
+
+
+@given(passes())
+@example(ALL_FORK).via("more than the largest program holds")
+@example(A_PROMPT_BESIDE_FORKS).via("prompts come after answers")
+def test_what_is_chosen_holds_what_is_due(drawn: Pass) -> None:
+    bucket, _, _ = drawn.buckets.choose(drawn.told)
+    assert bucket in drawn.buckets.every
+    due = [number for number, row in enumerate(drawn.rows) if row.tokens]
+    assert bucket.rows > max(due)
+    assert bucket.per_row >= max(drawn.answers, default=0)
+    for row in drawn.rows:
+        if row.tokens:
+            assert bucket.slots >= row.length + (1 if row.phase == PROMPT else row.tokens)
+    if bucket.tokens < max(of.tokens for of in drawn.buckets.every):
+        any_prompt = any(row.phase == PROMPT for row in drawn.rows)
+        assert bucket.tokens >= sum(drawn.answers) + any_prompt
+        lanes = sum(row.lanes for row in drawn.rows)
+        assert most_lanes(drawn.buckets.config, len(drawn.rows), bucket) >= lanes
+
+
+@given(passes())
+@example(ALL_FORK).via("more than the largest program holds")
+def test_at_least_one_pass_happens(drawn: Pass) -> None:
+    """The conditions under which the loop on the device goes on (`step.run`) hold before its first pass."""
+    bucket, smaller, larger = drawn.buckets.choose(drawn.told)
+    assert sum(row.tokens for row in drawn.rows) > smaller
+    assert sum(drawn.answers) <= larger
+    due = [row for row in drawn.rows if row.tokens]
+    assert max(row.length + (1 if row.phase == PROMPT else row.tokens) for row in due) <= bucket.slots
+
+
+@given(passes())
+@example(ALL_FORK).via("more than the largest program holds")
+@example(A_PROMPT_BESIDE_FORKS).via("prompts come after answers")
+def test_what_is_due_is_fed(drawn: Pass) -> None:
+    """All answers where a program has room for them; prompts in pieces, but never nothing; somebody in any case."""
+    bucket, _, _ = drawn.buckets.choose(drawn.told)
+    with pytest.MonkeyPatch.context() as patch:
+        fed = drawn.fed(bucket, patch)
+        smaller = drawn.fed(
+            bucket._replace(per_row=max(1, bucket.per_row // 4), tokens=max(1, bucket.tokens // 4)), patch
+        )
+    assert 0 < sum(fed) <= bucket.tokens and max(fed) <= bucket.per_row
+    lanes = 0
+    for row, size in zip(drawn.rows, fed, strict=True):
+        assert size <= row.tokens and (size == 0 or row.length + size <= bucket.slots)
+        if row.phase != PROMPT:
+            assert size in (0, row.tokens), "answers are fed whole, or not at all"
+            lanes += row.lanes if size else 0
+        else:
+            lanes += size > 0
+    assert lanes <= most_lanes(drawn.buckets.config, len(drawn.rows), bucket)
+    pairs = list(zip(drawn.rows, fed, strict=True))
+    if bucket.tokens < max(of.tokens for of in drawn.buckets.every):
+        assert all(size == row.tokens for row, size in pairs if row.phase != PROMPT)
+        of_prompts = [size for row, size in pairs if row.phase == PROMPT]
+        assert sum(of_prompts) > 0 or not of_prompts
+    for row, size in zip(drawn.rows, smaller, strict=True):
+        assert row.phase == PROMPT or size in (0, row.tokens), "in a program that is too small, too"
+
+
+@given(passes())
+def test_the_smallest_program_is_chosen(drawn: Pass) -> None:
+    """None with fewer tokens feeds as much of the answers, and at least `PROMPT_BESIDE` of prompts."""
+    bucket, _, _ = drawn.buckets.choose(drawn.told)
+    with pytest.MonkeyPatch.context() as patch:
+        fed = drawn.fed(bucket, patch)
+        for other in drawn.buckets.every:
+            if other.tokens >= bucket.tokens or other.slots < bucket.slots:
+                continue
+            others = drawn.fed(other, patch)
+            of_answers = [
+                [size for row, size in zip(drawn.rows, way, strict=True) if row.phase != PROMPT]
+                for way in (fed, others)
+            ]
+            less = sum(others) - sum(of_answers[1]) < min(PROMPT_BESIDE, sum(fed) - sum(of_answers[0]))
+            lanes = most_lanes(drawn.buckets.config, len(drawn.rows), other)
+            few_lanes = lanes < sum(row.lanes for row in drawn.rows)
+            assert of_answers[1] != of_answers[0] or less or few_lanes or other.per_row < max(fed), other
+
+
+@given(passes(prompts=False, forks=False))
+def test_branches_get_a_close_fit(drawn: Pass) -> None:
+    """Less than twice the places that are needed, or than the rows up to the last that feeds something."""
+    bucket, smaller, _ = drawn.buckets.choose(drawn.told)
+    total, config = sum(drawn.answers), drawn.buckets.config
+    assert bucket.tokens < 2 * max(total, bucket.rows, config.max_branches, 3)
+    assert smaller == (bucket.tokens // 2 if total > bucket.tokens // 2 else -1), "left where half is enough"
+
+
+@pytest.mark.parametrize(("rows", "capacity", "branches"), [(32, 2048, 16), (1, 2048, 16), (4, 512, 3), (64, 8192, 8)])
+def test_there_are_few_programs(rows: int, capacity: int, branches: int) -> None:
+    every = buckets_for(rows, capacity, config_for(branches)).every
+    assert len(set(every)) == len(every) <= 25 * len({of.slots for of in every})
+    assert {of.slots for of in every} == set(powers(min(512, capacity), capacity))
+    assert max(of.rows for of in every) == rows and max(of.tokens for of in every) == MOST_TOKENS
+    assert (rows, capacity, branches) != (32, 2048, 16) or len(every) <= 100
+
+
+def test_a_serial_pass_computes_nothing_beside() -> None:
+    for rows in (1, 4, 8, 32):
+        buckets = buckets_for(rows, 2048, config_for(16))
+        drawn = Pass(buckets, [Row(SERIAL, 1, 1, 100)] * rows)
+        assert buckets.choose(drawn.told)[0] == Bucket(rows, rows, 1, 512)
+    first = Pass(buckets, [Row(SERIAL, 1, 1, 100)] + [Row(SERIAL, 0, 0, 2000)] * 31)
+    assert buckets.choose(first.told)[0] == Bucket(1, 1, 1, 512), (
+        "the first rows are used first, and no others looked at"
+    )
+
+
+def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
+    buckets = buckets_for(8, 4096, config_for(16))
+    for left in range(1, 4000):
+        bucket, smaller, _ = buckets.choose(Pass(buckets, [Row(PROMPT, left, 1, 0)] + [Row(SERIAL, 0, 0, 0)] * 7).told)
+        piece = min(left, bucket.tokens)
+        assert bucket.rows == 1 and bucket.tokens == bucket.per_row and 2 * piece >= bucket.tokens
+        assert piece == left or smaller < left, "else the loop would end at once, and choose the same again"
+    assert bucket.tokens == MOST_TOKENS
+
+
+def test_a_prompt_beside_answers_holds_them_up_little() -> None:
+    buckets = buckets_for(8, 4096, config_for(16))
+    beside = Pass(buckets, [Row(SERIAL, 1, 1, 100)] * 7 + [Row(PROMPT, 3000, 1, 0)])
+    bucket, _, _ = buckets.choose(beside.told)
+    assert (bucket.tokens, bucket.per_row) == (2 * PROMPT_BESIDE, PROMPT_BESIDE)
+    prompts = Pass(buckets, [Row(PROMPT, 3000, 1, 0)] * 8)
+    assert buckets.choose(prompts.told)[0].tokens == MOST_TOKENS, "nobody waits for the next token"
+
+
+@pytest.mark.parametrize(("count", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (512, 512), (513, 1024)])
+def test_powers_of_two(count: int, power: int) -> None:
+    assert next_power(count) == power
+
+
+def test_powers_from_one_size_to_another() -> None:
+    assert powers(1, 1) == [1] and powers(3, 5) == [4, 8] and powers(64, 512) == [64, 128, 256, 512]
+    assert capacity_for(1) == 128 and capacity_for(129) == 256

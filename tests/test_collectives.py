@@ -1,0 +1,68 @@
+"""What devices of a mesh say to each other in a pass: nothing about keys and values."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from aspd_jax.language_model import LanguageModel, random_model
+from aspd_jax.model import cpu
+from aspd_jax.model.cache import Bucket, empty_cache
+from aspd_jax.model.config import ModelConfig
+from aspd_jax.model.weights import abstract_parameters
+from aspd_jax.sharding import make_mesh, shardings
+from aspd_jax.tokens import SpecialTokens
+from infer import Engine
+from infer.decode.step import run
+from infer.scheduling.admission import new_state
+from infer.scheduling.warm_up import NO_PASS
+
+SHAPE = ModelConfig(vocab_size=64, hidden_size=64, feed_forward=96, layers=2, heads=8, kv_heads=4, head_dim=24)
+SLOTS = 384  # of the cache; no other axis has this size
+KEYS = re.compile(rf"f32\[\d+,{SLOTS},")
+COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    lm = random_model(SHAPE, None, {"max_position_embeddings": SLOTS}, end_ids=(0,))
+    lm.special_tokens = SpecialTokens(*range(58, 64))
+    return lm
+
+
+def program(lm: LanguageModel, mesh: Any, bucket: Bucket) -> str:
+    """Optimised HLO of a run over a mesh."""
+    split = replace(lm, model=lm.model.clone(mesh=mesh), mesh=mesh)
+    split.params = jax.device_put(lm.params, shardings(abstract_parameters(lm.model), mesh))
+    config = Engine(split, max_batch=4, max_length=SLOTS, max_branches=4, separator_ids=(1,)).config
+    state = new_state(split, config, 4, SLOTS)
+    return run.lower(split.params, state, NO_PASS, config, bucket, None, False).compile().as_text()
+
+
+def collectives(text: str) -> list[str]:
+    """Shapes of what is said in every collective."""
+    return [match[1] for match in COLLECTIVE.finditer(text)]
+
+
+@pytest.mark.parametrize("bucket", [Bucket(4, 4, 1, SLOTS), Bucket(4, 16, 8, SLOTS)], ids=["serial", "branches"])
+def test_no_collective_on_keys_and_values(
+    model: LanguageModel, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a mesh with a data axis, too: rows are looked at where they lie. Programs are those of accelerators."""
+    monkeypatch.setattr(cpu, "PLAIN", True)
+    said = collectives(program(model, make_mesh({"data": 2, "tensor": 4}), bucket))
+    assert said, "layers split over tensor have to be added up"
+    assert not [shape for shape in said if KEYS.search(shape)]
+
+
+def test_gathered_rows_are_heard_of() -> None:
+    """Negative control: some rows of a cache, taken by number."""
+    mesh = make_mesh({"data": 2, "tensor": 4})
+    layer = empty_cache(SHAPE, 4, SLOTS, mesh).layers[0]
+    gathered = jax.jit(lambda key, rows: jnp.take(key, rows, axis=0)).lower(layer.key, jnp.arange(2)).compile()
+    assert [shape for shape in collectives(gathered.as_text()) if KEYS.search(shape)]
