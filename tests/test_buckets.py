@@ -192,7 +192,17 @@ def test_branches_get_a_close_fit(drawn: Pass) -> None:
     bucket, smaller, _ = drawn.buckets.choose(drawn.told)
     total, config = sum(drawn.answers), drawn.buckets.config
     assert bucket.tokens < 2 * max(total, bucket.rows, config.max_branches, 3)
-    assert smaller == (bucket.tokens // 2 if total > bucket.tokens // 2 else -1), "left where half is enough"
+    below = {of.tokens for of in drawn.buckets.every if of.rows == bucket.rows and of.tokens < bucket.tokens}
+    assert smaller < total and smaller <= max(below, default=-1), "a pass happens, in the program that was chosen"
+    assert smaller >= min(total - 1, max(below, default=-1)), "and it is left as soon as a smaller one is enough"
+
+
+def test_a_fork_is_left_for_a_program_of_its_branches() -> None:
+    """17 tokens of heads take a program for 64, and then 4 branches one for 4."""
+    buckets = buckets_for(1, 1024, config_for(4))
+    bucket, smaller, _ = buckets.choose(Pass(buckets, [Row(SERIAL, 17, 4, 100)]).told)
+    assert bucket.tokens == 64 and smaller >= 4
+    assert buckets.choose(Pass(buckets, [Row(SERIAL, 4, 4, 100)]).told)[0].tokens == 4
 
 
 @pytest.mark.parametrize(("rows", "capacity", "branches"), [(32, 2048, 16), (1, 2048, 16), (4, 512, 3), (64, 8192, 8)])

@@ -103,7 +103,8 @@ class Buckets:
             )
 
         best = min(filter(holds, self.every), key=lambda of: (of.tokens, of.rows * of.per_row, of.slots))
-        smaller = best.tokens // 2 if tokens > best.tokens // 2 else -1
+        alike = [of.tokens for of in self.every if of.tokens < best.tokens and of.rows == best.rows]
+        smaller = min(max(alike, default=-1), tokens - 1)
         return best, smaller, best.tokens if best.tokens < most else np.iinfo(np.int32).max
 
     def _piece(self, left: int) -> int:
