@@ -509,6 +509,17 @@ def test_warm_up_leaves_nothing_to_compile(bare_lm: LanguageModel) -> None:
         handle.cancel()
 
 
+def test_warm_up_forgets_what_rows_held(bare_lm: LanguageModel) -> None:
+    """Its passes write over the cache, so no later prompt may begin with what was there."""
+    own = Engine(bare_lm, max_length=128, max_batch=2, max_branches=2, max_title_tokens=2, separator_ids=SEPARATOR)
+    prompt, params = [1 + n % 9 for n in range(50)], SamplingParams(max_new_tokens=12)
+    first, again = (own.generate([prompt], params, "serial")[0] for _ in range(2))
+    assert again.stats.reused_tokens >= 32, "negative control: without warm-up it is kept"
+    own.warm_up()
+    after = own.generate([prompt], params, "serial")[0]
+    assert after.stats.reused_tokens == 0 and same(after, first)
+
+
 def test_a_failure_takes_nobody_with_it_who_waits(bare_lm: LanguageModel, monkeypatch: Any) -> None:
     own = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR)
     expected = own.generate([[1, *linearise(own.config.special, EXAMPLE, end=None)]])[0]

@@ -183,6 +183,7 @@ class Scheduler:
             if any(row.handle for row in self._rows):
                 raise RequestError("warm_up is for an engine at rest; requests are under way")
             before = time.perf_counter()
+            self.forget()  # passes that are timed write over what rows hold
             state = compile_all(self._lm, self._config, self._state_now(), self.runner.buckets)
             state, self.cost = measure_cost(self._lm, self._config, state, self.runner.buckets)
             self._change(state)
