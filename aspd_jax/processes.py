@@ -6,6 +6,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from aspd_jax.sizes import next_power
+
 FIRST_BYTES = 1024  # that go in one message; what is longer takes a second one
 
 
@@ -30,6 +32,6 @@ def tell_all(data: bytes = b"") -> bytes:
     if size <= first:
         return begun
     # Sizes are powers of two, so that few programs are compiled for them.
-    rest = np.zeros(1 << (size - first - 1).bit_length(), np.uint8)
+    rest = np.zeros(next_power(size - first), np.uint8)
     rest[: len(data[first:])] = np.frombuffer(data[first:], np.uint8)
     return begun + agreed(rest).astype(np.uint8)[: size - first].tobytes()

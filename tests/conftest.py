@@ -45,11 +45,12 @@ import infer.scheduling.runner
 import infer.scheduling.warm_up
 from aspd_jax import LanguageModel, SpecialTokens, load_model
 from aspd_jax.model.cache import Bucket
+from aspd_jax.sizes import next_power
 from infer import Engine
 from infer.decode.state import PROMPT, DecodeState, EngineConfig
 from infer.request import Job
 from infer.scheduling.admission import begin, new_state
-from infer.scheduling.buckets import capacity_for, next_power
+from infer.scheduling.buckets import capacity_for
 from train.tasks import problem
 from train.vocabulary import train_tokenizer
 

@@ -15,12 +15,13 @@ from aspd_jax import LanguageModel, SpecialTokens, load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sharding import make_mesh
+from aspd_jax.sizes import next_power
 from infer import Engine, SamplingParams
 from infer.decode.inputs import widest
 from infer.decode.state import PROMPT, RUNNING, DecodeState
 from infer.decode.step import report
 from infer.request import Job
-from infer.scheduling.buckets import Buckets, next_power
+from infer.scheduling.buckets import Buckets
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
 from tests.conftest import GOLDEN, SHARED, after_prompts, laid_out, one_step, tiny_config, write_checkpoint
 

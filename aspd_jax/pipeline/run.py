@@ -33,6 +33,7 @@ from aspd_jax.pipeline.report import Account, Report
 from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
 from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json, blocks_to_json, planned_block, structure_of
 from aspd_jax.pipeline.teacher import Teacher
+from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
 from aspd_jax.structure import plain_text, to_json
 
@@ -284,7 +285,7 @@ class _Run:
                         rows.append((number, row))
                 self._store_scores(answer, scores)
                 for number, row in rows:
-                    size = max(LEAST_ROW, 1 << (len(row.tokens) - 1).bit_length())
+                    size = max(LEAST_ROW, next_power(len(row.tokens)))
                     waiting[size].append((answer, number, scores, row))
                     if len(waiting[size]) == self.config.likelihood.batch:
                         flush(size)

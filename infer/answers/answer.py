@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from aspd_jax.layout import Layout
+from aspd_jax.sizes import next_power
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_text
 from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, split
 from infer.decode.packed import Packed
@@ -168,7 +169,7 @@ def read(
 
 def look_at(state: DecodeState, config: EngineConfig, rows: Sequence[int]) -> Packed[Snapshot]:
     """A copy on the device of all that `readings` needs; the state may be given away then."""
-    size = 1 << (len(rows) - 1).bit_length()  # few programs
+    size = next_power(len(rows))
     return snapshot(state, np.asarray([*rows, *[rows[0]] * (size - len(rows))], np.int32), config)
 
 

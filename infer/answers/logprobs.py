@@ -17,6 +17,7 @@ import numpy as np
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.transformer import Transformer, lm_head
+from aspd_jax.sizes import next_power
 from aspd_jax.tokens import SerialIds, split
 from infer.answers.answer import Result
 from infer.decode.state import EngineConfig
@@ -40,9 +41,7 @@ def token_logprobs(lm: LanguageModel, config: EngineConfig, result: Result, alte
     """
     prompt, ids = result.prompt_token_ids, result.token_ids
     whole = np.asarray([*prompt, *ids], np.int32)
-    size = CHUNK
-    while size < whole.size:
-        size *= 2
+    size = max(CHUNK, next_power(whole.size))
     tokens = np.zeros((1, size), np.int32)
     tokens[0, : whole.size] = whole
     real = (np.arange(size) < whole.size)[None]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 
+from aspd_jax.sizes import next_power
 from infer.answers.answer import Result
 from infer.answers.logprobs import content_places
 from infer.decode.step import Script
@@ -43,9 +44,7 @@ def content_ids(engine: Engine, result: Result) -> list[int]:
 
 
 def _script(engine: Engine, tokens: Sequence[int]) -> Script:
-    size = LEAST_SCRIPT
-    while size <= len(tokens):
-        size *= 2
+    size = max(LEAST_SCRIPT, next_power(len(tokens) + 1))
     serial = np.full((1, size), -1, np.int32)
     serial[0, : len(tokens)] = tokens
     return Script(jnp.asarray(serial), jnp.full((1, engine.config.max_branches, 1), -1, jnp.int32))

@@ -210,7 +210,7 @@ def next_inputs(state: DecodeState, config: EngineConfig, bucket: Bucket, drafti
         layout=Layout(*(jnp.where(real, field, 0) for field in layout)),
         row=row,
         slot=jnp.where(real, slot, capacity),
-        kind=jnp.where(state.sequence.phase[own] == PROMPT, OTHER, _kinds(state.sequence.phase[own], due, config)),
+        kind=_kinds(state.sequence.phase[own], due, config),
         logits_at=flat,
     )
     at = jnp.nonzero(real & (due.lane >= 0), size=count, fill_value=bucket.tokens)[0]
@@ -296,7 +296,7 @@ def pending(
 
     # One token: a serial stretch or a title.
     tokens, position = s.token[row], s.position[row]
-    branch, block = jnp.zeros_like(row), jnp.zeros_like(row)
+    branch = jnp.zeros_like(row)
     lane = jnp.where(place == 0, 0, -1)
 
     if most > 4:  # the smallest fork: `<|para|>` and two heads of two tokens

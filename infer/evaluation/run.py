@@ -26,6 +26,7 @@ from aspd_jax.files import write_whole
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.layout import Layout
 from aspd_jax.pipeline.likelihood import CHUNK, token_losses
+from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
 from infer.engine import Engine
 from infer.evaluation.answers import answer_questions, write_model_answers
@@ -230,9 +231,7 @@ def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question]
             ids = [*prompt, *answer]
             if not answer or len(ids) > engine.max_length:
                 continue
-            size = CHUNK
-            while size < len(ids):
-                size *= 2
+            size = max(CHUNK, next_power(len(ids)))
             tokens = np.zeros((1, size), np.int32)
             tokens[0, : len(ids)] = ids
             one = (np.arange(size) < len(ids)).astype(np.int32)[None]

@@ -15,11 +15,11 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import empty_cache
+from aspd_jax.sizes import next_power
 from infer.decode.recogniser import Recogniser, of_tokens
 from infer.decode.slots import Admission, admit
 from infer.decode.state import DecodeState, EngineConfig, Request, empty_state, settle
 from infer.request import Job
-from infer.scheduling.buckets import next_power
 
 LEAST_PROMPT = 64  # tokens of the smallest program that lays out a prompt
 

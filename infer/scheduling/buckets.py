@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from aspd_jax.model.cache import Bucket
+from aspd_jax.sizes import next_power, powers
 from infer.decode.inputs import most_lanes
 from infer.decode.state import PROMPT, EngineConfig
 from infer.decode.step import Report
@@ -20,20 +21,6 @@ LEAST_SLOTS = 512  # that a pass looks at: below, there is little to save
 MOST_TOKENS = 512  # of a pass, and of prompts in it while no answer waits for it
 PROMPT_BESIDE = 64  # tokens of prompts in a pass that answers wait for, and of a prompt beside other rows
 ROW_STEP = 8  # rows of a program to those of the next
-
-
-def next_power(count: int) -> int:
-    """The smallest power of two that is as large."""
-    return 1 << max(0, count - 1).bit_length()
-
-
-def powers(first: int, last: int) -> list[int]:
-    """Powers of two from the one that holds `first` to the one that holds `last`."""
-    found, size = [], next_power(first)
-    while size < 2 * last:
-        found.append(size)
-        size *= 2
-    return found
 
 
 def capacity_for(tokens: int) -> int:

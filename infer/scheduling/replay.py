@@ -15,6 +15,7 @@ from aspd_jax.errors import StructureError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import Bucket
+from aspd_jax.sizes import next_power
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, split
 from infer.decode.inputs import Inputs, next_inputs, widths
 from infer.decode.state import FORK, PROMPT, RUNNING, DecodeState, EngineConfig
@@ -22,7 +23,7 @@ from infer.decode.step import count_pass, forward
 from infer.decode.transition import advance, by_stretch
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import begin, new_state
-from infer.scheduling.buckets import MOST_TOKENS, capacity_for, next_power
+from infer.scheduling.buckets import MOST_TOKENS, capacity_for
 
 
 @dataclass(frozen=True)

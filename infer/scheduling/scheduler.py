@@ -20,6 +20,7 @@ import numpy as np
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
+from aspd_jax.sizes import next_power
 from infer.answers.answer import Answer, Reading, Result, look_at, read, readings, result
 from infer.decode.recogniser import TextReader
 from infer.decode.slots import NO_CAP, copy_slots, set_branch_cap, stop_stretches
@@ -27,7 +28,7 @@ from infer.decode.state import FORK, PARALLEL, PROMPT, RUNNING, SERIAL, DecodeSt
 from infer.decode.step import Report, Script, report
 from infer.request import Job
 from infer.scheduling.admission import Beginning, begin, new_state
-from infer.scheduling.buckets import LEAST_CAPACITY, next_power
+from infer.scheduling.buckets import LEAST_CAPACITY
 from infer.scheduling.handle import NO_LIMIT, Handle
 from infer.scheduling.policy import Policy, StepCost
 from infer.scheduling.prefix_cache import LEAST_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
@@ -257,8 +258,10 @@ class Scheduler:
         return shared if shared >= LEAST_COPIED else 0
 
     def _note_prompts(self, told: Report) -> bool:
-        """Take note of prompts that have been fed; whether one is listened to."""
-        now, listened = time.perf_counter(), False
+        """Take note of prompts that have been fed; whether somebody waits for one: its listener, or a request that may
+        begin alike and has a row to go to.
+        """
+        now, awaited = time.perf_counter(), False
         for number, row in enumerate(self._rows):
             if row.handle is None or row.prompt is None or told.phase[number] == PROMPT:
                 continue
@@ -267,13 +270,13 @@ class Scheduler:
             seconds |= {"prefill": total - seconds["queued"], "serial": 0.0, "parallel": 0.0, "first_token": total}
             seconds["total"], row.handle.counted = total, now
             row.handle.passes = np.asarray([told.passes[number] - told.parallel_passes[number], 0])
-            listened |= row.handle.wanted or (bool(self._waiting) and any(of.handle is None for of in self._rows))
-        return listened
+            awaited |= row.handle.wanted or (bool(self._waiting) and any(of.handle is None for of in self._rows))
+        return awaited
 
     def _decode(self, steps: int, join: bool) -> None:
         """At most so many passes; `join`: fewer if a request finishes."""
         rows = [number for number, row in enumerate(self._rows) if row.handle is not None]
-        stops = any(self._handle(number).job.params.stop for number in rows)
+        stops = self._looks_for_stops()
         if stops:
             steps = min(steps, 1)  # stop strings are found by the host
         if self._policy.milliseconds is not None:
@@ -282,15 +285,13 @@ class Scheduler:
         self._hold_back()
         done, told, join = 0, self._reported(), join or bool(self._waiting)
         left = steps - self.chunk.passes  # those that were started ahead
-        listened = self._note_prompts(told)
-        while (
-            done < left and told.tokens.any() and not (join and (told.finish[rows] != RUNNING).any()) and not listened
-        ):
+        awaited = self._note_prompts(told)
+        while done < left and told.tokens.any() and not (join and (told.finish[rows] != RUNNING).any()) and not awaited:
             started = self._start(told, left - done, join)
             passes, told = self.runner.end(started, self.cost)
             self._report = told
             done += passes
-            listened = self._note_prompts(told)
+            awaited = self._note_prompts(told)
         self._count(told, done, time.perf_counter() - before)
         # The next passes follow from what is known, unless what is read now may change them, or branches are held back.
         feeding = any(row.prompt is not None for row in self._rows)
@@ -299,10 +300,14 @@ class Scheduler:
 
     def _start(self, told: Report, steps: int, join: bool) -> Run:
         """Start passes of what `told` tells of."""
-        stops = any(row.handle.job.params.stop for row in self._rows if row.handle is not None)
+        stops = self._looks_for_stops()
         started = self.runner.start(self._state_now(), told, steps, join, stops, self.script)
         self._change(started.state)
         return started
+
+    def _looks_for_stops(self) -> bool:
+        """Whether a request under way has stop strings."""
+        return any(row.handle.job.params.stop for row in self._rows if row.handle is not None)
 
     def _end_ahead(self) -> None:
         """Wait for the passes that were started ahead."""

@@ -15,13 +15,14 @@ import numpy as np
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.processes import agreed
+from aspd_jax.sizes import powers
 from infer.answers.answer import read
 from infer.decode.slots import NO_CAP, copy_slots, occupy, set_branch_cap, stop_stretches
 from infer.decode.state import DecodeState, EngineConfig
 from infer.decode.step import Limits, report, run
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import LEAST_PROMPT, begin
-from infer.scheduling.buckets import Buckets, powers
+from infer.scheduling.buckets import Buckets
 from infer.scheduling.policy import Sample, StepCost, fit
 
 log = logging.getLogger(__name__)
