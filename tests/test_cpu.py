@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from aspd_jax.model import cpu
-from aspd_jax.model.cpu import product
+from aspd_jax.model.cpu import computed_once, product
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
 from tests.test_model import BASE, BLOCK, fed
@@ -41,6 +41,7 @@ def both_ways(program: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> t
 PRODUCTS = {
     "queries, keys and values": ((5,), (96,), (2, 6, 16)),
     "one token": ((1,), (96,), (2, 6, 16)),
+    "one token, large": ((1,), (288,), (2, 6, 64)),
     "of a full pass": ((2, 7), (96,), (2, 6, 16)),
     "after attention": ((5,), (8, 16), (96,)),
     "gate and up": ((5,), (96,), (2, 160)),
@@ -132,6 +133,7 @@ PROJECTIONS = {
     for name, inputs_first in {
         "queries, keys and values": False,
         "one token": False,
+        "one token, large": False,
         "after attention": True,
         "gate and up": False,
         "down": True,
@@ -155,6 +157,27 @@ def test_plain_forms_transpose_what_theirs_do_not(monkeypatch: pytest.MonkeyPatc
     ours, plain = both_ways(product, monkeypatch)
     x, kernel = numbers(5, 96), numbers(2, 6, 16, 96)
     assert transposed(plain, x, kernel) and not transposed(ours, x, kernel)
+
+
+def test_what_layers_share_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: where XLA keeps to `optimization_barrier`, `computed_once` can go."""
+
+    def layers(x: jax.Array, kernel: jax.Array, always: jax.Array) -> jax.Array:
+        (sine,) = computed_once((jnp.sin(x),), always)
+        for _ in range(4):
+            x = (x * sine) @ kernel
+        return x
+
+    x, kernel, always = numbers(5, 32), numbers(32, 32), jnp.bool_(True)
+    sines = []
+    for run in both_ways(layers, monkeypatch):
+        text = run.lower(x, kernel, always).compile().as_text()
+        sines.append(text.count(" sine("))
+        expected = np.asarray(x, np.float64)
+        for _ in range(4):
+            expected = (expected * np.sin(x)) @ np.asarray(kernel, np.float64)
+        np.testing.assert_allclose(run(x, kernel, always), expected, rtol=1e-3, atol=1e-2)
+    assert sines == [1, 4]
 
 
 def test_other_platforms_get_the_plain_forms(monkeypatch: pytest.MonkeyPatch) -> None:

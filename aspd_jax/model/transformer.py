@@ -23,7 +23,7 @@ from aspd_jax.layout import Layout
 from aspd_jax.model.attention import BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, Cache, LayerCache, RowView, TokenBatch, by_row, record, write
 from aspd_jax.model.config import ModelConfig, RopeConfig
-from aspd_jax.model.cpu import product
+from aspd_jax.model.cpu import computed_once, product
 from aspd_jax.sharding import named_sharding
 
 LAYERS = "layers"  # name of the stacked layers' parameters
@@ -346,7 +346,8 @@ class Transformer(nn.Module):
         rows = by_row(batch, bucket)
         key = Layout(*(field[: bucket.rows, : bucket.slots] for field in cache.layout))
         view = View(rows.layout, key, rows.slot, jnp.arange(bucket.slots)[None])
-        ropes = jax.lax.optimization_barrier(self.ropes(batch.layout.position))  # computed once, not in every layer
+        shared = self.ropes(batch.layout.position), batch, rows, view
+        ropes, batch, rows, view = computed_once(shared, cache.length[0] >= 0)
         context = OverCache(batch, rows, view)
         x = self.embedded(batch.tokens)
         layers = []
