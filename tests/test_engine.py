@@ -19,7 +19,7 @@ from aspd_jax.sizes import next_power
 from infer import Engine, SamplingParams
 from infer.decode.inputs import widest
 from infer.decode.state import PROMPT, RUNNING, DecodeState
-from infer.decode.step import report
+from infer.decode.step import report_of
 from infer.request import Job
 from infer.scheduling.buckets import Buckets
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
@@ -71,17 +71,17 @@ def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
     jobs = [Job((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 150, seed) for seed in range(10, 14)]
     state, whole = after_prompts(bare_lm, own.config, jobs), Bucket(4, 128, 32, 256)
-    while [((told := report(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
+    while [((report := report_of(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
         state = one_step(bare_lm.params, state, own.config, whole)
         assert (state.sequence.finish == RUNNING).any(), "there was no such pass"
-    best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).choose(told)
-    close = Bucket(4, int(told.tokens.sum()), int(told.tokens.max()), int((told.length + told.tokens).max()))
+    best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).choose(report)
+    close = Bucket(4, int(report.tokens.sum()), int(report.tokens.max()), int((report.length + report.tokens).max()))
     ways = (whole, best, close, close._replace(per_row=4), close._replace(rows=2))
     plain, by_choice, by_close, narrow, few = (one_step(bare_lm.params, state, own.config, way) for way in ways)
     assert_same_state(by_choice, plain)
     assert_same_state(by_close, plain)
     stood_still = plain.cache.length != narrow.cache.length
-    np.testing.assert_array_equal(stood_still, told.tokens > 4)
+    np.testing.assert_array_equal(stood_still, report.tokens > 4)
     np.testing.assert_array_equal(narrow.cache.length[stood_still], state.cache.length[stood_still])
     np.testing.assert_array_equal(few.cache.length, [*plain.cache.length[:2], *state.cache.length[2:]])
 
@@ -95,7 +95,7 @@ def test_what_does_not_fit_a_pass_waits_and_no_answer_changes(bare_lm: LanguageM
 
     def decoded(ways: list[Bucket]) -> tuple[DecodeState, int]:
         state, passes = laid_out(bare_lm, own.config, jobs), 0
-        while report(state, own.config).read().tokens.any():
+        while report_of(state, own.config).read().tokens.any():
             state = one_step(bare_lm.params, state, own.config, ways[passes % len(ways)])
             passes += 1
             assert passes < 2000
@@ -127,8 +127,8 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
     for prompt, each in zip(prompts, params, strict=True):
         handles.append(own.submit(prompt, each))
         own.step(int(random.integers(1, 6)))
-        told = report(own.scheduler._state_now(), own.config).read()
-        beside += bool((told.phase == PROMPT)[told.tokens > 0].any() and (told.lanes > 1).any())
+        report = report_of(own.scheduler._state_now(), own.config).read()
+        beside += bool((report.phase == PROMPT)[report.tokens > 0].any() and (report.lanes > 1).any())
     results = [handle.wait() for handle in handles]
     assert beside, "prompts were fed beside branches"
     assert sum(result.stats.blocks > 0 for result in results) >= 4
@@ -170,9 +170,9 @@ def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
         job = Job((1, 2, 3, 4, 5, 6), SamplingParams(temperature=100.0), "adaptive", 100, seed)
         state = laid_out(lm, config, [job])
         history: list[tuple[int, np.ndarray]] = []
-        while (widest := int((told := report(state, config).read()).tokens.max())) > 0:
+        while (widest := int((report := report_of(state, config).read()).tokens.max())) > 0:
             forks += widest >= 7
-            size = 4 if told.phase[0] == PROMPT else next_power(widest)
+            size = 4 if report.phase[0] == PROMPT else next_power(widest)
             state = one_step(lm.params, state, config, Bucket(1, size, size, 128))
             history.append((int(state.cache.length[0]), np.asarray(state.cache.layers[-1].key)[0]))
         lengths = [length for length, _ in history]

@@ -23,7 +23,7 @@ from infer import Engine, Event, SamplingParams
 from infer.decode.inputs import BranchBudget
 from infer.decode.slots import copy_slots
 from infer.decode.state import PROMPT, SequenceState
-from infer.decode.step import report
+from infer.decode.step import report_of
 from infer.scheduling.buckets import PROMPT_BESIDE
 from infer.scheduling.policy import Policy, Sample, StepCost, fit
 from infer.scheduling.prefix_cache import LEAST_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
@@ -479,7 +479,7 @@ def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine
 def test_a_state_is_asked_once_what_it_needs(engine: Engine, monkeypatch: Any) -> None:
     """Passes report what the next ones need; the state is asked anew where something else has changed it."""
     asked = []
-    monkeypatch.setattr(infer.scheduling.scheduler, "report", lambda *args: asked.append(1) or report(*args))
+    monkeypatch.setattr(infer.scheduling.scheduler, "report_of", lambda *args: asked.append(1) or report_of(*args))
     handles = [engine.submit([1, 2], replace(HOT, max_new_tokens=40, seed=seed)) for seed in range(2)]
     for chunk in range(3):
         engine.step(2)

@@ -174,8 +174,8 @@ def pass_times(
         for width in widths:
             state = jax.block_until_ready(occupy(state, config, width, context))
             begun = time.perf_counter()
-            state, told = run(lm.params, state, limits, config, buckets[width], None, False)
-            after = told.read()
+            state, report = run(lm.params, state, limits, config, buckets[width], None, False)
+            after = report.read()
             times[width].append((time.perf_counter() - begun) / steps)
             if after.tokens.max() != width or after.left:
                 raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")

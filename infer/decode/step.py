@@ -191,7 +191,7 @@ class Report(NamedTuple):
 
 
 @partial(jax.jit, static_argnames="config")
-def report(state: DecodeState, config: EngineConfig, left: jax.Array | int = 0) -> Packed[Report]:
+def report_of(state: DecodeState, config: EngineConfig, left: jax.Array | int = 0) -> Packed[Report]:
     """What the host has to know of a state."""
     due, s = widths(state, config), state.sequence
     counts = (s.phase, s.finish, s.passes, s.parallel_passes, s.stretches, s.accepted, state.cache.length)
@@ -231,4 +231,4 @@ def run(
         return shard_state(step(params, state, config, bucket, script, drafting), config.mesh), left - 1
 
     state, left = jax.lax.while_loop(more, body, (state, jnp.int32(limits.steps)))
-    return state, report(state, config, left)
+    return state, report_of(state, config, left)

@@ -66,9 +66,9 @@ class Buckets:
         found += [(tokens, PROMPT_BESIDE) for tokens in (2 * PROMPT_BESIDE, most)]
         return list(dict.fromkeys([*found, (most, most)]))
 
-    def choose(self, told: Report) -> tuple[Bucket, int, int]:
+    def choose(self, report: Report) -> tuple[Bucket, int, int]:
         """The smallest program for the next pass, and how few tokens a smaller and how many a larger one is for."""
-        due, is_prompt = np.asarray(told.tokens), np.asarray(told.phase) == PROMPT
+        due, is_prompt = np.asarray(report.tokens), np.asarray(report.phase) == PROMPT
         rows = int(np.flatnonzero(due)[-1]) + 1
         answers = np.where(is_prompt, 0, due)
         left = np.where(is_prompt, due, 0)
@@ -76,8 +76,8 @@ class Buckets:
         beside = MOST_TOKENS if not answers.any() else PROMPT_BESIDE
         tokens = int(answers.sum() + min(piece.sum(), beside))
         per_row = int(max(answers.max(), piece.max()))
-        slots = int((np.asarray(told.length) + answers + piece)[due > 0].max())
-        lanes = int(np.asarray(told.lanes).sum())
+        slots = int((np.asarray(report.length) + answers + piece)[due > 0].max())
+        lanes = int(np.asarray(report.lanes).sum())
         most = max(bucket.tokens for bucket in self.every)
 
         def holds(bucket: Bucket) -> bool:

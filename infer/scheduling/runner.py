@@ -56,12 +56,12 @@ class Runner:
         self.drafts = DraftControl(config.draft_tokens)
 
     def start(
-        self, state: DecodeState, told: Report, steps: int, join: bool, stops: bool, script: Script | None
+        self, state: DecodeState, report: Report, steps: int, join: bool, stops: bool, script: Script | None
     ) -> Run:
         """Start passes, and do not wait for them; `state` is given away.
 
         Args:
-            told: of the state; some sequence feeds something.
+            report: of the state; some sequence feeds something.
             steps: at most so many passes. There are fewer where the next needs another program.
             join: end when a sequence finishes.
             stops: a pass takes one token of a stretch, because stop strings are looked for: none may follow such a
@@ -71,11 +71,11 @@ class Runner:
         since = time.perf_counter()
         drafting = self.drafts.on and not stops
         steps = min(steps, self.drafts.passes)
-        bucket, smaller, larger = self.buckets.choose(told)
+        bucket, smaller, larger = self.buckets.choose(report)
         smaller = -1 if drafting else smaller  # drafts come and go
         limits = Limits(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
         state, after = run(self._lm.params, state, limits, self._config, bucket, script, drafting)
-        return Run(steps, bucket, drafting, told, after, state, since)
+        return Run(steps, bucket, drafting, report, after, state, since)
 
     def end(self, started: Run, cost: StepCost | None) -> tuple[int, Report]:
         """Wait for passes: how many there were, and what they report; `cost`: of a pass, which drafts are judged by."""

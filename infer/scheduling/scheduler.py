@@ -25,7 +25,7 @@ from infer.answers.answer import Answer, Reading, Result, look_at, read, reading
 from infer.decode.recogniser import TextReader
 from infer.decode.slots import NO_CAP, copy_slots, set_branch_cap, stop_stretches
 from infer.decode.state import FORK, PARALLEL, PROMPT, RUNNING, SERIAL, DecodeState, EngineConfig
-from infer.decode.step import Report, Script, report
+from infer.decode.step import Report, Script, report_of
 from infer.request import Job
 from infer.scheduling.admission import Beginning, begin, new_state
 from infer.scheduling.buckets import LEAST_CAPACITY
@@ -257,19 +257,19 @@ class Scheduler:
         shared = max((common_prefix(other, ids) for other in fed), default=0)
         return shared if shared >= LEAST_COPIED else 0
 
-    def _note_prompts(self, told: Report) -> bool:
+    def _note_prompts(self, report: Report) -> bool:
         """Take note of prompts that have been fed; whether somebody waits for one: its listener, or a request that may
         begin alike and has a row to go to.
         """
         now, awaited = time.perf_counter(), False
         for number, row in enumerate(self._rows):
-            if row.handle is None or row.prompt is None or told.phase[number] == PROMPT:
+            if row.handle is None or row.prompt is None or report.phase[number] == PROMPT:
                 continue
             row.memory, row.prompt = replace(row.prompt, stamp=self._stamp), None
             seconds, total = row.handle.seconds, now - row.handle.submitted
             seconds |= {"prefill": total - seconds["queued"], "serial": 0.0, "parallel": 0.0, "first_token": total}
             seconds["total"], row.handle.counted = total, now
-            row.handle.passes = np.asarray([told.passes[number] - told.parallel_passes[number], 0])
+            row.handle.passes = np.asarray([report.passes[number] - report.parallel_passes[number], 0])
             awaited |= row.handle.wanted or (bool(self._waiting) and any(of.handle is None for of in self._rows))
         return awaited
 
@@ -283,25 +283,27 @@ class Scheduler:
             steps = min(steps, STEPS_BETWEEN_CAPS)
         before = time.perf_counter()
         self._hold_back()
-        done, told, join = 0, self._reported(), join or bool(self._waiting)
+        done, report, join = 0, self._reported(), join or bool(self._waiting)
         left = steps - self.chunk.passes  # those that were started ahead
-        awaited = self._note_prompts(told)
-        while done < left and told.tokens.any() and not (join and (told.finish[rows] != RUNNING).any()) and not awaited:
-            started = self._start(told, left - done, join)
-            passes, told = self.runner.end(started, self.cost)
-            self._report = told
+        awaited = self._note_prompts(report)
+        while done < left and report.tokens.any() and not awaited:
+            if join and (report.finish[rows] != RUNNING).any():
+                break
+            started = self._start(report, left - done, join)
+            passes, report = self.runner.end(started, self.cost)
+            self._report = report
             done += passes
-            awaited = self._note_prompts(told)
-        self._count(told, done, time.perf_counter() - before)
+            awaited = self._note_prompts(report)
+        self._count(report, done, time.perf_counter() - before)
         # The next passes follow from what is known, unless what is read now may change them, or branches are held back.
         feeding = any(row.prompt is not None for row in self._rows)
-        known = not (stops or feeding) and self._policy == Policy() and bool((told.finish[rows] == RUNNING).all())
-        self._process_outputs(told, steps if join and known and told.tokens.any() else 0)
+        known = not (stops or feeding) and self._policy == Policy() and bool((report.finish[rows] == RUNNING).all())
+        self._process_outputs(report, steps if join and known and report.tokens.any() else 0)
 
-    def _start(self, told: Report, steps: int, join: bool) -> Run:
-        """Start passes of what `told` tells of."""
+    def _start(self, report: Report, steps: int, join: bool) -> Run:
+        """Start the passes that a report asks for."""
         stops = self._looks_for_stops()
-        started = self.runner.start(self._state_now(), told, steps, join, stops, self.script)
+        started = self.runner.start(self._state_now(), report, steps, join, stops, self.script)
         self._change(started.state)
         return started
 
@@ -314,12 +316,12 @@ class Scheduler:
         if self._ahead is None:
             return
         started, self._ahead = self._ahead, None
-        done, told = self.runner.end(started, self.cost)
+        done, report = self.runner.end(started, self.cost)
         if self._state is started.state:
-            self._report = told
-        self._count(told, done, time.perf_counter() - started.since)
+            self._report = report
+        self._count(report, done, time.perf_counter() - started.since)
 
-    def _count(self, told: Report, passes: int, seconds: float) -> None:
+    def _count(self, report: Report, passes: int, seconds: float) -> None:
         """Count passes for the chunk, and their time for every request."""
         self.chunk = Chunk(self.chunk.passes + passes, self.chunk.seconds + seconds)
         now = time.perf_counter()
@@ -327,8 +329,8 @@ class Scheduler:
             if not row.decoding:
                 continue
             handle = self._handle(number)
-            in_blocks = told.parallel_passes[number]
-            both = np.asarray([told.passes[number] - in_blocks, in_blocks])
+            in_blocks = report.parallel_passes[number]
+            both = np.asarray([report.passes[number] - in_blocks, in_blocks])
             spent = min(seconds, now - handle.counted)  # its prompt may have ended under way
             serial, in_block = (both - handle.passes) / max(1, (both - handle.passes).sum()) * spent
             handle.passes, handle.counted = both, now
@@ -338,32 +340,32 @@ class Scheduler:
 
     def _reported(self) -> Report:
         if self._report is None:
-            self._report = report(self._state_now(), self._config).read()
+            self._report = report_of(self._state_now(), self._config).read()
         return self._report
 
     def _hold_back(self) -> None:
         """Set how many branches a sequence may feed in a pass."""
         cap = None
         if self._policy != Policy():
-            told = self._reported()
-            running = told.finish == RUNNING
-            in_block = running & np.isin(told.phase, (FORK, PARALLEL))
-            slots = int(told.length[running].max(initial=0)) * len(self._rows)
+            report = self._reported()
+            running = report.finish == RUNNING
+            in_block = running & np.isin(report.phase, (FORK, PARALLEL))
+            slots = int(report.length[running].max(initial=0)) * len(self._rows)
             cap = self._policy.branches(self.cost, int((running & ~in_block).sum()), int(in_block.sum()), slots)
         if cap != self._cap:
             self._cap = cap
             caps = np.full(len(self._rows), NO_CAP if cap is None else cap, np.int32)
             self._change(set_branch_cap(self._state_now(), caps))
 
-    def _process_outputs(self, told: Report, ahead: int = 0) -> None:
+    def _process_outputs(self, report: Report, ahead: int = 0) -> None:
         """Read the requests that have ended, have stop strings, or are listened to.
 
         Args:
-            told: of the state.
+            report: of the state.
             ahead: so many passes are started before anything is read.
         """
         self._stamp += 1
-        finish = told.finish
+        finish = report.finish
         decoding = [number for number, row in enumerate(self._rows) if row.decoding]
         looked_at = [handle.wanted or bool(handle.job.params.stop) for handle in map(self._handle, decoding)]
         asked = [row for row, wanted in zip(decoding, looked_at, strict=True) if wanted or finish[row] != RUNNING]
@@ -371,7 +373,7 @@ class Scheduler:
             return
         shot = look_at(self._state_now(), self._config, asked)
         if ahead:
-            self._ahead = self._start(told, ahead, join=True)
+            self._ahead = self._start(report, ahead, join=True)
         found = dict(zip(asked, readings(shot, len(asked), self._config, self._reader), strict=True))
         if stopped := self._close_at_stop_strings(found):
             finish = self._reported().finish

@@ -19,7 +19,7 @@ from aspd_jax.sizes import powers
 from infer.answers.answer import read
 from infer.decode.slots import NO_CAP, copy_slots, occupy, set_branch_cap, stop_stretches
 from infer.decode.state import DecodeState, EngineConfig
-from infer.decode.step import Limits, report, run
+from infer.decode.step import Limits, report_of, run
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import LEAST_PROMPT, begin
 from infer.scheduling.buckets import Buckets
@@ -47,7 +47,7 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
         state = copy_slots(state, np.zeros(2, np.int32), np.full(2, batch, np.int32), config, min(size, capacity))
     for rows in powers(1, batch):
         read(state, config, [0] * min(rows, batch))
-    jax.block_until_ready(report(state, config))
+    jax.block_until_ready(report_of(state, config))
     state = stop_stretches(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
     return set_branch_cap(state, np.full(batch, NO_CAP, np.int32))
 
@@ -78,7 +78,7 @@ def _time(lm: LanguageModel, config: EngineConfig, state: DecodeState, bucket: B
     for _ in range(REPEATS + 1):  # the first may compile
         state = jax.block_until_ready(occupy(state, config, width, bucket.slots - width))
         before = time.perf_counter()
-        state, told = run(lm.params, state, one, config, bucket, None, False)
-        told.read()
+        state, report = run(lm.params, state, one, config, bucket, None, False)
+        report.read()
         times.append(1000 * (time.perf_counter() - before))
     return occupy(state, config, 0, 0), median(times[1:])
