@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from aspd_jax import LanguageModel
@@ -15,7 +17,7 @@ from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket
 from infer import Engine, SamplingParams
 from infer.decode.inputs import Lanes, next_inputs
-from infer.decode.sampling import lane_keys, penalise_repetition, restrict, sample
+from infer.decode.sampling import _counted, _scattered, lane_keys, penalise_repetition, restrict, sample
 from infer.decode.state import TITLE, DecodeState, EngineConfig, Request
 from infer.request import Job
 from tests.answers import SEPARATOR
@@ -80,6 +82,91 @@ def test_restrict_keeps_what_the_definitions_keep(
     np.testing.assert_array_equal(out[3], logits[3])  # a neighbour without limits keeps everything
 
 
+def kept_by_sorting(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Whole groups of equal logits, bool [V], in float64."""
+    smallest = np.sort(logits)[::-1][(top_k or logits.size) - 1 :][:1]
+    kept = np.isfinite(logits) & (logits >= (smallest[0] if smallest.size else -np.inf))
+    weights = np.where(kept, np.exp(logits.astype(np.float64) - logits.max()), 0.0)
+    shares = weights / weights.sum()
+    if top_p < 1:
+        values = np.unique(logits[kept])[::-1]
+        reached = np.cumsum([shares[logits == value].sum() for value in values]) >= top_p
+        kept &= logits >= (values[np.argmax(reached)] if reached.any() else -np.inf)
+    return kept & (shares >= min_p * shares.max())
+
+
+VOCABULARY = 24
+LOGITS = st.one_of(
+    st.floats(-8, 8, width=32, allow_subnormal=False),
+    st.sampled_from([-3.0, -1.0, -0.0, 0.0, 1.0, 2.0]),
+    st.sampled_from([-np.inf, -3e38, -1e-37, 1e-37, 3e38]),
+)
+JITTED_RESTRICT = jax.jit(restrict)
+
+
+@settings(max_examples=300)
+@given(
+    logits=st.lists(LOGITS, min_size=VOCABULARY, max_size=VOCABULARY),
+    top_k=st.one_of(st.sampled_from([0, 1, VOCABULARY, VOCABULARY + 1]), st.integers(0, VOCABULARY)),
+    top_p=st.one_of(st.sampled_from([1e-50, 0.5, 1.0]), st.floats(0, 1, exclude_min=True)),
+    min_p=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1)),
+)
+def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
+    """Exactly, where the shares are further from the limits than float32 rounds."""
+    values = np.array(logits, np.float32)
+    assume(np.isfinite(values).any())
+    fewest = kept_by_sorting(values, top_k, top_p - 1e-6, min(1.0, min_p * 1.00001))
+    most = kept_by_sorting(values, top_k, top_p + 1e-6, min_p / 1.00001)
+    assume((fewest == most).all())
+    request = Request(
+        adaptive=jnp.ones(1, bool),
+        seed=jnp.zeros(1, jnp.uint32),
+        temperature=jnp.ones(1),
+        top_k=jnp.array([top_k], jnp.int32),
+        top_p=jnp.array([top_p], jnp.float32),
+        min_p=jnp.array([min_p], jnp.float32),
+        repetition_penalty=jnp.ones(1),
+        max_branch_tokens=jnp.ones(1, jnp.int32),
+    )
+    out = np.asarray(JITTED_RESTRICT(values[None], request))[0]
+    np.testing.assert_array_equal(out, np.where(most, values, -np.inf))
+
+
+@settings(max_examples=60)
+@given(
+    slots=st.lists(st.tuples(st.integers(0, 299), st.booleans()), min_size=6, max_size=6),
+    size=st.sampled_from([256, 299, 300]),
+)
+def test_tokens_are_counted_as_they_are_scattered(slots: list[tuple[int, bool]], size: int) -> None:
+    """Two lanes of three slots, a vocabulary that is no multiple of a group, and tokens beyond it."""
+    tokens, seen = (np.array(field).reshape(2, 3) for field in zip(*slots, strict=True))
+    expected = np.array([[t in lane[mask] for t in range(size)] for lane, mask in zip(tokens, seen, strict=True)])
+    for form in (_counted, _scattered):
+        np.testing.assert_array_equal(jax.jit(form, static_argnums=0)(size, tokens, seen), expected)
+
+
+def test_nothing_is_sorted(bare_lm: LanguageModel, config: EngineConfig) -> None:
+    """Not on CPU, and for TPU there is no scatter either, whose indices XLA would sort."""
+    state = state_for(bare_lm, config, SamplingParams(temperature=1.0, top_k=3, repetition_penalty=1.1))
+    lanes, logits = serial_lanes(state, config), jnp.zeros((1, 24))
+
+    def sampled(logits: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
+        return sample(logits, state, config, lanes)
+
+    def sorts(program: Callable[..., Any], *arguments: Any) -> bool:
+        text = jax.jit(program).lower(*arguments).compile().as_text()
+        return " sort(" in text or "TopK" in text
+
+    def scatters(platform: str) -> bool:
+        text = jax.jit(sampled).trace(logits, state, lanes).lower(lowering_platforms=(platform,)).as_text()
+        return "stablehlo.scatter" in text
+
+    assert not sorts(sampled, logits, state, lanes)
+    assert sorts(jnp.sort, logits) and sorts(partial(jax.lax.top_k, k=2), logits), "negative control"
+    assert not scatters("tpu")
+    assert scatters("cpu"), "negative control"
+
+
 def test_repetition_penalty_sees_what_the_row_sees(bare_lm: LanguageModel, config: EngineConfig) -> None:
     """Tokens of the prompt and of siblings do not count; tokens before the block and of the branch itself do."""
     state = state_for(bare_lm, config, SamplingParams(repetition_penalty=2.0))
@@ -137,6 +224,13 @@ def test_temperature_zero_takes_the_likeliest_beside_sampled_neighbours(
     picks = [np.asarray(sample(logits, changed(state, sampled=jnp.array([i, i])), config, lanes)) for i in range(30)]
     assert {int(pick[0]) for pick in picks} == {int(np.argmax(logits[0]))}
     assert len({int(pick[1]) for pick in picks}) > 5
+
+
+def test_a_temperature_next_to_zero_takes_the_likeliest(bare_lm: LanguageModel, config: EngineConfig) -> None:
+    """Logits over it would be infinite."""
+    state = state_for(bare_lm, config, SamplingParams(temperature=1e-37, top_p=0.9))
+    logits = jnp.asarray(np.random.default_rng(1).standard_normal((1, 24)) * 20, jnp.float32)
+    assert sample(logits, state, config, serial_lanes(state, config)).tolist() == [int(jnp.argmax(logits))]
 
 
 def test_every_place_has_its_own_stream(bare_lm: LanguageModel, config: EngineConfig) -> None:

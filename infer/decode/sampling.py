@@ -1,12 +1,14 @@
 """From logits to tokens: greedy, temperature, top-k, top-p, min-p and repetition penalty.
 
-B sequences, L lanes, V vocabulary, C cache slots.
+L lanes, V vocabulary, C cache slots.
 
 Every lane draws from its own random stream, derived from (seed, block, branch, place in the stretch), so
 what a lane draws depends on nothing else in the batch.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,9 @@ from aspd_jax.layout import Layout, visible
 from aspd_jax.model.cache import PLAIN_TEXT, TITLE_TEXT
 from infer.decode.inputs import Lanes
 from infer.decode.state import MOST_BRANCHES, TITLE, DecodeState, EngineConfig, Request
+
+GROUP = 128  # tokens: a register of a TPU is so wide
+LOWEST_TEMPERATURE = 1e-30  # greedy but for ties; logits of up to 1e8 stay finite
 
 
 def penalise_repetition(
@@ -32,11 +37,32 @@ def penalise_repetition(
     alike = cache.kind[lanes.row] == kind[:, None]
     in_answer = jnp.arange(cache.tokens.shape[1])[None] >= s.prompt_length[lanes.row][:, None]
     seen = visible(seen_from, of_lane, config.model.config.siblings)[:, 0] & alike & in_answer
-    tokens = jnp.where(seen, cache.tokens[lanes.row], logits.shape[-1])
-    which = jnp.arange(logits.shape[0])[:, None]
-    present = jnp.zeros(logits.shape, bool).at[which, tokens].set(True, mode="drop")
+    present = _present(cache.tokens[lanes.row], seen, logits.shape[-1])
     penalty = request.repetition_penalty[:, None]
     return jnp.where(present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def _present(tokens: jax.Array, seen: jax.Array, size: int) -> jax.Array:
+    """Which of `size` tokens are among those of `tokens`, int32 [L, C], that are `seen`, bool [L, C]: bool [L, V].
+
+    XLA sorts all indices of a scatter for TPU, and writes one after another, so there they are counted by a product.
+    """
+    return jax.lax.platform_dependent(tokens, seen, tpu=partial(_counted, size), default=partial(_scattered, size))
+
+
+def _scattered(size: int, tokens: jax.Array, seen: jax.Array) -> jax.Array:
+    lane = jnp.arange(tokens.shape[0])[:, None]
+    present = jnp.zeros((tokens.shape[0], size), bool)
+    return present.at[lane, jnp.where(seen, tokens, size)].set(True, mode="drop")
+
+
+def _counted(size: int, tokens: jax.Array, seen: jax.Array) -> jax.Array:
+    """A token is its group of `GROUP` and its place there; sums over slots of (group, place) count it."""
+    group = (tokens[..., None] // GROUP == jnp.arange(-(-size // GROUP))) & seen[..., None]
+    place = tokens[..., None] % GROUP == jnp.arange(GROUP)
+    one_hot = group.astype(jnp.bfloat16), place.astype(jnp.bfloat16)
+    count = jnp.einsum("lcg,lcp->lgp", *one_hot, preferred_element_type=jnp.float32)
+    return count.reshape(tokens.shape[0], -1)[:, :size] > 0
 
 
 def restrict(logits: jax.Array, request: Request) -> jax.Array:
@@ -56,15 +82,16 @@ def restrict(logits: jax.Array, request: Request) -> jax.Array:
     logits = jnp.where(keys >= bound[:, None], logits, -jnp.inf)
     share = jax.nn.softmax(logits, axis=-1)
     limited = request.top_p < 1.0
-    nucleus = jax.lax.cond(jnp.any(limited), lambda: _bound(keys, share, request.top_p), lambda: lowest)
+    top_p = jnp.maximum(request.top_p, jnp.finfo(jnp.float32).tiny)  # the likeliest is kept if it rounded to 0
+    nucleus = jax.lax.cond(jnp.any(limited), lambda: _bound(keys, share, top_p), lambda: lowest)
     kept = (keys >= nucleus[:, None]) | ~limited[:, None]
     kept &= share >= request.min_p[:, None] * jnp.max(share, axis=-1, keepdims=True)
     return jnp.where(kept, logits, -jnp.inf)
 
 
 def _ordered(logits: jax.Array) -> jax.Array:
-    """uint32 of the same order as float32."""
-    bits = jax.lax.bitcast_convert_type(logits, jnp.uint32)
+    """uint32 of the same order as float32; -0 is 0."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.uint32)
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
 
@@ -112,7 +139,7 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> jax.Array:
-        warm = logits / jnp.where(request.temperature > 0, request.temperature, 1.0)[:, None]
+        warm = logits / jnp.maximum(request.temperature, LOWEST_TEMPERATURE)[:, None]
         limited = jnp.any((request.top_k > 0) | (request.top_p < 1.0) | (request.min_p > 0.0))
         warm = jax.lax.cond(limited, lambda: restrict(warm, request), lambda: warm)
         drawn = jax.vmap(jax.random.categorical)(lane_keys(state, lanes), warm).astype(jnp.int32)
