@@ -41,37 +41,36 @@ class Admission(NamedTuple):
         request: what was asked for.
         kept: slots of the row that the prompt begins with; they are not fed again.
         tokens: of the prompt behind them.
-        layout: of these, int32 [M, S] each; `sequence` is 0 at padding.
+        layout: of these, int32 [S] each; `sequence` is 0 at padding.
         position, block: of the last prompt token, and blocks of the prompt.
         budget, content: tokens of the answer, and of its plain text.
         stride: see `SequenceState`.
     """
 
-    row: Int32[Array, " M"]
+    row: Int32[Array, ""]
     request: Request
-    kept: Int32[Array, " M"]
-    tokens: Int32[Array, "M S"]
+    kept: Int32[Array, ""]
+    tokens: Int32[Array, " S"]
     layout: Layout
-    position: Int32[Array, " M"]
-    block: Int32[Array, " M"]
-    budget: Int32[Array, " M"]
-    content: Int32[Array, " M"]
-    stride: Int32[Array, " M"]
+    position: Int32[Array, ""]
+    block: Int32[Array, ""]
+    budget: Int32[Array, ""]
+    content: Int32[Array, ""]
+    stride: Int32[Array, ""]
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeState:
-    """Give rows to new requests: their prompts are laid out, and fed by the next passes.
+    """Give a row to a new request: its prompt is laid out, and fed by the next passes.
 
-    What the rows held is forgotten, but for the first `kept` slots of their cache.
+    What the row held is forgotten, but for the first `kept` slots of its cache.
     """
     cache, capacity = state.cache, state.cache.tokens.shape[1]
-    row = new.row[:, None]
-    slot = jnp.where(new.layout.sequence > 0, new.kept[:, None] + jnp.arange(new.tokens.shape[1]), capacity)
-    kept = jnp.where(jnp.arange(capacity) < new.kept[:, None], cache.layout.sequence[new.row], 0)
+    slot = jnp.where(new.layout.sequence > 0, new.kept + jnp.arange(new.tokens.size), capacity)
+    kept = jnp.where(jnp.arange(capacity) < new.kept, cache.layout.sequence[new.row], 0)
 
     def put(old: jax.Array, values: Any) -> jax.Array:
-        return old.at[row, slot].set(values, mode="drop")
+        return old.at[new.row, slot].set(values, mode="drop")
 
     layout = cache.layout._replace(sequence=cache.layout.sequence.at[new.row].set(kept, mode="drop"))
     cache = cache._replace(
@@ -81,7 +80,7 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
         length=cache.length.at[new.row].set(new.kept, mode="drop"),
     )
     initial = {
-        "prompt_length": new.kept + jnp.sum(new.layout.sequence > 0, axis=1),
+        "prompt_length": new.kept + jnp.sum(new.layout.sequence > 0),
         "phase": PROMPT,
         "finish": RUNNING,
         "position": new.position,

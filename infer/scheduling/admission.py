@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from aspd_jax.errors import RequestError
@@ -78,7 +77,7 @@ def begin(
 
     def filled(values: Any) -> np.ndarray:
         own = np.asarray(values, np.int32)[left]
-        return np.pad(own, (0, size - own.size))[None]
+        return np.pad(own, (0, size - own.size))
 
     longest_head = len(config.tags.branch_start) + config.max_title_tokens + len(config.separator)
     params = job.params
@@ -102,9 +101,9 @@ def begin(
         "stride": longest_head + params.max_branch_tokens,
     }
     new: Any = Admission(
-        request=jax.tree.map(lambda value: value[None], Request(**request)),
+        request=Request(**request),
         tokens=filled(job.prompt),
         layout=Layout(*map(filled, layout)),
-        **{name: np.asarray([value], np.int32) for name, value in numbers.items()},
+        **{name: np.int32(value) for name, value in numbers.items()},
     )
     return admit(state, new, config)
