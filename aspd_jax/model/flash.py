@@ -1,0 +1,493 @@
+"""Attention for training by tiles: nothing of size [S, S] exists, and tiles that nobody sees are never touched.
+
+B rows, S tokens of a row, K kv heads, G query heads per kv head, H head size, T tokens of a tile, N = S / T tiles of a
+row, V visits: pairs of a tile of queries and a tile of keys between which something is seen.
+
+In the order of the linearisation, a query sees two intervals of keys: from the start of its sequence to the start of
+its block, and from the start of its branch to itself. So the mask is a few numbers per token (`intervals`), from which
+follows which pairs of tiles have to be visited (`tiles_in_sight`). The list of visits is computed in the same program
+and handed to the kernels before they run: the grid has one step for each, which loads these two tiles and no others.
+
+The algorithm is that of FlashAttention-2 (Dao, 2023). Scores are kept as [keys, queries]: on a TPU, maxima and sums
+over keys then run across sublanes, and numbers of a query lie side by side in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import ceil
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.pallas import tpu as pltpu
+
+from aspd_jax.layout import Layout, Siblings
+
+HIDDEN = -1e30  # finite, so that the difference of two hidden scores is no NaN
+MOST_TOKENS = 512  # of a tile
+LANES = 128  # tiles are multiples of it
+FIRST, LAST, WHOLE = 1, 2, 4  # flags of a visit
+
+Fallback = Callable[[jax.Array, jax.Array, jax.Array, Layout, jax.Array | None], jax.Array]
+
+
+class Kernel(NamedTuple):
+    """How attention is computed; static.
+
+    Attributes:
+        siblings: see `layout.visible`.
+        windowed: whether there is a sliding window.
+        tile: tokens of a tile.
+        otherwise: attention where there is no kernel for the platform; None: interpret the kernels.
+    """
+
+    siblings: Siblings
+    windowed: bool
+    tile: int
+    otherwise: Fallback | None
+
+
+class Visits(NamedTuple):
+    """Pairs of tiles in the order in which they are visited; int32 [V].
+
+    Attributes:
+        row: of the batch.
+        query, key: number of the tile in its row.
+        flags: `FIRST` and `LAST` of those that add to the same tile of the result; `WHOLE`: every query of the tile
+            sees every key, so that no mask is needed.
+    """
+
+    row: jax.Array
+    query: jax.Array
+    key: jax.Array
+    flags: jax.Array
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    layout: Layout,
+    siblings: Siblings,
+    window: int | jax.Array | None,
+    otherwise: Fallback | None,
+    tile: int | None = None,
+) -> jax.Array:
+    """Attention of a full pass; by kernels on a TPU, where memory grows with S.
+
+    Args:
+        query: [B, S, K, G, H].
+        key, value: [B, S, K, H].
+        layout: int32 [B, S] each; padding lies between sequences, not inside one.
+        siblings, window: see `layout.visible`.
+        otherwise: attention on other platforms; None: interpret the kernels, for tests.
+        tile: tokens of a tile. Default: as few as make the fewest tiles of at most `MOST_TOKENS`.
+
+    Returns:
+        [B, S, K, G, H] in the dtype of the query. Kernels leave zeros at padding.
+    """
+    length = query.shape[1]
+    if tile is None:
+        tile = LANES * ceil(length / ceil(length / MOST_TOKENS) / LANES)
+    missing = -length % tile
+
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
+
+    layout = Layout(*(padded(jnp.asarray(field)) for field in layout))
+    kernel = Kernel(siblings, window is not None, tile, otherwise)
+    limit = jnp.asarray(window if kernel.windowed else 0, jnp.int32).reshape(1)
+    return _attention(kernel, padded(query), padded(key), padded(value), layout, limit)[:, :length]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    kernel: Kernel, query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array
+) -> jax.Array:
+    return _forward(kernel, query, key, value, layout, window)[0]
+
+
+def _forward(
+    kernel: Kernel, query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array
+) -> tuple[jax.Array, Any]:
+    """The result, and what the backward pass needs: arguments, result, log-sum-exp of scores float32 [B, K, G, S]."""
+
+    def by_tiles(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array) -> Any:
+        operands = (*map(_heads_first, (query, key, value)), intervals(layout, kernel.siblings), window)
+        run = _by_shard(partial(_forward_tiles, kernel), "bkgsh, bksh, bksh, bis, w -> bkgsh, bkgs")
+        out, total = run(*operands)
+        return _at_tokens(layout, out), total
+
+    def plain(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array) -> Any:
+        B, S, K, G, _ = query.shape
+        return _otherwise(kernel, layout, window)(query, key, value), jnp.zeros((B, K, G, S), jnp.float32)
+
+    arguments = (query, key, value, layout, window)
+    out, total = _on_platform(kernel, by_tiles, plain)(*arguments)
+    return out, (*arguments, out, total)
+
+
+def _backward(kernel: Kernel, kept: Any, slope: jax.Array) -> tuple[Any, ...]:
+    def by_tiles(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        layout: Layout,
+        window: jax.Array,
+        out: jax.Array,
+        total: jax.Array,
+        slope: jax.Array,
+    ) -> Any:
+        delta = jnp.sum(out.astype(jnp.float32) * slope.astype(jnp.float32), axis=-1).transpose(0, 2, 3, 1)
+        heads_first = map(_heads_first, (query, key, value, slope))
+        rule = "bkgsh, bksh, bksh, bkgsh, bkgs, bkgs, bis, w -> bkgsh, bksh, bksh"
+        run = _by_shard(partial(_backward_tiles, kernel), rule)
+        slopes = run(*heads_first, total, delta, intervals(layout, kernel.siblings), window)
+        return tuple(_at_tokens(layout, x) for x in slopes)
+
+    def plain(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array, *rest: Any) -> Any:
+        return jax.vjp(_otherwise(kernel, layout, window), query, key, value)[1](rest[-1])
+
+    return (*_on_platform(kernel, by_tiles, plain)(*kept, slope), None, None)
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _on_platform(kernel: Kernel, by_tiles: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Inside both passes, so that nothing of one way is kept for the backward pass of the other."""
+    return by_tiles if kernel.otherwise is None else partial(jax.lax.platform_dependent, tpu=by_tiles, default=plain)
+
+
+def _otherwise(kernel: Kernel, layout: Layout, window: jax.Array) -> Callable[..., jax.Array]:
+    assert kernel.otherwise is not None
+    return partial(kernel.otherwise, layout=layout, window=window[0] if kernel.windowed else None)
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """[B, S, K, …, H] -> [B, K, …, S, H], which for XLA is a choice of layout."""
+    return jnp.moveaxis(x, 1, -2)
+
+
+def _at_tokens(layout: Layout, x: jax.Array) -> jax.Array:
+    """[B, K, …, S, H] -> [B, S, K, …, H], and zeros at padding: tiles of nothing else are never written."""
+    x = jnp.moveaxis(x, -2, 1)
+    return jnp.where((layout.sequence > 0).reshape(*x.shape[:2], *(1,) * (x.ndim - 2)), x, 0)
+
+
+def _by_shard(run: Callable[..., Any], rule: str) -> Callable[..., Any]:
+    """Over a mesh: rows and kv heads may be split, and each device runs kernels for its own.
+
+    Args:
+        run: what a device computes from its part of the arguments.
+        rule: axes of arguments and results, a letter each.
+    """
+
+    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
+        places = [jax.tree.map(lambda x: x.sharding, part) for part in (results, arguments)]
+        return mesh, run, *places
+
+    spread = custom_partitioning(run)
+    operands, results = ([" ".join(part.strip()) for part in side.split(",")] for side in rule.split("->"))
+    spread.def_partition(
+        partition,
+        sharding_rule=f"{', '.join(operands)} -> {', '.join(results)}",
+        need_replication_factors=tuple(sorted(set("".join(operands)) & set("gshiw"))),
+    )
+    return spread
+
+
+def intervals(layout: Layout, siblings: Siblings) -> jax.Array:
+    """What a token sees: keys from `start` to itself, but for those from `hidden` to before `branch`.
+
+    Returns:
+        int32 [B, 4, S]: `start`, `hidden`, `branch`, and the position, which a sliding window counts in. Padding
+        starts after itself; where nothing is hidden, `hidden` and `branch` are the next token.
+    """
+    index = jnp.arange(layout.sequence.shape[1], dtype=jnp.int32)
+
+    def run_start(*fields: jax.Array) -> jax.Array:
+        """Of the run of tokens alike in all fields to which a token belongs."""
+        new = jnp.zeros(fields[0].shape, bool).at[:, 0].set(True)
+        for field in fields:
+            new = new.at[:, 1:].set(new[:, 1:] | (field[:, 1:] != field[:, :-1]))
+        return jax.lax.cummax(jnp.where(new, index, 0), axis=1)
+
+    _, sequence, block, branch = layout
+    first, own = run_start(sequence, block), run_start(sequence, block, branch)
+    some = (siblings == "invisible") & (block > 0) & (first < own)
+    start = jnp.where(sequence > 0, run_start(sequence), index + 1)
+    hidden, shown = jnp.where(some, first, index + 1), jnp.where(some, own, index + 1)
+    return jnp.stack([start, hidden, shown, layout.position], axis=1).astype(jnp.int32)
+
+
+def tiles_in_sight(spans: jax.Array, tile: int, window: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Between which tiles of queries and keys something is seen, and between which of them everything.
+
+    With a window, tiles may be taken for more seen than they are, and for less whole.
+
+    Args:
+        spans: `intervals`.
+        tile: tokens of a tile.
+        window: int32 [1], or None.
+
+    Returns:
+        Bool [B, N, N] both, queries first.
+    """
+    B, _, S = spans.shape
+    start, hidden, branch, position = spans.reshape(B, 4, -1, tile, 1).swapaxes(0, 1)
+    index = jnp.arange(S).reshape(-1, tile, 1)
+    first = jnp.arange(0, S, tile)
+    last = first + tile - 1
+    low, high = jnp.maximum(start, first), jnp.minimum(index, last)
+    seen = (low <= high) & ~((hidden <= low) & (high < branch))
+    whole = (start <= first) & (last <= index) & ((last < hidden) | (branch <= first))
+    if window is not None:
+        there = position.reshape(B, 1, 1, -1, tile)
+        seen = seen & (position - there.max(-1) < window)
+        whole = whole & (position - there.min(-1) < window)
+    return seen.any(2), whole.all(2)
+
+
+def visits(seen: jax.Array, whole: jax.Array, by_key: bool) -> tuple[jax.Array, Visits]:
+    """Tiles in the order of what is computed: one tile of queries after another, or one of keys.
+
+    Args:
+        seen, whole: `tiles_in_sight`.
+        by_key: keys outside.
+
+    Returns:
+        How many there are, int32 []; and these, followed by others of no meaning. There is always one, as a grid
+        has to have a step.
+    """
+    B, N, _ = seen.shape
+    flat = jnp.nonzero(jnp.swapaxes(seen, 1, 2) if by_key else seen, size=B * N * (N + 1) // 2, fill_value=0)
+    row, outer, inner = (x.astype(jnp.int32) for x in flat)
+    count = jnp.maximum(seen.sum(dtype=jnp.int32), 1)
+    place, group = jnp.arange(row.size), row * N + outer
+    first = (place == 0) | (group != jnp.roll(group, 1))
+    last = (place == count - 1) | (group != jnp.roll(group, -1))
+    query, key = (inner, outer) if by_key else (outer, inner)
+    flags = FIRST * first + LAST * last + WHOLE * whole[row, query, key]
+    return count, Visits(row, query, key, flags.astype(jnp.int32))
+
+
+def _forward_tiles(
+    kernel: Kernel, query: jax.Array, key: jax.Array, value: jax.Array, spans: jax.Array, window: jax.Array
+) -> Any:
+    """Result [B, K, G, S, H] and log-sum-exp [B, K, G, S] from heads-first arguments."""
+    _, _, G, _, H = query.shape
+    at_query, at_key, stat, of_query, of_key = _blocks(G, kernel.tile, H)
+    return _pallas(
+        kernel,
+        _forward_kernel,
+        (query, key, value, spans, spans, window),
+        (at_query, at_key, at_key, of_query, of_key),
+        (jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)),
+        (at_query, stat),
+        ((G, kernel.tile), (G, kernel.tile), (G, H, kernel.tile)),
+    )
+
+
+def _backward_tiles(
+    kernel: Kernel,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slope: jax.Array,
+    total: jax.Array,
+    delta: jax.Array,
+    spans: jax.Array,
+    window: jax.Array,
+) -> Any:
+    """Slopes of query, key and value, from heads-first arguments; keys gather theirs in a pass of their own."""
+    _, _, G, _, H = query.shape
+    at_query, at_key, stat, of_query, of_key = _blocks(G, kernel.tile, H)
+    operands = (query, key, value, spans, spans, slope, total, delta, window)
+    blocks = (at_query, at_key, at_key, of_query, of_key, at_query, stat, stat)
+    of, tile = jax.ShapeDtypeStruct, kernel.tile
+    (to_query,) = _pallas(
+        kernel, _query_kernel, operands, blocks, (of(query.shape, query.dtype),), (at_query,), ((G, H, tile),)
+    )
+    to_key, to_value = _pallas(
+        kernel,
+        _key_kernel,
+        operands,
+        blocks,
+        (of(key.shape, key.dtype), of(value.shape, value.dtype)),
+        (at_key, at_key),
+        ((tile, H), (tile, H)),
+        by_key=True,
+    )
+    return to_query, to_key, to_value
+
+
+def _blocks(G: int, tile: int, H: int) -> tuple[pl.BlockSpec, ...]:
+    """What a step of the grid loads or stores of queries, keys, numbers per query, and intervals of both."""
+    return (
+        pl.BlockSpec((None, None, G, tile, H), lambda k, v, row, query, key, *_: (row[v], k, 0, query[v], 0)),
+        pl.BlockSpec((None, None, tile, H), lambda k, v, row, query, key, *_: (row[v], k, key[v], 0)),
+        pl.BlockSpec((None, None, G, tile), lambda k, v, row, query, key, *_: (row[v], k, 0, query[v])),
+        pl.BlockSpec((None, 4, tile), lambda k, v, row, query, key, *_: (row[v], 0, query[v])),
+        pl.BlockSpec((None, 4, tile), lambda k, v, row, query, key, *_: (row[v], 0, key[v])),
+    )
+
+
+def _pallas(
+    kernel: Kernel,
+    body: Callable[..., None],
+    operands: Sequence[jax.Array],
+    blocks: Sequence[pl.BlockSpec],
+    results: Sequence[jax.ShapeDtypeStruct],
+    result_blocks: Sequence[pl.BlockSpec],
+    scratch: Sequence[tuple[int, ...]],
+    by_key: bool = False,
+) -> Any:
+    """Run a kernel for every kv head and visit; the fourth operand are the intervals, the last one is the window."""
+    *arrays, window = operands
+    seen, whole = tiles_in_sight(arrays[3], kernel.tile, window if kernel.windowed else None)
+    count, order = visits(seen, whole, by_key)
+    return pl.pallas_call(
+        partial(body, kernel.windowed),
+        out_shape=results,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(operands[1].shape[1], count),
+            in_specs=blocks,
+            out_specs=result_blocks,
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=kernel.otherwise is None,
+    )(*order, window, *arrays)
+
+
+def _forward_kernel(windowed: bool, *refs: Any) -> None:
+    *visit, query, key, value, of_query, of_key, out, total, top, mass, sums = refs
+    flags, heads = visit[3][pl.program_id(1)], range(query.shape[0])
+
+    @pl.when(flags & FIRST != 0)
+    def _() -> None:
+        top[...] = jnp.full(top.shape, HIDDEN)
+        mass[...] = jnp.zeros(mass.shape)
+        sums[...] = jnp.zeros(sums.shape)
+
+    def add(mask: jax.Array | None) -> None:
+        for g in heads:
+            here = slice(g, g + 1)
+            scores = _scores(_scaled(query[g]), key[...], mask)
+            before, highest = top[here], jnp.maximum(top[here], scores.max(axis=0, keepdims=True))
+            shares, kept = jnp.exp(scores - highest), jnp.exp(before - highest)
+            top[here] = highest
+            mass[here] = kept * mass[here] + shares.sum(axis=0, keepdims=True)
+            sums[g] = kept * sums[g] + _product(value[...], shares.astype(value.dtype), 0, 0)
+
+    _with_mask(windowed, visit, of_query, of_key, add)
+
+    @pl.when(flags & LAST != 0)
+    def _() -> None:
+        for g in heads:
+            out[g] = (sums[g] / mass[g : g + 1]).T.astype(out.dtype)
+        # A query that sees nothing gets 0, with which the backward pass makes all its shares 0.
+        total[...] = jnp.where(top[...] > HIDDEN, top[...] + jnp.log(mass[...]), 0)
+
+
+def _query_kernel(windowed: bool, *refs: Any) -> None:
+    *visit, query, key, value, of_query, of_key, slope, total, delta, out, sums = refs
+    flags, heads = visit[3][pl.program_id(1)], range(query.shape[0])
+
+    @pl.when(flags & FIRST != 0)
+    def _() -> None:
+        sums[...] = jnp.zeros(sums.shape)
+
+    def add(mask: jax.Array | None) -> None:
+        for g in heads:
+            numbers = total[g : g + 1], delta[g : g + 1]
+            _, to_scores = _slopes(_scaled(query[g]), key[...], value[...], slope[g], *numbers, mask)
+            sums[g] += _product(key[...], to_scores, 0, 0)
+
+    _with_mask(windowed, visit, of_query, of_key, add)
+
+    @pl.when(flags & LAST != 0)
+    def _() -> None:
+        for g in heads:
+            out[g] = (sums[g] * out.shape[-1] ** -0.5).T.astype(out.dtype)
+
+
+def _key_kernel(windowed: bool, *refs: Any) -> None:
+    *visit, query, key, value, of_query, of_key, slope, total, delta, to_key, to_value, of_keys, of_values = refs
+    flags, heads = visit[3][pl.program_id(1)], range(query.shape[0])
+
+    @pl.when(flags & FIRST != 0)
+    def _() -> None:
+        of_keys[...] = jnp.zeros(of_keys.shape)
+        of_values[...] = jnp.zeros(of_values.shape)
+
+    def add(mask: jax.Array | None) -> None:
+        for g in heads:
+            scaled, numbers = _scaled(query[g]), (total[g : g + 1], delta[g : g + 1])
+            shares, to_scores = _slopes(scaled, key[...], value[...], slope[g], *numbers, mask)
+            of_keys[...] += _product(to_scores, scaled, 1, 0)
+            of_values[...] += _product(shares, slope[g], 1, 0)
+
+    _with_mask(windowed, visit, of_query, of_key, add)
+
+    @pl.when(flags & LAST != 0)
+    def _() -> None:
+        to_key[...] = of_keys[...].astype(to_key.dtype)
+        to_value[...] = of_values[...].astype(to_value.dtype)
+
+
+def _with_mask(windowed: bool, visit: Sequence[Any], of_query: Any, of_key: Any, add: Callable[..., None]) -> None:
+    """Call `add` with the mask of this visit, bool [T keys, T queries]; with None where all is seen."""
+    _, query_tile, key_tile, flags, window = visit
+    now, tile = pl.program_id(1), of_query.shape[-1]
+
+    @pl.when(flags[now] & WHOLE != 0)
+    def _() -> None:
+        add(None)
+
+    @pl.when(flags[now] & WHOLE == 0)
+    def _() -> None:
+        start, hidden, branch, position = (of_query[n : n + 1] for n in range(4))
+        query = query_tile[now] * tile + jax.lax.broadcasted_iota(jnp.int32, (1, tile), 1)
+        key = key_tile[now] * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, tile), 0)
+        mask = (start <= key) & (key <= query) & ((key < hidden) | (branch <= key))
+        if windowed:
+            there = jnp.broadcast_to(of_key[3:], (tile, tile)).T  # a column, which only a square is turned into
+            mask = mask & (position - there < window[0])
+        add(mask)
+
+
+def _scaled(query: jax.Array) -> jax.Array:
+    return (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
+
+
+def _scores(scaled: jax.Array, key: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Float32 [T keys, T queries]."""
+    scores = _product(key, scaled, 1, 1)
+    return scores if mask is None else jnp.where(mask, scores, HIDDEN)
+
+
+def _slopes(
+    scaled: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slope: jax.Array,
+    total: jax.Array,
+    delta: jax.Array,
+    mask: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax, and the slope of its scores: [T keys, T queries] in the dtype of the query."""
+    shares = jnp.exp(_scores(scaled, key, mask) - total)
+    to_scores = shares * (_product(value, slope, 1, 1) - delta)
+    return shares.astype(scaled.dtype), to_scores.astype(scaled.dtype)
+
+
+def _product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
+    """Float32 matrix product over an axis of each."""
+    return jax.lax.dot_general(a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32)
