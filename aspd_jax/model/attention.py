@@ -109,6 +109,7 @@ def flash(
 
 
 BACK_ENDS: dict[str, Attention] = {"reference": reference, "chunked": chunked, "decode": decode, "flash": flash}
+FULL_PASSES_ONLY = ("flash",)
 
 
 def by_chunks(

@@ -1,7 +1,7 @@
 """Attention for training by tiles: nothing of size [S, S] exists, and tiles that nobody sees are never touched.
 
-B rows, S tokens of a row, K kv heads, G query heads per kv head, H head size, T tokens of a tile, N = S / T tiles of a
-row, V visits: pairs of a tile of queries and a tile of keys between which something is seen.
+B rows, S tokens of a row, K kv heads, G query heads per kv head, H head size, T tokens of a tile, N tiles of a row
+(padded to N x T tokens), V visits: pairs of a tile of queries and a tile of keys between which something is seen.
 
 In the order of the linearisation, a query sees two intervals of keys: from the start of its sequence to the start of
 its block, and from the start of its branch to itself. So the mask is a few numbers per token (`intervals`), from which
@@ -16,19 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import ceil
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from aspd_jax.layout import Layout, Siblings
+from aspd_jax.sharding import MESH_AXES, partition_spec
 
 HIDDEN = -1e30  # finite, so that the difference of two hidden scores is no NaN
 MOST_TOKENS = 512  # of a tile
+MOST_BYTES = 2**20  # of a tile of the queries of a kv head; a kernel holds up to eight such, and has 16 MiB
 LANES = 128  # tiles are multiples of it
 FIRST, LAST, WHOLE = 1, 2, 4  # flags of a visit
 
@@ -42,12 +44,14 @@ class Kernel(NamedTuple):
         siblings: see `layout.visible`.
         windowed: whether there is a sliding window.
         tile: tokens of a tile.
+        mesh: over which rows and kv heads are split, or None.
         otherwise: attention where there is no kernel for the platform; None: interpret the kernels.
     """
 
     siblings: Siblings
     windowed: bool
     tile: int
+    mesh: AbstractMesh | None
     otherwise: Fallback | None
 
 
@@ -77,7 +81,8 @@ def flash_attention(
     otherwise: Fallback | None,
     tile: int | None = None,
 ) -> jax.Array:
-    """Attention of a full pass; by kernels on a TPU, where memory grows with S.
+    """Attention of a full pass; by kernels on a TPU, where memory grows with S. Traced under `sharding.over` a mesh,
+    the kernels run on all its devices.
 
     Args:
         query: [B, S, K, G, H].
@@ -85,23 +90,31 @@ def flash_attention(
         layout: int32 [B, S] each; padding lies between sequences, not inside one.
         siblings, window: see `layout.visible`.
         otherwise: attention on other platforms; None: interpret the kernels, for tests.
-        tile: tokens of a tile. Default: as few as make the fewest tiles of at most `MOST_TOKENS`.
+        tile: tokens of a tile. Default: see `tile_for`.
 
     Returns:
         [B, S, K, G, H] in the dtype of the query. Kernels leave zeros at padding.
     """
     length = query.shape[1]
     if tile is None:
-        tile = LANES * ceil(length / ceil(length / MOST_TOKENS) / LANES)
-    missing = -length % tile
-
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) if missing else x
-
-    layout = Layout(*(padded(jnp.asarray(field)) for field in layout))
-    kernel = Kernel(siblings, window is not None, tile, otherwise)
+        tile = tile_for(length, prod(query.shape[3:]) * query.dtype.itemsize)
+    layout = Layout(*(jnp.asarray(field) for field in layout))
+    mesh = jax.sharding.get_abstract_mesh()
+    split = mesh.axis_names == MESH_AXES and mesh.size > 1
+    kernel = Kernel(siblings, window is not None, tile, mesh if split else None, otherwise)
     limit = jnp.asarray(window if kernel.windowed else 0, jnp.int32).reshape(1)
-    return _attention(kernel, padded(query), padded(key), padded(value), layout, limit)[:, :length]
+    return _attention(kernel, query, key, value, layout, limit)
+
+
+def tile_for(length: int, width: int) -> int:
+    """Tokens of a tile: as few as make the fewest tiles that are not too large.
+
+    Args:
+        length: of a row.
+        width: bytes of one token in the queries of a kv head.
+    """
+    most = max(LANES, min(MOST_TOKENS, MOST_BYTES // width // LANES * LANES))
+    return LANES * ceil(length / ceil(length / most) / LANES)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,17 +127,18 @@ def _attention(
 def _forward(
     kernel: Kernel, query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array
 ) -> tuple[jax.Array, Any]:
-    """The result, and what the backward pass needs: arguments, result, log-sum-exp of scores float32 [B, K, G, S]."""
+    """The result; and for the backward pass arguments, result, log-sum-exp of scores float32 [B, K, G, N x T]."""
 
     def by_tiles(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array) -> Any:
-        operands = (*map(_heads_first, (query, key, value)), intervals(layout, kernel.siblings), window)
-        run = _by_shard(partial(_forward_tiles, kernel), "bkgsh, bksh, bksh, bis, w -> bkgsh, bkgs")
-        out, total = run(*operands)
+        arrays = [_heads_first(kernel, x) for x in (query, key, value)]
+        out, total = _by_shard(kernel, _forward_tiles, arrays, intervals(kernel, layout), window)
         return _at_tokens(layout, out), total
 
     def plain(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array) -> Any:
         B, S, K, G, _ = query.shape
-        return _otherwise(kernel, layout, window)(query, key, value), jnp.zeros((B, K, G, S), jnp.float32)
+        return _otherwise(kernel, layout, window)(query, key, value), jnp.zeros(
+            (B, K, G, S + -S % kernel.tile), jnp.float32
+        )
 
     arguments = (query, key, value, layout, window)
     out, total = _on_platform(kernel, by_tiles, plain)(*arguments)
@@ -142,11 +156,10 @@ def _backward(kernel: Kernel, kept: Any, slope: jax.Array) -> tuple[Any, ...]:
         total: jax.Array,
         slope: jax.Array,
     ) -> Any:
-        delta = jnp.sum(out.astype(jnp.float32) * slope.astype(jnp.float32), axis=-1).transpose(0, 2, 3, 1)
-        heads_first = map(_heads_first, (query, key, value, slope))
-        rule = "bkgsh, bksh, bksh, bkgsh, bkgs, bkgs, bis, w -> bkgsh, bksh, bksh"
-        run = _by_shard(partial(_backward_tiles, kernel), rule)
-        slopes = run(*heads_first, total, delta, intervals(layout, kernel.siblings), window)
+        delta = jnp.sum(out.astype(jnp.float32) * slope.astype(jnp.float32), axis=-1, keepdims=True)
+        heads_first = [_heads_first(kernel, x) for x in (query, key, value, slope, delta)]
+        arrays = (*heads_first[:4], total, heads_first[4][..., 0])
+        slopes = _by_shard(kernel, _backward_tiles, arrays, intervals(kernel, layout), window)
         return tuple(_at_tokens(layout, x) for x in slopes)
 
     def plain(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array, *rest: Any) -> Any:
@@ -168,47 +181,54 @@ def _otherwise(kernel: Kernel, layout: Layout, window: jax.Array) -> Callable[..
     return partial(kernel.otherwise, layout=layout, window=window[0] if kernel.windowed else None)
 
 
-def _heads_first(x: jax.Array) -> jax.Array:
-    """[B, S, K, …, H] -> [B, K, …, S, H], which for XLA is a choice of layout."""
-    return jnp.moveaxis(x, 1, -2)
+def _heads_first(kernel: Kernel, x: jax.Array) -> jax.Array:
+    """[B, S, K, …, H] -> [B, K, …, N x T, H], which for XLA is a choice of layout unless tokens have to be added."""
+    return _whole_tiles(kernel, jnp.moveaxis(x, 1, -2), -2)
+
+
+def _whole_tiles(kernel: Kernel, x: jax.Array, axis: int) -> jax.Array:
+    missing = -x.shape[axis] % kernel.tile
+    if missing == 0:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(x, widths)
 
 
 def _at_tokens(layout: Layout, x: jax.Array) -> jax.Array:
-    """[B, K, …, S, H] -> [B, S, K, …, H], and zeros at padding: tiles of nothing else are never written."""
-    x = jnp.moveaxis(x, -2, 1)
-    return jnp.where((layout.sequence > 0).reshape(*x.shape[:2], *(1,) * (x.ndim - 2)), x, 0)
+    """[B, K, …, N x T, H] -> [B, S, K, …, H], and zeros at padding: tiles of nothing else are never written."""
+    real = layout.sequence > 0
+    x = jnp.moveaxis(x, -2, 1)[:, : real.shape[1]]
+    return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
-def _by_shard(run: Callable[..., Any], rule: str) -> Callable[..., Any]:
-    """Over a mesh: rows and kv heads may be split, and each device runs kernels for its own.
+def _by_shard(kernel: Kernel, run: Callable[..., Any], arrays: Sequence[jax.Array], *rest: jax.Array) -> Any:
+    """Over a mesh, each device runs kernels for its own rows and kv heads: XLA cannot take a kernel apart.
 
     Args:
-        run: what a device computes from its part of the arguments.
-        rule: axes of arguments and results, a letter each.
+        kernel: knows the mesh.
+        run: from arguments to results [B, K, …].
+        arrays: [B, K, …].
+        rest: `intervals` and the window.
     """
-
-    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        places = [jax.tree.map(lambda x: x.sharding, part) for part in (results, arguments)]
-        return mesh, run, *places
-
-    spread = custom_partitioning(run)
-    operands, results = ([" ".join(part.strip()) for part in side.split(",")] for side in rule.split("->"))
-    spread.def_partition(
-        partition,
-        sharding_rule=f"{', '.join(operands)} -> {', '.join(results)}",
-        need_replication_factors=tuple(sorted(set("".join(operands)) & set("gshiw"))),
-    )
-    return spread
+    if kernel.mesh is None:
+        return run(kernel, *arrays, *rest)
+    rows, heads = partition_spec(("batch", "kv_heads"), arrays[0].shape[:2], kernel.mesh)
+    ours = PartitionSpec(rows, heads)
+    places = (*[ours] * len(arrays), PartitionSpec(rows), PartitionSpec())
+    spread = jax.shard_map(partial(run, kernel), mesh=kernel.mesh, in_specs=places, out_specs=ours, check_vma=False)
+    return spread(*arrays, *rest)
 
 
-def intervals(layout: Layout, siblings: Siblings) -> jax.Array:
+def intervals(kernel: Kernel, layout: Layout) -> jax.Array:
     """What a token sees: keys from `start` to itself, but for those from `hidden` to before `branch`.
 
     Returns:
-        int32 [B, 4, S]: `start`, `hidden`, `branch`, and the position, which a sliding window counts in. Padding
+        int32 [B, 4, N x T]: `start`, `hidden`, `branch`, and the position, which a sliding window counts in. Padding
         starts after itself; where nothing is hidden, `hidden` and `branch` are the next token.
     """
-    index = jnp.arange(layout.sequence.shape[1], dtype=jnp.int32)
+    position, sequence, block, branch = (_whole_tiles(kernel, field, 1) for field in layout)
+    index = jnp.arange(sequence.shape[1], dtype=jnp.int32)
 
     def run_start(*fields: jax.Array) -> jax.Array:
         """Of the run of tokens alike in all fields to which a token belongs."""
@@ -217,12 +237,11 @@ def intervals(layout: Layout, siblings: Siblings) -> jax.Array:
             new = new.at[:, 1:].set(new[:, 1:] | (field[:, 1:] != field[:, :-1]))
         return jax.lax.cummax(jnp.where(new, index, 0), axis=1)
 
-    _, sequence, block, branch = layout
     first, own = run_start(sequence, block), run_start(sequence, block, branch)
-    some = (siblings == "invisible") & (block > 0) & (first < own)
+    some = (kernel.siblings == "invisible") & (block > 0) & (first < own)
     start = jnp.where(sequence > 0, run_start(sequence), index + 1)
     hidden, shown = jnp.where(some, first, index + 1), jnp.where(some, own, index + 1)
-    return jnp.stack([start, hidden, shown, layout.position], axis=1).astype(jnp.int32)
+    return jnp.stack([start, hidden, shown, position], axis=1).astype(jnp.int32)
 
 
 def tiles_in_sight(spans: jax.Array, tile: int, window: jax.Array | None) -> tuple[jax.Array, jax.Array]:
