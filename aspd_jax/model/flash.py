@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,8 @@ MOST_BYTES = 2**20  # of a tile of the queries of a kv head; a kernel holds up t
 LANES = 128  # tiles are multiples of it
 FIRST, LAST, WHOLE = 1, 2, 4  # flags of a visit
 
-Fallback = Callable[[jax.Array, jax.Array, jax.Array, Layout, jax.Array | None], jax.Array]
+Arrays: TypeAlias = tuple[jax.Array, ...]
+Attend: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array, Layout, jax.Array | None], jax.Array]
 
 
 class Kernel(NamedTuple):
@@ -42,17 +43,15 @@ class Kernel(NamedTuple):
 
     Attributes:
         siblings: see `layout.visible`.
-        windowed: whether there is a sliding window.
         tile: tokens of a tile.
         mesh: over which rows and kv heads are split, or None.
         otherwise: attention where there is no kernel for the platform; None: interpret the kernels.
     """
 
     siblings: Siblings
-    windowed: bool
     tile: int
     mesh: AbstractMesh | None
-    otherwise: Fallback | None
+    otherwise: Attend | None
 
 
 class Visits(NamedTuple):
@@ -78,7 +77,7 @@ def flash_attention(
     layout: Layout,
     siblings: Siblings,
     window: int | jax.Array | None,
-    otherwise: Fallback | None,
+    otherwise: Attend | None,
     tile: int | None = None,
 ) -> jax.Array:
     """Attention of a full pass; by kernels on a TPU, where memory grows with S. Traced under `sharding.over` a mesh,
@@ -98,12 +97,11 @@ def flash_attention(
     length = query.shape[1]
     if tile is None:
         tile = tile_for(length, prod(query.shape[3:]) * query.dtype.itemsize)
-    layout = Layout(*(jnp.asarray(field) for field in layout))
     mesh = jax.sharding.get_abstract_mesh()
     split = mesh.axis_names == MESH_AXES and mesh.size > 1
-    kernel = Kernel(siblings, window is not None, tile, mesh if split else None, otherwise)
-    limit = jnp.asarray(window if kernel.windowed else 0, jnp.int32).reshape(1)
-    return _attention(kernel, query, key, value, layout, limit)
+    kernel = Kernel(siblings, tile, mesh if split else None, otherwise)
+    limit = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
+    return _attention(kernel, (query, key, value), Layout(*map(jnp.asarray, layout)), limit)
 
 
 def tile_for(length: int, width: int) -> int:
@@ -118,67 +116,51 @@ def tile_for(length: int, width: int) -> int:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    kernel: Kernel, query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array
-) -> jax.Array:
-    return _forward(kernel, query, key, value, layout, window)[0]
+def _attention(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None) -> jax.Array:
+    """Of query, key and value; window int32 [1]."""
+    return _forward(kernel, arrays, layout, window)[0]
 
 
-def _forward(
-    kernel: Kernel, query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array
-) -> tuple[jax.Array, Any]:
+def _forward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None) -> tuple[jax.Array, Any]:
     """The result; and for the backward pass arguments, result, log-sum-exp of scores float32 [B, K, G, N x T]."""
 
-    def by_tiles(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array) -> Any:
-        arrays = [_heads_first(kernel, x) for x in (query, key, value)]
-        out, total = _by_shard(kernel, _forward_tiles, arrays, intervals(kernel, layout), window)
+    def by_tiles(arrays: Arrays, layout: Layout, window: jax.Array | None) -> Arrays:
+        first = [_heads_first(kernel, x) for x in arrays]
+        out, total = _by_shard(kernel, _forward_tiles, first, intervals(kernel, layout), window)
         return _at_tokens(layout, out), total
 
-    def plain(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array) -> Any:
-        B, S, K, G, _ = query.shape
-        return _otherwise(kernel, layout, window)(query, key, value), jnp.zeros(
-            (B, K, G, S + -S % kernel.tile), jnp.float32
-        )
+    def plain(arrays: Arrays, layout: Layout, window: jax.Array | None) -> Arrays:
+        assert kernel.otherwise is not None
+        B, S, K, G, _ = arrays[0].shape
+        return kernel.otherwise(*arrays, layout, window), jnp.zeros((B, K, G, S + -S % kernel.tile), jnp.float32)
 
-    arguments = (query, key, value, layout, window)
-    out, total = _on_platform(kernel, by_tiles, plain)(*arguments)
-    return out, (*arguments, out, total)
+    out, total = _on_platform(kernel, by_tiles, plain)(arrays, layout, window)
+    return out, (arrays, layout, window, out, total)
 
 
-def _backward(kernel: Kernel, kept: Any, slope: jax.Array) -> tuple[Any, ...]:
-    def by_tiles(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        layout: Layout,
-        window: jax.Array,
-        out: jax.Array,
-        total: jax.Array,
-        slope: jax.Array,
-    ) -> Any:
+def _backward(kernel: Kernel, kept: Any, slope: jax.Array) -> tuple[Arrays, None, None]:
+    def by_tiles(arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
+        out, total, slope = results
         delta = jnp.sum(out.astype(jnp.float32) * slope.astype(jnp.float32), axis=-1, keepdims=True)
-        heads_first = [_heads_first(kernel, x) for x in (query, key, value, slope, delta)]
-        arrays = (*heads_first[:4], total, heads_first[4][..., 0])
-        slopes = _by_shard(kernel, _backward_tiles, arrays, intervals(kernel, layout), window)
+        *first, delta = (_heads_first(kernel, x) for x in (*arrays, slope, delta))
+        first += [total, delta[..., 0]]
+        slopes = _by_shard(kernel, _backward_tiles, first, intervals(kernel, layout), window)
         return tuple(_at_tokens(layout, x) for x in slopes)
 
-    def plain(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: jax.Array, *rest: Any) -> Any:
-        return jax.vjp(_otherwise(kernel, layout, window), query, key, value)[1](rest[-1])
+    def plain(arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
+        assert kernel.otherwise is not None
+        attend = kernel.otherwise
+        return jax.vjp(lambda *arrays: attend(*arrays, layout, window), *arrays)[1](results[-1])
 
-    return (*_on_platform(kernel, by_tiles, plain)(*kept, slope), None, None)
+    return _on_platform(kernel, by_tiles, plain)(*kept, slope), None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
 def _on_platform(kernel: Kernel, by_tiles: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Inside both passes, so that nothing of one way is kept for the backward pass of the other."""
+    """Chosen inside either pass, so that nothing of one way is kept for the backward pass of the other."""
     return by_tiles if kernel.otherwise is None else partial(jax.lax.platform_dependent, tpu=by_tiles, default=plain)
-
-
-def _otherwise(kernel: Kernel, layout: Layout, window: jax.Array) -> Callable[..., jax.Array]:
-    assert kernel.otherwise is not None
-    return partial(kernel.otherwise, layout=layout, window=window[0] if kernel.windowed else None)
 
 
 def _heads_first(kernel: Kernel, x: jax.Array) -> jax.Array:
@@ -187,12 +169,9 @@ def _heads_first(kernel: Kernel, x: jax.Array) -> jax.Array:
 
 
 def _whole_tiles(kernel: Kernel, x: jax.Array, axis: int) -> jax.Array:
-    missing = -x.shape[axis] % kernel.tile
-    if missing == 0:
-        return x
     widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
-    return jnp.pad(x, widths)
+    widths[axis] = (0, -x.shape[axis] % kernel.tile)
+    return jnp.pad(x, widths) if widths[axis][1] else x
 
 
 def _at_tokens(layout: Layout, x: jax.Array) -> jax.Array:
@@ -202,22 +181,25 @@ def _at_tokens(layout: Layout, x: jax.Array) -> jax.Array:
     return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
-def _by_shard(kernel: Kernel, run: Callable[..., Any], arrays: Sequence[jax.Array], *rest: jax.Array) -> Any:
+def _by_shard(
+    kernel: Kernel, run: Callable[..., Any], arrays: Sequence[jax.Array], spans: jax.Array, window: jax.Array | None
+) -> Any:
     """Over a mesh, each device runs kernels for its own rows and kv heads: XLA cannot take a kernel apart.
 
     Args:
         kernel: knows the mesh.
-        run: from arguments to results [B, K, …].
+        run: from the other arguments to results [B, K, …].
         arrays: [B, K, …].
-        rest: `intervals` and the window.
+        spans: `intervals`.
+        window: int32 [1], or None.
     """
     if kernel.mesh is None:
-        return run(kernel, *arrays, *rest)
+        return run(kernel, spans, window, *arrays)
     rows, heads = partition_spec(("batch", "kv_heads"), arrays[0].shape[:2], kernel.mesh)
     ours = PartitionSpec(rows, heads)
-    places = (*[ours] * len(arrays), PartitionSpec(rows), PartitionSpec())
+    places = (PartitionSpec(rows), PartitionSpec(), *[ours] * len(arrays))
     spread = jax.shard_map(partial(run, kernel), mesh=kernel.mesh, in_specs=places, out_specs=ours, check_vma=False)
-    return spread(*arrays, *rest)
+    return spread(spans, window, *arrays)
 
 
 def intervals(kernel: Kernel, layout: Layout) -> jax.Array:
@@ -295,54 +277,33 @@ def visits(seen: jax.Array, whole: jax.Array, by_key: bool) -> tuple[jax.Array, 
     return count, Visits(row, query, key, flags.astype(jnp.int32))
 
 
-def _forward_tiles(
-    kernel: Kernel, query: jax.Array, key: jax.Array, value: jax.Array, spans: jax.Array, window: jax.Array
-) -> Any:
-    """Result [B, K, G, S, H] and log-sum-exp [B, K, G, S] from heads-first arguments."""
+def _forward_tiles(kernel: Kernel, spans: jax.Array, window: jax.Array | None, *arrays: jax.Array) -> Any:
+    """Result [B, K, G, S, H] and log-sum-exp [B, K, G, S] of query, key and value, heads first."""
+    query, _, _ = arrays
     _, _, G, _, H = query.shape
-    at_query, at_key, stat, of_query, of_key = _blocks(G, kernel.tile, H)
-    return _pallas(
-        kernel,
-        _forward_kernel,
-        (query, key, value, spans, spans, window),
-        (at_query, at_key, at_key, of_query, of_key),
-        (jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)),
-        (at_query, stat),
-        ((G, kernel.tile), (G, kernel.tile), (G, H, kernel.tile)),
-    )
+    at_query, at_key, stat, _, _ = blocks = _blocks(G, kernel.tile, H)
+    results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)
+    scratch = (G, kernel.tile), (G, kernel.tile), (G, H, kernel.tile)
+    body, places = partial(_forward_kernel, window is not None), (at_query, at_key, at_key, *blocks[3:])
+    return _pallas(kernel, body, spans, window, arrays, places, results, (at_query, stat), scratch, by_key=False)
 
 
-def _backward_tiles(
-    kernel: Kernel,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    slope: jax.Array,
-    total: jax.Array,
-    delta: jax.Array,
-    spans: jax.Array,
-    window: jax.Array,
-) -> Any:
-    """Slopes of query, key and value, from heads-first arguments; keys gather theirs in a pass of their own."""
-    _, _, G, _, H = query.shape
-    at_query, at_key, stat, of_query, of_key = _blocks(G, kernel.tile, H)
-    operands = (query, key, value, spans, spans, slope, total, delta, window)
-    blocks = (at_query, at_key, at_key, of_query, of_key, at_query, stat, stat)
-    of, tile = jax.ShapeDtypeStruct, kernel.tile
-    (to_query,) = _pallas(
-        kernel, _query_kernel, operands, blocks, (of(query.shape, query.dtype),), (at_query,), ((G, H, tile),)
-    )
-    to_key, to_value = _pallas(
-        kernel,
-        _key_kernel,
-        operands,
-        blocks,
-        (of(key.shape, key.dtype), of(value.shape, value.dtype)),
-        (at_key, at_key),
-        ((tile, H), (tile, H)),
-        by_key=True,
-    )
-    return to_query, to_key, to_value
+def _backward_tiles(kernel: Kernel, spans: jax.Array, window: jax.Array | None, *arrays: jax.Array) -> Any:
+    """Slopes of query, key and value, heads first; those of keys and values in a pass of their own.
+
+    Args:
+        kernel, spans, window: as everywhere.
+        arrays: query, key, value, slope of the result, log-sum-exp, and the sum of result x slope; heads first.
+    """
+    of = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3]]
+    _, _, G, _, H = of[0].shape
+    at_query, at_key, stat, _, _ = blocks = _blocks(G, kernel.tile, H)
+    places = (at_query, at_key, at_key, at_query, stat, stat, *blocks[3:])
+    run = partial(_pallas, kernel, spans=spans, window=window, arrays=arrays, blocks=places)
+    by_query, by_key = partial(_query_kernel, window is not None), partial(_key_kernel, window is not None)
+    to_query = run(by_query, results=of[:1], at=(at_query,), scratch=((G, H, kernel.tile),), by_key=False)
+    to_both = run(by_key, results=of[1:], at=(at_key, at_key), scratch=((kernel.tile, H),) * 2, by_key=True)
+    return (*to_query, *to_both)
 
 
 def _blocks(G: int, tile: int, H: int) -> tuple[pl.BlockSpec, ...]:
@@ -359,44 +320,35 @@ def _blocks(G: int, tile: int, H: int) -> tuple[pl.BlockSpec, ...]:
 def _pallas(
     kernel: Kernel,
     body: Callable[..., None],
-    operands: Sequence[jax.Array],
+    spans: jax.Array,
+    window: jax.Array | None,
+    arrays: Sequence[jax.Array],
     blocks: Sequence[pl.BlockSpec],
     results: Sequence[jax.ShapeDtypeStruct],
-    result_blocks: Sequence[pl.BlockSpec],
+    at: Sequence[pl.BlockSpec],
     scratch: Sequence[tuple[int, ...]],
-    by_key: bool = False,
+    by_key: bool,
 ) -> Any:
-    """Run a kernel for every kv head and visit; the fourth operand are the intervals, the last one is the window."""
-    *arrays, window = operands
-    seen, whole = tiles_in_sight(arrays[3], kernel.tile, window if kernel.windowed else None)
-    count, order = visits(seen, whole, by_key)
-    return pl.pallas_call(
-        partial(body, kernel.windowed),
-        out_shape=results,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(operands[1].shape[1], count),
-            in_specs=blocks,
-            out_specs=result_blocks,
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-        ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=kernel.otherwise is None,
-    )(*order, window, *arrays)
+    """Run a kernel once for every kv head and visit, on `arrays` and the intervals of queries and keys."""
+    count, order = visits(*tiles_in_sight(spans, kernel.tile, window), by_key)
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=5,
+        grid=(arrays[1].shape[1], count),
+        in_specs=blocks,
+        out_specs=at,
+        scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+    )
+    parameters = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
+    interpret = kernel.otherwise is None
+    run = pl.pallas_call(body, results, grid_spec=grid, compiler_params=parameters, interpret=interpret)
+    return run(*order, jnp.zeros(1, jnp.int32) if window is None else window, *arrays, spans, spans)
 
 
 def _forward_kernel(windowed: bool, *refs: Any) -> None:
     *visit, query, key, value, of_query, of_key, out, total, top, mass, sums = refs
-    flags, heads = visit[3][pl.program_id(1)], range(query.shape[0])
-
-    @pl.when(flags & FIRST != 0)
-    def _() -> None:
-        top[...] = jnp.full(top.shape, HIDDEN)
-        mass[...] = jnp.zeros(mass.shape)
-        sums[...] = jnp.zeros(sums.shape)
 
     def add(mask: jax.Array | None) -> None:
-        for g in heads:
+        for g in range(query.shape[0]):
             here = slice(g, g + 1)
             scores = _scores(_scaled(query[g]), key[...], mask)
             before, highest = top[here], jnp.maximum(top[here], scores.max(axis=0, keepdims=True))
@@ -405,81 +357,89 @@ def _forward_kernel(windowed: bool, *refs: Any) -> None:
             mass[here] = kept * mass[here] + shares.sum(axis=0, keepdims=True)
             sums[g] = kept * sums[g] + _product(value[...], shares.astype(value.dtype), 0, 0)
 
-    _with_mask(windowed, visit, of_query, of_key, add)
-
-    @pl.when(flags & LAST != 0)
-    def _() -> None:
-        for g in heads:
+    def finish() -> None:
+        for g in range(query.shape[0]):
             out[g] = (sums[g] / mass[g : g + 1]).T.astype(out.dtype)
         # A query that sees nothing gets 0, with which the backward pass makes all its shares 0.
         total[...] = jnp.where(top[...] > HIDDEN, top[...] + jnp.log(mass[...]), 0)
 
+    _visit(windowed, visit, (of_query, of_key), ((top, HIDDEN), (mass, 0.0), (sums, 0.0)), add, finish)
+
 
 def _query_kernel(windowed: bool, *refs: Any) -> None:
-    *visit, query, key, value, of_query, of_key, slope, total, delta, out, sums = refs
-    flags, heads = visit[3][pl.program_id(1)], range(query.shape[0])
-
-    @pl.when(flags & FIRST != 0)
-    def _() -> None:
-        sums[...] = jnp.zeros(sums.shape)
+    *visit, query, key, value, slope, total, delta, of_query, of_key, out, sums = refs
 
     def add(mask: jax.Array | None) -> None:
-        for g in heads:
+        for g in range(query.shape[0]):
             numbers = total[g : g + 1], delta[g : g + 1]
             _, to_scores = _slopes(_scaled(query[g]), key[...], value[...], slope[g], *numbers, mask)
             sums[g] += _product(key[...], to_scores, 0, 0)
 
-    _with_mask(windowed, visit, of_query, of_key, add)
-
-    @pl.when(flags & LAST != 0)
-    def _() -> None:
-        for g in heads:
+    def finish() -> None:
+        for g in range(query.shape[0]):
             out[g] = (sums[g] * out.shape[-1] ** -0.5).T.astype(out.dtype)
+
+    _visit(windowed, visit, (of_query, of_key), ((sums, 0.0),), add, finish)
 
 
 def _key_kernel(windowed: bool, *refs: Any) -> None:
-    *visit, query, key, value, of_query, of_key, slope, total, delta, to_key, to_value, of_keys, of_values = refs
-    flags, heads = visit[3][pl.program_id(1)], range(query.shape[0])
-
-    @pl.when(flags & FIRST != 0)
-    def _() -> None:
-        of_keys[...] = jnp.zeros(of_keys.shape)
-        of_values[...] = jnp.zeros(of_values.shape)
+    *visit, query, key, value, slope, total, delta, of_query, of_key, to_key, to_value, of_keys, of_values = refs
 
     def add(mask: jax.Array | None) -> None:
-        for g in heads:
+        for g in range(query.shape[0]):
             scaled, numbers = _scaled(query[g]), (total[g : g + 1], delta[g : g + 1])
             shares, to_scores = _slopes(scaled, key[...], value[...], slope[g], *numbers, mask)
             of_keys[...] += _product(to_scores, scaled, 1, 0)
             of_values[...] += _product(shares, slope[g], 1, 0)
 
-    _with_mask(windowed, visit, of_query, of_key, add)
-
-    @pl.when(flags & LAST != 0)
-    def _() -> None:
+    def finish() -> None:
         to_key[...] = of_keys[...].astype(to_key.dtype)
         to_value[...] = of_values[...].astype(to_value.dtype)
 
+    _visit(windowed, visit, (of_query, of_key), ((of_keys, 0.0), (of_values, 0.0)), add, finish)
 
-def _with_mask(windowed: bool, visit: Sequence[Any], of_query: Any, of_key: Any, add: Callable[..., None]) -> None:
-    """Call `add` with the mask of this visit, bool [T keys, T queries]; with None where all is seen."""
-    _, query_tile, key_tile, flags, window = visit
+
+def _visit(
+    windowed: bool,
+    visit: Sequence[Any],
+    spans: tuple[Any, Any],
+    sums: Sequence[tuple[Any, float]],
+    add: Callable[[jax.Array | None], None],
+    finish: Callable[[], None],
+) -> None:
+    """One step of the grid.
+
+    Args:
+        windowed: whether there is a sliding window.
+        visit: all `Visits`, and the window.
+        spans: `intervals` of the queries and of the keys of this step, [4, T].
+        sums: over visits to one tile of the result, with what they begin with.
+        add: is called with the mask, bool [T keys, T queries], or with None where all is seen.
+        finish: is called after the last visit.
+    """
+    _, query_tile, key_tile, all_flags, window = visit
+    of_query, of_key = spans
     now, tile = pl.program_id(1), of_query.shape[-1]
+    flags = all_flags[now]
 
-    @pl.when(flags[now] & WHOLE != 0)
-    def _() -> None:
-        add(None)
+    def begin() -> None:
+        for ref, value in sums:
+            ref[...] = jnp.full(ref.shape, value, ref.dtype)
 
-    @pl.when(flags[now] & WHOLE == 0)
-    def _() -> None:
+    def masked() -> None:
         start, hidden, branch, position = (of_query[n : n + 1] for n in range(4))
         query = query_tile[now] * tile + jax.lax.broadcasted_iota(jnp.int32, (1, tile), 1)
         key = key_tile[now] * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, tile), 0)
         mask = (start <= key) & (key <= query) & ((key < hidden) | (branch <= key))
         if windowed:
-            there = jnp.broadcast_to(of_key[3:], (tile, tile)).T  # a column, which only a square is turned into
+            there = jnp.broadcast_to(of_key[3:], (tile, tile)).T  # a row becomes a column only within a square
             mask = mask & (position - there < window[0])
         add(mask)
+
+    pl.when(flags & FIRST != 0)(begin)
+    pl.when(flags & WHOLE != 0)(lambda: add(None))
+    pl.when(flags & WHOLE == 0)(masked)
+    pl.when(flags & LAST != 0)(finish)
 
 
 def _scaled(query: jax.Array) -> jax.Array:
