@@ -131,8 +131,10 @@ def _forward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array |
 
     def plain(arrays: Arrays, layout: Layout, window: jax.Array | None) -> Arrays:
         assert kernel.otherwise is not None
-        B, S, K, G, _ = arrays[0].shape
-        return kernel.otherwise(*arrays, layout, window), jnp.zeros((B, K, G, S + -S % kernel.tile), jnp.float32)
+        query, key, value = arrays
+        B, S, K, G, _ = query.shape
+        unused = jnp.zeros((B, K, G, S + -S % kernel.tile), jnp.float32)
+        return kernel.otherwise(query, key, value, layout, window), unused
 
     out, total = _on_platform(kernel, by_tiles, plain)(arrays, layout, window)
     return out, (arrays, layout, window, out, total)
@@ -150,7 +152,7 @@ def _backward(kernel: Kernel, kept: Any, slope: jax.Array) -> tuple[Arrays, None
     def plain(arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
         assert kernel.otherwise is not None
         attend = kernel.otherwise
-        return jax.vjp(lambda *arrays: attend(*arrays, layout, window), *arrays)[1](results[-1])
+        return jax.vjp(lambda query, key, value: attend(query, key, value, layout, window), *arrays)[1](results[-1])
 
     return _on_platform(kernel, by_tiles, plain)(*kept, slope), None, None
 
