@@ -7,11 +7,12 @@ alone says which of them are split, and over which axis of the mesh.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from aspd_jax.errors import ConfigError
 
@@ -56,7 +57,12 @@ def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[Any] | N
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=list(devices)[:wanted])
 
 
-def partition_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+def over(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """What is traced inside finds the mesh by `jax.sharding.get_abstract_mesh`; kernels are split by hand."""
+    return nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def partition_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Where an array with these logical axes lives: an axis that its mesh axes do not divide is replicated.
 
     Raises:

@@ -180,9 +180,11 @@ def test_back_ends_are_chosen_by_name(monkeypatch: Any) -> None:
     used.clear()
     fed(config, np.array([BLOCK]), np.arange(20)[None], [20], params["params"])
     assert set(used) == {"reference"}
-    for field in BACK_END_FIELDS:
-        with pytest.raises(ConfigError, match=f"{field} must be one of reference, chunked, decode; got 'dense'"):
-            replace(BASE, **{field: "dense"})
+    for field, more, name in (("attention", ", flash", "dense"), ("decode_attention", "", "flash")):
+        with pytest.raises(
+            ConfigError, match=f"^{field} must be one of reference, chunked, decode{more}; got '{name}'"
+        ):
+            replace(BASE, **{field: name})
 
 
 def test_chunked_gradients_equal_the_reference(monkeypatch: Any) -> None:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout, Siblings, visible
+from aspd_jax.model.flash import flash_attention
 
 HIDDEN = -1e30  # finite, so that a row that sees nothing (padding) gives no NaN
 QUERY_CHUNK = 128
@@ -93,7 +94,22 @@ def chunked(
     return by_chunks(partial(reference, siblings=siblings, window=window), query, key, value, view)
 
 
-BACK_ENDS: dict[str, Attention] = {"reference": reference, "chunked": chunked, "decode": decode}
+def flash(
+    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
+) -> jax.Array:
+    """For training on a TPU: `model.flash`, and `chunked` on other platforms. Full passes only.
+
+    Memory grows with Q + C; tiles of queries and keys that do not see each other take no time.
+    """
+
+    def plain(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: Window) -> jax.Array:
+        return chunked(query, key, value, View(layout, layout), siblings, window)
+
+    return flash_attention(query, key, value, view.query, siblings, window, plain)
+
+
+BACK_ENDS: dict[str, Attention] = {"reference": reference, "chunked": chunked, "decode": decode, "flash": flash}
+FULL_PASSES_ONLY = ("flash",)
 
 
 def by_chunks(

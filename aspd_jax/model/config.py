@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, check_choice
-from aspd_jax.model.attention import BACK_ENDS
+from aspd_jax.model.attention import BACK_ENDS, FULL_PASSES_ONLY
 
 Weights = Literal["float", "int8"]
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
@@ -110,9 +110,10 @@ class ModelConfig:
         check_choice("positions", self.positions, PositionScheme)
         check_choice("siblings", self.siblings, Siblings)
         check_choice("weights", self.weights, Weights)
-        for field in ("attention", "decode_attention"):
-            if getattr(self, field) not in BACK_ENDS:
-                raise ConfigError(f"{field} must be one of {', '.join(BACK_ENDS)}; got {getattr(self, field)!r}")
+        over_cache = [name for name in BACK_ENDS if name not in FULL_PASSES_ONLY]
+        for field, names in (("attention", list(BACK_ENDS)), ("decode_attention", over_cache)):
+            if getattr(self, field) not in names:
+                raise ConfigError(f"{field} must be one of {', '.join(names)}; got {getattr(self, field)!r}")
         if self.heads % self.kv_heads:
             raise CheckpointError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
 

@@ -24,7 +24,7 @@ from aspd_jax.model.attention import BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, Cache, LayerCache, RowView, TokenBatch, by_row, record, write
 from aspd_jax.model.config import ModelConfig, RopeConfig
 from aspd_jax.model.cpu import computed_once, product
-from aspd_jax.sharding import named_sharding
+from aspd_jax.sharding import named_sharding, over
 
 LAYERS = "layers"  # name of the stacked layers' parameters
 NEW_TOKENS = "new_tokens"  # name of the parameters of `ModelConfig.new_tokens`
@@ -181,6 +181,7 @@ class AttentionLayer(nn.Module):
     """Grouped-query attention with RoPE: of tokens [B, S] among themselves, or of flat tokens [T] over a cache."""
 
     config: ModelConfig
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(
@@ -199,7 +200,8 @@ class AttentionLayer(nn.Module):
             query = query * (c.query_scale * c.head_dim**0.5)
         grouped = query.reshape(*x.shape[:-1], c.kv_heads, group, c.head_dim)
         if isinstance(context, View):
-            out = BACK_ENDS[c.attention](grouped, key, value, context, c.siblings, window)
+            with over(self.mesh):
+                out = BACK_ENDS[c.attention](grouped, key, value, context, c.siblings, window)
         else:
             assert cache is not None
             cache = write(cache, context.batch, key, value)
@@ -231,6 +233,7 @@ class Layer(nn.Module):
     """One layer: attention and feed-forward, each after a norm and beside a residual; and before a norm, in some."""
 
     config: ModelConfig
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(
@@ -238,7 +241,7 @@ class Layer(nn.Module):
     ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
         normed = RMSNorm(c, name="attention_norm")(x)
-        out, cache = AttentionLayer(c, name="attention")(normed, rope, context, cache, window)
+        out, cache = AttentionLayer(c, self.mesh, name="attention")(normed, rope, context, cache, window)
         x = x + (RMSNorm(c, name="attention_after_norm")(out) if c.after_norms else out)
         out = FeedForward(c, name="feed_forward")(RMSNorm(c, name="feed_forward_norm")(x))
         return x + (RMSNorm(c, name="feed_forward_after_norm")(out) if c.after_norms else out), cache
@@ -293,10 +296,10 @@ class Transformer(nn.Module):
         )
         layer: Any = nn.remat(Layer, prevent_cse=not self.scan) if self.remat else Layer
         if self.scan:
-            setattr(self, LAYERS, layer(c))
+            setattr(self, LAYERS, layer(c, self.mesh))
         else:
             for number in range(c.layers):
-                setattr(self, f"layer_{number}", layer(c))
+                setattr(self, f"layer_{number}", layer(c, self.mesh))
         self.norm = RMSNorm(c)
         if not c.tied:
             axes = ("vocabulary", "embed")
