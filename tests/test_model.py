@@ -18,7 +18,7 @@ from aspd_jax.layout import Layout
 from aspd_jax.model.attention import BACK_ENDS, View
 from aspd_jax.model.cache import Bucket, TokenBatch, empty_cache
 from aspd_jax.model.config import ModelConfig, RopeConfig
-from aspd_jax.model.transformer import Transformer, lm_head, stack_layers, unstack_layers
+from aspd_jax.model.transformer import Transformer, head_of, lm_head, stack_layers, unstack_layers
 from aspd_jax.model.weights import abstract_parameters
 from tests.conftest import GOLDEN, tiny_config, write_checkpoint
 from tests.make_parity import CASES, prompt, torch_logits
@@ -234,7 +234,7 @@ def test_the_head_applied_apart(tmp_path: Path) -> None:
         params = nn.meta.unbox(model.init(jax.random.key(0), tokens, layout))["params"]
         hidden = model.apply({"params": params}, tokens, layout, head=False)
         logits = model.apply({"params": params}, tokens, layout)
-        np.testing.assert_allclose(lm_head(config, params, hidden), logits, atol=1e-5)
+        np.testing.assert_allclose(lm_head(config, head_of(config, params), hidden), logits, atol=1e-5)
 
 
 def test_gradients_equal_finite_differences() -> None:
@@ -344,7 +344,7 @@ def test_logits_are_not_rounded_to_bfloat16(tied: bool) -> None:
     hidden = model.apply({"params": params}, tokens, layout, head=False)
     exact = np.asarray(hidden, np.float64) @ np.asarray(params[name[0]][name[1]], np.float64).T
     assert np.abs(exact).max() > 16, "there, bfloat16 has a number in every 0.125"
-    for logits in (model.apply({"params": params}, tokens, layout), lm_head(config, params, hidden)):
+    for logits in (model.apply({"params": params}, tokens, layout), lm_head(config, head_of(config, params), hidden)):
         assert logits.dtype == jnp.float32
         np.testing.assert_allclose(logits, exact, atol=1e-3)
         assert np.abs(np.asarray(logits.astype(jnp.bfloat16), np.float64) - exact).max() > 0.02, "negative control"

@@ -57,6 +57,27 @@ def test_activations_are_near_what_the_compiler_says(change: dict[str, object]) 
     assert 0.5 * planned < temporary < 2.0 * planned
 
 
+@pytest.mark.parametrize(
+    ("change", "share", "item"),
+    [
+        ({}, 1, 4 + 4),
+        ({"mesh__tensor": 2, "data__rows": 16}, 2, 4 + 4),
+        ({"model__dtype": "bfloat16"}, 1, 2 + 4),
+        ({"model__dtype": "bfloat16", "model__parameters": "bfloat16"}, 1, 2 + 2),
+    ],
+    ids=str,
+)
+def test_the_gathered_head_and_its_gradient_by_hand(change: dict[str, object], share: int, item: int) -> None:
+    """What 1,000 more tokens add to what is in work: rows of the head, and logits with their gradients."""
+    config = changed(SMALL, mesh__fsdp=8, **change)
+    few, many = (plan(changed(config, model__vocab_size=size)).working for size in (2000, 3000))
+    rows = config.data.rows // 8
+    assert many - few == 1000 // share * (128 * item + 2 * rows * 256 * 4)
+    alone = changed(config, mesh__fsdp=1, data__rows=rows)
+    few, many = (plan(changed(alone, model__vocab_size=size)).working for size in (2000, 3000))
+    assert many - few == 1000 // share * 2 * rows * 256 * 4, "nothing is gathered on one device"
+
+
 def test_shipped_plans() -> None:
     text = report(load_config(ROOT / "configs" / "vicuna_7b.yaml"))
     assert "6.738 billion parameters, 6.738 billion of them trained" in text and "| total | " in text

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from aspd_jax.model.attention import QUERY_CHUNK
 from aspd_jax.model.config import ModelConfig, from_hugging_face
-from aspd_jax.model.transformer import Transformer
+from aspd_jax.model.transformer import HEAD_AXES, Transformer
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, partition_spec
 from aspd_jax.tokens import TAGS
@@ -37,7 +37,8 @@ class Plan:
     Attributes:
         weights: parameters as they are kept; `gradient` and `moments` are those of what is trained, float32.
         kept: activations that stay from the forward to the backward pass.
-        working: the inside of one layer and the logits of one chunk, while they are computed.
+        working: the inside of one layer and the logits of one chunk, while they are computed; over `fsdp` also the
+            layer and the head that are gathered for that, and their gradients.
     """
 
     parameters: int
@@ -91,6 +92,9 @@ def plan(config: TrainConfig) -> Plan:
         # One layer's weights are gathered from all devices while it runs, and its gradient before it is spread again.
         layer = (counted["parameters"] - 2 * shape.vocab_size * shape.hidden_size) // shape.layers // config.mesh.tensor
         working += layer * (jnp.dtype(of.dtype).itemsize + 4)
+        # So is the head, for the whole loss, and its gradient comes in the dtype of the parameters.
+        head = _vocabulary(config, shape) * shape.hidden_size
+        working += head * (jnp.dtype(of.dtype).itemsize + (0 if of.lora_rank else item))
     return Plan(**counted, kept=kept, working=working)
 
 
@@ -98,6 +102,12 @@ def _local(names: Any, sizes: tuple[int, ...], mesh: Any) -> int:
     """Elements of an array that one device holds."""
     place = NamedSharding(mesh, partition_spec(names, sizes, mesh))
     return prod(place.shard_shape(sizes))
+
+
+def _vocabulary(config: TrainConfig, shape: ModelConfig) -> int:
+    """Tokens whose logits one device computes."""
+    over_tensor = AbstractMesh((1, 1, config.mesh.tensor), MESH_AXES)
+    return _local(HEAD_AXES.kernel, (shape.vocab_size, 1), over_tensor)
 
 
 def _activations(config: TrainConfig, shape: ModelConfig) -> tuple[int, int]:
@@ -111,7 +121,7 @@ def _activations(config: TrainConfig, shape: ModelConfig) -> tuple[int, int]:
     # Inside a layer: both norms' outputs, queries, keys and values before and after RoPE, attention, gate, up, product.
     inside = B * S * item * (2 * shape.hidden_size + (3 * heads + 4 * kv_heads) * shape.head_dim + 3 * feed_forward)
     scores = B * heads * min(QUERY_CHUNK, S) * S * (4 + 4 + item)
-    logits = 2 * B * min(CHUNK, S) * ceil(shape.vocab_size / tensor) * 4
+    logits = 2 * B * min(CHUNK, S) * _vocabulary(config, shape) * 4
     entering = B * S * shape.hidden_size * item
     kept = shape.layers * (entering if of.remat else entering + inside)
     return kept, 2 * inside + scores + logits

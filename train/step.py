@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from aspd_jax.model.transformer import Transformer, lm_head
+from aspd_jax.model.transformer import Transformer, head_of, lm_head
 from aspd_jax.model.weights import ADAPTERS
 from train.batches import PARTS, Batch
 from train.config import OptimiserSection
-from train.loss import Sums, next_token_loss
+from train.loss import Sums, loss_over_mesh, next_token_loss
 
 DECAYING = ("kernel", "embedding", *ADAPTERS)
 
@@ -81,8 +81,11 @@ def rounded(new: Any, old: Any, key: jax.Array) -> Any:
 def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
     """Loss of a batch by part."""
     hidden: Any = model.apply({"params": params}, batch.tokens, batch.layout, head=False)
-    head = partial(lm_head, model.config, params)
-    return next_token_loss(hidden, head, batch.tokens, batch.loss, batch.part, len(PARTS))
+    head, logits = head_of(model.config, params), partial(lm_head, model.config)
+    of_tokens = batch.tokens, batch.loss, batch.part, len(PARTS)
+    if model.mesh is None:
+        return next_token_loss(hidden, partial(logits, head), *of_tokens)
+    return loss_over_mesh(model.mesh, hidden, head, logits, *of_tokens)
 
 
 @partial(jax.jit, static_argnames=("model", "optimiser", "accumulate"), donate_argnames="state")

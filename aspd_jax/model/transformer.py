@@ -417,23 +417,47 @@ class Transformer(nn.Module):
         return jax.lax.with_sharding_constraint(x, place)
 
 
-def head_kernel(config: ModelConfig, params: Any) -> jax.Array:
-    """The kernel of the head, [V, D]; the embedding's in a tied model."""
-    return params["embedding"]["embedding"] if config.tied else params["head"]["kernel"]
+class Head(NamedTuple):
+    """Parameters of the head: its kernel [V, D], the embedding's in a tied model, and rows of new tokens [T, D] if any.
+
+    V may be a part of the vocabulary, where that is split over devices. A tree of the same form says things about both.
+    """
+
+    kernel: Any
+    new_tokens: Any
 
 
-def lm_head(config: ModelConfig, params: Any, x: jax.Array) -> jax.Array:
-    """Float32 [..., V]: `Transformer.logits` of the activations [..., D] that the model has without its head."""
-    logits = product(x, head_kernel(config, params).astype(x.dtype), dtype=jnp.float32)
-    if not config.new_tokens:
-        return logits
-    return with_new_tokens(config, logits, x, params[NEW_TOKENS]["embedding" if config.tied else "head"])
+HEAD_AXES = Head(("vocabulary", "embed"), ("new_tokens", "embed"))  # logical axes
 
 
-def with_new_tokens(config: ModelConfig, logits: jax.Array, x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Logits [..., V] of activations [..., D], those of new tokens by their own rows of the head, [T, D]."""
+def head_of(config: ModelConfig, params: Any) -> Head:
+    """The head among all parameters."""
+    kernel = params["embedding"]["embedding"] if config.tied else params["head"]["kernel"]
+    return Head(kernel, params[NEW_TOKENS]["embedding" if config.tied else "head"] if config.new_tokens else None)
+
+
+def lm_head(config: ModelConfig, head: Head, x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
+    """Float32 [..., V]: `Transformer.logits` of the activations [..., D] that the model has without its head.
+
+    Args:
+        first: id of the first row of the kernel.
+    """
+    logits = product(x, head.kernel.astype(x.dtype), dtype=jnp.float32)
+    return logits if head.new_tokens is None else with_new_tokens(config, logits, x, head.new_tokens, first)
+
+
+def with_new_tokens(
+    config: ModelConfig, logits: jax.Array, x: jax.Array, rows: jax.Array, first: int | jax.Array = 0
+) -> jax.Array:
+    """Logits [..., V] of activations [..., D], those of new tokens by their own rows of the head, [T, D].
+
+    Args:
+        first: id of the first logit; new tokens that are not among them are left out.
+    """
     own = product(x, rows.astype(x.dtype), dtype=jnp.float32)
-    return logits.at[..., jnp.asarray(config.new_tokens)].set(own)
+    places = jnp.asarray(config.new_tokens) - first
+    outside = logits.shape[-1]  # a negative index would count from the end
+    return logits.at[..., jnp.where(places < 0, outside, places)].set(own, mode="drop")
 
 
 def stack_layers(params: Any, layers: int) -> Any:

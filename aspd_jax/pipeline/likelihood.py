@@ -15,7 +15,7 @@ import numpy as np
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
-from aspd_jax.model.transformer import Transformer, lm_head
+from aspd_jax.model.transformer import Transformer, head_of, lm_head
 from aspd_jax.pipeline.spans import BlockSpan
 from aspd_jax.pipeline.titles import unplanned
 
@@ -140,7 +140,7 @@ def token_losses(model: Transformer, params: Any, tokens: jax.Array, layout: Lay
 
     def chunk(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden, targets = part
-        logits = lm_head(model.config, params, hidden)
+        logits = lm_head(model.config, head_of(model.config, params), hidden)
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - chosen
 

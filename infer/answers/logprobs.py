@@ -16,7 +16,7 @@ import numpy as np
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
-from aspd_jax.model.transformer import Transformer, lm_head
+from aspd_jax.model.transformer import Transformer, head_of, lm_head
 from aspd_jax.sizes import next_power
 from aspd_jax.tokens import SerialIds, split
 from infer.answers.answer import Result
@@ -91,7 +91,8 @@ def _likeliest(
 
     def chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         hidden, following = part
-        logprobs = jax.nn.log_softmax(lm_head(model.config, params, hidden), axis=-1)
+        logits = lm_head(model.config, head_of(model.config, params), hidden)
+        logprobs = jax.nn.log_softmax(logits, axis=-1)
         chosen = jnp.take_along_axis(logprobs, following[..., None], axis=-1)[..., 0]
         return (chosen, *jax.lax.top_k(logprobs, count))
 

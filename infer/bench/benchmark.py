@@ -28,7 +28,7 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import build_layout
 from aspd_jax.model.cache import Bucket
 from aspd_jax.model.cpu import product
-from aspd_jax.model.transformer import head_kernel
+from aspd_jax.model.transformer import head_of
 from aspd_jax.model.weights import WRITING, input_axes
 from infer.answers.answer import Result
 from infer.decode.slots import occupy
@@ -199,7 +199,7 @@ def pass_times(
 def product_time(lm: LanguageModel, width: int, repeats: int, steps: int = 16) -> float:
     """Milliseconds that the products of a pass take alone: every kernel by `width` rows, over and over; median run."""
     kernels = {path: leaf for path, leaf in flatten_dict(lm.params).items() if path[-1] == "kernel"}
-    kernels["head", "kernel"] = head_kernel(lm.config, lm.params)
+    kernels["head", "kernel"] = head_of(lm.config, lm.params).kernel
 
     def multiply(total: jax.Array, path: tuple[str, ...], kernel: jax.Array) -> jax.Array:
         inputs = input_axes(path)
