@@ -20,6 +20,7 @@ CHANGED: dict[str, Any] = {
     "model.heads": 1, "model.kv_heads": 2, "model.head_dim": 8, "model.feed_forward": 48, "model.positions": "max",
     "model.siblings": "shared", "model.dtype": "bfloat16", "model.parameters": "bfloat16",
     "model.weights": None, "model.lora_rank": 2, "model.lora_alpha": None, "model.scan": True, "model.remat": True,
+    "model.attention": "reference",
     "data.train": None, "data.held_out": None,
     "data.cache": None, "data.strict": None, "data.chat_template": None, "data.structured": False,
     "data.plain_every": 2, "data.fed_loss": True, "data.rows": 1, "data.length": 400, "data.bins": None,
@@ -68,5 +69,9 @@ def outcome(config: TrainConfig, output: Path) -> Any:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     metrics = [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
     saved = sorted(int(folder.name) for folder in (output / "checkpoints").iterdir() if folder.name.isdigit())
-    form = (config.model.scan, config.model.remat)  # the same numbers by another program: see the tests above
+    form = (
+        config.model.scan,
+        config.model.remat,
+        config.model.attention,
+    )  # the same numbers by another program: see the tests above
     return leaves, metrics, saved, sorted(p.name for p in output.iterdir()), trained.config, form

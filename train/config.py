@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from aspd_jax.configuration import at_least, read_config
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, check_choice
 from aspd_jax.model.config import Weights
+
+TrainingAttention = Literal["reference", "chunked", "flash"]  # back ends for full passes
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class ModelSection:
         lora_alpha: adapters count `lora_alpha / lora_rank`.
         scan: compile one layer and run it over stacked parameters.
         remat: recompute the inside of each layer in the backward pass.
+        attention: a back end for full passes: `chunked`, `flash` (kernels on TPU, elsewhere `chunked`) or `reference`.
     """
 
     checkpoint: str = ""
@@ -52,11 +55,13 @@ class ModelSection:
     lora_alpha: float = 16.0
     scan: bool = False
     remat: bool = False
+    attention: TrainingAttention = "chunked"
 
     def __post_init__(self) -> None:
         check_choice("model.positions", self.positions, PositionScheme)
         check_choice("model.siblings", self.siblings, Siblings)
         check_choice("model.weights", self.weights, Weights)
+        check_choice("model.attention", self.attention, TrainingAttention)
         for name in ("dtype", "parameters"):
             if getattr(self, name) not in ("float32", "bfloat16"):
                 raise ConfigError(f"model.{name} must be float32 or bfloat16, got {getattr(self, name)!r}")

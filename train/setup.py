@@ -98,7 +98,7 @@ def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Se
     The parameters are taken out of `lm`, so that nothing holds the ones that were read while others are trained.
     """
     of = config.model
-    model = Transformer(replace(lm.config, attention="chunked"), scan=of.scan, remat=of.remat, mesh=mesh)
+    model = Transformer(replace(lm.config, attention=of.attention), scan=of.scan, remat=of.remat, mesh=mesh)
     params, lm.params = lm.params, None
     params = stack_layers(params, lm.config.layers) if of.scan else params
     places = flatten_dict(shardings(abstract_parameters(model), mesh))
