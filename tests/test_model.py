@@ -181,7 +181,7 @@ def test_back_ends_are_chosen_by_name(monkeypatch: Any) -> None:
     fed(config, np.array([BLOCK]), np.arange(20)[None], [20], params["params"])
     assert set(used) == {"reference"}
     for field in BACK_END_FIELDS:
-        with pytest.raises(ConfigError, match=f"{field} must be one of reference, chunked, decode; got 'dense'"):
+        with pytest.raises(ConfigError, match=f"{field} must be one of reference, .*; got 'dense'"):
             replace(BASE, **{field: "dense"})
 
 

@@ -17,7 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.attention import BACK_ENDS, View, Window
@@ -170,11 +170,13 @@ class OverCache(NamedTuple):
         batch: the tokens, flat, and where they stand.
         rows: the same by row.
         view: who looks at whom, by row.
+        mesh: that the cache is spread over.
     """
 
     batch: TokenBatch
     rows: RowView
     view: View
+    mesh: AbstractMesh
 
 
 class AttentionLayer(nn.Module):
@@ -203,10 +205,9 @@ class AttentionLayer(nn.Module):
         else:
             assert cache is not None
             cache = write(cache, context.batch, key, value)
-            rows, slots = context.view.key.position.shape
-            keys, values = cache.key[:rows, :slots], cache.value[:rows, :slots]
-            attend = BACK_ENDS[c.decode_attention]
-            by_row = attend(grouped[context.rows.token], keys, values, context.view, c.siblings, window)
+            attend, queries = BACK_ENDS[c.decode_attention], grouped[context.rows.token]
+            with jax.sharding.use_abstract_mesh(context.mesh):
+                by_row = attend(queries, cache.key, cache.value, context.view, c.siblings, window)
             out = by_row.reshape(-1, *by_row.shape[2:])[context.rows.place]
         out = out.reshape(query.shape)
         output = Projection(c, (c.hidden_size,), ("heads", "head", "embed"), 2, True, c.output_bias, name="output")
@@ -271,7 +272,7 @@ class Transformer(nn.Module):
         scan: layers as one program run `config.layers` times over parameters stacked along a first axis, as
             `stack_layers` makes them. For training: it compiles once, however deep the model is.
         remat: keep only the input of each layer for the backward pass, and compute the rest again.
-        mesh: keep activations split over its batch axes.
+        mesh: keep activations split over its batch axes, and the heads of a cache over `tensor`.
     """
 
     config: ModelConfig
@@ -348,7 +349,8 @@ class Transformer(nn.Module):
         view = View(rows.layout, key, rows.slot, jnp.arange(bucket.slots)[None])
         shared = self.ropes(batch.layout.position), batch, rows, view
         ropes, batch, rows, view = computed_once(shared, cache.length[0] >= 0)
-        context = OverCache(batch, rows, view)
+        mesh = AbstractMesh((), ()) if self.mesh is None else self.mesh.abstract_mesh
+        context = OverCache(batch, rows, view, mesh)
         x = self.embedded(batch.tokens)
         layers = []
         for number, layer in enumerate(cache.layers):
