@@ -257,13 +257,14 @@ def _kernel(
         bias[...] = jnp.tile(hidden, (R // hidden.shape[0], 1))
 
         def add(n: jax.Array, carry: None) -> None:
-            scores = _product(query[0, 0, n], keys[n // shared], 1) + bias[...]
+            head = jax.lax.div(n, shared)
+            scores = _product(query[0, 0, n], keys[head], 1) + bias[...]
             before = highest[n]
             now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
             shares, kept = jnp.exp(scores - now), jnp.exp(before - now)
             highest[n] = now
             total[n] = kept * total[n] + jnp.sum(shares, axis=1, keepdims=True)
-            sums[n] = kept * sums[n] + _product(shares.astype(values.dtype), values[n // shared], 0)
+            sums[n] = kept * sums[n] + _product(shares.astype(values.dtype), values[head], 0)
 
         jax.lax.fori_loop(0, N, add, None)
 
