@@ -16,6 +16,7 @@ from aspd_jax import LanguageModel, SpecialTokens, build_layout
 from aspd_jax.layout import Layout
 from aspd_jax.model import flash_decode
 from aspd_jax.model.attention import BACK_ENDS, View
+from aspd_jax.model.cache import layer_sharding
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.sharding import make_mesh
 from infer import Engine
@@ -28,6 +29,11 @@ K, G, H = 2, 3, 8
 text = st.lists(st.integers(1, 50), max_size=12)
 block = st.lists(st.tuples(st.lists(st.integers(1, 50), min_size=1, max_size=3), text), min_size=2, max_size=5)
 parts = st.lists(st.one_of(text, block), min_size=1, max_size=6)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_decode, "SLOT_BYTES", 0)
 
 
 def scene(rows: list[list], seed: int) -> tuple[Any, ...]:
@@ -43,8 +49,6 @@ def scene(rows: list[list], seed: int) -> tuple[Any, ...]:
     for b, of_row in enumerate(rows):
         tokens = np.array([[3, *linearise(SPECIAL, of_row)]])[:, :SLOTS]
         layout = build_layout(tokens, SPECIAL)
-        # Branches side by side: as far as they have a common length, in turns.
-        order = np.lexsort((layout.branch[0], layout.position[0] - layout.branch[0], layout.block[0]))
         order = np.argsort(layout.position[0] * 8 + random.integers(0, 8, tokens.size), kind="stable")
         slot = np.sort(random.choice(SLOTS, tokens.size, replace=False))
         for field, of in zip(key_layout, layout, strict=True):
@@ -56,7 +60,9 @@ def scene(rows: list[list], seed: int) -> tuple[Any, ...]:
         for field, of in zip(query_layout, layout, strict=True):
             field[b, :count] = of[0, order[-count:]]
         query_slot[b, :count] = slot[-count:]
-    draw = [random.standard_normal(shape).astype(np.float32) for shape in ((B, QUERIES, K, G, H), *[(B, SLOTS, K, H)] * 2)]
+    draw = [
+        random.standard_normal(shape).astype(np.float32) for shape in ((B, QUERIES, K, G, H), *[(B, SLOTS, K, H)] * 2)
+    ]
     query, key, value = map(jnp.asarray, draw)
     whole = [(0, 1), (0, CAPACITY - SLOTS), (0, 0), (0, 0)]
     key, value = (jnp.pad(x, whole, constant_values=jnp.nan) for x in (key, value))
@@ -70,9 +76,11 @@ def scene(rows: list[list], seed: int) -> tuple[Any, ...]:
 
 
 def compare(args: tuple[Any, ...], siblings: Any, window: int | None, name: str = "flash_decode") -> float:
-    """Largest difference of a back end from the definition, over queries that are none of padding."""
-    expected, got = (jax.jit(BACK_ENDS[of], static_argnums=(4, 5))(*args, siblings, window) for of in ("reference", name))
-    real = np.asarray(args[3].query.sequence) > 0
+    """Largest difference of a back end from the definition, over queries that see something: none of padding."""
+    expected, got = (
+        jax.jit(BACK_ENDS[of], static_argnums=(4, 5))(*args, siblings, window) for of in ("reference", name)
+    )
+    real = np.asarray(args[3].mask(siblings, window).any(axis=2))
     assert np.isfinite(got).all()
     return float(np.abs(np.asarray(got) - np.asarray(expected))[real].max())
 
@@ -82,9 +90,64 @@ def compare(args: tuple[Any, ...], siblings: Any, window: int | None, name: str 
 def test_equal_to_the_definition(siblings: Any, window: int | None) -> None:
     """Branches interleaved, padding, discarded slots, slots and rows of the cache that are not in use."""
 
-    @settings(max_examples=10)
+    @settings(max_examples=4)
     @given(rows=st.lists(parts, min_size=2, max_size=2), seed=st.integers(0, 99))
     def holds(rows: list[list], seed: int) -> None:
         assert compare(scene(rows, seed), siblings, window) < 1e-5
 
     holds()
+
+
+def test_a_mask_that_is_wrong_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: branches of which everything is seen."""
+    args = scene([[[1] * 30, [([5], [6] * 9), ([7], [8] * 9), ([9], [10] * 9)]]] * 2, 0)
+    assert compare(args, "invisible", None) < 1e-5
+    plain = flash_decode.fields
+    monkeypatch.setattr(flash_decode, "fields", lambda *of: plain(*of)._replace(block=0 * plain(*of).block))
+    jax.clear_caches()
+    assert compare(args, "invisible", None) > 1e-2
+
+
+def test_many_queries_are_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tile of queries looks at the slots that it may see: with a window, not from the first one on."""
+    monkeypatch.setattr(flash_decode, "QUERY_ROWS", 16 * K * G * H)
+    monkeypatch.setattr(flash_decode, "TOGETHER", 8)
+    args = scene([[[1] * 280], [[2] * 100]], 1)
+    tiles = flash_decode.tiles_for(QUERIES, SLOTS, args[1], K * G)
+    assert tiles == flash_decode.Tiles(16, 128, False)
+    jax.clear_caches()
+    for window in (None, 9):
+        assert compare(args, "invisible", window) < 1e-5
+
+
+def test_same_tokens_from_an_engine(bare_lm: LanguageModel) -> None:
+    """A replay over the kernel takes the passes and gives the logits of one without it; generation, the same tokens."""
+    engines = []
+    for name in ("decode", "flash_decode"):
+        config = replace(bare_lm.config, decode_attention=name)
+        lm = replace(bare_lm, config=config, model=Transformer(config))
+        engines.append(Engine(lm, max_length=128, max_batch=1, max_branches=3, separator_ids=SEPARATOR))
+    answer = linearise(engines[0].config.special, EXAMPLE)
+    plain, kernel = (engine.replay([1, 2], answer) for engine in engines)
+    assert plain.widths == kernel.widths and max(kernel.widths) > 1
+    np.testing.assert_allclose(kernel.logits, plain.logits, atol=1e-4)
+    assert (kernel.logits.argmax(1) == plain.logits.argmax(1)).all()
+
+
+@pytest.mark.several
+def test_heads_and_rows_of_a_mesh() -> None:
+    """On each device its own heads and rows, by the mesh of the context."""
+    args = scene([[[1] * 30], [[2] * 9, [([5], [6]), ([7], [8])]]], 2)
+    query, key, value, view = args[0], args[1][:2], args[2][:2], args[3]
+    expected = BACK_ENDS["reference"](query, key, value, view, "invisible", None)
+    mesh = make_mesh({"data": 2, "tensor": 2})
+
+    def split(*of: Any) -> jax.Array:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return BACK_ENDS["flash_decode"](*of, "invisible", None)
+
+    spread = [jax.device_put(x, layer_sharding(x.shape, mesh)) for x in (key, value)]
+    got = jax.jit(split)(query, *spread, view)
+    assert got.sharding.shard_shape(got.shape)[::2] == (1, 1, H)
+    real = np.asarray(view.query.sequence) > 0
+    np.testing.assert_allclose(np.asarray(got)[real], np.asarray(expected)[real], atol=1e-5)

@@ -152,6 +152,8 @@ def _attend(
     def query_tile(b: Any, t: Any, *_: Any) -> tuple[Any, ...]:
         return b, t, 0, 0, 0
 
+    if not interpret:  # else XLA moves small caches whole to the chip's memory and back
+        key, value = (pltpu.with_memory_space_constraint(of_cache, pltpu.HBM) for of_cache in (key, value))
     out = pl.pallas_call(
         partial(_kernel, siblings=siblings, slots=C, shared=N // K),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -194,7 +196,9 @@ def _visits(seeing: Fields, seen: Fields, window: jax.Array, siblings: Siblings,
     most = jnp.max(jnp.where(real, position, -1), axis=2)[:, :, None]
     held = seen.sequence[:, None] > 0
     # Positions of siblings do not say which of them came first.
-    near = held & (least - seen.position[:, None] < window) & ((siblings == "shared") | (seen.position[:, None] <= most))
+    near = (
+        held & (least - seen.position[:, None] < window) & ((siblings == "shared") | (seen.position[:, None] <= most))
+    )
     some = near.reshape(rows, real.shape[1], -1, tiles.slots).any(axis=3)
     last = some.shape[2] - 1 - jnp.argmax(some[:, :, ::-1], axis=2)
     none = ~some.any(axis=2)
