@@ -140,7 +140,7 @@ def test_heads_and_rows_of_a_mesh() -> None:
     args = scene([[[1] * 30], [[2] * 9, [([5], [6]), ([7], [8])]]], 2)
     query, key, value, view = args[0], args[1][:2], args[2][:2], args[3]
     expected = BACK_ENDS["reference"](query, key, value, view, "invisible", None)
-    mesh = make_mesh({"data": 2, "tensor": 2})
+    mesh = make_mesh({"data": 2, "tensor": 2})  # so that a device has one head
 
     def split(*of: Any) -> jax.Array:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

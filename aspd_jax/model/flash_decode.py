@@ -3,9 +3,9 @@
 B rows, Q queries of a row, C slots, K kv heads, G query heads per kv head, H head size; the kernel sees T tiles of P
 queries, S tiles of W slots, and N = K or K x G groups of R = P x G or P rows of a product.
 
-The grid goes through rows, tiles of queries and, innermost, tiles of slots. All queries of a row, those of all branches,
-are one tile as long as they fit into the chip's memory; so a tile of the cache, with all its heads, is fetched once per
-row. Slots of branches lie between each other in the order of time, so who sees whom is computed for every tile from the
+The grid goes through rows, tiles of queries and, innermost, tiles of slots. All queries of a row, those of all
+branches, are one tile as long as they fit into the chip's memory; so a tile of the cache, with all its heads, is
+fetched once per row. Slots of branches lie between each other in the order of time, so who sees whom is computed for every tile from the
 layout. Softmax is that of Milakov and Gimelshein (2018), in one go over the slots.
 """
 
@@ -71,7 +71,7 @@ def tiles_for(queries: int, slots: int, key: jax.Array, heads: int) -> Tiles:
     count = pl.cdiv(whole, most)
     P = pl.cdiv(pl.cdiv(whole, count), ALIGNED) * ALIGNED
     W = SLOTS
-    while W < slots and 2 * W * K * H * key.dtype.itemsize <= SLOT_BYTES:
+    while slots > W and 2 * W * K * H * key.dtype.itemsize <= SLOT_BYTES:
         W *= 2
     return Tiles(P, W, P < TOGETHER)
 
@@ -147,11 +147,13 @@ def _attend(
         return b, jnp.clip(s, visits[b, t, 0], visits[b, t, 1])  # one that was just there is not fetched again
 
     def cache_tile(*at: Any) -> tuple[Any, ...]:
-        return *slots(*at), 0, 0
+        return *slots(*at), *[0] * (key.ndim - 2)
 
     def query_tile(b: Any, t: Any, *_: Any) -> tuple[Any, ...]:
         return b, t, 0, 0, 0
 
+    if K == 1:  # a head alone lies as one matrix; with an axis of 1, XLA would lay out the cache anew
+        key, value = key[:, :, 0], value[:, :, 0]
     if not interpret:  # else XLA moves small caches whole to the chip's memory and back
         key, value = (pltpu.with_memory_space_constraint(of_cache, pltpu.HBM) for of_cache in (key, value))
     out = pl.pallas_call(
@@ -163,8 +165,8 @@ def _attend(
                 pl.BlockSpec((1, P, len(seeing)), lambda b, t, *_: (b, t, 0)),
                 pl.BlockSpec((1, len(seen), W), lambda *at: (slots(*at)[0], 0, slots(*at)[1])),
                 pl.BlockSpec((1, 1, N, R, H), query_tile),
-                pl.BlockSpec((1, W, K, H), cache_tile),
-                pl.BlockSpec((1, W, K, H), cache_tile),
+                pl.BlockSpec((1, W, *key.shape[2:]), cache_tile),
+                pl.BlockSpec((1, W, *value.shape[2:]), cache_tile),
             ],
             out_specs=pl.BlockSpec((1, 1, N, R, H), query_tile),
             scratch_shapes=[
@@ -231,7 +233,7 @@ def _kernel(
         visits: int32 [B, T, 2], `window` int32 [1]: scalars.
         seeing: [1, P, 5], `seen` [1, 5, W]: `Fields`.
         query, out: [1, 1, N, R, H].
-        key, value: [1, W, K, H].
+        key, value: [1, W, K, H]; of one head, [1, W, H].
         keys, values: [K, W, H], the same by head.
         bias: float32 [R, W], 0 where a row sees a slot.
         highest, total: float32 [N, R, 1]: highest score so far, and the sum of shares beside it.
@@ -254,7 +256,7 @@ def _kernel(
             if slots % W:  # behind the cache may be anything, and nothing times infinity is no number
                 at = s * W + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
                 tile = jnp.where(at < slots, tile, 0)
-            return jnp.swapaxes(tile, 0, 1)
+            return tile[None] if tile.ndim == 2 else jnp.swapaxes(tile, 0, 1)
 
         keys[...], values[...] = by_head(key[0]), by_head(value[0])
         hidden = jnp.where(_visible(seeing, seen, window[0], siblings), 0.0, HIDDEN)
