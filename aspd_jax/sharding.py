@@ -11,7 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from aspd_jax.errors import ConfigError
 
@@ -56,7 +56,7 @@ def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[Any] | N
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=list(devices)[:wanted])
 
 
-def partition_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+def partition_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Where an array with these logical axes lives: an axis that its mesh axes do not divide is replicated.
 
     Raises:

@@ -5,8 +5,8 @@ queries, S tiles of W slots, and N = K or K x G groups of R = P x G or P rows of
 
 The grid goes through rows, tiles of queries and, innermost, tiles of slots. All queries of a row, those of all
 branches, are one tile as long as they fit into the chip's memory; so a tile of the cache, with all its heads, is
-fetched once per row. Slots of branches lie between each other in the order of time, so who sees whom is computed for every tile from the
-layout. Softmax is that of Milakov and Gimelshein (2018), in one go over the slots.
+fetched once per row. Slots of branches lie between each other in the order of time, so who sees whom is computed for
+every tile from the layout. Softmax is that of Milakov and Gimelshein (2018), in one go over the slots.
 """
 
 from __future__ import annotations
@@ -245,13 +245,13 @@ def _kernel(
     (N, R, _), W = sums.shape, bias.shape[1]
 
     @pl.when(s == 0)
-    def _() -> None:
+    def start() -> None:
         highest[...] = jnp.full_like(highest, HIDDEN)
         total[...] = jnp.zeros_like(total)
         sums[...] = jnp.zeros_like(sums)
 
     @pl.when((s >= visits[b, t, 0]) & (s <= visits[b, t, 1]))
-    def _() -> None:
+    def add_tile() -> None:
         def by_head(tile: jax.Array) -> jax.Array:
             if slots % W:  # behind the cache may be anything, and nothing times infinity is no number
                 at = s * W + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
@@ -275,7 +275,7 @@ def _kernel(
         jax.lax.fori_loop(0, N, add, None)
 
     @pl.when(s == pl.num_programs(2) - 1)
-    def _() -> None:
+    def finish() -> None:
         out[0, 0] = (sums[...] / total[...]).astype(out.dtype)
 
 
