@@ -181,9 +181,8 @@ def test_back_ends_are_chosen_by_name(monkeypatch: Any) -> None:
     fed(config, np.array([BLOCK]), np.arange(20)[None], [20], params["params"])
     assert set(used) == {"reference"}
     for field, more, name in (("attention", ", flash", "dense"), ("decode_attention", "", "flash")):
-        with pytest.raises(
-            ConfigError, match=f"^{field} must be one of reference, chunked, decode{more}; got '{name}'"
-        ):
+        names = f"reference, chunked, decode, flash_decode{more}"
+        with pytest.raises(ConfigError, match=f"^{field} must be one of {names}; got '{name}'"):
             replace(BASE, **{field: name})
 
 

@@ -4,7 +4,8 @@ B batch, Q queries, C keys (tokens of a full pass, or slots of the cache), K kv 
 size.
 
 Every back end takes query [B, Q, K, G, H], key and value [B, C, K, H] and a `View`, and returns [B, Q, K, G, H] in the
-dtype of the query. Scores and softmax are float32.
+dtype of the query. Scores and softmax are float32. Key and value may have more rows and slots than the view, which are
+not looked at: a cache is given whole, and who needs a part of it takes that.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout, Siblings, visible
+from aspd_jax.model import flash_decode as kernels
 from aspd_jax.model.flash import flash_attention
 
 HIDDEN = -1e30  # finite, so that a row that sees nothing (padding) gives no NaN
@@ -53,7 +55,13 @@ def reference(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
     """The definition: all scores at once, memory Q x C."""
-    return attend(query, key, value, view.mask(siblings, window))
+    return attend(query, *looked_at(key, value, view), view.mask(siblings, window))
+
+
+def looked_at(key: jax.Array, value: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
+    """The rows and slots of a cache that a view is about."""
+    rows, slots = view.key.position.shape
+    return key[:rows, :slots], value[:rows, :slots]
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
@@ -78,6 +86,7 @@ def decode(
         mask = jax.lax.optimization_barrier(view.mask(siblings, window))
         return attend(query, key, value, mask)
 
+    key, value = looked_at(key, value, view)
     if query.shape[1] <= DECODE_CHUNK:
         return few(query, key, value, view)
     return _in_chunks(few, query, key, value, view, DECODE_CHUNK)
@@ -108,7 +117,32 @@ def flash(
     return flash_attention(query, key, value, view.query, siblings, window, plain)
 
 
-BACK_ENDS: dict[str, Attention] = {"reference": reference, "chunked": chunked, "decode": decode, "flash": flash}
+def flash_decode(
+    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
+) -> jax.Array:
+    """The one for decoding as a kernel on TPU; on a GPU it is `decode`, and on CPU the kernel is interpreted.
+
+    Interpreted it is slow: that is for tests.
+    """
+    seeing, seen = kernels.fields(view.query, view.query_slot), kernels.fields(view.key, view.key_slot)
+    kernel = partial(kernels.flash_decode, siblings=siblings)
+
+    def plain(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> jax.Array:
+        return decode(query, key, value, view, siblings, window)
+
+    args = query, key, value, seeing, seen
+    return jax.lax.platform_dependent(
+        *args, tpu=partial(kernel, window=window), cpu=partial(kernel, window=window, interpret=True), default=plain
+    )
+
+
+BACK_ENDS: dict[str, Attention] = {
+    "reference": reference,
+    "chunked": chunked,
+    "decode": decode,
+    "flash_decode": flash_decode,
+    "flash": flash,
+}
 FULL_PASSES_ONLY = ("flash",)
 
 

@@ -205,10 +205,9 @@ class AttentionLayer(nn.Module):
         else:
             assert cache is not None
             cache = write(cache, context.batch, key, value)
-            rows, slots = context.view.key.position.shape
-            keys, values = cache.key[:rows, :slots], cache.value[:rows, :slots]
-            attend = BACK_ENDS[c.decode_attention]
-            by_row = attend(grouped[context.rows.token], keys, values, context.view, c.siblings, window)
+            attend, queries = BACK_ENDS[c.decode_attention], grouped[context.rows.token]
+            with over(self.mesh):
+                by_row = attend(queries, cache.key, cache.value, context.view, c.siblings, window)
             out = by_row.reshape(-1, *by_row.shape[2:])[context.rows.place]
         out = out.reshape(query.shape)
         output = Projection(c, (c.hidden_size,), ("heads", "head", "embed"), 2, True, c.output_bias, name="output")
@@ -274,7 +273,7 @@ class Transformer(nn.Module):
         scan: layers as one program run `config.layers` times over parameters stacked along a first axis, as
             `stack_layers` makes them. For training: it compiles once, however deep the model is.
         remat: keep only the input of each layer for the backward pass, and compute the rest again.
-        mesh: keep activations split over its batch axes.
+        mesh: keep activations split over its batch axes, and the heads of a cache over `tensor`.
     """
 
     config: ModelConfig

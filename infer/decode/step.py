@@ -49,7 +49,7 @@ class Script(NamedTuple):
 
 def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
     """One forward pass (`Transformer.decode`): logits [L, V], and the cache."""
-    model = cast(Any, config.model)
+    model = cast(Any, config.model).clone(mesh=config.mesh)
     logits, cache = model.apply({"params": params}, inputs.batch, state.cache, bucket, method="decode")
     return logits, cache
 
