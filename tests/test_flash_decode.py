@@ -121,7 +121,7 @@ def test_many_queries_are_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_same_tokens_from_an_engine(bare_lm: LanguageModel) -> None:
-    """A replay over the kernel takes the passes and gives the logits of one without it; generation, the same tokens."""
+    """A replay over the kernel takes the same passes as one without it, and every token has the same successor."""
     engines = []
     for name in ("decode", "flash_decode"):
         config = replace(bare_lm.config, decode_attention=name)
