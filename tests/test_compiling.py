@@ -12,14 +12,14 @@ import pytest
 import aspd
 from aspd_jax.compiled import report
 from aspd_jax.compiled.abstract import abstract_model, configuration
-from aspd_jax.compiled.report import compile_for
+from aspd_jax.compiled.report import Figures, compile_for
 from aspd_jax.compiled.topology import Chip, Topology
 from aspd_jax.errors import RequestError
+from aspd_jax.model.cache import Bucket
 from aspd_jax.model.config import ModelConfig
-from aspd_jax.shapes import SHAPES, benchmark_model
+from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh
-from infer.bench.benchmark import answer_times
-from infer.bench.compiled import compile_pass, expected_answer
+from infer.bench.compiled import CompiledPass, compile_pass, expected_answer
 from tests.conftest import ROOT
 
 CHIP = Chip("cpu", 1e9, 1e9, 1e12, 1)
@@ -35,15 +35,21 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Topology:
     return on
 
 
-def test_expected_passes_are_those_of_the_engine(here: Topology) -> None:
-    lm = abstract_model(configuration(None, "tiny", "float32", "float", "decode"), here, None)
-    passes = [compile_pass(lm, here, 1, width, 128) for width in (1, 4)]
-    adaptive, serial = answer_times(benchmark_model("tiny", "float32"), 3, 12, 16, repeats=1)
-    expected = expected_answer(passes, 3, 12)
-    assert expected is not None
-    assert (expected.serial_passes, expected.adaptive_passes) == (serial.passes, adaptive.passes)
+@pytest.mark.parametrize("branches,length,serial,adaptive", [(2, 20, 62, 57), (4, 12, 60, 57), (3, 30, 107, 71)])
+def test_expected_passes_are_those_of_the_engine(branches: int, length: int, serial: int, adaptive: int) -> None:
+    """Passes as `infer.bench.benchmark.answer_times` counts them."""
+
+    def passes(width: int, milliseconds: float | None) -> CompiledPass:
+        read = Figures(True, 0.0, None, 1, 1, 1, 0, (), 0, 0, 0.0, milliseconds, 0.0)
+        return CompiledPass(width, 1, 128, Bucket(1, width, width, 128), read)
+
+    expected = expected_answer([passes(1, 2.0), passes(4, 3.0)], branches, length)
+    assert expected is not None and (expected.serial_passes, expected.adaptive_passes) == (serial, adaptive)
+    wide = length - 3  # the fork, and all but head and last token
+    assert expected.serial_ms == 2 * serial and expected.adaptive_ms == 2 * (adaptive - wide) + 3 * wide
+    assert expected_answer([passes(1, 2.0), passes(4, None)], branches, length) is None
     with pytest.raises(RequestError, match="8 branches need --widths with 1 and at least 8"):
-        expected_answer(passes, 8, 12)
+        expected_answer([passes(1, 2.0), passes(4, 3.0)], 8, 12)
 
 
 def test_needed_bytes_are_weights_and_cache(here: Topology) -> None:
@@ -78,12 +84,12 @@ def test_what_does_not_fit_says_by_how_much(here: Topology, monkeypatch: pytest.
 
 def test_the_commands(here: Topology, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "decode.json"
-    words = "compile decode --topology v6e:1x1 --shape tiny --widths 1 4 --slots 128 --mesh tensor=8 --answers 3x12"
+    words = "compile decode --topology v6e:1x1 --shape tiny --widths 1 --slots 128 --mesh tensor=8 --answers 1x12"
     assert aspd.main([*words.split(), "--json", str(file)]) == 0
     said = capsys.readouterr().out
-    assert said.count("computed from the compiled program, not measured") == 2 and "| 3 branches of 12 |" in said
+    assert said.count("computed from the compiled program, not measured") == 2 and "| 1 branches of 12 |" in said
     record = json.loads(file.read_text())
-    assert [one["width"] for one in record["passes"]] == [1, 4] and "not measured" in record["figures"]
+    assert [one["width"] for one in record["passes"]] == [1] and "not measured" in record["figures"]
     assert record["passes"][0]["figures"]["collectives"][0]["kind"] == "all-reduce"
     assert record["passes"][0]["figures"]["memory"]["aliased"] > 0
     assert record["answers"][0]["speed_up"] > 0

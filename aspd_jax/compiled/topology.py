@@ -83,6 +83,7 @@ def topology(name: str) -> Topology:
             f"compiling for {kind} needs a package: pip install {package} (requirements-accelerators.txt)"
         )
     jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)  # such programs are read, and never run again
     options: dict[str, Any] = {}
     if chip.platform == "cuda":
         options = {"target_config": files(__package__).joinpath("h100.txtpb").read_text(), "topology": sizes}
