@@ -1,8 +1,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ACCELERATORS := .venv-accelerators
 
-.PHONY: demo test test-all lint docs dist clean
+.PHONY: demo test test-all test-accelerators lint docs dist clean
 
 # The virtual environment is made anew when the requirements change. SmolLM2 comes in a wheel of its own; where that
 # cannot be had, the demo takes the embedded model, and tests of SmolLM2 are skipped.
@@ -22,6 +23,18 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# Compilers for TPUs and GPUs, before the packages of the other environment.
+$(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed
+	$(BIN)/python -m venv --clear $(ACCELERATORS)
+	$(ACCELERATORS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		-r requirements-accelerators.txt
+	cd $(ACCELERATORS)/lib/python*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > project.pth
+	touch $@
+
+# Programs for accelerators, compiled and read; there need be none. Eight minutes on two cores.
+test-accelerators: $(ACCELERATORS)/.installed
+	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadgroup
 
 # A real chat model, from its wheel to an evaluation; hours.
 include configs/smollm2/stages.mk
@@ -43,4 +56,4 @@ dist: $(VENV)/.installed
 	cd build && wheel/bin/aspd generate --prompt "Hello" --max-new-tokens 8
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(ACCELERATORS) build dist *.egg-info

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from aspd.options import positive, shape_options, where
+from aspd.options import answer_structures, positive, shape_options, where
 from aspd_jax.errors import RequestError
 from aspd_jax.files import write_whole
 
@@ -105,12 +105,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     positive(options, "context", "batch", "repeats")
     if options.widths and (options.widths[0] != 1 or any(w < 1 or w & (w - 1) for w in options.widths)):
         raise RequestError(f"--widths must be powers of two and start with 1, got {options.widths}")
-    answers = []
-    for text in options.answers:
-        branches, found, length = text.partition("x")
-        if not found or not branches.isdigit() or not length.isdigit():
-            raise RequestError(f"--answers takes branches x tokens, such as 8x60, got {text!r}")
-        answers.append((int(branches), int(length)))
+    answers = answer_structures(options.answers)
     if options.model:
         lm = load_model(options.model, options.dtype, adapter=options.adapter)
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def model_name(options: argparse.Namespace) -> str:
 
 def shape_options(parser: argparse.ArgumentParser) -> None:
     """Which random model, and how often it is timed."""
-    parser.add_argument("--shape", default="27m", help="of a random model: 27m, 1b or 7b")
+    parser.add_argument("--shape", default="27m", help="of a random model: 27m, 1b, 7b, 8b or 32b")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=7, help="runs of each kind; the median counts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
@@ -126,8 +126,8 @@ def where() -> str:
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
 
 
-def mesh_of(text: str | None) -> Any:
-    """A mesh from its axes, such as `data=2,tensor=4`."""
+def mesh_of(text: str | None, devices: Sequence[Any] | None = None) -> Any:
+    """A mesh from its axes, such as `data=2,tensor=4`; of these devices, or of all there are."""
     if text is None:
         return None
     from aspd_jax.sharding import make_mesh
@@ -138,4 +138,15 @@ def mesh_of(text: str | None) -> Any:
         if not found or not size.isdigit() or int(size) < 1:
             raise RequestError(f"--mesh takes axes and numbers of devices, such as data=2,tensor=4, got {text!r}")
         shape[axis] = int(size)
-    return make_mesh(shape)
+    return make_mesh(shape, devices)
+
+
+def answer_structures(texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Branches, and tokens of each, from texts such as `8x60`."""
+    answers = []
+    for text in texts:
+        branches, found, length = text.partition("x")
+        if not found or not branches.isdigit() or not length.isdigit():
+            raise RequestError(f"--answers takes branches x tokens, such as 8x60, got {text!r}")
+        answers.append((int(branches), int(length)))
+    return answers

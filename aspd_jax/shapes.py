@@ -10,13 +10,26 @@ from aspd_jax.model.config import ModelConfig
 from aspd_jax.tokens import SpecialTokens
 
 SHAPES = {
-    # The shape of the published CPU baseline, Llama-3.2-1B's, and Llama-2/Vicuna-7B's.
+    # Of the published CPU baseline, and those of Llama-3.2-1B, Llama-2/Vicuna-7B, Llama-3.1-8B and Qwen2.5-32B.
     "27m": ModelConfig(vocab_size=4096, hidden_size=512, feed_forward=1408, layers=8, heads=8, kv_heads=2, head_dim=64),
     "1b": ModelConfig(
         vocab_size=128262, hidden_size=2048, feed_forward=8192, layers=16, heads=32, kv_heads=8, head_dim=64
     ),
     "7b": ModelConfig(
         vocab_size=32006, hidden_size=4096, feed_forward=11008, layers=32, heads=32, kv_heads=32, head_dim=128
+    ),
+    "8b": ModelConfig(
+        vocab_size=128262, hidden_size=4096, feed_forward=14336, layers=32, heads=32, kv_heads=8, head_dim=128
+    ),
+    "32b": ModelConfig(
+        vocab_size=152064,
+        hidden_size=5120,
+        feed_forward=27648,
+        layers=64,
+        heads=40,
+        kv_heads=8,
+        head_dim=128,
+        query_bias=True,
     ),
 }
 

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "aspd generate --model DIR --training-free": "test_training_free.py",
     "aspd ablate": "test_evaluation.py",
     "aspd bench": "test_benchmark.py",
+    "aspd compile": "test_compiling.py",
     "aspd demo": "test_cli.py",
     "aspd eval": "test_evaluation.py",
     "aspd export": "test_cli.py",

@@ -98,7 +98,7 @@ def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Se
     The parameters are taken out of `lm`, so that nothing holds the ones that were read while others are trained.
     """
     of = config.model
-    model = Transformer(replace(lm.config, attention=of.attention), scan=of.scan, remat=of.remat, mesh=mesh)
+    model = trained_model(config, lm.config, mesh)
     params, lm.params = lm.params, None
     params = stack_layers(params, lm.config.layers) if of.scan else params
     places = flatten_dict(shardings(abstract_parameters(model), mesh))
@@ -113,6 +113,12 @@ def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Se
     return Setup(lm, mesh, model, optimiser, unflatten_dict(frozen), state)
 
 
+def trained_model(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Transformer:
+    """The model as it is trained."""
+    of = config.model
+    return Transformer(replace(shape, attention=of.attention), scan=of.scan, remat=of.remat, mesh=mesh)
+
+
 def initial_state(optimiser: optax.GradientTransformation, params: Any, mesh: Mesh) -> TrainState:
     """State of step 0; moments lie where their parameters do, and everything else on every device."""
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -120,15 +126,21 @@ def initial_state(optimiser: optax.GradientTransformation, params: Any, mesh: Me
     def init(params: Any) -> Any:
         return optimiser.init(in_float32(params))
 
-    places = optax.tree.map_params(
-        optimiser,
-        lambda _, leaf: leaf.sharding,
-        jax.eval_shape(init, params),
-        params,
-        transform_non_params=lambda _: everywhere,
-    )
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_moments(optimiser, params, mesh))
     step, skipped = (jax.device_put(jnp.zeros((), jnp.int32), everywhere) for _ in range(2))
     return TrainState(step, skipped, params, jax.jit(init, out_shardings=places)(params))
+
+
+def abstract_moments(optimiser: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
+    """What the optimiser keeps, as shapes with their places, for parameters that may be such shapes too."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.eval_shape(lambda params: optimiser.init(in_float32(params)), params)
+    places = optax.tree.map_params(
+        optimiser, lambda _, leaf: leaf.sharding, shapes, params, transform_non_params=lambda _: everywhere
+    )
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
+    )
 
 
 def is_trained(path: tuple[str, ...], lora_rank: int) -> bool:

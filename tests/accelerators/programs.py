@@ -1,0 +1,92 @@
+"""Programs under test: four layers of a 7B or 8B model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+
+from aspd_jax.compiled.abstract import abstract_model
+from aspd_jax.compiled.hlo import Instruction
+from aspd_jax.compiled.report import Compiled, Figures, compile_for, figures
+from aspd_jax.compiled.topology import Topology, topology
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.model.cache import Bucket
+from aspd_jax.shapes import SHAPES
+from aspd_jax.sharding import make_mesh
+from infer.bench.benchmark import SEPARATOR
+from infer.bench.compiled import bucket_for, needed_bytes, needed_collective_bytes, trace_passes
+from infer.engine import Engine
+
+LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of decoding."""
+
+    topology: str
+    shape: str
+    width: int
+    slots: int = 2048
+    batch: int = 1
+    mesh: tuple[tuple[str, int], ...] = ()
+    weights: str = "float"
+
+    def __str__(self) -> str:
+        mesh = "-".join(f"{axis}{size}" for axis, size in self.mesh)
+        parts = [
+            self.topology.replace(":", "_"),
+            self.shape,
+            mesh,
+            f"w{self.width}",
+            f"c{self.slots}",
+            f"b{self.batch}",
+        ]
+        return "-".join(part for part in [*parts, self.weights.replace("float", "")] if part)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A case, compiled and read."""
+
+    on: Topology
+    lm: LanguageModel
+    bucket: Bucket
+    compiled: Compiled
+    figures: Figures
+
+    @property
+    def copies(self) -> list[Instruction]:
+        """Copies from HBM to HBM, wherever they are, but for those inside fusions."""
+        assert self.compiled.program is not None
+        found = []
+        for computation in self.compiled.program.computations.values():
+            for of in computation.values():
+                sources = [computation[name] for name in of.operands if name in computation]
+                if of.opcode in ("copy", "copy-start") and of.arrays[0].hbm and all(one.hbm for one in sources):
+                    found.append(of)
+        return found
+
+
+@cache
+def decoding(case: Case) -> Decoding:
+    """Compile and read a case."""
+    on = topology(case.topology)
+    mesh = make_mesh(dict(case.mesh), on.devices) if case.mesh else None
+    config = replace(SHAPES[case.shape], dtype="bfloat16", layers=LAYERS, weights=case.weights)
+    lm = abstract_model(config, on, mesh)
+    engine = Engine(lm, max_length=case.slots, max_batch=case.batch, separator_ids=SEPARATOR)
+    bucket = bucket_for(engine, case.width)
+    compiled = compile_for(trace_passes(lm, engine, on, bucket), on, 1 if mesh is None else mesh.size)
+    assert compiled.program is not None, f"{case} does not fit: {compiled.spare / 2**30:.2f} GiB"
+    needed = needed_bytes(lm, engine, on), needed_collective_bytes(lm, bucket)
+    return Decoding(on, lm, bucket, compiled, figures(compiled, True, *needed))
+
+
+def small(topology_name: str, function: Any, *arguments: Any, **options: Any) -> Compiled:
+    """A small function for the first device of a topology, or for the mesh that its arguments lie on."""
+    on = topology(topology_name)
+    return compile_for(jax.jit(function, **options).trace(*arguments), on, 1)

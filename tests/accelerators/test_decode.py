@@ -1,0 +1,158 @@
+"""Programs of decoding: what they keep, move, copy and say; each property with a program that does not have it."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("libtpu", reason="make test-accelerators has an environment of its own")
+pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
+
+from aspd_jax.compiled.abstract import everywhere
+from aspd_jax.compiled.hlo import Program, cheapest
+from aspd_jax.compiled.report import collectives_of, local_bytes, pass_of
+from aspd_jax.compiled.topology import topology
+from aspd_jax.shapes import SHAPES
+from aspd_jax.sharding import make_mesh, named_sharding
+from tests.accelerators.programs import LAYERS, Case, decoding, small
+
+TENSOR, BOTH = (("tensor", 8),), (("data", 2), ("tensor", 4))
+CASES = [
+    Case("v6e:1x1", "7b", 1),
+    Case("v6e:1x1", "7b", 16),
+    Case("v6e:1x1", "7b", 16, weights="int8"),
+    Case("v6e:1x1", "8b", 512),  # prefill
+    Case("v5e:2x4", "8b", 1, mesh=TENSOR),
+    Case("v5e:2x4", "8b", 16, mesh=TENSOR),
+    Case("v5p:1x1x1", "8b", 16, slots=32768),
+    Case("v5p:2x2x2", "8b", 1, batch=16, mesh=BOTH),
+    Case("h100:1x1x1", "7b", 1),
+    Case("h100:1x1x1", "7b", 16),
+    Case("h100:1x1x8", "8b", 16, mesh=TENSOR),
+]
+FIRST = Case("v6e:1x1", "7b", 1)
+
+
+def cases(defects: dict[str, str] | None = None, only: Any = lambda case: True) -> Any:
+    """The cases as parameters; those that fail, by their names, with the defect."""
+    chosen = []
+    for case in filter(only, CASES):
+        marks: list[Any] = [pytest.mark.xdist_group(str(case))]
+        if reason := (defects or {}).get(str(case)):
+            marks.append(pytest.mark.xfail(strict=True, reason=reason))
+        chosen.append(pytest.param(case, id=str(case), marks=marks))
+    return pytest.mark.parametrize("case", chosen)
+
+
+@cases()
+def test_little_is_moved_outside_the_loop(case: Case) -> None:
+    of = decoding(case).figures
+    assert of.outside_bytes is not None and of.bytes is not None
+    assert of.outside_bytes <= 0.01 * of.bytes
+
+
+@cases(only=lambda case: case.width <= 16)
+def test_a_pass_moves_what_it_needs(case: Case) -> None:
+    of = decoding(case).figures
+    assert of.bytes is not None
+    assert of.bytes <= (1.05 if case.slots <= 2048 else 1.10) * of.needed_bytes
+
+
+@cases(only=lambda case: case.width <= 16)
+def test_sampling_moves_little(case: Case) -> None:
+    """Beside what all layers of the model need: these are few, and the head is whole."""
+    of, layers = decoding(case).figures, SHAPES[case.shape].layers
+    assert of.most_bytes is not None and of.bytes is not None
+    assert of.most_bytes - of.bytes <= 0.02 * of.needed_bytes * layers / LAYERS
+
+
+@cases()
+def test_temporary_memory_is_below_a_layer(case: Case) -> None:
+    of = decoding(case)
+    assert of.figures.memory is not None
+    assert of.figures.memory.temporary < local_bytes(of.lm.params["layer_0"])
+
+
+@cases()
+def test_the_cache_is_given_and_not_copied(case: Case) -> None:
+    of = decoding(case)
+    ways = 1 if of.lm.mesh is None else of.lm.mesh.size
+    layer = 2 * case.batch * case.slots * of.lm.config.kv_heads * of.lm.config.head_dim // ways  # bytes of its keys
+    assert of.figures.memory is not None and of.figures.memory.aliased >= 2 * LAYERS * layer
+    assert not [str(copy.arrays[0]) for copy in of.copies if copy.arrays[0].bytes >= layer]
+
+
+@cases(only=lambda case: case.mesh)
+def test_no_collective_on_keys_and_values(case: Case) -> None:
+    of = decoding(case).figures
+    assert of.collectives, "layers split over tensor have to be added up"
+    assert not [said for said in of.collectives if f",{case.slots}," in said.array or f"[{case.slots}," in said.array]
+
+
+@cases()
+def test_no_sort_over_the_vocabulary(case: Case) -> None:
+    program = decoding(case).compiled.program
+    assert program is not None
+    assert not sorts(program, SHAPES[case.shape].vocab_size // 8)
+
+
+@cases(only=lambda case: case.mesh == TENSOR)
+def test_embedding_and_head_are_split(case: Case) -> None:
+    of = decoding(case).lm
+    for name in ("embedding", "head"):
+        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(of.params[name]))
+        assert local_bytes(of.params[name]) == whole // 8
+
+
+def sorts(program: Program, least: int) -> list[str]:
+    """Sorts of so many numbers."""
+    return [str(of.arrays[0]) for of in program.instructions()
+            if of.opcode == "sort" and of.arrays[0].shape and max(of.arrays[0].shape) >= least]  # fmt: skip
+
+
+@pytest.mark.xdist_group(str(FIRST))
+@pytest.mark.parametrize("name", ["v6e:1x1", "h100:1x1x1"])
+def test_bad_programs_are_seen(name: str) -> None:
+    """Negative controls: a kernel in another form for every call, a cache that is not given away, a sort."""
+    place = everywhere(topology(name), None)
+
+    def of(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    def passes(kernel: jax.Array, cache: jax.Array, x: jax.Array, n: jax.Array) -> Any:
+        other = jax.lax.optimization_barrier(jnp.sin(kernel).T.reshape(-1, 8, kernel.shape[0]))
+
+        def one(state: Any) -> Any:
+            i, x, cache = state
+            y = jax.lax.sort(jnp.einsum("pqk,k->pq", other, x).reshape(-1))
+            return i + 1, y, jax.lax.dynamic_update_slice(cache, y[None], (i, jnp.int32(0)))
+
+        return jax.lax.while_loop(lambda s: s[0] < n, one, (jnp.int32(0), x, cache))
+
+    compiled = small(name, passes, of(8192, 8192), of(2048, 8192), of(8192), of(dtype=jnp.int32))
+    assert compiled.program is not None and compiled.memory is not None
+    region = compiled.program.region(cheapest)
+    assert region.total - pass_of(region).total > 0.01 * pass_of(region).total
+    assert compiled.memory.aliased < 2 * 2048 * 8192
+    assert compiled.memory.temporary > 2 * 8192 * 8192 / 2
+    assert sorts(compiled.program, 8192)
+    given = small(name, lambda cache, x: cache.at[3].set(x), of(2048, 8192), of(8192), donate_argnums=0)
+    assert given.memory is not None and given.memory.aliased >= 2 * 2048 * 8192
+
+
+@pytest.mark.xdist_group(str(FIRST))
+@pytest.mark.parametrize("name", ["v5e:2x4", "h100:1x1x8"])
+def test_gathered_rows_are_seen(name: str) -> None:
+    """Negative control: some rows of a cache, taken by number from a mesh with a data axis."""
+    mesh = make_mesh(dict(BOTH), topology(name).devices)
+    place = named_sharding(("batch", None, "kv_heads", None), (16, 2048, 8, 128), mesh)
+    keys = jax.ShapeDtypeStruct((16, 2048, 8, 128), jnp.bfloat16, sharding=place)
+    rows = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=named_sharding((None,), (2,), mesh))
+    compiled = small(name, lambda keys, rows: jnp.take(keys, rows, axis=0), keys, rows)
+    assert compiled.program is not None
+    said = collectives_of(compiled.program.region(cheapest))
+    assert [one for one in said if f",{2048}," in one.array or prod(one.bytes for _ in "x") > 2**20]

@@ -1,0 +1,86 @@
+"""A training step compiled for accelerators that are not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from aspd_jax.compiled.report import Figures, compile_for, figures, fit, gib
+from aspd_jax.compiled.topology import Topology
+from aspd_jax.layout import Layout
+from aspd_jax.model.config import ModelConfig
+from aspd_jax.model.weights import abstract_parameters
+from aspd_jax.sharding import MESH_AXES, make_mesh, named_sharding, shardings
+from train.batches import Batch
+from train.config import TrainConfig
+from train.plan import Plan, plan, planned_shape
+from train.setup import abstract_moments, is_trained, trained_model
+from train.step import TrainState, make_optimiser, train_step
+
+
+def trace_step(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Any:
+    """`train_step` of a configuration, traced for a model of this shape: the step that `train.loop` takes."""
+    of, everywhere = config.model, NamedSharding(mesh, PartitionSpec())
+    model = trained_model(config, shape, mesh)
+    boxed = abstract_parameters(model)
+    places = flatten_dict(shardings(boxed, mesh))
+    trained, frozen = {}, {}
+    for path, leaf in flatten_dict(nn.meta.unbox(boxed)).items():
+        if is_trained(path, of.lora_rank):
+            trained[path] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(of.parameters), sharding=places[path])
+        else:
+            frozen[path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path])
+    params = unflatten_dict(trained)
+    optimiser = make_optimiser(config.optimiser, max(1, config.steps))
+    number: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    state = TrainState(number, number, params, abstract_moments(optimiser, params, mesh))
+    rows = (config.data.rows, config.data.length)
+
+    def tokens(dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(rows, dtype, sharding=named_sharding(("batch", "sequence"), rows, mesh))
+
+    batch = Batch(tokens(), Layout(tokens(), tokens(), tokens(), tokens()), tokens(jnp.float32), tokens())
+    return train_step.trace(
+        state, unflatten_dict(frozen), batch, model=model, optimiser=optimiser, accumulate=config.optimiser.accumulate
+    )
+
+
+def needed_collective_bytes(config: TrainConfig, shape: ModelConfig, parameters: int) -> int:
+    """Bytes that a mesh cannot do without, on each device, in the dtype of activations: spread parameters come twice,
+    and their gradient goes once; copies add up their gradients; a tensor axis adds up what each half of a layer writes,
+    forwards and backwards.
+    """
+    mesh, item = config.mesh, int(jnp.dtype(config.model.dtype).itemsize)
+    times = (3 * config.optimiser.accumulate if mesh.fsdp > 1 else 0) + (mesh.data > 1)
+    rows = config.data.rows // (mesh.data * mesh.fsdp)
+    added = 4 * shape.layers * rows * config.data.length * shape.hidden_size if mesh.tensor > 1 else 0
+    return item * (times * parameters // mesh.tensor + added)
+
+
+def compile_step(config: TrainConfig, on: Topology) -> tuple[Figures, Plan]:
+    """Compile and read the step of a configuration; beside it, what `--plan` counts."""
+    mesh = make_mesh({axis: getattr(config.mesh, axis) for axis in MESH_AXES}, on.devices)
+    shape, planned = planned_shape(config), plan(config)
+    compiled = compile_for(trace_step(config, shape, mesh), on, mesh.size)
+    needed = needed_collective_bytes(config, shape, planned.trained)
+    return figures(compiled, False, planned.weights, needed), planned
+
+
+def step_table(of: Figures, planned: Plan) -> str:
+    """Markdown; on each device."""
+    rows = [("fits", fit(of)), ("`--plan`", gib(planned.total))]
+    if of.memory is not None:
+        rows += [("arguments", gib(of.memory.arguments)), ("temporary", gib(of.memory.temporary))]
+        rows += [("aliased", gib(of.memory.aliased)), ("in all", gib(of.memory.total)), ("peak", gib(of.memory.peak))]
+        rows += [("HBM of a step", gib(of.bytes)), ("collectives", gib(of.collective_bytes))]
+        rows += [
+            ("collectives needed", gib(of.needed_collective_bytes)),
+            ("TFLOP of products", f"{of.flops / 1e12:.1f}"),
+        ]
+        rows += [("ms at least", f"{of.milliseconds:.0f}")]
+    return "\n".join(["| on each device | GiB |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
