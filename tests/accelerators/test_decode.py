@@ -20,20 +20,23 @@ from aspd_jax.sharding import make_mesh, named_sharding
 from tests.accelerators.programs import LAYERS, Case, decoding, small
 
 TENSOR, BOTH = (("tensor", 8),), (("data", 2), ("tensor", 4))
-CASES = [
-    Case("v6e:1x1", "8b", 1),
+FEW = [  # one of each kind, for the gate
     Case("v6e:1x1", "8b", 16),
+    Case("v5e:2x4", "8b", 16, mesh=TENSOR),
+    Case("v5p:2x2x2", "8b", 1, batch=16, mesh=BOTH),
+    Case("h100:1x1x1", "7b", 1),
+    Case("h100:1x1x8", "8b", 16, mesh=TENSOR),
+]
+CASES = [
+    *FEW,
+    Case("v6e:1x1", "8b", 1),
     Case("v6e:1x1", "7b", 16, weights="int8"),
     Case("v6e:1x1", "8b", 512),  # prefill
     Case("v5e:2x4", "8b", 1, mesh=TENSOR),
-    Case("v5e:2x4", "8b", 16, mesh=TENSOR),
     Case("v5p:1x1x1", "8b", 16, slots=32768),
-    Case("v5p:2x2x2", "8b", 1, batch=16, mesh=BOTH),
-    Case("h100:1x1x1", "7b", 1),
     Case("h100:1x1x1", "7b", 16),
-    Case("h100:1x1x8", "8b", 16, mesh=TENSOR),
 ]
-FIRST = Case("v6e:1x1", "8b", 1)
+FIRST = CASES[0]
 
 
 def cases(defects: dict[str, str] | None = None, only: Any = lambda case: True) -> Any:
@@ -41,6 +44,8 @@ def cases(defects: dict[str, str] | None = None, only: Any = lambda case: True) 
     chosen = []
     for case in filter(only, CASES):
         marks: list[Any] = [pytest.mark.xdist_group(str(case))]
+        if case not in FEW:
+            marks.append(pytest.mark.slow)
         if reason := (defects or {}).get(str(case)):
             marks.append(pytest.mark.xfail(strict=True, reason=reason))
         chosen.append(pytest.param(case, id=str(case), marks=marks))

@@ -39,9 +39,11 @@ def step(name: str, fsdp: int, tensor: int) -> tuple[Figures, Plan]:
 def cases(defect: str = "") -> Any:
     """All cases as parameters."""
     marks: list[Any] = [pytest.mark.xfail(strict=True, reason=defect)] if defect else []
-    return pytest.mark.parametrize(
-        "case", [pytest.param(case, marks=[pytest.mark.xdist_group(f"train {case}"), *marks]) for case in CASES]
-    )
+    chosen = []
+    for number, case in enumerate(CASES):  # the first is of the gate
+        own = [pytest.mark.xdist_group(f"train {case}"), *([pytest.mark.slow] if number else [])]
+        chosen.append(pytest.param(case, marks=[*own, *marks]))
+    return pytest.mark.parametrize("case", chosen)
 
 
 def of_the_vocabulary(of: Figures) -> list[Any]:
