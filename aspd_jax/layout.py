@@ -19,6 +19,10 @@ PositionScheme = Literal["sequential", "max", "predict"]
 Siblings = Literal["invisible", "shared"]
 
 
+HIDDEN = -1e30  # a score under the mask; finite, so that a query that sees nothing, and a difference of two, is no NaN
+NO_WINDOW = 1 << 30  # a window that nothing falls out of
+
+
 class BlockMarkers(Protocol):
     """The three special token ids that a layout is read from."""
 

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from aspd_jax.layout import Layout, Siblings, visible
+from aspd_jax.layout import HIDDEN, Layout, Siblings, visible
 from aspd_jax.model import flash_decode as kernels
 from aspd_jax.model.flash import flash_attention
 
-HIDDEN = -1e30  # finite, so that a row that sees nothing (padding) gives no NaN
 QUERY_CHUNK = 128
 GROUPS = 8
 DECODE_CHUNK = 16  # queries of a row whose scores exist at a time

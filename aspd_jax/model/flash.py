@@ -25,10 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from aspd_jax.layout import Layout, Siblings
+from aspd_jax.layout import HIDDEN, Layout, Siblings
 from aspd_jax.sharding import MESH_AXES, partition_spec
 
-HIDDEN = -1e30  # finite, so that the difference of two hidden scores is no NaN
 MOST_TOKENS = 512  # of a tile
 MOST_BYTES = 2**20  # of a tile of the queries of a kv head; a kernel holds up to eight such, and has 16 MiB
 LANES = 128  # tiles are multiples of it

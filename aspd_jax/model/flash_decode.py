@@ -19,11 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from aspd_jax.layout import Layout, Siblings
+from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout, Siblings
 from aspd_jax.sharding import partition_spec
 
-HIDDEN = -1e30  # finite, so that a query that has seen nothing yet gives no NaN
-NO_WINDOW = 1 << 30
 QUERY_ROWS = 1 << 21  # P x K x G x H of a tile at most: 8 MiB of float32 sums
 SLOT_BYTES = 1 << 20  # of a tile of keys at most; long enough for a fetch to reach full bandwidth
 SLOTS = 128  # of a tile at least: one vector's lanes

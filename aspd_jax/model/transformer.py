@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from aspd_jax.layout import Layout
+from aspd_jax.layout import NO_WINDOW, Layout
 from aspd_jax.model.attention import BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, Cache, LayerCache, RowView, TokenBatch, by_row, record, write
 from aspd_jax.model.config import ModelConfig, RopeConfig
@@ -28,7 +28,6 @@ from aspd_jax.sharding import named_sharding, over
 
 LAYERS = "layers"  # name of the stacked layers' parameters
 NEW_TOKENS = "new_tokens"  # name of the parameters of `ModelConfig.new_tokens`
-NO_WINDOW = 1 << 30
 
 Rope: TypeAlias = tuple[jax.Array, jax.Array]  # cosine and sine of the positions of all tokens
 

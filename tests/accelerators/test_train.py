@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("libtpu", reason="make test-accelerators has an environment of its own")
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
-from aspd_jax.compiled.report import Figures
+from aspd_jax.compiled.report import Figures, figures
 from aspd_jax.compiled.topology import topology
 from aspd_jax.sharding import make_mesh, named_sharding
 from tests.accelerators.programs import LAYERS, small
@@ -90,7 +90,5 @@ def test_a_head_gathered_in_a_loop_is_seen() -> None:
             return total + jax.nn.logsumexp(x @ (head * total.astype(head.dtype)).T, axis=-1).sum(), None
 
         return jax.lax.scan(one, jnp.float32(1), jnp.moveaxis(x, 1, 0))[0]
-
-    from aspd_jax.compiled.report import figures
 
     assert of_the_vocabulary(figures(small("v5p:2x2x2", loss, head, x), False, 0, 0))
