@@ -20,7 +20,7 @@ from aspd_jax.formats import open_checkpoint
 from aspd_jax.formats.adapter import Adapter, Factors, open_adapter, write_adapter
 from aspd_jax.formats.folder import write_settings, write_tensors
 from aspd_jax.layout import Layout
-from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face
+from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face, padded
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import adapter_tensors, load_parameters, merge_adapters, quantise_layers, tensors_from
 from aspd_jax.tokens import Codec, SpecialTokens, add_special_tokens
@@ -101,7 +101,8 @@ def load_model(
     Args:
         path: a folder, a .gguf file, or a name (`aspd_jax.formats.NAMES`), such as `demo` or `smollm2`.
         dtype: `float32` or `bfloat16`, of parameters and activations.
-        mesh: spread the parameters over it by the rules of `aspd_jax.sharding`.
+        mesh: spread the parameters over it by the rules of `aspd_jax.sharding`, with the vocabulary padded so that it
+            can be split.
         weights: `int8`: kernels of the layers rounded to int8 as they are read, with a scale per output.
         lora_rank, lora_alpha: add fresh adapters to the kernels of the layers, and rows of their own for the special
             tokens, for training.
@@ -121,6 +122,7 @@ def load_model(
         new_rows = {i: min(old_length, config.vocab_size) for i in special.ids if i >= old_length}
         config = replace(config, vocab_size=max(config.vocab_size, len(tokenizer)))
         config = replace(config, new_tokens=special.ids if lora_rank else ())
+    config = config if mesh is None else padded(config)
     adapter = adapter or checkpoint.adapter
     if adapter is not None:
         of = open_adapter(adapter)

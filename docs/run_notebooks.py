@@ -14,11 +14,10 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 
 
-def execute(file: Path) -> nbformat.NotebookNode:
+def execute(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """A notebook with today's outputs, run from the root of the checkout."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # that torch is not there is no output of a notebook
     os.environ["PYTHONWARNINGS"] = "ignore:IProgress"  # widgets are not needed
-    notebook = nbformat.read(file, as_version=4)
     client = NotebookClient(
         notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}, record_timing=False
     )
@@ -32,7 +31,7 @@ def main(names: list[str]) -> None:
         if names and not file.name.startswith(tuple(names)):
             continue
         began = time.monotonic()
-        nbformat.write(execute(file), file)
+        nbformat.write(execute(nbformat.read(file, as_version=4)), file)
         print(f"{file.name}: {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -308,6 +308,6 @@ def _read_text(
     codec = lm.codec.text
     opening, ending, closing = map(codec.encode, (tags.branch_start, tags.parallel_end, tags.branch_end))
     costs = map(len, (tags.title_start, tags.title_end, tags.parallel_start, tags.branch_end))
-    recogniser = of_text(codec, lm.config.vocab_size, tags, end, forbidden)
+    recogniser = of_text(codec, lm.config.padded_vocab_size, tags, end, forbidden)
     written = Tags(tuple(opening), tuple(ending), closing[0], *costs)
     return written, TextReader(codec, tags, recogniser, len(opening), len(ending))

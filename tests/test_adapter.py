@@ -187,4 +187,4 @@ def test_int8_and_a_mesh_take_adapters_too(tmp_path: Path) -> None:
     assert 0 < np.abs(rounded - exact).mean() < 0.2 * np.abs(exact).mean()
     if jax.device_count() >= 2:
         spread = load_model(folder, mesh=make_mesh({"tensor": 2}), adapter=tmp_path / "adapter")
-        np.testing.assert_allclose(logits(spread), exact, atol=1e-3)
+        np.testing.assert_allclose(logits(spread)[..., : exact.shape[-1]], exact, atol=1e-3)

@@ -50,6 +50,7 @@ def test_load(server: Running) -> None:
     assert nobody.failed == nobody.sent > 0 and nobody.answered == 0
 
 
+@pytest.mark.slow
 def test_servers_of_the_benchmark_refuse_what_may_not_wait(tmp_path: Path, capsys: Any) -> None:
     """One row and no place to wait: of requests that come at once, most are refused; with places, or rows, none."""
     found: list[dict[str, Any]] = []

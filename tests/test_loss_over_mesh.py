@@ -52,9 +52,19 @@ def arguments(vocabulary: int, new: tuple[int, ...], mesh: Mesh | None) -> tuple
     return hidden, head, *(placed(array, "batch", "sequence") for array in of_tokens)
 
 
-def loss(new: tuple[int, ...], mesh: Mesh | None) -> Any:
+def loss(new: tuple[int, ...], mesh: Mesh | None, padding: int = 0) -> Any:
     """Loss and its gradients by hidden and head, of `arguments`: a function that compiles it for them."""
-    shape = ModelConfig(VOCABULARY, SIZE, feed_forward=1, layers=1, heads=1, kv_heads=1, head_dim=2, new_tokens=new)
+    shape = ModelConfig(
+        VOCABULARY,
+        SIZE,
+        feed_forward=1,
+        layers=1,
+        heads=1,
+        kv_heads=1,
+        head_dim=2,
+        new_tokens=new,
+        vocab_padding=padding,
+    )
     logits = partial(lm_head, shape)
 
     def total(hidden: jax.Array, head: Head, *of_tokens: jax.Array) -> tuple[jax.Array, Sums]:
@@ -92,6 +102,28 @@ def test_loss_and_gradients_are_those_of_one_device(
         vocabulary // split,
         SIZE // sizes.get("fsdp", 1),
     )
+
+
+@pytest.mark.parametrize("new", [(), NEW], ids=["whole", "new tokens"])
+def test_padding_adds_nothing_to_the_loss(new: tuple[int, ...]) -> None:
+    """A vocabulary padded from 40 to 48 for eight devices, beside the 40 on one."""
+    hidden, head, *of_tokens = arguments(VOCABULARY, new, None)
+    expected = loss(new, None)(hidden, head, *of_tokens)(hidden, head, *of_tokens)
+    mesh, rows = make_mesh({"tensor": 8}), 100 * np.ones((8, SIZE), np.float32)
+    place = partial(named_sharding, mesh=mesh)
+    many = jax.device_put(hidden, place(("batch", "sequence", "norm"), hidden.shape))
+    of_tokens = [jax.device_put(array, place(("batch", "sequence"), array.shape)) for array in of_tokens]
+    kernel = jnp.concatenate([head.kernel, rows])
+    own = jax.device_put(head.new_tokens, place(HEAD_AXES.new_tokens, head.new_tokens.shape)) if new else None
+    split = Head(jax.device_put(kernel, place(HEAD_AXES.kernel, kernel.shape)), own)
+    got = loss(new, mesh, padding=8)(many, split, *of_tokens)(many, split, *of_tokens)
+    gradient = got[1][1].kernel
+    assert gradient.sharding.shard_shape(gradient.shape) == (6, SIZE)
+    assert not np.asarray(gradient[VOCABULARY:]).any()
+    got = (got[0], (got[1][0], got[1][1]._replace(kernel=gradient[:VOCABULARY])))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), got, expected)
+    # Negative control: these rows count where nothing says that they are no tokens.
+    assert float(loss(new, mesh)(many, split, *of_tokens)(many, split, *of_tokens)[0][0]) > 2 * float(expected[0][0])
 
 
 def in_loops(program: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from tests.conftest import ROOT
 
 # Cells whose output is the same everywhere; others tell times, progress or small differences.
 EXACT = {"1_the_idea": (0, 1, 2), "2_decode": (), "3_annotate": (1, 3), "4_fine_tune": (0, 3), "5_sharding": (1, 3)}
+# What makes those small that take a minute and more; their outputs are others then.
+SMALLER = {"2_decode": ('"smollm2-aspd"', '"demo"'), "4_fine_tune": ("steps=40", "steps=4")}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -43,7 +46,13 @@ def test_there_are_five() -> None:
     assert [file.name[:2] for file in NOTEBOOKS] == ["1_", "2_", "3_", "4_", "5_"]
 
 
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def whole() -> Any:
+    """The notebooks, those that are long marked as slow."""
+    slow = [[pytest.mark.slow] if file.stem in SMALLER else [] for file in NOTEBOOKS]
+    return [pytest.param(file, id=file.stem, marks=marks) for file, marks in zip(NOTEBOOKS, slow, strict=True)]
+
+
+@pytest.mark.parametrize("file", whole())
 def test_it_runs(file: Path, runner: Any) -> None:
     kept = nbformat.read(file, as_version=4)
     if "smollm2" in "".join(cell.source for cell in kept.cells):
@@ -52,14 +61,23 @@ def test_it_runs(file: Path, runner: Any) -> None:
         except CheckpointError as error:
             pytest.skip(str(error))
     nbformat.validate(kept)
-    now = texts(runner.execute(file))
+    now = texts(runner.execute(deepcopy(kept)))
     assert [bool(text) for text in now] == [bool(text) for text in texts(kept)], "outputs are committed"
     for place in EXACT[file.stem]:
         assert now[place] == texts(kept)[place], "and are those of today"
 
 
-def test_a_notebook_that_fails_is_noticed(runner: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SMALLER)
+def test_it_runs_in_small(name: str, runner: Any) -> None:
+    kept = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    small = deepcopy(kept)
+    for cell in small.cells:
+        cell.source = cell.source.replace(*SMALLER[name])
+    assert small != kept
+    assert [bool(text) for text in texts(runner.execute(small))] == [bool(text) for text in texts(kept)]
+
+
+def test_a_notebook_that_fails_is_noticed(runner: Any) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
-    nbformat.write(notebook, tmp_path / "x.ipynb")
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
-        runner.execute(tmp_path / "x.ipynb")
+        runner.execute(notebook)

@@ -9,7 +9,7 @@ import pytest
 
 from aspd_jax import LanguageModel, build_layout, load_model
 from aspd_jax.errors import CheckpointError
-from aspd_jax.formats import ADAPTED, find_model, open_tokenizer
+from aspd_jax.formats import find_model, open_tokenizer
 from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
 from tests.conftest import GOLDEN
@@ -57,12 +57,13 @@ def test_its_logits_are_theirs(lm: LanguageModel, theirs: dict[str, np.ndarray])
         np.testing.assert_allclose(ours[: size : size // PLACES], logits, atol=1e-3)
 
 
-def test_its_answers_are_theirs(lm: LanguageModel, theirs: dict[str, np.ndarray]) -> None:
+@pytest.mark.parametrize("questions", [4, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
+def test_its_answers_are_theirs(questions: int, lm: LanguageModel, theirs: dict[str, np.ndarray]) -> None:
     """Greedy, token for token, 128 of them, all questions in one batch."""
-    engine = Engine(lm, max_length=256, max_batch=len(QUESTIONS))
-    prompts = [prompt(lm, question) for question in QUESTIONS]
+    engine = Engine(lm, max_length=256, max_batch=questions)
+    prompts = [prompt(lm, question) for question in QUESTIONS[:questions]]
     results = engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS), "serial")
-    for result, answer in zip(results, theirs["answers"], strict=True):
+    for result, answer in zip(results, theirs["answers"][:questions], strict=True):
         assert result.token_ids == answer[answer >= 0].tolist()
 
 
@@ -70,7 +71,7 @@ LISTS = ("Give me five tips for a job interview.", "How can I make my home offic
 OTHERS = ("Why is the sky blue?", "Write a Python function that reverses a string.")
 
 
-@pytest.mark.parametrize("name", sorted(ADAPTED))
+@pytest.mark.parametrize("name", ["smollm2-aspd", pytest.param("smollm2-seq", marks=pytest.mark.slow)])
 def test_shipped_adapters(name: str) -> None:
     """Greedily; only what a model of another machine, whose sums differ in the last bit, would do as well."""
     try:

@@ -12,10 +12,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
-from aspd_jax import build_layout, load_model, save_model
+from aspd_jax import LanguageModel, build_layout, load_model, save_model
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.formats.folder import read_tensors as tensors_in
 from aspd_jax.formats.folder import write_tensors
+from aspd_jax.layout import HIDDEN
 from aspd_jax.model.weights import load_parameters, tensors_from
 from aspd_jax.sharding import make_mesh, partition_spec
 from tests.conftest import seeded_tensors, tiny_config, write_checkpoint
@@ -169,6 +170,11 @@ def test_export_does_not_overwrite(tmp_path: Path) -> None:
         save_model(lm, tmp_path)
 
 
+def logits_of(lm: LanguageModel) -> np.ndarray:
+    tokens = prompt()
+    return np.asarray(lm.model.apply({"params": lm.params}, tokens, build_layout(tokens, SPECIAL)))
+
+
 MESHES = [{"data": 8}, {"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
 
@@ -191,10 +197,8 @@ def test_parameters_land_in_their_shardings(shape: dict[str, int], tmp_path: Pat
     for path, spec in expected.items():
         assert tuple(leaves[path].sharding.spec) == spec, path
         assert leaves[path].sharding.mesh.shape == mesh.shape
-    tokens = prompt()
-    layout = build_layout(tokens, SPECIAL)
-    one, many = (np.asarray(m.model.apply({"params": m.params}, tokens, layout)) for m in (alone, lm))
-    np.testing.assert_allclose(one, many, atol=1e-3)
+    one, many = (logits_of(of) for of in (alone, lm))
+    np.testing.assert_allclose(one, many[..., : alone.config.vocab_size], atol=1e-3)
 
 
 @pytest.mark.several
@@ -205,10 +209,33 @@ def test_heads_are_split_where_they_are_too_few(tmp_path: Path) -> None:
     assert lm.config.kv_heads == 2
     kernel = lm.params["layer_0"]["attention"]["query_key_value"]["kernel"]
     assert tuple(kernel.sharding.spec) == (None, None, "tensor", None)
-    tokens = prompt()
-    layout = build_layout(tokens, SPECIAL)
-    one, many = (np.asarray(m.model.apply({"params": m.params}, tokens, layout)) for m in (alone, lm))
-    np.testing.assert_allclose(one, many, atol=1e-3)
+    one, many = (logits_of(of) for of in (alone, lm))
+    np.testing.assert_allclose(one, many[..., : alone.config.vocab_size], atol=1e-3)
+
+
+@pytest.mark.several
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_is_padded_for_a_mesh_and_cut_on_export(tied: bool, tmp_path: Path) -> None:
+    """263 tokens on eight devices: split all the same, no token more to choose from, and none in a checkpoint."""
+    config = tiny_config(vocab_size=263, tie_word_embeddings=tied)
+    folder = write_checkpoint(tmp_path / "in", config)
+    mesh = make_mesh({"tensor": 8})
+    lm, alone = load_model(folder, mesh=mesh), load_model(folder)
+    assert (lm.config.vocab_size, lm.config.padded_vocab_size, alone.config.padded_vocab_size) == (263, 1024, 263)
+    for name in ("embedding",) if tied else ("embedding", "head"):
+        (leaf,) = jax.tree.leaves(lm.params[name])
+        assert leaf.sharding.shard_shape(leaf.shape) == (128, lm.config.hidden_size)
+    one, many = logits_of(alone), logits_of(lm)
+    np.testing.assert_allclose(one, many[..., :263], atol=1e-3)
+    assert (many[..., 263:] == HIDDEN).all()
+    save_model(lm, tmp_path / "out")
+    before, after = read_tensors(folder), read_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(tensor, after[name])
+    assert load_model(tmp_path / "out").config == alone.config
+    # Negative control: as it is stored, it cannot be split.
+    assert tuple(partition_spec(("vocabulary", "embed"), (263, 64), mesh)) == (None, None)
 
 
 @pytest.mark.several

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from transformers import AutoConfig
 
 from aspd_jax.model.attention import QUERY_CHUNK
-from aspd_jax.model.config import ModelConfig, from_hugging_face
+from aspd_jax.model.config import ModelConfig, from_hugging_face, padded
 from aspd_jax.model.transformer import HEAD_AXES, Transformer
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, partition_spec
@@ -62,7 +62,7 @@ def planned_shape(config: TrainConfig) -> ModelConfig:
     of = config.model
     if of.checkpoint and (Path(of.checkpoint) / "config.json").exists():
         shape = as_configured(from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype), config)
-        shape = wider(shape, of.hidden_size, of.feed_forward) if of.grow else shape
+        shape = wider(shape, of.hidden_size, of.feed_forward) if of.grow else padded(shape)
     else:
         shape = scratch_shape(config)
     return replace(shape, new_tokens=tuple(range(len(TAGS))) if of.lora_rank else ())
@@ -90,7 +90,11 @@ def plan(config: TrainConfig) -> Plan:
     kept, working = _activations(config, shape)
     if config.mesh.fsdp > 1:
         # One layer's weights are gathered from all devices while it runs, and its gradient before it is spread again.
-        layer = (counted["parameters"] - 2 * shape.vocab_size * shape.hidden_size) // shape.layers // config.mesh.tensor
+        layer = (
+            (counted["parameters"] - 2 * shape.padded_vocab_size * shape.hidden_size)
+            // shape.layers
+            // config.mesh.tensor
+        )
         working += layer * (jnp.dtype(of.dtype).itemsize + 4)
         # So is the head, for the whole loss, and its gradient comes in the dtype of the parameters.
         head = _vocabulary(config, shape) * shape.hidden_size
@@ -107,7 +111,7 @@ def _local(names: Any, sizes: tuple[int, ...], mesh: Any) -> int:
 def _vocabulary(config: TrainConfig, shape: ModelConfig) -> int:
     """Tokens whose logits one device computes."""
     over_tensor = AbstractMesh((1, 1, config.mesh.tensor), MESH_AXES)
-    return _local(HEAD_AXES.kernel, (shape.vocab_size, 1), over_tensor)
+    return _local(HEAD_AXES.kernel, (shape.padded_vocab_size, 1), over_tensor)
 
 
 def _activations(config: TrainConfig, shape: ModelConfig) -> tuple[int, int]:

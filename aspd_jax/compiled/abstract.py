@@ -13,7 +13,7 @@ from aspd_jax.compiled.topology import Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.language_model import LanguageModel
-from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face
+from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face, padded
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.shapes import SHAPES
@@ -57,6 +57,7 @@ def abstract_model(config: ModelConfig, on: Topology, mesh: Mesh | None) -> Lang
     """A model without a tokenizer, whose parameters are shapes with the places that they have on a mesh; its last six
     tokens are the tags, its first ends a text.
     """
+    config = config if mesh is None else padded(config)
     model = Transformer(config, mesh=mesh)
     boxed = abstract_parameters(model)
     params = placed(nn.meta.unbox(boxed), everywhere(on, None) if mesh is None else shardings(boxed, mesh))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
+VOCABULARY_MULTIPLE = 1024  # eight ways of a tensor axis, of 128 lanes each
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
@@ -55,6 +56,9 @@ class ModelConfig:
     """Shape and arithmetic of a decoder of the Llama line (Llama, Vicuna, Mistral, Qwen2, Qwen3, Gemma 3).
 
     Attributes:
+        vocab_size: tokens that there are.
+        vocab_padding: rows after theirs in embedding and head, so that a mesh can split both. Checkpoints do not have
+            them, and their logits are `HIDDEN`.
         norm_offset: what is added to the weights of all norms (Gemma: 1).
         after_norms: norms after attention and after feed-forward too, before their results are added (Gemma).
         embedding_scale: embeddings are multiplied by it (Gemma: the root of the hidden size).
@@ -105,6 +109,7 @@ class ModelConfig:
     lora_rank: int = 0
     lora_alpha: float = 16.0
     new_tokens: tuple[int, ...] = ()
+    vocab_padding: int = 0
 
     def __post_init__(self) -> None:
         check_choice("positions", self.positions, PositionScheme)
@@ -117,6 +122,11 @@ class ModelConfig:
         if self.heads % self.kv_heads:
             raise CheckpointError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
 
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of embedding and head, and logits of a token."""
+        return self.vocab_size + self.vocab_padding
+
     def layer_window(self, layer: int) -> int | None:
         """Sliding window of one layer, or None."""
         return self.window if self.is_windowed(layer) else None
@@ -128,6 +138,11 @@ class ModelConfig:
     def layer_rope(self, layer: int) -> RopeConfig:
         """Rotary embedding of one layer."""
         return self.window_rope if self.window_rope and self.is_windowed(layer) else self.rope
+
+
+def padded(config: ModelConfig) -> ModelConfig:
+    """The vocabulary padded for a mesh: to the same size for all of them, so that a training run may change its own."""
+    return replace(config, vocab_padding=-config.vocab_size % VOCABULARY_MULTIPLE)
 
 
 def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:

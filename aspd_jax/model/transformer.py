@@ -1,7 +1,7 @@
 """The decoder: Llama 2/3, Vicuna, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 in one Flax Linen module.
 
 B batch, S tokens of a row, T tokens of a pass over the cache, L of them that get logits, R rows that feed some,
-D hidden size, N heads, K kv heads, G = N / K, H head size, F feed-forward, V vocabulary, C cache slots.
+D hidden size, N heads, K kv heads, G = N / K, H head size, F feed-forward, V vocabulary and its padding, C cache slots.
 
 Pure in (parameters, tokens, layout, cache): nothing about positions or visibility is inferred inside.
 """
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from aspd_jax.layout import NO_WINDOW, Layout
+from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout
 from aspd_jax.model.attention import BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, Cache, LayerCache, RowView, TokenBatch, by_row, record, write
 from aspd_jax.model.config import ModelConfig, RopeConfig
@@ -286,7 +286,7 @@ class Transformer(nn.Module):
         # An untied embedding starts as large as what the layers add to it, or they drown it.
         initial = nn.initializers.normal(0.02 if c.tied else 1.0)
         self.embedding = nn.Embed(
-            c.vocab_size,
+            c.padded_vocab_size,
             c.hidden_size,
             dtype=c.dtype,
             param_dtype=c.dtype,
@@ -301,7 +301,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(c)
         if not c.tied:
             axes = ("vocabulary", "embed")
-            self.head = Projection(c, (c.vocab_size,), axes, adapted=False, dtype=jnp.float32)
+            self.head = Projection(c, (c.padded_vocab_size,), axes, adapted=False, dtype=jnp.float32)
         if c.new_tokens:
             setattr(self, NEW_TOKENS, NewTokens(c))
 
@@ -373,10 +373,8 @@ class Transformer(nn.Module):
         """Float32 [..., V] of normed activations [..., D]."""
         c = self.config
         logits = product(x, self.embedding.embedding, dtype=jnp.float32) if c.tied else self.head(x)
-        if not c.new_tokens:
-            return logits
-        rows = getattr(self, NEW_TOKENS)
-        return with_new_tokens(c, logits, x, rows.embedding if c.tied else rows.head)
+        rows = getattr(self, NEW_TOKENS) if c.new_tokens else None
+        return _completed(c, logits, x, rows and (rows.embedding if c.tied else rows.head))
 
     def _layer(self, number: int) -> Any:
         return getattr(self, f"layer_{number}")
@@ -441,17 +439,22 @@ def lm_head(config: ModelConfig, head: Head, x: jax.Array, first: int | jax.Arra
         first: id of the first row of the kernel.
     """
     logits = product(x, head.kernel.astype(x.dtype), dtype=jnp.float32)
-    return logits if head.new_tokens is None else with_new_tokens(config, logits, x, head.new_tokens, first)
+    return _completed(config, logits, x, head.new_tokens, first)
 
 
-def with_new_tokens(
-    config: ModelConfig, logits: jax.Array, x: jax.Array, rows: jax.Array, first: int | jax.Array = 0
+def _completed(
+    config: ModelConfig, logits: jax.Array, x: jax.Array, rows: jax.Array | None, first: int | jax.Array = 0
 ) -> jax.Array:
-    """Logits [..., V] of activations [..., D], those of new tokens by their own rows of the head, [T, D].
+    """Logits [..., V] of activations [..., D]: those of new tokens by their own rows of the head, [T, D], if they have
+    any; those of padding hidden.
 
     Args:
         first: id of the first logit; new tokens that are not among them are left out.
     """
+    if config.vocab_padding:
+        logits = jnp.where(first + jnp.arange(logits.shape[-1]) < config.vocab_size, logits, HIDDEN)
+    if rows is None:
+        return logits
     own = product(x, rows.astype(x.dtype), dtype=jnp.float32)
     places = jnp.asarray(config.new_tokens) - first
     outside = logits.shape[-1]  # a negative index would count from the end

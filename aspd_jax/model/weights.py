@@ -28,6 +28,7 @@ MADE_HERE = ("kernel_scale", *ADAPTERS)  # parameters that no Hugging Face check
 # or the inner size. All others read it: their input is the last axis.
 WRITING = {"output": (-3, -2), "down": (-2,)}
 
+OF_VOCABULARY = ("embedding", "head")  # parameters with a row for each token
 OUTSIDE_LAYERS = {
     "model.embed_tokens.weight": ("embedding", "embedding"),
     "model.norm.weight": ("norm", "scale"),
@@ -179,13 +180,13 @@ def load_parameters(
             continue
         path, shape = tensor.path, leaves[tensor.path].shape
         size = tensor.size(shape)
-        of_vocabulary = path[0] in ("embedding", "head")
+        of_vocabulary = path[0] in OF_VOCABULARY
         if of_vocabulary and stored_vocabulary is not None:
             size = (stored_vocabulary, size[1])
         if array.shape != size:
             raise CheckpointError(f"{source}: {name} is {list(array.shape)}, its configuration says {list(size)}")
         if of_vocabulary:
-            array = _with_new_rows(array, model.config.vocab_size, new_rows or {})
+            array = _with_new_rows(array, model.config.padded_vocab_size, new_rows or {})
             own = (NEW_TOKENS, path[0])
             if own in leaves:
                 rows = array[list(model.config.new_tokens)].astype(leaves[own].dtype)
@@ -290,7 +291,7 @@ def adapter_tensors(
 
 
 def _with_new_rows(tensor: np.ndarray, rows: int, new_rows: Mapping[int, int]) -> np.ndarray:
-    if not new_rows:
+    if not new_rows and rows == len(tensor):
         return tensor
     grown = np.zeros((rows, tensor.shape[1]), tensor.dtype)
     grown[: tensor.shape[0]] = tensor
@@ -314,4 +315,5 @@ def tensors_from(config: ModelConfig, parameters: Any, dtype: str | None = None)
     leaves = flatten_dict(parameters)
     for name, tensor in tensors_of(config, leaves).items():
         array = tensor.write(np.asarray(jax.device_get(leaves[tensor.path])))
+        array = array[: config.vocab_size] if tensor.path[0] in OF_VOCABULARY else array
         yield name, array if dtype is None else array.astype(jnp.dtype(dtype))

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 
 from aspd_jax.layout import Layout, visible
 from aspd_jax.model.cache import PLAIN_TEXT, TITLE_TEXT
+from aspd_jax.sharding import named_sharding
 from infer.decode.inputs import Lanes
 from infer.decode.state import MOST_BRANCHES, TITLE, DecodeState, EngineConfig, Request
 
 GROUP = 128  # tokens: a register of a TPU is so wide
+BITS = 2  # of a bound, found in one round over all logits
 LOWEST_TEMPERATURE = 1e-30  # greedy but for ties; logits of up to 1e8 stay finite
 
 
@@ -96,14 +98,19 @@ def _ordered(logits: jax.Array) -> jax.Array:
 
 
 def _bound(keys: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
-    """uint32 [L]: the largest key such that all from there on weigh as much as wanted, [L]; found bit by bit."""
+    """uint32 [L]: the largest key such that all from there on weigh as much as wanted, [L]; found `BITS` at a time.
 
-    def bit(number: jax.Array, bound: jax.Array) -> jax.Array:
-        higher = bound | (jnp.uint32(1 << 31) >> number.astype(jnp.uint32))
-        enough = jnp.sum(jnp.where(keys >= higher[:, None], weight, 0), axis=-1) >= wanted
-        return jnp.where(enough, higher, bound)
+    Every round reads all keys, and over a mesh adds up, however many bits it finds.
+    """
 
-    return jax.lax.fori_loop(0, 32, bit, jnp.zeros(keys.shape[:1], jnp.uint32))
+    def digit(number: jax.Array, bound: jax.Array) -> jax.Array:
+        place = jnp.uint32(32 - BITS) - BITS * number.astype(jnp.uint32)
+        higher = bound[:, None] + (jnp.arange(1, 1 << BITS, dtype=jnp.uint32) << place)
+        weighs = jnp.sum(jnp.where(keys[:, None] >= higher[..., None], weight[:, None], 0), axis=-1)
+        enough = jnp.sum(weighs >= wanted[:, None], axis=-1, dtype=jnp.uint32)
+        return bound + (enough << place)
+
+    return jax.lax.fori_loop(0, 32 // BITS, digit, jnp.zeros(keys.shape[:1], jnp.uint32))
 
 
 def lane_keys(state: DecodeState, lanes: Lanes) -> jax.Array:
@@ -117,6 +124,13 @@ def lane_keys(state: DecodeState, lanes: Lanes) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stretch), place)
 
     return jax.vmap(one)(state.request.seed[lanes.row], block * MOST_BRANCHES + branch, place)
+
+
+def split_by_vocabulary(logits: jax.Array, config: EngineConfig) -> jax.Array:
+    """Logits [L, V] as the head leaves them on a mesh: for GPUs, XLA gathers what comes out of a conditional."""
+    if config.mesh is None:
+        return logits
+    return jax.lax.with_sharding_constraint(logits, named_sharding((None, "vocabulary"), logits.shape, config.mesh))
 
 
 def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.Array:
@@ -136,12 +150,14 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
         lambda: penalise_repetition(logits, request, state, config, lanes),
         lambda: logits,
     )
+    logits = split_by_vocabulary(logits, config)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> jax.Array:
         warm = logits / jnp.maximum(request.temperature, LOWEST_TEMPERATURE)[:, None]
         limited = jnp.any((request.top_k > 0) | (request.top_p < 1.0) | (request.min_p > 0.0))
         warm = jax.lax.cond(limited, lambda: restrict(warm, request), lambda: warm)
+        warm = split_by_vocabulary(warm, config)
         drawn = jax.vmap(jax.random.categorical)(lane_keys(state, lanes), warm).astype(jnp.int32)
         return jnp.where(request.temperature > 0, drawn, greedy)
 

@@ -57,7 +57,7 @@ def new_state(
     """A state of empty rows with so many slots each; tags are the special tokens where no recogniser is given."""
     if recogniser is None:
         codec = None if lm.tokenizer is None else lm.codec.text
-        recogniser = of_tokens(lm.config.vocab_size, config.special.ids, config.end, config.forbidden, codec)
+        recogniser = of_tokens(lm.config.padded_vocab_size, config.special.ids, config.end, config.forbidden, codec)
     cache = empty_cache(lm.config, batch, capacity, lm.mesh)
     return settle(empty_state(config, cache, recogniser), lm.mesh)
 

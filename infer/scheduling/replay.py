@@ -126,7 +126,7 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
         if not prefilling:
             fed = np.flatnonzero(np.asarray(inputs.batch.layout.sequence) > 0)
             keys = _keys(Layout(*(field[None] for field in inputs.batch.layout)))
-            logits[[place[keys[index]] for index in fed]] = np.asarray(all_logits)[fed]
+            logits[[place[keys[index]] for index in fed]] = np.asarray(all_logits)[fed, : lm.config.vocab_size]
             passes.append(fed.size)
             if script.done:
                 return Trace(logits, len(passes) - 1, tuple(passes[:-1]))
