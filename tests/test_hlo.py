@@ -101,6 +101,54 @@ def test_a_program_by_hand() -> None:
     assert said.bytes == 5 * whole
 
 
+IN_STEPS = """HloModule jit_g
+
+%step (p: bf16[8,128]) -> bf16[64,128] {
+  %p = bf16[8,128]{1,0} parameter(0)
+  ROOT %g = bf16[64,128]{1,0} all-gather(%p), channel_id=7, dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%next (q: bf16[8,128]) -> bf16[64,128] {
+  %q = bf16[8,128]{1,0} parameter(0)
+  ROOT %h = bf16[64,128]{1,0} all-gather(%q), channel_id=7, dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%test (s: (s32[], bf16[8,128])) -> pred[] {
+  %s = (s32[], bf16[8,128]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %most = s32[] constant(5)
+  ROOT %less = pred[] compare(%i, %most), direction=LT
+}
+
+%body (t: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
+  %t = (s32[], bf16[8,128]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %k = bf16[8,128]{1,0} get-tuple-element(%t), index=1
+  %on = bf16[64,128]{1,0} fusion(%k), kind=kCustom, calls=%next
+  ROOT %again = (s32[], bf16[8,128]{1,0}) tuple(%n, %k)
+}
+
+ENTRY %main (a: bf16[8,128], c: s32[]) -> bf16[64,128] {
+  %a = bf16[8,128]{1,0} parameter(0)
+  %c = s32[] parameter(1)
+  %begun = bf16[64,128]{1,0} fusion(%a), kind=kCustom, calls=%step
+  %start = (s32[], bf16[8,128]{1,0}) tuple(%c, %a)
+  %loop = (s32[], bf16[8,128]{1,0}) while(%start), condition=%test, body=%body
+  ROOT %end = bf16[64,128]{1,0} fusion(%a), kind=kCustom, calls=%step
+}
+"""
+
+
+def test_a_collective_in_steps_counts_once() -> None:
+    """It begins, goes on in every round of a loop, and ends; HBM is that of what is computed beside it: nothing."""
+    region = parse(IN_STEPS).region(cheapest)
+    (said,) = collectives_of(region)
+    assert (said.loop, said.times, said.bytes, region.total) == ("", 1, 64 * 128 * 2, 0)
+    # Negative control: without what marks the steps there are seven collectives.
+    whole = parse(IN_STEPS.replace('frontend_attributes={chain_id="0"}', "x={}")).region(cheapest)
+    assert sum(one.times for one in collectives_of(whole)) == 7 and whole.total > 0
+
+
 def test_arrays() -> None:
     assert Array("pred", (3,), 0).bytes == 3 and Array("s4", (3,), 0).bytes == 2
     assert Array("bf16", (), 0).bytes == 2 and Array("f8e4m3fn", (2, 2), 1).bytes == 4

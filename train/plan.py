@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 from aspd_jax.model.attention import QUERY_CHUNK
 from aspd_jax.model.config import ModelConfig, from_hugging_face, padded
-from aspd_jax.model.transformer import HEAD_AXES, Transformer
+from aspd_jax.model.transformer import HEAD_AXES, LAYERS, Transformer
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, partition_spec
 from aspd_jax.tokens import TAGS
@@ -38,7 +38,8 @@ class Plan:
         weights: parameters as they are kept; `gradient` and `moments` are those of what is trained, float32.
         kept: activations that stay from the forward to the backward pass.
         working: the inside of one layer and the logits of one chunk, while they are computed; over `fsdp` also the
-            layer and the head that are gathered for that, and their gradients.
+            layer and the head that are gathered for that, and their gradients; with `scan`, the layers' parameters in
+            the dtype of activations, where they are kept in another: the compiler converts all of them before the loop.
     """
 
     parameters: int
@@ -73,7 +74,7 @@ def plan(config: TrainConfig) -> Plan:
     of, shape = config.model, planned_shape(config)
     mesh = AbstractMesh(tuple(getattr(config.mesh, axis) for axis in MESH_AXES), MESH_AXES)
     counted = dict.fromkeys(("parameters", "trained", "weights", "gradient", "moments"), 0)
-    item = jnp.dtype(of.parameters).itemsize
+    item, converted = jnp.dtype(of.parameters).itemsize, 0
     abstract = abstract_parameters(Transformer(shape, scan=of.scan))
     for path, leaf in flatten_dict(abstract, is_leaf=lambda _, leaf: isinstance(leaf, nn.Partitioned)).items():
         sizes = leaf.value.shape
@@ -85,9 +86,12 @@ def plan(config: TrainConfig) -> Plan:
             # Gradients come in the dtype of the parameters, and are summed over parts in float32.
             counted["gradient"] += 4 * here + (item * here if config.optimiser.accumulate > 1 else 0)
             counted["moments"] += MOMENTS * 4 * here
+            if path[0] == LAYERS and of.parameters != of.dtype:
+                converted += jnp.dtype(of.dtype).itemsize * here
         else:
             counted["weights"] += leaf.value.dtype.itemsize * here
     kept, working = _activations(config, shape)
+    working += converted
     if config.mesh.fsdp > 1:
         # One layer's weights are gathered from all devices while it runs, and its gradient before it is spread again.
         layer = (

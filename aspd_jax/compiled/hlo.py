@@ -3,7 +3,8 @@
 XLA's own cost analysis counts a loop once, an update in place as a pass over the whole array, and what lies in a core's
 own memory as if it were in HBM; for GPUs there is none. Here an instruction reads its operands and writes its result,
 as far as they lie in HBM; but of a slice or a gather it reads only what is taken, of an update in place it writes only
-what is new, and a fusion is seen through for both. Padding of layouts is not counted, nor what a kernel reads twice.
+what is new, and a fusion is seen through for both. Padding of layouts is not counted, nor what a kernel reads twice,
+nor the HBM of a collective that goes on inside fusions while these compute.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ ASSIGNED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+STEP = re.compile(r"channel_id=(\d+),.*\bchain_id=")
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 SOURCE = re.compile(r'op_name="([^"]*)"')
 BRACKETS = re.compile(r"[()\[\]{} ]")
@@ -97,11 +99,16 @@ class Instruction(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What devices say to each other: the larger of what goes in and what comes out, on each of them."""
+    """What devices say to each other: the larger of what goes in and what comes out, on each of them.
+
+    Attributes:
+        channel: of a collective that goes on inside several fusions, a step in each; otherwise empty.
+    """
 
     kind: str
     array: Array
     source: str
+    channel: str
 
 
 @dataclass(frozen=True)
@@ -194,7 +201,8 @@ class Program:
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
             said = [a for name in instruction.operands if name in within for a in within[name].arrays]
-            yield Collective(kind, max((*said, *instruction.arrays), key=lambda a: a.bytes), instruction.source)
+            largest = max((*said, *instruction.arrays), key=lambda a: a.bytes)
+            yield Collective(kind, largest, instruction.source, _channel(instruction))
         elif instruction.opcode == "fusion":
             for name in instruction.called:
                 for inner in self.computations[name].values():
@@ -219,6 +227,8 @@ class Program:
 
     def _read(self, user: Instruction, place: int, whole: int) -> int:
         """Bytes that an instruction reads of an operand."""
+        if _channel(user):
+            return 0
         if user.opcode in SLICES and place == 0:
             return min(whole, user.bytes)
         if user.opcode in UPDATES and place == 0:
@@ -249,6 +259,8 @@ class Program:
     def _written(self, within: Computation, instruction: Instruction) -> int:
         """Bytes that an instruction writes."""
         code = instruction.opcode
+        if _channel(instruction):
+            return 0
         if code in UPDATES and len(instruction.operands) > UPDATES[code]:
             return within[instruction.operands[UPDATES[code]]].bytes
         if code in ("tuple", "bitcast"):
@@ -268,6 +280,12 @@ class Program:
                 for place, operand in enumerate(instruction.operands):
                     of.setdefault(operand, []).append((instruction, place))
         return found
+
+
+def _channel(instruction: Instruction) -> str:
+    """The channel of a collective of which this is one step, inside a fusion."""
+    found = STEP.search(instruction.text) if instruction.opcode in COLLECTIVES else None
+    return found[1] if found else ""
 
 
 def cheapest(branches: Iterable[Region]) -> Region:

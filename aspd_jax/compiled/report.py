@@ -186,11 +186,17 @@ def pass_of(program: Region) -> Region:
 
 
 def collectives_of(region: Region) -> tuple[Said, ...]:
-    """All collectives of a region and of the loops inside, by loop, kind and shape; the largest first."""
+    """All collectives of a region and of the loops inside, by loop, kind and shape; the largest first.
+
+    One that goes on in steps counts where it begins: in the outermost loop that has a step of it.
+    """
     counted: Counter[tuple[str, str, str, int]] = Counter()
-    for inner, times in region.everywhere():
+    begun = set[str]()
+    for inner, times in sorted(region.everywhere(), key=lambda of: of[1]):
         for one in inner.collectives:
-            counted[inner.source, one.kind, str(one.array), one.array.bytes] += times
+            if one.channel not in begun:
+                counted[inner.source, one.kind, str(one.array), one.array.bytes] += times
+            begun |= {one.channel} - {""}
     said = (Said(loop, kind, array, count, count * size) for (loop, kind, array, size), count in counted.items())
     return tuple(sorted(said, key=lambda one: -one.bytes))
 
