@@ -1,0 +1,259 @@
+"""Attention for training on an NVIDIA GPU: the kernels of `model.flash`, in the form that Triton compiles.
+
+B rows, S tokens of a row (whole tiles), K kv heads, G query heads per kv head, H head size (a power of two), T tokens
+of a tile, N tiles of a row.
+
+Every program of the grid makes one tile of a result: it loops over the tiles of the other side that have something to
+do with it, and keeps its sums in registers. Which tiles these are is found beforehand (`Order`), so that no other is
+touched; those where every query sees every key come first, and need no mask. Arrays lie as the model has them, heads
+behind tokens: a kernel takes its rows out of them by their strides, and nothing is transposed or copied.
+
+Exponentials are powers of two, which is what the chip computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import e, log2
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout
+from aspd_jax.model.flash import Arrays, Kernel, Passes, along_slope, intervals, product, tiles_in_sight, whole_tiles
+from aspd_jax.sizes import next_power
+
+MOST_TOKENS, LEAST_TOKENS = 64, 16  # of a tile
+MOST_BYTES = 2**14  # of a tile of one head; a kernel has two of them, and of two more the next ones on their way
+LEAST_SIZE = 16  # of a head: products of matrices have no smaller side
+WARPS, STAGES = 4, 2
+
+
+class Order(NamedTuple):
+    """Tiles that the tiles of a row look at, or are looked at by.
+
+    Attributes:
+        tiles: int32 [B, N, N], of every tile: first those with which all is seen, then those with which something is.
+        ends: int32 [B, N, 2], of every tile: how many of its tiles are the first, and how many are both.
+    """
+
+    tiles: jax.Array
+    ends: jax.Array
+
+
+def order(seen: jax.Array, whole: jax.Array) -> Order:
+    """For every first tile, the second ones that have something to do with it.
+
+    Args:
+        seen, whole: bool [B, N, N], by `tiles_in_sight`.
+    """
+    rank = jnp.where(whole, 0, jnp.where(seen, 1, 2))
+    ends = jnp.stack([whole.sum(-1, dtype=jnp.int32), seen.sum(-1, dtype=jnp.int32)], axis=-1)
+    return Order(jnp.argsort(rank, axis=-1).astype(jnp.int32), ends)
+
+
+def forward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None) -> Arrays:
+    """As in `Passes`; the logarithm is of base 2."""
+    query, *_ = given = [_padded(kernel, x) for x in arrays]
+    B, S, K, G, _ = query.shape
+    results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((B, K, G, S), jnp.float32)
+    at_query, at_key, numbers = _places_of_query_tile(query, tile_for(kernel, query))
+    body = partial(_forward_kernel, _scale(arrays))
+    places = at_query, at_key, at_key
+    out, total = _run(kernel, body, layout, window, given, places, results, (at_query, numbers), by_key=False)
+    return _as_given(out, arrays[0]), total
+
+
+def backward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
+    """As in `Passes`; slopes of keys and values in a pass of their own."""
+    out, total, slope = results
+    given = [*(_padded(kernel, x) for x in (*arrays, slope)), total, along_slope(kernel, out, slope)]
+    of = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:3]]
+    tile, scale = tile_for(kernel, given[0]), _scale(arrays)
+    made: list[jax.Array] = []
+    for by_key in (False, True):
+        at_query, at_key, numbers = (_places_of_key_tile if by_key else _places_of_query_tile)(given[0], tile)
+        places = at_query, at_key, at_key, at_query, numbers, numbers
+        body = partial(_key_kernel if by_key else _query_kernel, scale)
+        at, to = ((at_key, at_key), of[1:]) if by_key else ((at_query,), of[:1])
+        made += _run(kernel, body, layout, window, given, places, to, at, by_key)
+    return tuple(map(_as_given, made, arrays))
+
+
+GPU = Passes(forward, backward)
+
+
+def tile_for(kernel: Kernel, query: jax.Array) -> int:
+    """Tokens of a tile: a power of two, of which tiles of a TPU are whole multiples."""
+    most = MOST_BYTES // (query.shape[-1] * query.dtype.itemsize)
+    return min(kernel.tile, MOST_TOKENS, max(LEAST_TOKENS, most))
+
+
+def _scale(arrays: Arrays) -> float:
+    return float(arrays[0].shape[-1] ** -0.5)
+
+
+def _padded(kernel: Kernel, x: jax.Array) -> jax.Array:
+    """[B, S, …, H] with whole tiles of tokens, and heads of a size that kernels can have."""
+    x = whole_tiles(kernel, x, 1)
+    more = max(LEAST_SIZE, next_power(x.shape[-1])) - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+
+
+def _as_given(x: jax.Array, given: jax.Array) -> jax.Array:
+    return x[:, : given.shape[1], ..., : given.shape[-1]]
+
+
+def _places_of_query_tile(query: jax.Array, T: int) -> tuple[pl.BlockSpec, ...]:
+    """What a program loads or stores, for a tile of the queries of one head: of queries, keys, numbers per query."""
+    _, S, _, G, H = query.shape
+    return (
+        pl.BlockSpec((None, T, None, None, H), lambda n, h, b: (b, n, jax.lax.div(h, G), jax.lax.rem(h, G), 0)),
+        pl.BlockSpec((None, S, None, H), lambda n, h, b: (b, 0, jax.lax.div(h, G), 0)),
+        pl.BlockSpec((None, None, None, T), lambda n, h, b: (b, jax.lax.div(h, G), jax.lax.rem(h, G), n)),
+    )
+
+
+def _places_of_key_tile(query: jax.Array, T: int) -> tuple[pl.BlockSpec, ...]:
+    """The same for a tile of the keys of one head, whose queries are of all its query heads."""
+    _, S, _, G, H = query.shape
+    return (
+        pl.BlockSpec((None, S, None, G, H), lambda n, k, b: (b, 0, k, 0, 0)),
+        pl.BlockSpec((None, T, None, H), lambda n, k, b: (b, n, k, 0)),
+        pl.BlockSpec((None, None, G, S), lambda n, k, b: (b, k, 0, 0)),
+    )
+
+
+def _run(
+    kernel: Kernel,
+    body: Callable[..., None],
+    layout: Layout,
+    window: jax.Array | None,
+    arrays: Sequence[jax.Array],
+    places: Sequence[pl.BlockSpec],
+    results: Sequence[jax.ShapeDtypeStruct],
+    at: Sequence[pl.BlockSpec],
+    by_key: bool,
+) -> Any:
+    """Run a kernel once for every row, head and tile: of keys, or else of queries."""
+    B, S, K, G, _ = arrays[0].shape
+    tile, spans = tile_for(kernel, arrays[0]), intervals(kernel, layout)
+    sight = tiles_in_sight(spans, tile, window)
+    tiles, ends = order(*(jnp.swapaxes(x, 1, 2) for x in sight) if by_key else sight)
+    N = S // tile
+    limit = jnp.full(1, NO_WINDOW) if window is None else window
+    tables = [
+        pl.BlockSpec((None, None, N), lambda n, h, b: (b, n, 0)),
+        pl.BlockSpec((None, None, 2), lambda n, h, b: (b, n, 0)),
+        pl.BlockSpec((1,), lambda n, h, b: (0,)),
+        pl.BlockSpec((None, 4, S), lambda n, h, b: (b, 0, 0)),
+    ]
+    run = pl.pallas_call(
+        body,
+        results,
+        grid=(N, K if by_key else K * G, B),
+        in_specs=[*tables, *places],
+        out_specs=list(at),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        interpret=kernel.otherwise is None,
+    )
+    return run(tiles, ends, limit, spans, *arrays)
+
+
+def _forward_kernel(scale: float, *refs: Any) -> None:
+    tiles, ends, limit, spans, query, key, value, out, total = refs
+    (T, H), queries, now = query.shape, query[...], pl.program_id(0)
+
+    def add(masked: bool, visit: jax.Array, sums: Arrays) -> Arrays:
+        top, mass, weighted = sums
+        there = tiles[visit]
+        at = pl.ds(there * T, T)
+        scores = product(queries, key[at, :], 1, 1) * (scale * log2(e))
+        if masked:
+            scores = jnp.where(_mask(spans, limit, now, there, T, 0), scores, HIDDEN)
+        highest = jnp.maximum(top, scores.max(axis=1))
+        shares, kept = jnp.exp2(scores - highest[:, None]), jnp.exp2(top - highest)
+        weighted = kept[:, None] * weighted + product(shares.astype(value.dtype), value[at, :], 1, 0)
+        return highest, kept * mass + shares.sum(axis=1), weighted
+
+    nothing = jnp.full(T, HIDDEN, jnp.float32), jnp.zeros(T, jnp.float32), jnp.zeros((T, H), jnp.float32)
+    top, mass, weighted = _visit(ends, add, nothing)
+    # A query that sees nothing gets 0: as its result, and as the number with which its shares will be 0.
+    some = top > HIDDEN
+    out[...] = jnp.where(some[:, None], weighted / mass[:, None], 0).astype(out.dtype)
+    total[...] = jnp.where(some, top + jnp.log2(mass), 0)
+
+
+def _query_kernel(scale: float, *refs: Any) -> None:
+    tiles, ends, limit, spans, query, key, value, slope, total, delta, out = refs
+    (T, H), now = query.shape, pl.program_id(0)
+    queries, slopes, totals, deltas = query[...], slope[...], total[...][:, None], delta[...][:, None]
+
+    def add(masked: bool, visit: jax.Array, sums: jax.Array) -> jax.Array:
+        there = tiles[visit]
+        keys, values = (x[pl.ds(there * T, T), :] for x in (key, value))
+        scores = product(queries, keys, 1, 1) * (scale * log2(e))
+        if masked:
+            scores = jnp.where(_mask(spans, limit, now, there, T, 0), scores, HIDDEN)
+        to_scores = jnp.exp2(scores - totals) * (product(slopes, values, 1, 1) - deltas)
+        return sums + product(to_scores.astype(key.dtype), keys, 1, 0)
+
+    out[...] = (scale * _visit(ends, add, jnp.zeros((T, H), jnp.float32))).astype(out.dtype)
+
+
+def _key_kernel(scale: float, *refs: Any) -> None:
+    tiles, ends, limit, spans, query, key, value, slope, total, delta, to_key, to_value = refs
+    (T, H), now = key.shape, pl.program_id(0)
+    keys, values = key[...], value[...]
+
+    def of_head(g: jax.Array, sums: Arrays) -> Arrays:
+        def add(masked: bool, visit: jax.Array, sums: Arrays) -> Arrays:
+            of_keys, of_values = sums
+            there = tiles[visit]
+            at = pl.ds(there * T, T)
+            queries, slopes = query[at, g, :], slope[at, g, :]
+            scores = product(keys, queries, 1, 1) * (scale * log2(e))
+            if masked:
+                scores = jnp.where(_mask(spans, limit, there, now, T, 1), scores, HIDDEN)
+            shares = jnp.exp2(scores - total[g, at][None])
+            to_scores = shares * (product(values, slopes, 1, 1) - delta[g, at][None])
+            of_keys += product(to_scores.astype(query.dtype), queries, 1, 0)
+            return of_keys, of_values + product(shares.astype(slope.dtype), slopes, 1, 0)
+
+        return _visit(ends, add, sums)
+
+    nothing = jnp.zeros((T, H), jnp.float32)
+    of_keys, of_values = jax.lax.fori_loop(0, query.shape[1], of_head, (nothing, nothing))
+    to_key[...] = (scale * of_keys).astype(to_key.dtype)
+    to_value[...] = of_values.astype(to_value.dtype)
+
+
+def _visit(ends: Any, add: Callable[..., Any], sums: Any) -> Any:
+    """Sums over all tiles that the tile of this program has something to do with; `add` is told whether to mask."""
+    sums = jax.lax.fori_loop(0, ends[0], partial(add, False), sums)
+    return jax.lax.fori_loop(ends[0], ends[1], partial(add, True), sums)
+
+
+def _mask(spans: Any, limit: Any, of_query: jax.Array, of_key: jax.Array, T: int, axis: int) -> jax.Array:
+    """Which queries of a tile see which keys of another, by `intervals` of the whole row.
+
+    Args:
+        spans: int32 [4, S].
+        limit: the window, int32 [1].
+        of_query, of_key: numbers of the tiles.
+        T: tokens of a tile.
+        axis: of the result, along which queries lie.
+
+    Returns:
+        Bool [T, T].
+    """
+    start, hidden, branch, position = (jnp.expand_dims(spans[n, pl.ds(of_query * T, T)], 1 - axis) for n in range(4))
+    query, key = (
+        jnp.expand_dims(tile * T + jnp.arange(T), side) for tile, side in ((of_query, 1 - axis), (of_key, axis))
+    )
+    there = jnp.expand_dims(spans[3, pl.ds(of_key * T, T)], axis)
+    return (start <= key) & (key <= query) & ((key < hidden) | (branch <= key)) & (position - there < limit[0])
