@@ -27,10 +27,10 @@ from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout
 from aspd_jax.model.flash import Arrays, Kernel, Passes, along_slope, intervals, product, tiles_in_sight, whole_tiles
 from aspd_jax.sizes import next_power
 
-MOST_TOKENS, LEAST_TOKENS = 64, 16  # of a tile
-MOST_BYTES = 2**14  # of a tile of one head; a kernel has two of them, and of two more the next ones on their way
+MOST_TOKENS, LEAST_TOKENS = 128, 16  # of a tile
+MOST_BYTES, MOST_BYTES_BY_KEY = 2**15, 2**14  # of a tile of one head: so sums stay in registers
 LEAST_SIZE = 16  # of a head: products of matrices have no smaller side
-WARPS, STAGES = 4, 2
+WARPS, STAGES = 8, 2
 
 
 class Order(NamedTuple):
@@ -61,10 +61,8 @@ def forward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | 
     query, *_ = given = [_padded(kernel, x) for x in arrays]
     B, S, K, G, _ = query.shape
     results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((B, K, G, S), jnp.float32)
-    at_query, at_key, numbers = _places_of_query_tile(query, tile_for(kernel, query))
     body = partial(_forward_kernel, _scale(arrays))
-    places = at_query, at_key, at_key
-    out, total = _run(kernel, body, layout, window, given, places, results, (at_query, numbers), by_key=False)
+    out, total = _run(kernel, body, layout, window, given, results, by_key=False)
     return _as_given(out, arrays[0]), total
 
 
@@ -73,24 +71,13 @@ def backward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array |
     out, total, slope = results
     given = [*(_padded(kernel, x) for x in (*arrays, slope)), total, along_slope(kernel, out, slope)]
     of = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:3]]
-    tile, scale = tile_for(kernel, given[0]), _scale(arrays)
-    made: list[jax.Array] = []
-    for by_key in (False, True):
-        at_query, at_key, numbers = (_places_of_key_tile if by_key else _places_of_query_tile)(given[0], tile)
-        places = at_query, at_key, at_key, at_query, numbers, numbers
-        body = partial(_key_kernel if by_key else _query_kernel, scale)
-        at, to = ((at_key, at_key), of[1:]) if by_key else ((at_query,), of[:1])
-        made += _run(kernel, body, layout, window, given, places, to, at, by_key)
-    return tuple(map(_as_given, made, arrays))
+    by_query, by_key = (partial(body, _scale(arrays)) for body in (_query_kernel, _key_kernel))
+    to_query = _run(kernel, by_query, layout, window, given, of[:1], by_key=False)
+    to_both = _run(kernel, by_key, layout, window, given, of[1:], by_key=True)
+    return tuple(map(_as_given, (*to_query, *to_both), arrays))
 
 
 GPU = Passes(forward, backward)
-
-
-def tile_for(kernel: Kernel, query: jax.Array) -> int:
-    """Tokens of a tile: a power of two, of which tiles of a TPU are whole multiples."""
-    most = MOST_BYTES // (query.shape[-1] * query.dtype.itemsize)
-    return min(kernel.tile, MOST_TOKENS, max(LEAST_TOKENS, most))
 
 
 def _scale(arrays: Arrays) -> float:
@@ -108,60 +95,56 @@ def _as_given(x: jax.Array, given: jax.Array) -> jax.Array:
     return x[:, : given.shape[1], ..., : given.shape[-1]]
 
 
-def _places_of_query_tile(query: jax.Array, T: int) -> tuple[pl.BlockSpec, ...]:
-    """What a program loads or stores, for a tile of the queries of one head: of queries, keys, numbers per query."""
-    _, S, _, G, H = query.shape
-    return (
-        pl.BlockSpec((None, T, None, None, H), lambda n, h, b: (b, n, jax.lax.div(h, G), jax.lax.rem(h, G), 0)),
-        pl.BlockSpec((None, S, None, H), lambda n, h, b: (b, 0, jax.lax.div(h, G), 0)),
-        pl.BlockSpec((None, None, None, T), lambda n, h, b: (b, jax.lax.div(h, G), jax.lax.rem(h, G), n)),
-    )
-
-
-def _places_of_key_tile(query: jax.Array, T: int) -> tuple[pl.BlockSpec, ...]:
-    """The same for a tile of the keys of one head, whose queries are of all its query heads."""
-    _, S, _, G, H = query.shape
-    return (
-        pl.BlockSpec((None, S, None, G, H), lambda n, k, b: (b, 0, k, 0, 0)),
-        pl.BlockSpec((None, T, None, H), lambda n, k, b: (b, n, k, 0)),
-        pl.BlockSpec((None, None, G, S), lambda n, k, b: (b, k, 0, 0)),
-    )
-
-
 def _run(
     kernel: Kernel,
     body: Callable[..., None],
     layout: Layout,
     window: jax.Array | None,
     arrays: Sequence[jax.Array],
-    places: Sequence[pl.BlockSpec],
     results: Sequence[jax.ShapeDtypeStruct],
-    at: Sequence[pl.BlockSpec],
     by_key: bool,
 ) -> Any:
-    """Run a kernel once for every row, head and tile: of keys, or else of queries."""
-    B, S, K, G, _ = arrays[0].shape
-    tile, spans = tile_for(kernel, arrays[0]), intervals(kernel, layout)
-    sight = tiles_in_sight(spans, tile, window)
+    """Run a kernel once for every row, head and tile.
+
+    Args:
+        kernel, layout, window: as everywhere.
+        body: the kernel.
+        arrays: query, key, value; and for a backward pass slope, log-sum-exp and `along_slope`.
+        results: shapes of two like keys, or else of one like queries, and maybe of a number for each.
+        by_key: programs have tiles of keys and the queries of all heads of theirs, or else those of one head.
+    """
+    B, S, K, G, H = arrays[0].shape
+    most = (MOST_BYTES_BY_KEY if by_key else MOST_BYTES) // (H * arrays[0].dtype.itemsize)
+    T = min(
+        kernel.tile, MOST_TOKENS, max(LEAST_TOKENS, most)
+    )  # a power of two; of it, a tile of `kernel` is a multiple
+    spans = intervals(kernel, layout)
+    sight = tiles_in_sight(spans, T, window)
     tiles, ends = order(*(jnp.swapaxes(x, 1, 2) for x in sight) if by_key else sight)
-    N = S // tile
-    limit = jnp.full(1, NO_WINDOW) if window is None else window
     tables = [
-        pl.BlockSpec((None, None, N), lambda n, h, b: (b, n, 0)),
+        pl.BlockSpec((None, None, S // T), lambda n, h, b: (b, n, 0)),
         pl.BlockSpec((None, None, 2), lambda n, h, b: (b, n, 0)),
         pl.BlockSpec((1,), lambda n, h, b: (0,)),
         pl.BlockSpec((None, 4, S), lambda n, h, b: (b, 0, 0)),
     ]
+    if by_key:
+        queries = pl.BlockSpec((None, S, None, G, H), lambda n, k, b: (b, 0, k, 0, 0))
+        keys = pl.BlockSpec((None, T, None, H), lambda n, k, b: (b, n, k, 0))
+        numbers = pl.BlockSpec((None, None, G, S), lambda n, k, b: (b, k, 0, 0))
+    else:
+        queries = pl.BlockSpec((None, T, None, None, H), lambda n, h, b: (b, n, h // G, h % G, 0))
+        keys = pl.BlockSpec((None, S, None, H), lambda n, h, b: (b, 0, h // G, 0))
+        numbers = pl.BlockSpec((None, None, None, T), lambda n, h, b: (b, h // G, h % G, n))
     run = pl.pallas_call(
         body,
         results,
-        grid=(N, K if by_key else K * G, B),
-        in_specs=[*tables, *places],
-        out_specs=list(at),
+        grid=(S // T, K if by_key else K * G, B),
+        in_specs=[*tables, *(queries, keys, keys, queries, numbers, numbers)[: len(arrays)]],
+        out_specs=[keys, keys] if by_key else [queries, numbers][: len(results)],
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=kernel.otherwise is None,
     )
-    return run(tiles, ends, limit, spans, *arrays)
+    return run(tiles, ends, jnp.full(1, NO_WINDOW) if window is None else window, spans, *arrays)
 
 
 def _forward_kernel(scale: float, *refs: Any) -> None:
