@@ -27,8 +27,8 @@ from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout
 from aspd_jax.model.flash import Arrays, Kernel, Passes, along_slope, intervals, product, tiles_in_sight, whole_tiles
 from aspd_jax.sizes import next_power
 
-MOST_TOKENS, LEAST_TOKENS = 128, 16  # of a tile
-MOST_BYTES, MOST_BYTES_BY_KEY = 2**15, 2**14  # of a tile of one head: so sums stay in registers
+# Of a tile: tokens, and bytes of one head. With bfloat16, sums stay in registers: those of keys and values are two.
+LEAST, MOST, MOST_BY_KEY, MOST_BYTES = 16, 128, 64, 2**15
 LEAST_SIZE = 16  # of a head: products of matrices have no smaller side
 WARPS, STAGES = 8, 2
 
@@ -114,10 +114,8 @@ def _run(
         by_key: programs have tiles of keys and the queries of all heads of theirs, or else those of one head.
     """
     B, S, K, G, H = arrays[0].shape
-    most = (MOST_BYTES_BY_KEY if by_key else MOST_BYTES) // (H * arrays[0].dtype.itemsize)
-    T = min(
-        kernel.tile, MOST_TOKENS, max(LEAST_TOKENS, most)
-    )  # a power of two; of it, a tile of `kernel` is a multiple
+    # A power of two, of which a tile of `kernel` is a multiple.
+    T = min(kernel.tile, MOST_BY_KEY if by_key else MOST, max(LEAST, MOST_BYTES // (H * arrays[0].dtype.itemsize)))
     spans = intervals(kernel, layout)
     sight = tiles_in_sight(spans, T, window)
     tiles, ends = order(*(jnp.swapaxes(x, 1, 2) for x in sight) if by_key else sight)
