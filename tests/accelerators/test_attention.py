@@ -1,4 +1,4 @@
-"""Attention for training on a GPU: kernels that the compiler takes, and what forward and gradient need beside arguments.
+"""Attention for training on a GPU: the compiler takes its kernels, and what they need grows with the row only.
 
 S tokens of a row.
 """
