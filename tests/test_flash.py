@@ -15,14 +15,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from aspd_jax import SpecialTokens, build_layout, visible
 from aspd_jax.layout import Layout
+from aspd_jax.model import flash_gpu
 from aspd_jax.model.attention import BACK_ENDS, View, reference
-from aspd_jax.model.flash import WHOLE, Kernel, flash_attention, intervals, tile_for, tiles_in_sight, visits
+from aspd_jax.model.flash import TPU, WHOLE, Kernel, flash_attention, intervals, tile_for, tiles_in_sight, visits
 from aspd_jax.sharding import make_mesh, over
 
 SPECIAL = SpecialTokens(57, 58, 59, 60, 61, 62)
 START, END = SPECIAL.branch_start, SPECIAL.branch_end
 ROWS, LENGTH, TILE = 2, 45, 8  # the last tile is not full
 K, G, H = 2, 2, 8
+PASSES = {"tpu": TPU, "cuda": flash_gpu.GPU}
+kernels = pytest.mark.parametrize("name", PASSES)
 
 
 @st.composite
@@ -60,14 +63,16 @@ def drawn(seed: int) -> list[jax.Array]:
     return [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
 
 
-@partial(jax.jit, static_argnames=("name", "siblings"))
-def computed(name: str, arrays: Any, layout: Layout, siblings: Any, window: Any) -> tuple[jax.Array, ...]:
+@partial(jax.jit, static_argnames=("name", "siblings", "tile"))
+def computed(
+    name: str, arrays: Any, layout: Layout, siblings: Any, window: Any, tile: int = TILE
+) -> tuple[jax.Array, ...]:
     """Result and slopes of query, key and value; zeros at padding."""
     *of, slope = arrays
 
     def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        if name == "flash":
-            return flash_attention(query, key, value, layout, siblings, window, None, TILE)
+        if name in PASSES:
+            return flash_attention(query, key, value, layout, siblings, window, {name: PASSES[name]}, None, tile)
         out = reference(query, key, value, View(layout, layout), siblings, window)
         return jnp.where((layout.sequence > 0)[..., None, None, None], out, 0)
 
@@ -75,29 +80,45 @@ def computed(name: str, arrays: Any, layout: Layout, siblings: Any, window: Any)
     return (out, *pull(slope))
 
 
+@kernels
 @pytest.mark.parametrize(("siblings", "windowed"), [("invisible", False), ("shared", False), ("invisible", True)])
-def test_result_and_gradients_equal_the_reference(siblings: Any, windowed: bool) -> None:
+def test_result_and_gradients_equal_the_reference(siblings: Any, windowed: bool, name: str) -> None:
     """Compiled once, for structures that Hypothesis finds. Of a window, the size is found too."""
 
     @settings(max_examples=40)
     @given(layouts(), st.integers(0, 9), st.integers(1, 30))
     def check(layout: Layout, seed: int, size: int) -> None:
         window = size if windowed else None
-        got, expected = (computed(name, drawn(seed), layout, siblings, window) for name in ("flash", "reference"))
+        got, expected = (computed(which, drawn(seed), layout, siblings, window) for which in (name, "reference"))
         for x, y in zip(got, expected, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-5)
 
     check()
 
 
-def test_what_is_hidden_matters() -> None:
+def test_tiles_of_keys_may_be_smaller_than_those_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are on a GPU."""
+    monkeypatch.setattr(flash_gpu, "MOST_BY_KEY", TILE)
+
+    @settings(max_examples=10)
+    @given(layouts(), st.integers(1, 30))
+    def check(layout: Layout, window: int) -> None:
+        got = computed("cuda", drawn(0), layout, "invisible", window, 2 * TILE)
+        expected = computed("reference", drawn(0), layout, "invisible", window)
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), got, expected)
+
+    check()
+
+
+@kernels
+def test_what_is_hidden_matters(name: str) -> None:
     """Negative controls of the test above: with siblings in sight, or sequences that see each other."""
     tokens = np.array([[9] * 5 + [START, 5, END, START, 5, END, 60] + [9] * 33] * ROWS)
     owner = np.array([[1] * 20 + [2] * 25] * ROWS)
     layout = build_layout(tokens, SPECIAL, sequence=owner)
     expected = computed("reference", drawn(0), layout, "invisible", None)
-    shared = computed("flash", drawn(0), layout, "shared", None)
-    merged = computed("flash", drawn(0), build_layout(tokens, SPECIAL), "invisible", None)
+    shared = computed(name, drawn(0), layout, "shared", None)
+    merged = computed(name, drawn(0), build_layout(tokens, SPECIAL), "invisible", None)
     for x, y, z in zip(shared, merged, expected, strict=True):
         assert np.abs(x - z).max() > 1e-2 and np.abs(y - z).max() > 1e-2
 
@@ -123,7 +144,7 @@ def test_visited_are_the_tiles_with_a_visible_pair(layout: Layout, siblings: Any
     padded = Layout(*(np.pad(field, ((0, 0), (0, -LENGTH % TILE))) for field in layout))
     mask = by_tile(np.asarray(visible(padded, padded, siblings, window)), TILE)
     size = None if window is None else jnp.array([window])
-    seen, whole = map(np.asarray, in_sight(Kernel(siblings, TILE, None, None), layout, size))
+    seen, whole = map(np.asarray, in_sight(Kernel(siblings, TILE), layout, size))
     some, every = mask.any((-1, -2)), mask.all((-1, -2))
     assert (seen >= some).all() and (whole <= every).all()
     if window is None:
@@ -144,7 +165,7 @@ def test_packed_rows_and_branches_take_fewer_visits() -> None:
 
     def count(tokens: np.ndarray, owner: np.ndarray | None = None) -> int:
         layout = build_layout(tokens[None], SPECIAL, sequence=owner)
-        return int(ordered(*in_sight(Kernel("invisible", 512, None, None), layout), by_key=False)[0])
+        return int(ordered(*in_sight(Kernel("invisible", 512), layout), by_key=False)[0])
 
     serial = np.full(8192, 9)
     branches = serial.copy()
@@ -173,23 +194,24 @@ def test_other_platforms_get_the_chunks() -> None:
         jax.tree.map(np.testing.assert_array_equal, *results)
 
 
+@kernels
 @pytest.mark.several
-def test_devices_of_a_mesh_run_kernels_for_their_rows_and_heads() -> None:
+def test_devices_of_a_mesh_run_kernels_for_their_rows_and_heads(name: str) -> None:
     """The same numbers as on one device, and nothing goes from one to another."""
     mesh = make_mesh({"fsdp": 2, "tensor": 2})
     layout = build_layout(np.array([[9] * 10 + [START, 5, END, START, 5, END, 60] + [9] * 28] * ROWS), SPECIAL)
     arrays = drawn(0)
-    expected = computed("flash", arrays, layout, "invisible", None)
+    expected = computed(name, arrays, layout, "invisible", None)
     spread = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp", None, "tensor"))) for x in arrays]
     layout = Layout(*(jax.device_put(x, NamedSharding(mesh, PartitionSpec("fsdp"))) for x in layout))
-    program = jax.jit(lambda *x: under_mesh(mesh, *x)).lower(spread, layout).compile()
+    program = jax.jit(lambda *x: under_mesh(name, mesh, *x)).lower(spread, layout).compile()
     for x, y in zip(program(spread, layout), expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
-    for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
-        assert name not in program.as_text()
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in program.as_text()
 
 
-def under_mesh(mesh: Any, arrays: Any, layout: Layout) -> tuple[jax.Array, ...]:
+def under_mesh(name: str, mesh: Any, arrays: Any, layout: Layout) -> tuple[jax.Array, ...]:
     """`computed` of the kernels, where they find the mesh."""
     with over(mesh):
-        return computed.__wrapped__("flash", arrays, layout, "invisible", None)
+        return computed.__wrapped__(name, arrays, layout, "invisible", None)

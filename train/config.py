@@ -34,7 +34,7 @@ class ModelSection:
         lora_alpha: adapters count `lora_alpha / lora_rank`.
         scan: compile one layer and run it over stacked parameters.
         remat: recompute the inside of each layer in the backward pass.
-        attention: a back end for full passes: `chunked`, `flash` (kernels on TPU, elsewhere `chunked`) or `reference`.
+        attention: a back end for full passes: `chunked`, `flash` (kernels on TPU and H100) or `reference`.
     """
 
     checkpoint: str = ""

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from aspd_jax.layout import HIDDEN, Layout, Siblings, visible
 from aspd_jax.model import flash_decode as kernels
-from aspd_jax.model.flash import flash_attention
+from aspd_jax.model.flash import TPU, flash_attention
+from aspd_jax.model.flash_gpu import GPU
 
 QUERY_CHUNK = 128
 GROUPS = 8
@@ -105,7 +106,7 @@ def chunked(
 def flash(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
-    """For training on a TPU: `model.flash`, and `chunked` on other platforms. Full passes only.
+    """For training on a TPU (`model.flash`) or a GPU (CUDA, `model.flash_gpu`); elsewhere `chunked`. Full passes only.
 
     Memory grows with Q + C; tiles of queries and keys that do not see each other take no time.
     """
@@ -113,7 +114,7 @@ def flash(
     def plain(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: Window) -> jax.Array:
         return chunked(query, key, value, View(layout, layout), siblings, window)
 
-    return flash_attention(query, key, value, view.query, siblings, window, plain)
+    return flash_attention(query, key, value, view.query, siblings, window, {"tpu": TPU, "cuda": GPU}, plain)
 
 
 def flash_decode(

@@ -1,12 +1,15 @@
 """Attention for training by tiles: nothing of size [S, S] exists, and tiles that nobody sees are never touched.
 
+Here is what all platforms share, and the kernels for a TPU; those for a GPU are `model.flash_gpu`.
+
 B rows, S tokens of a row, K kv heads, G query heads per kv head, H head size, T tokens of a tile, N tiles of a row
 (padded to N x T tokens), V visits: pairs of a tile of queries and a tile of keys between which something is seen.
 
 In the order of the linearisation, a query sees two intervals of keys: from the start of its sequence to the start of
 its block, and from the start of its branch to itself. So the mask is a few numbers per token (`intervals`), from which
 follows which pairs of tiles have to be visited (`tiles_in_sight`). The list of visits is computed in the same program
-and handed to the kernels before they run: the grid has one step for each, which loads these two tiles and no others.
+and handed to the kernels before they run: on a TPU, the grid has one step for each, which loads these two tiles and no
+others.
 
 The algorithm is that of FlashAttention-2 (Dao, 2023). Scores are kept as [keys, queries]: on a TPU, maxima and sums
 over keys then run across sublanes, and numbers of a query lie side by side in a row.
@@ -14,7 +17,7 @@ over keys then run across sublanes, and numbers of a query lie side by side in a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import ceil, prod
 from typing import Any, NamedTuple, TypeAlias
@@ -37,6 +40,19 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 Attend: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array, Layout, jax.Array | None], jax.Array]
 
 
+class Passes(NamedTuple):
+    """What a platform computes by kernels, from a `Kernel`, (query, key, value), their layout and the window.
+
+    Attributes:
+        forward: to the result [B, S, K, G, H], with zeros at padding, and the log-sum-exp of scores
+            float32 [B, K, G, N x T], which is for its own backward pass.
+        backward: from these two and the slope of the result besides, to slopes of query, key and value.
+    """
+
+    forward: Callable[..., Arrays]
+    backward: Callable[..., Arrays]
+
+
 class Kernel(NamedTuple):
     """How attention is computed; static.
 
@@ -44,13 +60,15 @@ class Kernel(NamedTuple):
         siblings: see `layout.visible`.
         tile: tokens of a tile.
         mesh: over which rows and kv heads are split, or None.
-        otherwise: attention where there is no kernel for the platform; None: interpret the kernels.
+        passes: of every platform that has kernels, by its name.
+        otherwise: attention on other platforms; None: interpret the kernels of the only platform.
     """
 
     siblings: Siblings
     tile: int
-    mesh: AbstractMesh | None
-    otherwise: Attend | None
+    mesh: AbstractMesh | None = None
+    passes: tuple[tuple[str, Passes], ...] = ()
+    otherwise: Attend | None = None
 
 
 class Visits(NamedTuple):
@@ -76,18 +94,20 @@ def flash_attention(
     layout: Layout,
     siblings: Siblings,
     window: int | jax.Array | None,
+    passes: Mapping[str, Passes],
     otherwise: Attend | None,
     tile: int | None = None,
 ) -> jax.Array:
-    """Attention of a full pass; by kernels on a TPU, where memory grows with S. Traced under `sharding.over` a mesh,
-    the kernels run on all its devices.
+    """Attention of a full pass; by kernels on platforms that have them, where memory grows with S. Traced under
+    `sharding.over` a mesh, the kernels run on all its devices.
 
     Args:
         query: [B, S, K, G, H].
         key, value: [B, S, K, H].
         layout: int32 [B, S] each; padding lies between sequences, not inside one.
         siblings, window: see `layout.visible`.
-        otherwise: attention on other platforms; None: interpret the kernels, for tests.
+        passes: of platforms with kernels, by the names of `jax.lax.platform_dependent`.
+        otherwise: attention on other platforms; None: interpret the kernels of the only one, for tests.
         tile: tokens of a tile. Default: see `tile_for`.
 
     Returns:
@@ -98,7 +118,7 @@ def flash_attention(
         tile = tile_for(length, prod(query.shape[3:]) * query.dtype.itemsize)
     mesh = jax.sharding.get_abstract_mesh()
     split = mesh.axis_names == MESH_AXES and mesh.size > 1
-    kernel = Kernel(siblings, tile, mesh if split else None, otherwise)
+    kernel = Kernel(siblings, tile, mesh if split else None, tuple(passes.items()), otherwise)
     limit = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
     return _attention(kernel, (query, key, value), Layout(*map(jnp.asarray, layout)), limit)
 
@@ -121,12 +141,7 @@ def _attention(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array
 
 
 def _forward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None) -> tuple[jax.Array, Any]:
-    """The result; and for the backward pass arguments, result, log-sum-exp of scores float32 [B, K, G, N x T]."""
-
-    def by_tiles(arrays: Arrays, layout: Layout, window: jax.Array | None) -> Arrays:
-        first = [_heads_first(kernel, x) for x in arrays]
-        out, total = _by_shard(kernel, _forward_tiles, first, intervals(kernel, layout), window)
-        return _at_tokens(layout, out), total
+    """The result; and what the backward pass needs: arguments, and both results of `Passes.forward`."""
 
     def plain(arrays: Arrays, layout: Layout, window: jax.Array | None) -> Arrays:
         assert kernel.otherwise is not None
@@ -135,41 +150,63 @@ def _forward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array |
         unused = jnp.zeros((B, K, G, S + -S % kernel.tile), jnp.float32)
         return kernel.otherwise(query, key, value, layout, window), unused
 
-    out, total = _on_platform(kernel, by_tiles, plain)(arrays, layout, window)
+    by_kernels = {name: _by_shard(kernel, passes.forward) for name, passes in kernel.passes}
+    out, total = _on_platform(kernel, by_kernels, plain)(arrays, layout, window)
     return out, (arrays, layout, window, out, total)
 
 
 def _backward(kernel: Kernel, kept: Any, slope: jax.Array) -> tuple[Arrays, None, None]:
-    def by_tiles(arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
-        out, total, slope = results
-        delta = jnp.sum(out.astype(jnp.float32) * slope.astype(jnp.float32), axis=-1, keepdims=True)
-        *first, delta = (_heads_first(kernel, x) for x in (*arrays, slope, delta))
-        first += [total, delta[..., 0]]
-        slopes = _by_shard(kernel, _backward_tiles, first, intervals(kernel, layout), window)
-        return tuple(_at_tokens(layout, x) for x in slopes)
-
     def plain(arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
         assert kernel.otherwise is not None
         attend = kernel.otherwise
         return jax.vjp(lambda query, key, value: attend(query, key, value, layout, window), *arrays)[1](results[-1])
 
-    return _on_platform(kernel, by_tiles, plain)(*kept, slope), None, None
+    by_kernels = {name: _by_shard(kernel, passes.backward) for name, passes in kernel.passes}
+    return _on_platform(kernel, by_kernels, plain)(*kept, slope), None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _on_platform(kernel: Kernel, by_tiles: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _on_platform(
+    kernel: Kernel, by_kernels: Mapping[str, Callable[..., Any]], plain: Callable[..., Any]
+) -> Callable[..., Any]:
     """Chosen inside either pass, so that nothing of one way is kept for the backward pass of the other."""
-    return by_tiles if kernel.otherwise is None else partial(jax.lax.platform_dependent, tpu=by_tiles, default=plain)
+    if kernel.otherwise is not None:
+        return partial(jax.lax.platform_dependent, **by_kernels, default=plain)
+    (interpreted,) = by_kernels.values()
+    return interpreted
+
+
+def _by_shard(kernel: Kernel, run: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """Over a mesh, each device runs kernels for its own rows and kv heads: XLA cannot take a kernel apart.
+
+    Args:
+        kernel: knows the mesh.
+        run: one of `Passes`.
+    """
+
+    def spread(arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
+        if kernel.mesh is None:
+            return run(kernel, arrays, layout, window, *results)
+        B, _, K, _ = arrays[1].shape
+        rows, heads = partition_spec(("batch", "kv_heads"), (B, K), kernel.mesh)
+        tokens, numbers = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
+        given = (tokens, PartitionSpec(rows), PartitionSpec(), *((tokens, numbers, tokens) if results else ()))
+        made = tokens if results else (tokens, numbers)
+        ours = jax.shard_map(partial(run, kernel), mesh=kernel.mesh, in_specs=given, out_specs=made, check_vma=False)
+        return ours(arrays, layout, window, *results)
+
+    return spread
 
 
 def _heads_first(kernel: Kernel, x: jax.Array) -> jax.Array:
     """[B, S, K, …, H] -> [B, K, …, N x T, H], which for XLA is a choice of layout unless tokens have to be added."""
-    return _whole_tiles(kernel, jnp.moveaxis(x, 1, -2), -2)
+    return whole_tiles(kernel, jnp.moveaxis(x, 1, -2), -2)
 
 
-def _whole_tiles(kernel: Kernel, x: jax.Array, axis: int) -> jax.Array:
+def whole_tiles(kernel: Kernel, x: jax.Array, axis: int) -> jax.Array:
+    """With zeros behind the S tokens along an axis, so that there are N x T."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, -x.shape[axis] % kernel.tile)
     return jnp.pad(x, widths) if widths[axis][1] else x
@@ -182,25 +219,10 @@ def _at_tokens(layout: Layout, x: jax.Array) -> jax.Array:
     return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
-def _by_shard(
-    kernel: Kernel, run: Callable[..., Any], arrays: Sequence[jax.Array], spans: jax.Array, window: jax.Array | None
-) -> Any:
-    """Over a mesh, each device runs kernels for its own rows and kv heads: XLA cannot take a kernel apart.
-
-    Args:
-        kernel: knows the mesh.
-        run: from the other arguments to results [B, K, …].
-        arrays: [B, K, …].
-        spans: `intervals`.
-        window: int32 [1], or None.
-    """
-    if kernel.mesh is None:
-        return run(kernel, spans, window, *arrays)
-    rows, heads = partition_spec(("batch", "kv_heads"), arrays[0].shape[:2], kernel.mesh)
-    ours = PartitionSpec(rows, heads)
-    places = (PartitionSpec(rows), PartitionSpec(), *[ours] * len(arrays))
-    spread = jax.shard_map(partial(run, kernel), mesh=kernel.mesh, in_specs=places, out_specs=ours, check_vma=False)
-    return spread(spans, window, *arrays)
+def along_slope(kernel: Kernel, out: jax.Array, slope: jax.Array) -> jax.Array:
+    """The sum of result x slope of every query head: from [B, S, K, G, H] to float32 [B, K, G, N x T]."""
+    sums = jnp.sum(out.astype(jnp.float32) * slope.astype(jnp.float32), axis=-1)
+    return whole_tiles(kernel, jnp.moveaxis(sums, 1, -1), -1)
 
 
 def intervals(kernel: Kernel, layout: Layout) -> jax.Array:
@@ -210,7 +232,7 @@ def intervals(kernel: Kernel, layout: Layout) -> jax.Array:
         int32 [B, 4, N x T]: `start`, `hidden`, `branch`, and the position, which a sliding window counts in. Padding
         starts after itself; where nothing is hidden, `hidden` and `branch` are the next token.
     """
-    position, sequence, block, branch = (_whole_tiles(kernel, field, 1) for field in layout)
+    position, sequence, block, branch = (whole_tiles(kernel, field, 1) for field in layout)
     index = jnp.arange(sequence.shape[1], dtype=jnp.int32)
 
     def run_start(*fields: jax.Array) -> jax.Array:
@@ -278,33 +300,36 @@ def visits(seen: jax.Array, whole: jax.Array, by_key: bool) -> tuple[jax.Array, 
     return count, Visits(row, query, key, flags.astype(jnp.int32))
 
 
-def _forward_tiles(kernel: Kernel, spans: jax.Array, window: jax.Array | None, *arrays: jax.Array) -> Any:
-    """Result [B, K, G, S, H] and log-sum-exp [B, K, G, S] of query, key and value, heads first."""
-    query, _, _ = arrays
+def _forward_tiles(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None) -> Arrays:
+    query, *_ = first = [_heads_first(kernel, x) for x in arrays]
     _, _, G, _, H = query.shape
     at_query, at_key, stat, _, _ = blocks = _blocks(G, kernel.tile, H)
     results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)
     scratch = (G, kernel.tile), (G, kernel.tile), (G, H, kernel.tile)
     body, places = partial(_forward_kernel, window is not None), (at_query, at_key, at_key, *blocks[3:])
-    return _pallas(kernel, body, spans, window, arrays, places, results, (at_query, stat), scratch, by_key=False)
+    spans = intervals(kernel, layout)
+    out, total = _pallas(kernel, body, spans, window, first, places, results, (at_query, stat), scratch, by_key=False)
+    return _at_tokens(layout, out), total
 
 
-def _backward_tiles(kernel: Kernel, spans: jax.Array, window: jax.Array | None, *arrays: jax.Array) -> Any:
-    """Slopes of query, key and value, heads first; those of keys and values in a pass of their own.
-
-    Args:
-        kernel, spans, window: as everywhere.
-        arrays: query, key, value, slope of the result, log-sum-exp, and the sum of result x slope; heads first.
-    """
-    of = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[:3]]
+def _backward_tiles(
+    kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array
+) -> Arrays:
+    """Slopes of keys and values in a pass of their own."""
+    out, total, slope = results
+    first = [*(_heads_first(kernel, x) for x in (*arrays, slope)), total, along_slope(kernel, out, slope)]
+    of = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in first[:3]]
     _, _, G, _, H = of[0].shape
     at_query, at_key, stat, _, _ = blocks = _blocks(G, kernel.tile, H)
     places = (at_query, at_key, at_key, at_query, stat, stat, *blocks[3:])
-    run = partial(_pallas, kernel, spans=spans, window=window, arrays=arrays, blocks=places)
+    run = partial(_pallas, kernel, spans=intervals(kernel, layout), window=window, arrays=first, blocks=places)
     by_query, by_key = partial(_query_kernel, window is not None), partial(_key_kernel, window is not None)
     to_query = run(by_query, results=of[:1], at=(at_query,), scratch=((G, H, kernel.tile),), by_key=False)
     to_both = run(by_key, results=of[1:], at=(at_key, at_key), scratch=((kernel.tile, H),) * 2, by_key=True)
-    return (*to_query, *to_both)
+    return tuple(_at_tokens(layout, x) for x in (*to_query, *to_both))
+
+
+TPU = Passes(_forward_tiles, _backward_tiles)
 
 
 def _blocks(G: int, tile: int, H: int) -> tuple[pl.BlockSpec, ...]:
@@ -356,7 +381,7 @@ def _forward_kernel(windowed: bool, *refs: Any) -> None:
             shares, kept = jnp.exp(scores - highest), jnp.exp(before - highest)
             top[here] = highest
             mass[here] = kept * mass[here] + shares.sum(axis=0, keepdims=True)
-            sums[g] = kept * sums[g] + _product(value[...], shares.astype(value.dtype), 0, 0)
+            sums[g] = kept * sums[g] + product(value[...], shares.astype(value.dtype), 0, 0)
 
     def finish() -> None:
         for g in range(query.shape[0]):
@@ -374,7 +399,7 @@ def _query_kernel(windowed: bool, *refs: Any) -> None:
         for g in range(query.shape[0]):
             numbers = total[g : g + 1], delta[g : g + 1]
             _, to_scores = _slopes(_scaled(query[g]), key[...], value[...], slope[g], *numbers, mask)
-            sums[g] += _product(key[...], to_scores, 0, 0)
+            sums[g] += product(key[...], to_scores, 0, 0)
 
     def finish() -> None:
         for g in range(query.shape[0]):
@@ -390,8 +415,8 @@ def _key_kernel(windowed: bool, *refs: Any) -> None:
         for g in range(query.shape[0]):
             scaled, numbers = _scaled(query[g]), (total[g : g + 1], delta[g : g + 1])
             shares, to_scores = _slopes(scaled, key[...], value[...], slope[g], *numbers, mask)
-            of_keys[...] += _product(to_scores, scaled, 1, 0)
-            of_values[...] += _product(shares, slope[g], 1, 0)
+            of_keys[...] += product(to_scores, scaled, 1, 0)
+            of_values[...] += product(shares, slope[g], 1, 0)
 
     def finish() -> None:
         to_key[...] = of_keys[...].astype(to_key.dtype)
@@ -449,7 +474,7 @@ def _scaled(query: jax.Array) -> jax.Array:
 
 def _scores(scaled: jax.Array, key: jax.Array, mask: jax.Array | None) -> jax.Array:
     """Float32 [T keys, T queries]."""
-    scores = _product(key, scaled, 1, 1)
+    scores = product(key, scaled, 1, 1)
     return scores if mask is None else jnp.where(mask, scores, HIDDEN)
 
 
@@ -464,10 +489,10 @@ def _slopes(
 ) -> tuple[jax.Array, jax.Array]:
     """Softmax, and the slope of its scores: [T keys, T queries] in the dtype of the query."""
     shares = jnp.exp(_scores(scaled, key, mask) - total)
-    to_scores = shares * (_product(value, slope, 1, 1) - delta)
+    to_scores = shares * (product(value, slope, 1, 1) - delta)
     return shares.astype(scaled.dtype), to_scores.astype(scaled.dtype)
 
 
-def _product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
+def product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
     """Float32 matrix product over an axis of each."""
     return jax.lax.dot_general(a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32)

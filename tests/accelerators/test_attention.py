@@ -1,0 +1,63 @@
+"""Attention for training on a GPU: the compiler takes its kernels, and what they need grows with the row only.
+
+S tokens of a row.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
+
+from aspd_jax.compiled.abstract import everywhere, placed
+from aspd_jax.compiled.report import Compiled
+from aspd_jax.compiled.topology import topology
+from aspd_jax.layout import Layout
+from aspd_jax.model.attention import BACK_ENDS, View
+from tests.accelerators.programs import small
+
+GPU = "h100:1x1x1"
+HEADS, QUERIES, SIZE = 8, 4, 128  # kv heads, query heads of each
+MOST = 1024  # bytes of temporary memory for a token: a 64th of what its queries take, and no copy of them
+LENGTHS = [
+    pytest.param(length, marks=[pytest.mark.xdist_group(f"attention {length}"), *slow])
+    for length, slow in ((384, ()), (8192, (pytest.mark.slow,)))
+]
+
+
+@cache
+def gradients(name: str, S: int) -> Compiled:
+    """Result and slopes of query, key and value, in bfloat16."""
+    keys, queries = (1, S, HEADS, SIZE), (1, S, HEADS, QUERIES, SIZE)
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (queries, keys, keys, queries)]
+    layout = Layout(*[jax.ShapeDtypeStruct((1, S), jnp.int32)] * 4)
+
+    def both(
+        query: jax.Array, key: jax.Array, value: jax.Array, slope: jax.Array, layout: Layout
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        attend = partial(BACK_ENDS[name], view=View(layout, layout), siblings="invisible", window=None)
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, pull(slope)
+
+    return small(GPU, both, *placed((*given, layout), everywhere(topology(GPU), None)))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_memory_is_linear(length: int) -> None:
+    """And nothing is [S, S], not even a mask that is only looked at."""
+    of = gradients("flash", length)
+    assert of.memory is not None and of.program is not None
+    assert of.memory.temporary <= MOST * length
+    assert not [one for one in of.program.instructions() for array in one.arrays if array.shape.count(length) > 1]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_chunks_need_more(length: int) -> None:
+    """Negative control."""
+    of = gradients("chunked", length)
+    assert of.memory is not None
+    assert of.memory.temporary > MOST * length
