@@ -100,6 +100,7 @@ CHANGES: dict[str, tuple[ModelConfig, Any]] = {
     "lora_rank": (BASE, 2),
     "lora_alpha": (replace(BASE, lora_rank=2), 4.0),
     "new_tokens": (BASE, (17, 18)),
+    "vocab_padding": (BASE, 8),
 }
 
 
