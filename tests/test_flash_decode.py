@@ -162,7 +162,7 @@ def test_every_tile_is_of_one_part(first: int, more: int, parts: int) -> None:
     assert (begin[1:] == end[:-1]).all() and np.ptp(end - begin) <= 1
 
 
-@pytest.mark.parametrize(("queries", "times"), [(1, 1), (16, 1), (17, 2), (512, 32)])
+@pytest.mark.parametrize(("queries", "times"), [(1, 1), (16, 1), (32, 1), (33, 2), (512, 16)])
 def test_queries_of_a_row_read_the_cache_together(queries: int, times: int) -> None:
     """On a GPU, in the form that it compiles: so many programs for each part of the slots and each of 8 heads."""
     fields = [flash_decode.Fields(*[jax.ShapeDtypeStruct((1, size), jnp.int32)] * 5) for size in (queries, 32768)]

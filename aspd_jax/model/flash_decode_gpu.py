@@ -25,10 +25,10 @@ from aspd_jax.model.flash import product
 from aspd_jax.model.flash_decode import Fields, Refs, filled, in_sight, sees
 from aspd_jax.sizes import next_power
 
-LEAST, MOST_ROWS = 16, 64  # of a tile: products of matrices have no smaller side; sums stay in registers
-SLOT_BYTES, MOST_SLOTS = 2**14, 128  # of a tile of keys
+LEAST, MOST_ROWS, ROW_BYTES = 16, 128, 2**15  # of a tile: products have no smaller side; sums stay in registers
+SLOT_BYTES, MOST_SLOTS = 2**14, 64  # of a tile of keys
 PROGRAMS = 132  # processors of an H100, each of which gets one; more would add to what they leave
-WARPS, STAGES = 4, 3
+LEAST_WARPS, WARP_ROWS, STAGES = 4, 16, 3
 
 
 def parts_for(programs: int, slots: int) -> int:
@@ -54,8 +54,10 @@ def attend_on_gpu(
 ) -> jax.Array:
     """An `Attend`."""
     (B, Q, K, G, H), C, slots = query.shape, seen.sequence.shape[1], key.shape[1]
-    R, D = min(MOST_ROWS, max(LEAST, next_power(Q * G))), max(LEAST, next_power(H))
-    W = min(MOST_SLOTS, max(LEAST, SLOT_BYTES // (D * key.dtype.itemsize)))
+    D = max(LEAST, next_power(H))
+    width = D * key.dtype.itemsize
+    R = min(MOST_ROWS, max(LEAST, min(ROW_BYTES // width, next_power(Q * G))))
+    W = min(MOST_SLOTS, max(LEAST, SLOT_BYTES // width))
     T, S = pl.cdiv(Q * G, R), pl.cdiv(C, W)
     P = parts_for(B * K * T, S)
 
@@ -87,7 +89,7 @@ def attend_on_gpu(
             pl.BlockSpec((None, None, None, R, D), lambda *at: (*tile(*at), 0)),
             *[pl.BlockSpec((None, None, None, R), tile)] * 2,
         ],
-        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        compiler_params=triton.CompilerParams(num_warps=max(LEAST_WARPS, R // WARP_ROWS), num_stages=STAGES),
         name="flash_decode",
         interpret=interpret,
     )
