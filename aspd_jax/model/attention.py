@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from aspd_jax.layout import HIDDEN, Layout, Siblings, visible
 from aspd_jax.model import flash_decode as kernels
+from aspd_jax.model import flash_decode_gpu
 from aspd_jax.model.flash import TPU, flash_attention
 from aspd_jax.model.flash_gpu import GPU
 
@@ -120,19 +121,21 @@ def flash(
 def flash_decode(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
-    """The one for decoding as a kernel on TPU; on a GPU it is `decode`, and on CPU the kernel is interpreted.
+    """The one for decoding as a kernel on a TPU (`model.flash_decode`) or a GPU (CUDA, `model.flash_decode_gpu`).
 
-    Interpreted it is slow: that is for tests.
+    On CPU the one for a TPU is interpreted, which is slow: that is for tests. Elsewhere it is `decode`.
     """
     seeing, seen = kernels.fields(view.query, view.query_slot), kernels.fields(view.key, view.key_slot)
-    kernel = partial(kernels.flash_decode, siblings=siblings)
+    kernel = partial(kernels.flash_decode, siblings=siblings, window=window)
+    on_tpu = partial(kernel, attend=kernels.attend_on_tpu)
+    on_gpu = partial(kernel, attend=flash_decode_gpu.attend_on_gpu)
 
     def plain(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> jax.Array:
         return decode(query, key, value, view, siblings, window)
 
     args = query, key, value, seeing, seen
     return jax.lax.platform_dependent(
-        *args, tpu=partial(kernel, window=window), cpu=partial(kernel, window=window, interpret=True), default=plain
+        *args, tpu=on_tpu, cuda=on_gpu, cpu=partial(on_tpu, interpret=True), default=plain
     )
 
 

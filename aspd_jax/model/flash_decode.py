@@ -1,4 +1,6 @@
-"""Attention over the cache as one Pallas kernel for TPU: keys and values are read once, scores never leave the chip.
+"""Attention over the cache as one Pallas kernel: keys and values are read once, scores never leave the chip.
+
+Here is what all platforms share, and the kernel for a TPU; that for a GPU is `model.flash_decode_gpu`.
 
 B rows, Q queries of a row, C slots, K kv heads, G query heads per kv head, H head size; the kernel sees T tiles of P
 queries, S tiles of W slots, and N = K or K x G groups of R = P x G or P rows of a product.
@@ -11,6 +13,7 @@ every tile from the layout. Softmax is that of Milakov and Gimelshein (2018), in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -59,6 +62,8 @@ class Tiles(NamedTuple):
 
 
 Refs: TypeAlias = Any  # of Pallas, which has no type that says what they hold
+# From query, key, value, fields of both, window int32 [1], `siblings` and `interpret` to the result; on one device.
+Attend: TypeAlias = Callable[..., jax.Array]
 
 
 def tiles_for(queries: int, slots: int, key: jax.Array, heads: int) -> Tiles:
@@ -82,6 +87,7 @@ def flash_decode(
     seen: Fields,
     siblings: Siblings,
     window: int | jax.Array | None,
+    attend: Attend,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of queries [B, Q, K, G, H] over a cache; on the mesh of the context, where its heads and rows lie.
@@ -91,12 +97,14 @@ def flash_decode(
         value: as `key`.
         seeing: of the queries; `sequence` is 0 at padding, whose results are finite and mean nothing.
         seen: of the slots that are in use, C of them.
+        siblings, window: see `layout.visible`.
+        attend: the kernel of a platform.
         interpret: run it as plain JAX, on any platform.
 
     Returns:
         [B, Q, K, G, H] in the dtype of the query.
     """
-    attend = partial(_attend, siblings=siblings, interpret=interpret)
+    attend = partial(attend, siblings=siblings, interpret=interpret)
     limit = jnp.reshape(jnp.asarray(NO_WINDOW if window is None else window, jnp.int32), 1)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -116,7 +124,7 @@ def flash_decode(
     return split(query, key, value, seeing, seen, limit)
 
 
-def _attend(
+def attend_on_tpu(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -126,19 +134,16 @@ def _attend(
     siblings: Siblings,
     interpret: bool,
 ) -> jax.Array:
-    """`flash_decode` on one device, window int32 [1]."""
+    """An `Attend`."""
     (B, Q, K, G, H), C = query.shape, seen.sequence.shape[1]
     tiles = tiles_for(Q, C, key, K * G)
     P, W = tiles.queries, tiles.slots
     T, S = pl.cdiv(Q, P), pl.cdiv(C, W)
     N, R = (K, G * P) if tiles.together else (K * G, P)
 
-    def filled(x: jax.Array, size: int) -> jax.Array:
-        return jnp.pad(x, [(0, 0), (0, size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-
     seeing = Fields(*(filled(field, T * P) for field in seeing))
     seen = Fields(*(filled(field, S * W) for field in seen))
-    visits = _visits(seeing, seen, window, siblings, tiles)
+    visits = in_sight(seeing, seen, window, siblings, P, W)
     rows = filled(query * H**-0.5, T * P).reshape(B, T, P, K, G, H).transpose(0, 1, 3, 4, 2, 5).reshape(B, T, N, R, H)
 
     def slots(b: Any, t: Any, s: Any, visits: Refs, _: Refs) -> tuple[Any, Any]:
@@ -184,14 +189,31 @@ def _attend(
     return out.reshape(B, T, K, G, P, H).transpose(0, 1, 4, 2, 3, 5).reshape(B, T * P, K, G, H)[:, :Q]
 
 
-def _visits(seeing: Fields, seen: Fields, window: jax.Array, siblings: Siblings, tiles: Tiles) -> jax.Array:
-    """The first and the last tile of slots that a tile of queries may see something of, int32 [B, T, 2]."""
+def filled(x: jax.Array, size: int) -> jax.Array:
+    """With zeros behind what there is along the second axis, up to a size."""
+    return jnp.pad(x, [(0, 0), (0, size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+
+
+def in_sight(
+    seeing: Fields, seen: Fields, window: jax.Array, siblings: Siblings, queries: int, slots: int
+) -> jax.Array:
+    """The first and the last tile of slots that a tile of queries may see something of.
+
+    Args:
+        seeing, seen: of whole tiles.
+        window: int32 [1].
+        siblings: see `layout.visible`.
+        queries, slots: of a tile.
+
+    Returns:
+        Int32 [B, T, 2]; both are 0 where nothing is seen.
+    """
     rows = len(seeing.position)
 
     def cut(field: jax.Array, size: int) -> jax.Array:
         return field.reshape(rows, -1, size)
 
-    real, position = cut(seeing.sequence, tiles.queries) > 0, cut(seeing.position, tiles.queries)
+    real, position = cut(seeing.sequence, queries) > 0, cut(seeing.position, queries)
     least = jnp.min(jnp.where(real, position, NO_WINDOW), axis=2)[:, :, None]
     most = jnp.max(jnp.where(real, position, -1), axis=2)[:, :, None]
     held = seen.sequence[:, None] > 0
@@ -199,7 +221,7 @@ def _visits(seeing: Fields, seen: Fields, window: jax.Array, siblings: Siblings,
     near = (
         held & (least - seen.position[:, None] < window) & ((siblings == "shared") | (seen.position[:, None] <= most))
     )
-    some = near.reshape(rows, real.shape[1], -1, tiles.slots).any(axis=3)
+    some = near.reshape(rows, real.shape[1], -1, slots).any(axis=3)
     last = some.shape[2] - 1 - jnp.argmax(some[:, :, ::-1], axis=2)
     none = ~some.any(axis=2)
     return jnp.stack([jnp.argmax(some, axis=2), jnp.where(none, 0, last)], axis=2).astype(jnp.int32)
@@ -257,7 +279,9 @@ def _kernel(
             return tile[None] if tile.ndim == 2 else jnp.swapaxes(tile, 0, 1)
 
         keys[...], values[...] = by_head(key[0]), by_head(value[0])
-        hidden = jnp.where(_visible(seeing, seen, window[0], siblings), 0.0, HIDDEN)
+        q = Fields(*(seeing[0, :, n : n + 1] for n in range(len(Fields._fields))))
+        k = Fields(*(seen[0, n : n + 1] for n in range(len(Fields._fields))))
+        hidden = jnp.where(sees(q, k, window[0], siblings), 0.0, HIDDEN)
         bias[...] = jnp.tile(hidden, (R // hidden.shape[0], 1))
 
         def add(n: jax.Array, carry: None) -> None:
@@ -282,16 +306,14 @@ def _product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
     return jax.lax.dot_general(rows, matrix, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _visible(seeing: Refs, seen: Refs, window: jax.Array, siblings: Siblings) -> jax.Array:
-    """`layout.visible` for a tile, bool [P, W]."""
-    q = Fields(*(seeing[0, :, n : n + 1] for n in range(len(Fields._fields))))
-    k = Fields(*(seen[0, n : n + 1] for n in range(len(Fields._fields))))
+def sees(q: Fields, k: Fields, window: jax.Array, siblings: Siblings) -> jax.Array:
+    """`layout.visible` for a tile, bool [P, W], of fields [P, 1] and [1, W]."""
     same = (q.sequence == k.sequence) & (k.sequence > 0)
     sibling = (q.block == k.block) & (q.block > 0) & (q.branch != k.branch)
-    sees = (k.position <= q.position) & ~sibling
+    before = (k.position <= q.position) & ~sibling
     if siblings == "shared":
-        sees = sees | (sibling & (k.order <= q.order))
-    return same & sees & (q.position - k.position < window)
+        before = before | (sibling & (k.order <= q.order))
+    return same & before & (q.position - k.position < window)
 
 
 def fields(layout: Layout, slot: jax.Array | None) -> Fields:

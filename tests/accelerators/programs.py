@@ -38,6 +38,7 @@ class Case:
     batch: int = 1
     mesh: tuple[tuple[str, int], ...] = ()
     weights: str = "float"
+    attention: str = "decode"
 
     def __str__(self) -> str:
         mesh = "-".join(f"{axis}{size}" for axis, size in self.mesh)
@@ -49,7 +50,8 @@ class Case:
             f"c{self.slots}",
             f"b{self.batch}",
         ]
-        return "-".join(part for part in [*parts, self.weights.replace("float", "")] if part)
+        others = self.weights.replace("float", ""), "flash" if self.attention == "flash_decode" else ""
+        return "-".join(part for part in [*parts, *others] if part)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def decoding(case: Case) -> Decoding:
     """Compile and read a case."""
     on = topology(case.topology)
     mesh = make_mesh(dict(case.mesh), on.devices) if case.mesh else None
-    config = replace(SHAPES[case.shape], dtype="bfloat16", layers=LAYERS, weights=case.weights)
+    config = replace(SHAPES[case.shape], dtype="bfloat16", layers=LAYERS, weights=case.weights,
+                     decode_attention=case.attention)  # fmt: skip
     lm = abstract_model(config, on, mesh)
     engine = Engine(lm, max_length=case.slots, max_batch=case.batch, separator_ids=SEPARATOR)
     bucket = bucket_for(engine, case.width)

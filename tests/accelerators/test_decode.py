@@ -26,6 +26,7 @@ FEW = [  # one of each kind, for the gate
     Case("v5p:2x2x2", "8b", 1, batch=16, mesh=BOTH),
     Case("h100:1x1x1", "7b", 1),
     Case("h100:1x1x8", "8b", 16, mesh=TENSOR),
+    Case("h100:1x1x1", "8b", 16, attention="flash_decode"),
 ]
 CASES = [
     *FEW,
@@ -35,6 +36,9 @@ CASES = [
     Case("v5e:2x4", "8b", 1, mesh=TENSOR),
     Case("v5p:1x1x1", "8b", 16, slots=32768),
     Case("h100:1x1x1", "7b", 16),
+    Case("h100:1x1x1", "8b", 1, slots=32768, attention="flash_decode"),
+    Case("h100:1x1x1", "8b", 16, slots=32768, attention="flash_decode"),
+    Case("h100:1x1x8", "8b", 16, mesh=TENSOR, attention="flash_decode"),
 ]
 FIRST = CASES[0]
 
@@ -61,8 +65,16 @@ PASS = {
     "h100_1x1x1-7b-w16-c2048-b1": f"1.095x; {SPLIT_SUMS}",
     "h100_1x1x8-8b-tensor8-w16-c2048-b1": f"1.209x; {SPLIT_SUMS}",
     "v5p_1x1x1-8b-w16-c32768-b1": "1.259x; presumably scores in float32",
+    "h100_1x1x1-8b-w16-c2048-b1-flash": f"1.057x, 0.012 of it sums of parts of the slots; for the rest, {SPLIT_SUMS}",
+    "h100_1x1x8-8b-tensor8-w16-c2048-b1-flash": f"1.192x; {SPLIT_SUMS}",
 }
-SAMPLED = {"h100_1x1x8-8b-tensor8-w16-c2048-b1": "6.9 % more: the rounds over all logits that look for bounds"}
+ROUNDS = "more: the rounds over all logits that look for bounds"
+SAMPLED = {
+    "h100_1x1x8-8b-tensor8-w16-c2048-b1": f"6.9 % {ROUNDS}",
+    "h100_1x1x8-8b-tensor8-w16-c2048-b1-flash": f"6.9 % {ROUNDS}",
+    "h100_1x1x1-8b-w16-c2048-b1-flash": f"2.4 % {ROUNDS}",
+    "h100_1x1x1-8b-w16-c32768-b1-flash": f"2.04 % {ROUNDS}",
+}
 
 
 @cases(OUTSIDE)
@@ -77,6 +89,19 @@ def test_a_pass_moves_what_it_needs(case: Case) -> None:
     of = decoding(case).figures
     assert of.bytes is not None
     assert of.bytes <= (1.05 if case.slots <= 2048 else 1.10) * of.needed_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("h100_1x1x1-8b-w16-c32768-b1-flash")
+@pytest.mark.parametrize("attention", ["flash_decode", "decode"])
+def test_many_queries_cost_no_more_than_one(attention: str) -> None:
+    """At 32k slots; and a negative control, in which scores go through HBM."""
+    of_one, of_many = (
+        decoding(Case("h100:1x1x1", "8b", width, slots=32768, attention=name)).figures.bytes
+        for width, name in ((1, "flash_decode"), (16, attention))
+    )
+    assert of_one is not None and of_many is not None
+    assert (of_many <= 1.05 * of_one) == (attention == "flash_decode")
 
 
 @cases(SAMPLED, only=lambda case: case.width <= 16)
