@@ -168,7 +168,7 @@ def first_turns(fresh: Engine, prompt: list[int]) -> list[SamplingParams]:
     return with_end[:3]
 
 
-@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("rows", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, fed: list[int], rows: int) -> None:
     """The second turn goes on where the first ended, branches included, and gives what a fresh engine gives. Others
     that came meanwhile took the first row; one of them still has it.
