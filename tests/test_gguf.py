@@ -10,13 +10,13 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from safetensors.numpy import save_file
 
-from aspd_jax import build_layout, load_model
+from aspd_jax import load_model
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.formats.gguf import GEMMA_LAYERS, INSIDE_LAYERS, OUTSIDE_LAYERS, halves_of_heads
 from tests.conftest import seeded_tensors, tiny_config, write_checkpoint
-from tests.make_parity import GEMMA3, LLAMA3, QWEN2, prompt
-from tests.test_model import SPECIAL
+from tests.make_parity import GEMMA3, LLAMA3, QWEN2
+from tests.test_model import logits_of
 
 KINDS = ["full_attention" if (n + 1) % 6 == 0 else "sliding_attention" for n in range(7)]
 GEMMA: dict[str, Any] = GEMMA3 | {
@@ -128,11 +128,6 @@ def llama3_frequencies(plain: np.ndarray, scaling: dict[str, Any]) -> np.ndarray
             smooth = (length / wavelength - low) / (high - low)
             found.append((1 - smooth) * frequency / scaling["factor"] + smooth * frequency)
     return np.array(found)
-
-
-def logits_of(lm: Any) -> np.ndarray:
-    tokens = prompt()
-    return np.asarray(lm.model.apply({"params": lm.params}, tokens, build_layout(tokens, SPECIAL)))
 
 
 @pytest.mark.parametrize("name", CASES)

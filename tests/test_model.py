@@ -28,7 +28,8 @@ PARITY = np.load(GOLDEN / "parity.npz")
 BLOCK = [3, 57, 4, 58, 57, 5, 58, 59, 61, 4, 7, 8, 62, 61, 5, 9, 62, 60, 11, 12]
 
 
-def logits_of(lm: LanguageModel, tokens: np.ndarray) -> np.ndarray:
+def logits_of(lm: LanguageModel, tokens: np.ndarray | None = None) -> np.ndarray:
+    tokens = prompt() if tokens is None else tokens
     layout = build_layout(tokens, SPECIAL, lm.config.positions)
     return np.asarray(lm.model.apply({"params": lm.params}, tokens, layout))
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
-from aspd_jax import LanguageModel, build_layout, load_model, save_model
+from aspd_jax import load_model, save_model
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.formats.folder import read_tensors as tensors_in
 from aspd_jax.formats.folder import write_tensors
@@ -20,8 +20,8 @@ from aspd_jax.layout import HIDDEN
 from aspd_jax.model.weights import load_parameters, tensors_from
 from aspd_jax.sharding import make_mesh, partition_spec
 from tests.conftest import seeded_tensors, tiny_config, write_checkpoint
-from tests.make_parity import CASES, prompt, torch_logits
-from tests.test_model import SPECIAL
+from tests.make_parity import CASES, torch_logits
+from tests.test_model import logits_of
 from tests.test_tokens import byte_level
 
 
@@ -168,11 +168,6 @@ def test_export_does_not_overwrite(tmp_path: Path) -> None:
     lm = load_model(write_checkpoint(tmp_path, tiny_config()))
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         save_model(lm, tmp_path)
-
-
-def logits_of(lm: LanguageModel) -> np.ndarray:
-    tokens = prompt()
-    return np.asarray(lm.model.apply({"params": lm.params}, tokens, build_layout(tokens, SPECIAL)))
 
 
 MESHES = [{"data": 8}, {"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]

@@ -94,11 +94,8 @@ def plan(config: TrainConfig) -> Plan:
     working += converted
     if config.mesh.fsdp > 1:
         # One layer's weights are gathered from all devices while it runs, and its gradient before it is spread again.
-        layer = (
-            (counted["parameters"] - 2 * shape.padded_vocab_size * shape.hidden_size)
-            // shape.layers
-            // config.mesh.tensor
-        )
+        outside = 2 * shape.padded_vocab_size * shape.hidden_size
+        layer = (counted["parameters"] - outside) // shape.layers // config.mesh.tensor
         working += layer * (jnp.dtype(of.dtype).itemsize + 4)
         # So is the head, for the whole loss, and its gradient comes in the dtype of the parameters.
         head = _vocabulary(config, shape) * shape.hidden_size
