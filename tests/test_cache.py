@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aspd_jax.layout import Layout
-from aspd_jax.model.cache import Bucket, Cache, LayerCache, TokenBatch, by_row, record, write
+from aspd_jax.model.cache import Bucket, Cache, LayerCache, RowView, TokenBatch, by_row, record, write
 
 KV_HEADS, HEAD = 2, 3
 
@@ -64,6 +64,9 @@ def passes(draw: st.DrawFn) -> Fed:
     count = max(1, sum(map(len, slots)))
     per_row = min(count + padding, max(1, *map(len, slots)) + wider) if rows > 1 else max(1, len(slots[0])) + wider
     bucket = Bucket(few, count + padding, per_row, capacity)
+    if few > 1 and draw(st.booleans()):
+        *_, others, most = sorted(map(len, slots))
+        bucket = bucket._replace(per_row=max(1, others), longest=most + wider)
     return Fed(length, slots, padding, bucket, capacity)
 
 
@@ -110,23 +113,33 @@ def test_keys_and_values_are_written_where_tokens_stand(fed: Fed, dtype: type) -
 @example(FULL).via("the last row has fewer tokens than others, and there is no padding behind it")
 def test_tokens_by_row_are_those_of_the_row_and_come_back_to_their_places(fed: Fed) -> None:
     batch, bucket = fed.batch, fed.bucket
-    rows = by_row(batch, bucket)
-    shape = bucket.rows, bucket.per_row
-    assert rows.token.shape == rows.slot.shape == rows.layout.position.shape == shape
-    flat = 0
-    for row in range(bucket.rows):
+    (every, *others), place = by_row(batch, bucket)
+    first = np.cumsum([0, *map(len, fed.slots)])
+
+    def check(part: RowView, index: int, row: int, size: int) -> None:
+        assert part.token.shape[1] == part.slot.shape[1] == part.layout.position.shape[1] == size
         own = fed.slots[row]
-        for nth in range(bucket.per_row):
-            assert 0 <= rows.token[row, nth] < bucket.tokens
+        for nth in range(size):
+            assert 0 <= part.token[index, nth] < bucket.tokens
             if nth >= len(own):
-                assert rows.layout.sequence[row, nth] == 0, "there is no such token"
+                assert part.layout.sequence[index, nth] == 0, "there is no such token"
                 continue
-            assert rows.token[row, nth] == flat + nth
-            for field, of_row in zip(batch.layout, rows.layout, strict=True):
-                assert of_row[row, nth] == field[flat + nth]
-            assert rows.slot[row, nth] == batch.slot[flat + nth]
-        flat += len(own)
+            assert part.token[index, nth] == first[row] + nth
+            for field, of_row in zip(batch.layout, part.layout, strict=True):
+                assert of_row[index, nth] == field[first[row] + nth]
+            assert part.slot[index, nth] == batch.slot[first[row] + nth]
+
+    assert every.row is None and len(every.token) == bucket.rows
+    for row in range(bucket.rows):
+        check(every, row, row, bucket.per_row)
+    assert len(others) == (bucket.longest > bucket.per_row)
+    for longest in others:
+        assert longest.row is not None and len(longest.token) == 1
+        row = int(longest.row)
+        assert len(fed.slots[row]) == max(map(len, fed.slots))
+        check(longest, 0, row, bucket.longest)
+        np.testing.assert_array_equal(longest.of(jnp.arange(len(fed.length))), [row])
     # What is computed by row comes back as it lies: here, which token it is.
-    assert ((rows.place >= 0) & (rows.place < bucket.rows * bucket.per_row)).all()
-    back = np.asarray(rows.token).reshape(-1)[np.asarray(rows.place)]
-    np.testing.assert_array_equal(back[:flat], np.arange(flat))
+    parts = np.concatenate([np.asarray(part.token).reshape(-1) for part in (every, *others)])
+    assert ((place >= 0) & (place < parts.size)).all()
+    np.testing.assert_array_equal(parts[np.asarray(place)][: first[-1]], np.arange(first[-1]))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import infer.scheduling.policy
 from aspd_jax import LanguageModel
 from aspd_jax.errors import StructureError
+from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
 from infer.decode.grammar import completes_plan
 from infer.decode.recogniser import number_of, of_tokens
@@ -97,6 +98,30 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
     # Negative control: where it stays in the cache, it is part of the answer.
     with patched(hide_discarded=nothing), pytest.raises(StructureError):
         free(repeating, 60)
+
+
+def test_a_title_has_no_line_break(lm: LanguageModel) -> None:
+    """Sampled nearly evenly, with one negative control without the table and one of serial text."""
+    codec = lm.codec.text
+    table = of_tokens(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
+    assert table.line_break[codec.encode("\n")].all() and not table.line_break[codec.encode("a b")].any()
+    engine = Engine(lm, max_length=256, max_batch=4)
+    asked = [SamplingParams(temperature=30.0, max_new_tokens=200, seed=seed) for seed in range(32)]
+
+    def titles_and_texts() -> tuple[list[str], str]:
+        found, text = [], ""
+        for result in engine.generate(["Hi"] * len(asked), asked):
+            text += result.text
+            blocks = [item for item in result.structure if isinstance(item, Parallel)]
+            found += [branch.title for block in blocks for branch in block.branches]
+        return found, text
+
+    titles, text = titles_and_texts()
+    assert len(titles) > 15 and not any("\n" in title for title in titles) and "\n" in text
+    state = engine.scheduler._state_now()
+    none = jnp.zeros_like(state.recogniser.line_break)
+    engine.scheduler._change(state._replace(recogniser=state.recogniser._replace(line_break=none)))
+    assert any("\n" in title for title in titles_and_texts()[0])
 
 
 def test_markers_do_not_tell_titles_apart(lm: LanguageModel) -> None:

@@ -75,14 +75,21 @@ class Bucket(NamedTuple):
     Attributes:
         rows: only the first so many rows of the cache feed tokens.
         tokens: T, of all rows together.
-        per_row: most tokens of one row.
+        per_row: most tokens of a row.
         slots: only the first so many slots of a row are in use, the new tokens' included.
+        longest: most tokens of one of the rows, where that is more: of a fork, or of a prompt beside answers.
     """
 
     rows: int
     tokens: int
     per_row: int
     slots: int
+    longest: int = 0
+
+    @property
+    def most(self) -> int:
+        """Most tokens of any row."""
+        return max(self.per_row, self.longest)
 
 
 def layer_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
@@ -136,30 +143,56 @@ def write(layer: LayerCache, batch: TokenBatch, key: jax.Array, value: jax.Array
 
 
 class RowView(NamedTuple):
-    """The flat tokens of a pass by row, as attention needs them.
+    """Flat tokens of a pass by row, as attention needs them.
 
     Attributes:
+        row: the only row there is; None: these are the first R of the cache.
         token: which flat token each place of a row is.
         layout: int32 [R, F] each, of these; `sequence` is 0 where there is none.
         slot: of these.
-        place: which place each flat token has, counted over all rows.
     """
 
+    row: Int32[Array, ""] | None
     token: Int32[Array, "R F"]
     layout: Layout
     slot: Int32[Array, "R F"]
+
+    def of(self, array: jax.Array) -> jax.Array:
+        """Its rows of an array of the cache, [B, ...]; with those behind them where the first ones are meant."""
+        return array if self.row is None else jax.lax.dynamic_slice_in_dim(array, self.row, 1)
+
+
+class ByRow(NamedTuple):
+    """A pass as attention sees it.
+
+    Attributes:
+        parts: the first tokens of every row; and all of the row that has most, where one may have more than others.
+        place: where each flat token is in the parts, one behind the other.
+    """
+
+    parts: tuple[RowView, ...]
     place: Int32[Array, " T"]
 
 
-def by_row(batch: TokenBatch, bucket: Bucket) -> RowView:
-    """See `RowView`; R is `bucket.rows`, F `bucket.per_row`."""
-    row = jnp.arange(bucket.rows)
-    start = jnp.searchsorted(batch.row, row)
-    place = start[:, None] + jnp.arange(bucket.per_row)
-    token = jnp.minimum(place, bucket.tokens - 1)
-    mine = (place < bucket.tokens) & (batch.row[token] == row[:, None])
-    layout = Layout(*(field[token] for field in batch.layout))
-    layout = layout._replace(sequence=jnp.where(mine, layout.sequence, 0))
+def by_row(batch: TokenBatch, bucket: Bucket) -> ByRow:
+    """See `ByRow`; R is `bucket.rows`, F `bucket.per_row`; then 1 and `bucket.longest`."""
+    rows = jnp.arange(bucket.rows)
+    start = jnp.searchsorted(batch.row, rows)
+
+    def part(row: jax.Array, size: int) -> RowView:
+        place = start[row][:, None] + jnp.arange(size)
+        token = jnp.minimum(place, bucket.tokens - 1)
+        mine = (place < bucket.tokens) & (batch.row[token] == row[:, None])
+        layout = Layout(*(field[token] for field in batch.layout))
+        layout = layout._replace(sequence=jnp.where(mine, layout.sequence, 0))
+        return RowView(None, token, layout, batch.slot[token])
+
     own = jnp.minimum(batch.row, bucket.rows - 1)
-    nth = jnp.clip(jnp.arange(bucket.tokens) - start[own], 0, bucket.per_row - 1)
-    return RowView(token, layout, batch.slot[token], own * bucket.per_row + nth)
+    nth = jnp.arange(bucket.tokens) - start[own]
+    every, place = part(rows, bucket.per_row), own * bucket.per_row + jnp.clip(nth, 0, bucket.per_row - 1)
+    if bucket.longest <= bucket.per_row:
+        return ByRow((every,), place)
+    longest = jnp.argmax(jnp.searchsorted(batch.row, rows, side="right") - start)
+    one = part(longest[None], bucket.longest)._replace(row=longest)
+    behind = every.token.size + jnp.clip(nth, 0, bucket.longest - 1)
+    return ByRow((every, one), jnp.where(own == longest, behind, place))

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout
 from aspd_jax.model.attention import BACK_ENDS, View, Window
-from aspd_jax.model.cache import Bucket, Cache, LayerCache, RowView, TokenBatch, by_row, record, write
+from aspd_jax.model.cache import Bucket, ByRow, Cache, LayerCache, TokenBatch, by_row, record, write
 from aspd_jax.model.config import ModelConfig, RopeConfig
 from aspd_jax.model.cpu import computed_once, product
 from aspd_jax.sharding import named_sharding, over
@@ -168,12 +168,12 @@ class OverCache(NamedTuple):
     Attributes:
         batch: the tokens, flat, and where they stand.
         rows: the same by row.
-        view: who looks at whom, by row.
+        views: who looks at whom, in each part of these.
     """
 
     batch: TokenBatch
-    rows: RowView
-    view: View
+    rows: ByRow
+    views: tuple[View, ...]
 
 
 class AttentionLayer(nn.Module):
@@ -204,10 +204,12 @@ class AttentionLayer(nn.Module):
         else:
             assert cache is not None
             cache = write(cache, context.batch, key, value)
-            attend, queries = BACK_ENDS[c.decode_attention], grouped[context.rows.token]
-            with over(self.mesh):
-                by_row = attend(queries, cache.key, cache.value, context.view, c.siblings, window)
-            out = by_row.reshape(-1, *by_row.shape[2:])[context.rows.place]
+            attend, parts = BACK_ENDS[c.decode_attention], []
+            for part, view in zip(context.rows.parts, context.views, strict=True):
+                with over(self.mesh):
+                    of_part = attend(grouped[part.token], *map(part.of, cache), view, c.siblings, window)
+                parts.append(of_part.reshape(-1, *of_part.shape[2:]))
+            out = jnp.concatenate(parts)[context.rows.place]
         out = out.reshape(query.shape)
         output = Projection(c, (c.hidden_size,), ("heads", "head", "embed"), 2, True, c.output_bias, name="output")
         return output(out), cache
@@ -345,11 +347,18 @@ class Transformer(nn.Module):
         c = self.config
         cache = record(cache, batch)
         rows = by_row(batch, bucket)
-        key = Layout(*(field[: bucket.rows, : bucket.slots] for field in cache.layout))
-        view = View(rows.layout, key, rows.slot, jnp.arange(bucket.slots)[None])
-        shared = self.ropes(batch.layout.position), batch, rows, view
-        ropes, batch, rows, view = computed_once(shared, cache.length[0] >= 0)
-        context = OverCache(batch, rows, view)
+        views = tuple(
+            View(
+                part.layout,
+                Layout(*(part.of(field)[: len(part.token), : bucket.slots] for field in cache.layout)),
+                part.slot,
+                jnp.arange(bucket.slots)[None],
+            )
+            for part in rows.parts
+        )
+        shared = self.ropes(batch.layout.position), OverCache(batch, rows, views)
+        ropes, context = computed_once(shared, cache.length[0] >= 0)
+        batch = context.batch
         x = self.embedded(batch.tokens)
         layers = []
         for number, layer in enumerate(cache.layers):

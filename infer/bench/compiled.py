@@ -61,7 +61,7 @@ def bucket_for(engine: Engine, width: int) -> Bucket:
     able = [of for of in whole if of.per_row >= width and of.tokens >= width * of.rows]
     if not able:
         raise RequestError(f"no program of {buckets.rows} rows feeds {width} tokens of each")
-    return min(able, key=lambda of: (of.tokens, of.per_row))
+    return min(able, key=lambda of: (of.tokens, of.most))
 
 
 def abstract_state(lm: LanguageModel, engine: Engine, on: Topology) -> DecodeState:

@@ -43,6 +43,8 @@ def legal_tokens(state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.
     tag = (classes >= TITLE_START) & (classes <= BRANCH_END)
     bits = jnp.sum(rule * (1 << classes) + (rule & tag) * (1 << (PROGRESS + classes)), axis=1).astype(jnp.uint16)
     legal = (state.recogniser.bits[lane_node(state, lanes)] & bits[:, None]) > 0
+    in_title = (lanes.branch == 0) & (state.sequence.phase == TITLE)[lanes.row]
+    legal &= ~(in_title[:, None] & state.recogniser.line_break)
     if not config.distinct_titles:
         return legal
     barred = jnp.where(lanes.branch == 0, barred_token(state)[lanes.row], -1)

@@ -176,10 +176,10 @@ def widest(config: EngineConfig) -> int:
 
 
 def most_lanes(config: EngineConfig, batch: int, bucket: Bucket) -> int:
-    """L: one for every token where rows feed few; else so many that a fork of N branches has them."""
-    if bucket.per_row < 2 * config.max_branches:  # `Buckets` rounds N up to a power of two
+    """L: one for every token where rows feed few; else so many that a fork of N branches has them, beside others."""
+    if bucket.most < 2 * config.max_branches:  # `Buckets` rounds N up to a power of two
         return bucket.tokens
-    return min(bucket.tokens, batch * config.max_branches, max(config.max_branches, bucket.tokens // 4))
+    return min(bucket.tokens, batch * config.max_branches, max(2 * config.max_branches, bucket.tokens // 4))
 
 
 def next_inputs(state: DecodeState, config: EngineConfig, bucket: Bucket, drafting: bool) -> Inputs:
@@ -197,7 +197,7 @@ def next_inputs(state: DecodeState, config: EngineConfig, bucket: Bucket, drafti
     row = jnp.searchsorted(ends, flat, side="right", method="compare_all").astype(jnp.int32)
     own = jnp.minimum(row, batch - 1)
     place = flat - (ends - fed)[own]
-    due = pending(state, config, own, place, bucket.per_row)
+    due = pending(state, config, own, place, bucket.most)
     layout = due.layout._replace(sequence=jnp.where(row < batch, due.layout.sequence, 0))
     real = layout.sequence > 0
     slot = state.cache.length[own] + place
@@ -229,15 +229,24 @@ def _share_out(state: DecodeState, config: EngineConfig, bucket: Bucket, lanes: 
     is_prompt, length = state.sequence.phase == PROMPT, state.cache.length
     here = jnp.arange(due.tokens.size) < bucket.rows
     whole = jnp.where(here & ~is_prompt, due.tokens, 0)
-    whole = jnp.where((whole <= bucket.per_row) & (length + whole <= bucket.slots), whole, 0)
+    whole = jnp.where((whole <= bucket.most) & (length + whole <= bucket.slots), whole, 0)
+    whole = jnp.where(_first_long(whole, bucket), whole, 0)
     of_lanes = jnp.where(whole > 0, due.lanes, 0)
     whole = jnp.where((jnp.cumsum(whole) <= bucket.tokens) & (jnp.cumsum(of_lanes) <= lanes), whole, 0)
     lanes_left = lanes - jnp.sum(jnp.where(whole > 0, due.lanes, 0))
-    piece = jnp.minimum(jnp.minimum(due.tokens, bucket.per_row), bucket.slots - length)
+    piece = jnp.minimum(jnp.minimum(due.tokens, bucket.most), bucket.slots - length)
     piece = jnp.where(here & is_prompt, piece, 0)
+    alone = ~jnp.any(whole > bucket.per_row)
+    piece = jnp.where(_first_long(piece, bucket) & alone, piece, jnp.minimum(piece, bucket.per_row))
     piece = jnp.where(jnp.cumsum(piece > 0) <= lanes_left, piece, 0)
     room = bucket.tokens - jnp.sum(whole) - (jnp.cumsum(piece) - piece)
     return whole + jnp.clip(room, 0, piece)
+
+
+def _first_long(tokens: jax.Array, bucket: Bucket) -> jax.Array:
+    """Bool [B]: rows that feed no more than all may, and the first of those that would."""
+    long = tokens > bucket.per_row
+    return ~long | (jnp.cumsum(long) == 1)
 
 
 def _nth_empty(state: DecodeState, slots: int) -> jax.Array:

@@ -34,12 +34,14 @@ class Recogniser(NamedTuple):
         bits: uint16 [S, V], bit c: it may stand where class c is allowed; see `PROGRESS` and `CONTINUES`.
         marker: bool [V], it has neither letter nor word in it: digits, blanks and punctuation, as in "3/5 " and "2. ".
         number: int16 [V], the number that it is; SLASH; else NO_NUMBER.
+        line_break: bool [V], it has one in it.
     """
 
     next: np.ndarray
     bits: np.ndarray
     marker: np.ndarray
     number: np.ndarray
+    line_break: np.ndarray
 
 
 def of_tokens(
@@ -51,7 +53,7 @@ def of_tokens(
         tags: ids in the order of `TAGS`; negative: there is none.
         end: ids that end an answer.
         other: further ids that may stand in serial text only.
-        codec: None: no token is known to be a marker or a number.
+        codec: None: no token is known to be a marker or a number, or to break a line.
     """
     kind = np.full(vocabulary, TEXT, np.uint8)
     kind[[token for token in other if token < vocabulary]] = OTHER
@@ -61,12 +63,19 @@ def of_tokens(
     kind[list(end)] = END
     following = np.where(kind == TEXT, 0, 1 + kind).astype(np.uint8)
     marker, number = np.zeros(vocabulary, bool), np.full(vocabulary, NO_NUMBER, np.int16)
+    line_break = np.zeros(vocabulary, bool)
     if codec is not None:
         # A token that is a part of a character may be a part of a letter.
         texts = pieces(codec, vocabulary)
         marker[:] = [bool(text) and not any(char.isalpha() or char == "\ufffd" for char in text) for text in texts]
         number[:] = [number_of(text.strip()) for text in texts]
-    return Recogniser(following[None], (1 << kind.astype(np.uint16))[None], marker, number)
+        line_break = breaks_line(texts)
+    return Recogniser(following[None], (1 << kind.astype(np.uint16))[None], marker, number, line_break)
+
+
+def breaks_line(texts: Sequence[str]) -> np.ndarray:
+    """Which texts have a line break in them, bool."""
+    return np.asarray([len(f"{text}.".splitlines()) > 1 for text in texts])
 
 
 def number_of(text: str) -> int:
@@ -166,7 +175,7 @@ def of_text(codec: TextCodec, vocabulary: int, tags: TextTags, end: Sequence[int
                 leads = (1 << kind) | (1 << (PROGRESS + kind))
                 if not (bits[place] & leads).any():
                     raise TokenizerError(f"this tokenizer has no token that goes on with {tag!r} after {head!r}")
-    return Recogniser(following.astype(np.uint8), bits, alone.marker, alone.number)
+    return alone._replace(next=following.astype(np.uint8), bits=bits, line_break=breaks_line(texts))
 
 
 def _beginning_alike(by_text: list[tuple[str, int]], rest: str) -> list[int]:

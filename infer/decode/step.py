@@ -221,7 +221,7 @@ def run(
         answers = jnp.where(is_prompt, 0, due.tokens)
         length = jnp.max(jnp.where(due.tokens > 0, state.cache.length + jnp.maximum(answers, 1), 0))
         here = jnp.all((jnp.arange(due.tokens.size) < bucket.rows) | (due.tokens == 0))
-        fits = here & (jnp.sum(answers) <= limits.larger) & (jnp.max(answers) <= bucket.per_row)
+        fits = here & (jnp.sum(answers) <= limits.larger) & (jnp.max(answers) <= bucket.most)
         changed = (jnp.sum(is_prompt) < prompts) | (limits.join & (jnp.sum(s.finish == RUNNING) < running))
         few = jnp.sum(due.tokens) <= limits.smaller
         return (left > 0) & jnp.any(due.tokens > 0) & fits & (length <= bucket.slots) & ~changed & ~few

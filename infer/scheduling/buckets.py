@@ -17,9 +17,9 @@ from infer.decode.state import PROMPT, EngineConfig
 from infer.decode.step import Report
 
 LEAST_CAPACITY = 128  # slots of the smallest cache
-LEAST_SLOTS = 512  # that a pass looks at: below, there is little to save
+LEAST_SLOTS = 512  # of a row that a pass looks at: below, there is little to save; of several rows half as many
 MOST_TOKENS = 512  # of a pass, and of prompts in it while no answer waits for it
-PROMPT_BESIDE = 64  # tokens of prompts in a pass that answers wait for, and of a prompt beside other rows
+PROMPT_BESIDE = 64  # tokens of a pass with prompts in it that answers wait for, and of a prompt beside others
 ROW_STEP = 8  # rows of a program to those of the next
 
 
@@ -47,24 +47,36 @@ class Buckets:
     @cached_property
     def every(self) -> list[Bucket]:
         """All of them."""
-        split = self.config.mesh is not None and self.config.mesh.shape["data"] * self.config.mesh.shape["fsdp"] > 1
-        few = [] if split else [size for size in (1, ROW_STEP, ROW_STEP**2) if size < self.rows]
-        slots = [min(size, self.capacity) for size in powers(min(LEAST_SLOTS, self.capacity), self.capacity)]
-        return [
-            Bucket(rows, *sizes, part) for rows in [*few, self.rows] for sizes in self._sizes(rows) for part in slots
-        ]
+        few = [] if self._split else [size for size in (1, ROW_STEP, ROW_STEP**2) if size < self.rows]
+        found = []
+        for rows in [*few, self.rows]:
+            least = min(LEAST_SLOTS if rows == 1 else LEAST_SLOTS // 2, self.capacity)
+            parts = [min(size, self.capacity) for size in powers(least, self.capacity)]
+            found += [
+                Bucket(rows, tokens, per_row, slots, longest)
+                for tokens, per_row, longest in self._sizes(rows)
+                for slots in parts
+            ]
+        return found
 
-    def _sizes(self, rows: int) -> list[tuple[int, int]]:
-        """Tokens of a pass, and of a row in it."""
+    @property
+    def _split(self) -> bool:
+        """Whether rows of the cache are split over devices: none can be looked at alone then."""
+        mesh = self.config.mesh
+        return mesh is not None and mesh.shape["data"] * mesh.shape["fsdp"] > 1
+
+    def _sizes(self, rows: int) -> list[tuple[int, int, int]]:
+        """Tokens of a pass, of a row in it, and of the longest if that may have more."""
         branches, most = next_power(self.config.max_branches), max(MOST_TOKENS, next_power(self.widest))
         if rows == 1:
-            return [
-                (size, size) for size in sorted({1, *powers(4, 2 * branches), PROMPT_BESIDE, 2 * PROMPT_BESIDE, most})
-            ]
-        found = [(next_power(rows), 1)]
-        found += [(tokens, branches) for tokens in powers(max(rows, branches), min(rows * branches, most))]
-        found += [(tokens, PROMPT_BESIDE) for tokens in (2 * PROMPT_BESIDE, most)]
-        return list(dict.fromkeys([*found, (most, most)]))
+            sizes = sorted({1, *powers(4, 2 * branches), PROMPT_BESIDE, 2 * PROMPT_BESIDE, most})
+            return [(size, size, 0) for size in sizes]
+        found = [(next_power(rows), 1, 0)]
+        found += [(tokens, branches, 0) for tokens in powers(max(rows, branches), min(rows * branches, most))]
+        if self._split:
+            return [*found, *((tokens, PROMPT_BESIDE, 0) for tokens in (2 * PROMPT_BESIDE, most)), (most, most, 0)]
+        found += [(tokens, branches, tokens) for tokens in (PROMPT_BESIDE, 2 * PROMPT_BESIDE) if tokens > branches]
+        return [*found, (most, max(PROMPT_BESIDE, branches), most)]
 
     def choose(self, report: Report) -> tuple[Bucket, int, int]:
         """The smallest program for the next pass, and how few tokens a smaller and how many a larger one is for."""
@@ -73,7 +85,9 @@ class Buckets:
         answers = np.where(is_prompt, 0, due)
         left = np.where(is_prompt, due, 0)
         piece = np.minimum(left, self._piece(int(left.max())) if rows == 1 else PROMPT_BESIDE)
-        beside = MOST_TOKENS if not answers.any() else PROMPT_BESIDE
+        few = next_power(self.config.max_branches)
+        beside = MOST_TOKENS if not answers.any() else max(PROMPT_BESIDE - int(answers.sum()), few)
+        piece = np.minimum(piece, beside)
         tokens = int(answers.sum() + min(piece.sum(), beside))
         per_row = int(max(answers.max(), piece.max()))
         slots = int((np.asarray(report.length) + answers + piece)[due > 0].max())
@@ -83,13 +97,13 @@ class Buckets:
         def holds(bucket: Bucket) -> bool:
             return (
                 bucket.rows >= rows
-                and bucket.per_row >= per_row
+                and bucket.most >= per_row
                 and bucket.slots >= min(slots, self.capacity)
                 and (bucket.tokens == most or bucket.tokens >= tokens)
                 and (bucket.tokens == most or most_lanes(self.config, self.rows, bucket) >= lanes)
             )
 
-        best = min(filter(holds, self.every), key=lambda of: (of.tokens, of.rows * of.per_row, of.slots))
+        best = min(filter(holds, self.every), key=lambda of: (of.tokens, of.rows * of.per_row + of.longest, of.slots))
         alike = [of.tokens for of in self.every if of.tokens < best.tokens and of.rows == best.rows]
         smaller = min(max(alike, default=-1), tokens - 1)
         return best, smaller, best.tokens if best.tokens < most else np.iinfo(np.int32).max

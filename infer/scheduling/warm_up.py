@@ -62,7 +62,7 @@ def measure_cost(
         of_slots = [of for of in every if of.slots == slots]
         sizes = {min(of.tokens for of in of_slots if of.tokens >= tokens * of.rows) for tokens in TIMED_TOKENS}
         for tokens in sorted(sizes):
-            bucket = min((of for of in of_slots if of.tokens == tokens), key=lambda of: of.per_row)
+            bucket = min((of for of in of_slots if of.tokens == tokens), key=lambda of: of.most)
             state, milliseconds = _time(lm, config, state, bucket)
             samples.append(Sample(tokens, bucket.rows * slots, milliseconds))
     # Other clocks tell otherwise, and what hangs on it has to be decided alike in all processes.
