@@ -206,8 +206,9 @@ class AttentionLayer(nn.Module):
             cache = write(cache, context.batch, key, value)
             attend, parts = BACK_ENDS[c.decode_attention], []
             for part, view in zip(context.rows.parts, context.views, strict=True):
+                keys, values = map(part.of, cache)
                 with over(self.mesh):
-                    of_part = attend(grouped[part.token], *map(part.of, cache), view, c.siblings, window)
+                    of_part = attend(grouped[part.token], keys, values, view, c.siblings, window)
                 parts.append(of_part.reshape(-1, *of_part.shape[2:]))
             out = jnp.concatenate(parts)[context.rows.place]
         out = out.reshape(query.shape)

@@ -29,7 +29,11 @@ LAYERS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A program of decoding."""
+    """A program of decoding.
+
+    Attributes:
+        bucket: that is compiled; None: the engine's own for the width.
+    """
 
     topology: str
     shape: str
@@ -39,6 +43,7 @@ class Case:
     mesh: tuple[tuple[str, int], ...] = ()
     weights: str = "float"
     attention: str = "decode"
+    bucket: Bucket | None = None
 
     def __str__(self) -> str:
         mesh = "-".join(f"{axis}{size}" for axis, size in self.mesh)
@@ -88,7 +93,7 @@ def decoding(case: Case) -> Decoding:
                      decode_attention=case.attention)  # fmt: skip
     lm = abstract_model(config, on, mesh)
     engine = Engine(lm, max_length=case.slots, max_batch=case.batch, separator_ids=SEPARATOR)
-    bucket = bucket_for(engine, case.width)
+    bucket = case.bucket or bucket_for(engine, case.width)
     compiled = compile_for(trace_passes(lm, engine, on, bucket), on, 1 if mesh is None else mesh.size)
     assert compiled.program is not None, f"{case} does not fit: {compiled.spare / 2**30:.2f} GiB"
     needed = needed_bytes(lm, engine, on), needed_collective_bytes(lm, bucket)

@@ -15,6 +15,7 @@ from aspd_jax.compiled.abstract import everywhere
 from aspd_jax.compiled.hlo import Program, cheapest, dearest
 from aspd_jax.compiled.report import collectives_of, local_bytes, pass_of
 from aspd_jax.compiled.topology import topology
+from aspd_jax.model.cache import Bucket
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh, named_sharding
 from tests.accelerators.programs import LAYERS, Case, decoding, small
@@ -102,6 +103,18 @@ def test_many_queries_cost_no_more_than_one(attention: str) -> None:
     )
     assert of_one is not None and of_many is not None
     assert (of_many <= 1.05 * of_one) == (attention == "flash_decode")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("beside")
+def test_a_prompt_beside_answers_moves_little_more() -> None:
+    """64 tokens of a prompt in a pass of 15 answers."""
+    one_longer, any_longer = Bucket(16, 128, 16, 2048, 128), Bucket(16, 128, 128, 2048)
+    of, control = (
+        decoding(Case("v6e:1x1", "8b", 16, batch=16, bucket=bucket)).figures for bucket in (one_longer, any_longer)
+    )
+    assert of.bytes is not None and of.bytes <= 1.10 * of.needed_bytes
+    assert control.bytes is not None and control.bytes > 1.5 * control.needed_bytes
 
 
 @cases(SAMPLED, only=lambda case: case.width <= 16)
