@@ -23,6 +23,7 @@ from infer.scheduling.handle import NO_LIMIT, Handle
 from infer.scheduling.policy import Policy
 from infer.scheduling.replay import Trace, replay
 from infer.scheduling.scheduler import Scheduler
+from infer.scheduling.structured import Constraint, Schemas, schemas_of
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
 
@@ -99,8 +100,10 @@ class Engine:
         )
         policy = Policy.parse(branch_policy)
         self._answers: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
+        self._schemas: Schemas | None = None
+        capacity = capacity_for(self.max_length)
         self.scheduler = Scheduler(
-            lm, self.config, max_batch, capacity_for(self.max_length), policy, reuse, self._remember, reader
+            lm, self.config, max_batch, capacity, policy, reuse, self._remember, self._constrain, reader
         )
 
     def encode(self, prompt: Prompt, mode: Mode = "adaptive") -> list[int]:
@@ -147,6 +150,14 @@ class Engine:
             known = self._answers.get((tuple(ids), answer))
             ids = [*ids, *(self.lm.codec.text.encode(answer) if known is None else known), *after]
         return ids
+
+    def _constrain(self, params: SamplingParams) -> Constraint:
+        """What follows the schemas of a request."""
+        if self._schemas is None:
+            self._schemas = schemas_of(self.lm)
+        config = self.config
+        branch_end, head = config.tags.branch_end, len(config.separator)
+        return Constraint(self._schemas, params, config.max_branches, branch_end, head)
 
     def _remember(self, result: Result) -> None:
         """Keep the tokens of an answer for the turn after it."""
@@ -285,6 +296,11 @@ class Engine:
             raise RequestError("this model has no special tokens to fork with; use mode='serial', or give text_tags")
         if params.stop and self.lm.tokenizer is None:
             raise RequestError("stop strings need a tokenizer")
+        if params.branch_schema and self.text_tags is not None:
+            raise RequestError("branch_schema is for a model whose tags are special tokens")
+        mode = "serial" if params.json_schema else mode
+        if params.json_schema or params.branch_schema:
+            self._constrain(params)  # an error is told before anything waits
         ids = self.encode(prompt, mode)
         if not ids:
             raise RequestError("the prompt is empty; it needs at least one token")

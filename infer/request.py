@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal
+from typing import Any, Literal
 
 from aspd_jax.errors import RequestError
 from aspd_jax.layout import check_choice
@@ -27,6 +29,8 @@ class SamplingParams:
         max_branch_tokens: bound on the tokens sampled in one branch, its closing tag included.
         stop: strings that end the stretch they appear in: a branch, or in a serial stretch the answer.
         seed: of the random streams; None draws one.
+        json_schema: the answer is one JSON value of this schema (text or a mapping), and does not fork.
+        branch_schema: the text of every branch is one JSON value of this schema.
     """
 
     temperature: float = 0.0
@@ -39,8 +43,12 @@ class SamplingParams:
     max_branch_tokens: int = 1024
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    branch_schema: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("json_schema", "branch_schema"):
+            object.__setattr__(self, name, _spelled(name, getattr(self, name)))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         for name, good, right in (
@@ -57,6 +65,19 @@ class SamplingParams:
         ):
             if not good:
                 raise RequestError(f"{name} must be {right}, got {getattr(self, name)!r}")
+
+
+def _spelled(name: str, schema: str | Mapping[str, Any] | None) -> str | None:
+    """A schema as text."""
+    if schema is None:
+        return None
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else dict(schema)
+        if not isinstance(value, dict):
+            raise ValueError("a schema is a JSON object")
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{name} must be a JSON schema: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -77,3 +98,8 @@ class Job:
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, Mode)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a schema says what its tokens may be."""
+        return bool(self.params.json_schema or self.params.branch_schema)

@@ -155,6 +155,15 @@ def set_branch_cap(state: DecodeState, cap: jax.Array) -> DecodeState:
     return state._replace(sequence=state.sequence._replace(branch_cap=cap))
 
 
+@partial(jax.jit, static_argnames="config", donate_argnames="state")
+def permit(
+    state: DecodeState, row: jax.Array, stretch: jax.Array, bits: jax.Array, config: EngineConfig
+) -> DecodeState:
+    """Say which tokens may come next in stretches int32 [P] of rows [P], past the end: none; uint32 [P, W]."""
+    permitted = state.permitted.at[row, stretch].set(bits, mode="drop")
+    return shard_state(state._replace(permitted=permitted), config.mesh)
+
+
 @partial(jax.jit, static_argnames=("config", "width"), donate_argnames="state")
 def occupy(state: DecodeState, config: EngineConfig, width: int, length: int) -> DecodeState:
     """A state whose sequences all decode so many branches (1: serially, 0: they are at rest), behind `length` tokens

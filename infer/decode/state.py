@@ -1,6 +1,7 @@
 """The decoding state, by lifetime: of an engine, of a request, of a sequence; and the cache.
 
-B rows, one sequence each, N branches at most, E title tokens at most, D draft tokens of a stretch, C cache slots.
+B rows, one sequence each, N branches at most, M = N + 1 stretches, E title tokens at most, D draft tokens of a stretch,
+C cache slots, W words of 32 tokens of the vocabulary.
 
 A token is *pending* from when it is sampled (or due, for tokens that the engine feeds by itself) until a pass feeds it.
 `inputs` says which tokens are pending and where they stand; `transition` takes what was sampled after them. Nothing is
@@ -106,6 +107,7 @@ class Request(NamedTuple):
     min_p: Float32[Array, " B"]
     repetition_penalty: Float32[Array, " B"]
     max_branch_tokens: Int32[Array, " B"]
+    constrained: Bool[Array, " B"]
 
 
 class SequenceState(NamedTuple):
@@ -192,12 +194,15 @@ class DecodeState(NamedTuple):
     Attributes:
         recogniser: of tags; it never changes.
         request: changes when a row is given to another.
+        permitted: tokens that may come next in each stretch of a constrained row, a bit for each: 0 the serial stretch,
+            k branch k. Changes between passes, as the host follows the schemas.
         sequence: changes in every pass.
         cache: grows in every pass: all tokens fed so far, prompt included.
     """
 
     recogniser: Recogniser
     request: Request
+    permitted: UInt32[Array, "B M W"]
     sequence: SequenceState
     cache: Cache
 
@@ -212,7 +217,9 @@ def empty_state(config: EngineConfig, cache: Cache, recogniser: Recogniser) -> D
     }
     sequence = zeros(SequenceState, sizes)
     sequence = sequence._replace(finish=sequence.finish + STOP, hide_from=sequence.hide_from + NOTHING)
-    return DecodeState(jax.tree.map(jnp.asarray, recogniser), zeros(Request, sizes), sequence, cache)
+    words = -(-recogniser.marker.size // 32)
+    permitted = jnp.zeros((sizes["B"], 1 + config.max_branches, words), jnp.uint32)
+    return DecodeState(jax.tree.map(jnp.asarray, recogniser), zeros(Request, sizes), permitted, sequence, cache)
 
 
 def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:

@@ -83,6 +83,7 @@ def begin(
     params = job.params
     request: dict[str, Any] = {
         "adaptive": np.bool_(job.mode == "adaptive"),
+        "constrained": np.bool_(job.constrained),
         "seed": np.uint32(job.seed),
         "temperature": np.float32(params.temperature),
         "top_k": np.int32(params.top_k),

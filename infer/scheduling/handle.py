@@ -14,6 +14,7 @@ from infer.answers.answer import Answer, Result
 from infer.answers.events import Event, EventReader
 from infer.request import Job
 from infer.scheduling.policy import NO_LIMIT
+from infer.scheduling.structured import Constraint
 
 
 class Driver(Protocol):
@@ -41,6 +42,7 @@ class Handle:
         cancelled: whether it was given up.
         failed: whether it was under way when the engine failed; it has no result then.
         wanted: whether the answer is looked at while it grows.
+        constraint: of its tokens, once it has a row.
     """
 
     def __init__(self, driver: Driver, job: Job, steps: int) -> None:
@@ -54,6 +56,7 @@ class Handle:
         self.submitted = self.counted = time.perf_counter()
         self.passes = np.zeros(2, np.int64)
         self.wanted = False
+        self.constraint: Constraint | None = None
         self._events: deque[Event] = deque()
         self._reader = EventReader(driver.codec, driver.head, job.params.stop)
 

@@ -56,7 +56,7 @@ class Runner:
         self.drafts = DraftControl(config.draft_tokens)
 
     def start(
-        self, state: DecodeState, report: Report, steps: int, join: bool, stops: bool, script: Script | None
+        self, state: DecodeState, report: Report, steps: int, join: bool, stepwise: bool, script: Script | None
     ) -> Run:
         """Start passes, and do not wait for them; `state` is given away.
 
@@ -64,12 +64,12 @@ class Runner:
             report: of the state; some sequence feeds something.
             steps: at most so many passes. There are fewer where the next needs another program.
             join: end when a sequence finishes.
-            stops: a pass takes one token of a stretch, because stop strings are looked for: none may follow such a
-                string.
+            stepwise: a pass takes one token of a stretch, because the host has to see it: none may follow a stop
+                string, or what a schema has not permitted yet.
             script: see `Script`.
         """
         since = time.perf_counter()
-        drafting = self.drafts.on and not stops
+        drafting = self.drafts.on and not stepwise
         steps = min(steps, self.drafts.passes)
         bucket, smaller, larger = self.buckets.choose(report)
         smaller = -1 if drafting else smaller  # drafts come and go

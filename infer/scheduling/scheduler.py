@@ -23,16 +23,17 @@ from aspd_jax.layout import Layout
 from aspd_jax.sizes import next_power
 from infer.answers.answer import Answer, Reading, Result, look_at, read, readings, result
 from infer.decode.recogniser import TextReader
-from infer.decode.slots import NO_CAP, copy_slots, set_branch_cap, stop_stretches
+from infer.decode.slots import NO_CAP, copy_slots, permit, set_branch_cap, stop_stretches
 from infer.decode.state import FORK, PARALLEL, PROMPT, RUNNING, SERIAL, DecodeState, EngineConfig
 from infer.decode.step import Report, Script, report_of
-from infer.request import Job
+from infer.request import Job, SamplingParams
 from infer.scheduling.admission import Beginning, begin, new_state
 from infer.scheduling.buckets import LEAST_CAPACITY
 from infer.scheduling.handle import NO_LIMIT, Handle
 from infer.scheduling.policy import Policy, StepCost
 from infer.scheduling.prefix_cache import LEAST_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
 from infer.scheduling.runner import Run, Runner
+from infer.scheduling.structured import Constraint, rows_of
 from infer.scheduling.warm_up import compile_all, measure_cost
 
 STEPS_BETWEEN_CAPS = 16  # passes between two looks at how loaded the batch is
@@ -68,6 +69,7 @@ class Scheduler:
         policy: which branches of a loaded batch have to wait.
         reuse: let a prompt begin with what a row still holds of it.
         ended: called with every result.
+        constrain: what follows the schemas of a request.
         reader: of tags that are text.
 
     Attributes:
@@ -87,6 +89,7 @@ class Scheduler:
         policy: Policy,
         reuse: bool,
         ended: Callable[[Result], None],
+        constrain: Callable[[SamplingParams], Constraint],
         reader: TextReader | None = None,
     ) -> None:
         # Room for all drafts of a pass, and for as many slots of rejected ones that are not filled again yet.
@@ -94,6 +97,7 @@ class Scheduler:
         reserve = -(-drafts // LEAST_CAPACITY) * LEAST_CAPACITY
         self._lm, self._config, self._capacity, self._room = lm, config, capacity + reserve, capacity
         self._policy, self._reuse, self._ended, self._reader = policy, reuse, ended, reader
+        self._constrain = constrain
         self.cost: StepCost | None = None
         self.script: Script | None = None
         self.alone: Handle | None = None
@@ -248,6 +252,9 @@ class Scheduler:
         handle.row, handle.reused = target, beginning.tokens
         handle.seconds = {"queued": time.perf_counter() - handle.submitted}
         self._change(begin(self._lm, self._config, state, job, target, beginning))
+        if job.constrained:
+            handle.constraint = self._constrain(job.params)
+            self._permit({target: handle.constraint.start(state.permitted.shape[2])})
         self._cap = None  # it has none yet
 
     def _soon_shared(self, prompt: Sequence[int]) -> int:
@@ -276,9 +283,9 @@ class Scheduler:
     def _decode(self, steps: int, join: bool) -> None:
         """At most so many passes; `join`: fewer if a request finishes."""
         rows = [number for number, row in enumerate(self._rows) if row.handle is not None]
-        stops = self._looks_for_stops()
-        if stops:
-            steps = min(steps, 1)  # stop strings are found by the host
+        stepwise = self._is_stepwise()
+        if stepwise:
+            steps = min(steps, 1)
         if self._policy.milliseconds is not None:
             steps = min(steps, STEPS_BETWEEN_CAPS)
         before = time.perf_counter()
@@ -297,19 +304,24 @@ class Scheduler:
         self._count(report, done, time.perf_counter() - before)
         # The next passes follow from what is known, unless what is read now may change them, or branches are held back.
         feeding = any(row.prompt is not None for row in self._rows)
-        known = not (stops or feeding) and self._policy == Policy() and bool((report.finish[rows] == RUNNING).all())
+        known = not (stepwise or feeding) and self._policy == Policy() and bool((report.finish[rows] == RUNNING).all())
         self._process_outputs(report, steps if join and known and report.tokens.any() else 0)
 
     def _start(self, report: Report, steps: int, join: bool) -> Run:
         """Start the passes that a report asks for."""
-        stops = self._looks_for_stops()
-        started = self.runner.start(self._state_now(), report, steps, join, stops, self.script)
+        started = self.runner.start(self._state_now(), report, steps, join, self._is_stepwise(), self.script)
         self._change(started.state)
         return started
 
-    def _looks_for_stops(self) -> bool:
-        """Whether a request under way has stop strings."""
-        return any(row.handle.job.params.stop for row in self._rows if row.handle is not None)
+    def _is_stepwise(self) -> bool:
+        """Whether the host has to see every token: it finds stop strings, and follows schemas."""
+        jobs = [row.handle.job for row in self._rows if row.handle is not None]
+        return any(job.params.stop or job.constrained for job in jobs)
+
+    def _permit(self, news: dict[int, dict[int, np.ndarray]]) -> None:
+        """Say what schemas permit next, by row and stretch; nothing that is reported changes."""
+        size = next_power(sum(map(len, news.values())))
+        self._state = permit(self._state_now(), *rows_of(news, len(self._rows), size), self._config)
 
     def _end_ahead(self) -> None:
         """Wait for the passes that were started ahead."""
@@ -358,7 +370,7 @@ class Scheduler:
             self._change(set_branch_cap(self._state_now(), caps))
 
     def _process_outputs(self, report: Report, ahead: int = 0) -> None:
-        """Read the requests that have ended, have stop strings, or are listened to.
+        """Read the requests that have ended, have stop strings or a schema, or are listened to.
 
         Args:
             report: of the state.
@@ -367,7 +379,10 @@ class Scheduler:
         self._stamp += 1
         finish = report.finish
         decoding = [number for number, row in enumerate(self._rows) if row.decoding]
-        looked_at = [handle.wanted or bool(handle.job.params.stop) for handle in map(self._handle, decoding)]
+        looked_at = [
+            handle.wanted or bool(handle.job.params.stop) or handle.job.constrained
+            for handle in map(self._handle, decoding)
+        ]
         asked = [row for row, wanted in zip(decoding, looked_at, strict=True) if wanted or finish[row] != RUNNING]
         if not asked:
             return
@@ -378,12 +393,18 @@ class Scheduler:
         if stopped := self._close_at_stop_strings(found):
             finish = self._reported().finish
             found |= zip(stopped, read(self._state_now(), self._config, stopped, self._reader), strict=True)
+        news: dict[int, dict[int, np.ndarray]] = {}
         for number, reading in found.items():
             handle = self._handle(number)
             if finish[number] != RUNNING:
                 self._end(handle, reading)
-            elif handle.wanted:
+                continue
+            if handle.constraint is not None and (of_row := handle.constraint.follow(reading.answer)):
+                news[number] = of_row
+            if handle.wanted:
                 handle.note(reading.answer, None)
+        if news:
+            self._permit(news)
 
     def _close_at_stop_strings(self, readings: dict[int, Reading]) -> list[int]:
         """End every stretch that holds a stop string of its request; returns the rows in which one did."""

@@ -17,7 +17,7 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.processes import agreed
 from aspd_jax.sizes import powers
 from infer.answers.answer import read
-from infer.decode.slots import NO_CAP, copy_slots, occupy, set_branch_cap, stop_stretches
+from infer.decode.slots import NO_CAP, copy_slots, occupy, permit, set_branch_cap, stop_stretches
 from infer.decode.state import DecodeState, EngineConfig
 from infer.decode.step import Limits, report_of, run
 from infer.request import Job, SamplingParams
@@ -45,6 +45,9 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
         job = Job((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
         state = begin(lm, config, state, job, batch)  # a row past the end: none
         state = copy_slots(state, np.zeros(2, np.int32), np.full(2, batch, np.int32), config, min(size, capacity))
+    for size in powers(1, batch * state.permitted.shape[1]):
+        bits = np.zeros((size, state.permitted.shape[2]), np.uint32)
+        state = permit(state, np.full(size, batch, np.int32), np.zeros(size, np.int32), bits, config)
     for rows in powers(1, batch):
         read(state, config, [0] * min(rows, batch))
     jax.block_until_ready(report_of(state, config))

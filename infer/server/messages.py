@@ -21,6 +21,52 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class PlainText(Strict):
+    """No constraint."""
+
+    type: Literal["text"]
+
+    @property
+    def value(self) -> dict[str, Any] | None:
+        """JSON schema of what is to be written."""
+        return None
+
+
+class JsonObject(Strict):
+    """JSON mode: any object."""
+
+    type: Literal["json_object"]
+
+    @property
+    def value(self) -> dict[str, Any] | None:
+        """As in `PlainText`."""
+        return {"type": "object"}
+
+
+class NamedSchema(Strict):
+    """A schema as OpenAI's clients send it; it is always kept to, whatever `strict` says."""
+
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: StrictBool | None = None
+
+
+class JsonSchema(Strict):
+    """Structured outputs."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+    @property
+    def value(self) -> dict[str, Any] | None:
+        """As in `PlainText`."""
+        return self.json_schema.schema_
+
+
+ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
+
+
 class Aspd(Strict):
     """What this server adds.
 
@@ -28,11 +74,13 @@ class Aspd(Strict):
         mode: `adaptive`: the model decides when to fork; `serial`: it never does.
         stream: `text`: deltas in reading order; `branches`: as they come, with block and branch numbers.
         statistics: send what the answer cost, and its structure, with its end.
+        branch_format: as `response_format`, of the text of every branch.
     """
 
     mode: Mode = "adaptive"
     stream: Literal["text", "branches"] = "text"
     statistics: StrictBool = False
+    branch_format: ResponseFormat | None = None
 
 
 class Part(Strict):
@@ -64,12 +112,6 @@ class StreamOptions(Strict):
     include_obfuscation: StrictBool = False
 
 
-class ResponseFormat(Strict):
-    """Only text is there."""
-
-    type: Literal["text"]
-
-
 class Common(Strict):
     """Fields of both kinds of requests. Penalties must be 0; `repetition_penalty` is what there is."""
 
@@ -89,6 +131,7 @@ class Common(Strict):
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    response_format: ResponseFormat | None = None
     aspd: Aspd = Aspd()
 
     @model_validator(mode="after")
@@ -115,6 +158,8 @@ class Common(Strict):
             max_content_tokens=min(self.limit or config.max_new_tokens, config.max_new_tokens),
             stop=tuple(stop),
             seed=None if self.seed is None else (self.seed + choice) % (1 << 32),
+            json_schema=self.response_format and self.response_format.value,
+            branch_schema=self.aspd.branch_format and self.aspd.branch_format.value,
         )
 
 
@@ -125,7 +170,6 @@ class ChatRequest(Common):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: StrictBool | None = False
     top_logprobs: TopLogprobs | None = None
-    response_format: ResponseFormat | None = None
     store: StrictBool | None = None
     metadata: dict[str, str] | None = None
 
