@@ -45,14 +45,14 @@ def legal_tokens(state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.
     legal = (state.recogniser.bits[lane_node(state, lanes)] & bits[:, None]) > 0
     in_title = (lanes.branch == 0) & (state.sequence.phase == TITLE)[lanes.row]
     legal &= ~(in_title[:, None] & state.recogniser.line_break)
-    legal = jax.lax.cond(jnp.any(state.request.constrained), lambda: _permitted(legal, state, lanes), lambda: legal)
+    legal = jax.lax.cond(jnp.any(state.request.constrained), lambda: permitted(legal, state, lanes), lambda: legal)
     if not config.distinct_titles:
         return legal
     barred = jnp.where(lanes.branch == 0, barred_token(state)[lanes.row], -1)
     return legal & (jnp.arange(legal.shape[1]) != barred[:, None])
 
 
-def _permitted(legal: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
+def permitted(legal: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
     """Of legal tokens, bool [L, V], those that the schema of a lane permits; where that leaves none, a budget has ended
     the stretch before its value was complete, and all.
     """

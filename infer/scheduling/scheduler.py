@@ -254,7 +254,7 @@ class Scheduler:
         self._change(begin(self._lm, self._config, state, job, target, beginning))
         if job.constrained:
             handle.constraint = self._constrain(job.params)
-            self._permit({target: handle.constraint.start(state.permitted.shape[2])})
+            self._permit({target: handle.constraint.start()})
         self._cap = None  # it has none yet
 
     def _soon_shared(self, prompt: Sequence[int]) -> int:

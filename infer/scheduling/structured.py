@@ -38,6 +38,7 @@ class Schemas:
     def __init__(self, tokenizer: Any, vocabulary: int, end: Sequence[int]) -> None:
         from llguidance import LLTokenizer
 
+        self.words = -(-vocabulary // 32)
         spelled = tokenizer.backend_tokenizer.to_str()
         self._tokenizer = LLTokenizer(
             spelled, n_vocab=vocabulary, eos_token=list(end), slices=LLTokenizer.json_slices()
@@ -87,16 +88,18 @@ class Constraint:
     """
 
     def __init__(self, schemas: Schemas, params: SamplingParams, branches: int, branch_end: int, head: int) -> None:
-        self._whole = params.json_schema and schemas.matcher("json_schema", params.json_schema)
-        self._branch = params.branch_schema and schemas.matcher("branch_schema", params.branch_schema)
-        self._count, self._branch_end, self._head = branches, branch_end, head
+        self._whole, self._branch = (
+            None if schema is None else schemas.matcher(name, str(schema))
+            for name, schema in (("json_schema", params.json_schema), ("branch_schema", params.branch_schema))
+        )
+        self._words, self._count, self._branch_end, self._head = schemas.words, branches, branch_end, head
         self._matchers: dict[tuple[int, int], Any] = {}  # (item, branch)
         self._followed: dict[tuple[int, int], int] = {}  # tokens
         self._block: int | None = None  # number of the item that is an open block
 
-    def start(self, words: int) -> dict[int, np.ndarray]:
+    def start(self) -> dict[int, np.ndarray]:
         """Bits uint32 [W] of every stretch before the answer begins: 0 the serial one, k branch k."""
-        everything = np.full(words, ~np.uint32(0))
+        everything = np.full(self._words, ~np.uint32(0))
         serial = self._bits(self._whole, False) if self._whole else everything
         return {0: serial, **self._fresh()}
 
@@ -127,13 +130,15 @@ class Constraint:
         followed = self._followed.get(key, 0)
         if len(ids) <= followed:
             return {}
-        matcher = self._matchers.setdefault(key, fresh.deep_copy() if key not in self._matchers else None)
+        if key not in self._matchers:
+            self._matchers[key] = fresh.deep_copy()
+        matcher = self._matchers[key]
         matcher.consume_tokens([int(token) for token in ids[followed:]])
         self._followed[key] = len(ids)
         return {key[1]: self._bits(matcher, in_branch)}
 
     def _bits(self, matcher: Any, in_branch: bool) -> np.ndarray:
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self._words]  # there may be one more
         if in_branch and matcher.is_accepting():
             bits = bits.copy()
             bits[self._branch_end // 32] |= np.uint32(1 << self._branch_end % 32)

@@ -26,21 +26,11 @@ class PlainText(Strict):
 
     type: Literal["text"]
 
-    @property
-    def value(self) -> dict[str, Any] | None:
-        """JSON schema of what is to be written."""
-        return None
-
 
 class JsonObject(Strict):
     """JSON mode: any object."""
 
     type: Literal["json_object"]
-
-    @property
-    def value(self) -> dict[str, Any] | None:
-        """As in `PlainText`."""
-        return {"type": "object"}
 
 
 class NamedSchema(Strict):
@@ -58,13 +48,15 @@ class JsonSchema(Strict):
     type: Literal["json_schema"]
     json_schema: NamedSchema
 
-    @property
-    def value(self) -> dict[str, Any] | None:
-        """As in `PlainText`."""
-        return self.json_schema.schema_
-
 
 ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
+
+
+def schema_of(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
+    """The JSON schema that a format asks for."""
+    if isinstance(form, JsonSchema):
+        return form.json_schema.schema_
+    return {"type": "object"} if isinstance(form, JsonObject) else None
 
 
 class Aspd(Strict):
@@ -158,8 +150,8 @@ class Common(Strict):
             max_content_tokens=min(self.limit or config.max_new_tokens, config.max_new_tokens),
             stop=tuple(stop),
             seed=None if self.seed is None else (self.seed + choice) % (1 << 32),
-            json_schema=self.response_format and self.response_format.value,
-            branch_schema=self.aspd.branch_format and self.aspd.branch_format.value,
+            json_schema=schema_of(self.response_format),
+            branch_schema=schema_of(self.aspd.branch_format),
         )
 
 

@@ -1,0 +1,155 @@
+"""Structured output: answers and branches that are JSON of a schema, checked by the library jsonschema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax.numpy as jnp
+import jsonschema
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+import infer.decode.grammar
+from aspd_jax import LanguageModel
+from aspd_jax.errors import RequestError
+from aspd_jax.structure import Parallel
+from infer import Engine, SamplingParams
+from infer.decode.step import Script
+from infer.server.app import make_app
+from infer.server.config import ServerConfig
+from tests.conftest import patched
+
+
+def record(**fields: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+WORD = {"type": "string", "maxLength": 12}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "choice": record(winner={"enum": ["A", "B", "tie"]}),
+    "verdict": record(same={"type": "boolean"}, reason=WORD),
+    "rating": record(rating={"type": "integer", "minimum": 1, "maximum": 10}),
+    "list": {"type": "array", "items": WORD, "minItems": 2, "maxItems": 4},
+    "nested": record(items={"type": "array", "items": record(title=WORD, kind={"enum": ["s", "p"]}), "maxItems": 3}),
+    "either": {"anyOf": [{"type": "null"}, record(at={"type": "string", "pattern": "^[0-9]{2}:[0-9]{2}$"})]},
+}
+ADVICE = record(advice=WORD, hard={"type": "boolean"})
+
+
+def valid(text: str, schema: dict[str, Any]) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def engine(lm: LanguageModel) -> Engine:
+    return Engine(lm, max_length=512, max_batch=4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 30.0])
+def test_answers_are_json_of_their_schema(engine: Engine, temperature: float) -> None:
+    """Six schemas in one batch, beside requests without one, whose answers are what they are without them."""
+    asked = [
+        SamplingParams(temperature=temperature, max_new_tokens=300, seed=seed, json_schema=schema)
+        for seed in range(2)
+        for schema in SCHEMAS.values()
+    ]
+    free = [SamplingParams(temperature=temperature, max_new_tokens=40, seed=seed) for seed in range(4)]
+    mixed = [params for pair in zip(asked, free * 3, strict=True) for params in pair]
+    found = engine.generate(["Say it in JSON:"] * len(mixed), mixed)
+    for params, result in zip(asked, found[::2], strict=True):
+        assert result.finish_reason == "stop" and not result.stats.blocks
+        assert valid(result.text, json.loads(str(params.json_schema))), result.text
+    alone = engine.generate(["Say it in JSON:"] * len(free), free)
+    assert [result.token_ids for result in found[1::2]] == [result.token_ids for result in alone] * 3
+    assert not any(valid(result.text, {}) for result in alone), "negative control"
+
+
+def forking(engine: Engine, schema: Any, cut: int = 400) -> Any:
+    """An answer with two branches, whose titles are given and whose texts are the model's own."""
+    special, encode = engine.config.special, engine.lm.codec.text.encode
+    titles = [t for name in ("sun", "rain") for t in (special.title_start, *encode(name), special.title_end)]
+    serial = [*titles, special.parallel_start]
+    of_serial = np.full((4, 500), -1, np.int32)
+    of_serial[:, : len(serial)] = serial
+    engine.scheduler.script = Script(jnp.asarray(of_serial), jnp.full((4, 16, 500), -1, jnp.int32))
+    try:
+        asked = SamplingParams(temperature=1.0, seed=3, max_new_tokens=cut, branch_schema=schema)
+        return engine.generate(["Two things:"], asked)[0]
+    finally:
+        engine.scheduler.script = None
+
+
+def branches_of(result: Any) -> list[str]:
+    return [branch.text for item in result.structure if isinstance(item, Parallel) for branch in item.branches]
+
+
+def test_branches_are_json_of_their_schema(engine: Engine) -> None:
+    texts = branches_of(forking(engine, ADVICE))
+    assert len(texts) >= 2 and all(valid(text, ADVICE) for text in texts), texts
+    assert not any(valid(text, ADVICE) for text in branches_of(forking(engine, None))), "negative control"
+
+
+def test_a_value_that_the_budget_cuts_says_so(engine: Engine) -> None:
+    """The structure stays well-formed."""
+    result = forking(engine, ADVICE, cut=30)
+    assert result.finish_reason == "length" and len(branches_of(result)) == 2
+    short = SamplingParams(max_new_tokens=5, json_schema=SCHEMAS["nested"])
+    assert engine.generate(["Hi"], short)[0].finish_reason == "length"
+
+
+def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
+    """Negative control: the device looks at what the host permits."""
+    engine = Engine(lm, max_length=512, max_batch=2)
+    asked = SamplingParams(temperature=1.0, max_new_tokens=100, seed=1, json_schema=SCHEMAS["verdict"])
+    with patched(infer.decode.grammar, permitted=lambda legal, state, lanes: legal):
+        result = engine.generate(["Say it in JSON:"], asked)[0]
+    assert not valid(result.text, SCHEMAS["verdict"])
+
+
+@pytest.mark.parametrize(
+    ("field", "schema", "words"),
+    [
+        ("json_schema", "{", "json_schema must be a JSON schema"),
+        ("json_schema", "[1]", "json_schema must be a JSON schema"),
+        ("json_schema", {"type": "objekt"}, "json_schema: Invalid type: objekt"),
+        ("branch_schema", {"type": "objekt"}, "branch_schema: Invalid type: objekt"),
+    ],
+)
+def test_a_bad_schema_is_told_before_anything_waits(engine: Engine, field: str, schema: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        engine.submit("Hi", SamplingParams(**{field: schema}))
+    assert not engine.step(1)
+
+
+def test_a_schema_needs_a_tokenizer(bare_lm: LanguageModel) -> None:
+    with pytest.raises(RequestError, match="tokenizer"):
+        Engine(bare_lm, max_length=64, max_batch=1).submit([1, 2], SamplingParams(json_schema={}), "serial")
+
+
+def test_the_interface_has_response_format(engine: Engine) -> None:
+    app = make_app(engine, ServerConfig(name="m", max_new_tokens=200))
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 1, "seed": 5}
+    named = {"name": "verdict", "strict": True, "schema": SCHEMAS["verdict"]}
+    with TestClient(app) as client:
+
+        def ask(**more: Any) -> Any:
+            return client.post("/v1/chat/completions", json=body | more)
+
+        reply = ask(response_format={"type": "json_schema", "json_schema": named}).json()["choices"][0]
+        assert reply["finish_reason"] == "stop" and valid(reply["message"]["content"], SCHEMAS["verdict"])
+        whole = ask(response_format={"type": "json_object"}).json()["choices"][0]
+        assert whole["finish_reason"] == "length" or valid(whole["message"]["content"], {"type": "object"})
+        assert whole["message"]["content"].lstrip().startswith("{")
+        assert ask(response_format={"type": "text"}).status_code == 200
+        bad = ask(response_format={"type": "json_schema", "json_schema": named | {"schema": {"type": "objekt"}}})
+        assert bad.status_code == 400 and "objekt" in bad.json()["error"]["message"]
+        unknown = ask(response_format={"type": "xml"})
+        assert unknown.status_code == 400 and "response_format" in unknown.text
+        branches = ask(aspd={"branch_format": {"type": "json_schema", "json_schema": named}})
+        assert branches.status_code == 200
