@@ -99,6 +99,21 @@ class Form(NamedTuple):
     schema: dict[str, Any]
 
 
+def parse_json(text: str) -> Any:
+    """The JSON object of a reply, code fences and words around it left out.
+
+    Raises:
+        DataError: there is none, or it is cut off.
+    """
+    first, last = text.find("{"), text.rfind("}")
+    if first < 0:
+        raise DataError(f"the reply holds no JSON: {text[:60]!r}")
+    try:
+        return json.loads(text[first : last + 1], strict=False)
+    except json.JSONDecodeError as error:
+        raise DataError(f"the reply's JSON is malformed or cut off: {error.msg} at character {error.pos}") from None
+
+
 class _Takes(NamedTuple):
     """What an endpoint takes: forms of replies, the best first, and names of arguments."""
 

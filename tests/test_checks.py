@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aspd_jax.endpoint import parse_json
 from aspd_jax.errors import DataError, StructureError
 from aspd_jax.pipeline.align import Piece, align
 from aspd_jax.pipeline.annotate import read_pieces
 from aspd_jax.pipeline.checks import find_dependence
 from aspd_jax.pipeline.extract import propose
 from aspd_jax.pipeline.spans import structure_of
-from aspd_jax.pipeline.teacher import SCHEMAS, parse_json
+from aspd_jax.pipeline.teacher import SCHEMAS
 from aspd_jax.structure import plain_text
 
 

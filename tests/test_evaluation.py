@@ -14,7 +14,7 @@ from scipy import stats
 import aspd
 from aspd.evaluation import synthetic_questions
 from aspd_jax import LanguageModel, load_model
-from aspd_jax.errors import RequestError
+from aspd_jax.errors import DataError, RequestError
 from aspd_jax.structure import Branch, Parallel, Serial
 from infer import Engine, SamplingParams
 from infer.answers.timeline import timeline
@@ -368,6 +368,33 @@ def test_both_orders_decide(tmp_path: Path) -> None:
         assert np.mean([p["g1_winner"] == p["g2_winner"] for p in pairs]) == consistent
 
 
+def test_a_judge_is_held_to_its_form(tmp_path: Path) -> None:
+    """By schema where the project's prompts ask for JSON; not at all with FastChat's."""
+
+    def answer(body: dict[str, Any], before: int) -> Reply:
+        wanted = body["response_format"]["json_schema"]["schema"]["properties"]
+        return 200, json.dumps({"explanation": "so", **({"winner": "A"} if "winner" in wanted else {"rating": 9})})
+
+    with TeacherServer(answer) as server:
+        assert judge_run(tiny_run(tmp_path, {"base_url": server.url}), QUESTIONS, tmp_path) == []
+        assert {body["response_format"]["json_schema"]["name"] for body in server.bodies} == {"rating", "winner"}
+    assert {of["score"] for of in read_journal(tmp_path / "model_judgment" / "tasks" / "single.jsonl")} == {9}
+    file, plain = tmp_path / "prompts.jsonl", tmp_path / "plain"
+    rows = [
+        {"name": name, "system_prompt": "s", "prompt_template": "{question}", "output_format": "[[rating]]"}
+        for name in NAMES + PAIR_NAMES
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with TeacherServer(lambda body, before: (200, single(7))) as server:
+        config = tiny_run(plain, {"base_url": server.url, "pairs": [], "prompts": str(file)})
+        assert judge_run(config, QUESTIONS, plain) == []
+        assert server.bodies and not any("response_format" in body for body in server.bodies)
+    with TeacherServer(lambda body, before: (200, single(7))) as server:
+        config = tiny_run(tmp_path / "none", {"base_url": server.url, "pairs": [], "schema": "none"})
+        assert judge_run(config, QUESTIONS, tmp_path / "none") == []
+        assert server.bodies and not any("response_format" in body for body in server.bodies)
+
+
 def test_what_a_judge_does_not_say_is_missing_and_asked_again(tmp_path: Path) -> None:
     broken = True
 
@@ -409,6 +436,14 @@ def test_prompts(file: str) -> None:
 def test_verdicts() -> None:
     assert read_score("[[3]] no: Rating: [[8.5]]") == 8.5 and read_score("Rating: [4]") == 4
     assert read_winner("[[A]] then [[C]]") == "C"
+    assert read_score('{"explanation": "[[3]]", "rating": 7}') == 7
+    assert read_winner('```{"explanation": "[[C]]", "winner": "A"}```') == "A"
+    for reply in ('{"rating": 11}', '{"rating": null}', '{"rating": true, "x": [[0]]}', '{"rating": [7]}'):
+        with pytest.raises(DataError):
+            read_score(reply)
+    for reply in ('{"winner": "D"}', '{"winner": ["A"]}', "{[[A]", "[]"):
+        with pytest.raises(DataError):
+            read_winner(reply)
     for reply in ("Rating: 8", "[[11]]", "[[0]]", ""):
         with pytest.raises(Exception, match="no rating"):
             read_score(reply)

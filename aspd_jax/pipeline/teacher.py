@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aspd_jax.endpoint import Endpoint, Form
+from aspd_jax.endpoint import Endpoint, Form, parse_json
 from aspd_jax.errors import ConfigError, DataError
 from aspd_jax.pipeline.config import TeacherSection
 from aspd_jax.store import Store
@@ -104,18 +103,3 @@ class Teacher:
             except DataError as error:
                 problem = str(error)
         raise DataError(f"{problem} (after {self.settings.attempts} attempts)")
-
-
-def parse_json(text: str) -> Any:
-    """The JSON object of a reply, code fences and words around it left out.
-
-    Raises:
-        DataError: there is none, or it is cut off.
-    """
-    first, last = text.find("{"), text.rfind("}")
-    if first < 0:
-        raise DataError(f"the reply holds no JSON: {text[:60]!r}")
-    try:
-        return json.loads(text[first : last + 1], strict=False)
-    except json.JSONDecodeError as error:
-        raise DataError(f"the reply's JSON is malformed or cut off: {error.msg} at character {error.pos}") from None

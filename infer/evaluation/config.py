@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from aspd_jax.configuration import at_least
-from aspd_jax.endpoint import EndpointSection
+from aspd_jax.endpoint import EndpointSection, Schema
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
 from aspd_jax.model.config import Weights
@@ -146,7 +146,9 @@ class JudgeSection(EndpointSection):
     """The judging language model.
 
     Attributes:
-        prompts: FastChat's judge_prompts.jsonl, or one of your own in its form; empty: the project's.
+        prompts: FastChat's judge_prompts.jsonl, or one of your own in its form; empty: the project's. Where its
+            `output_format` is `json`, replies are JSON.
+        schema: how these are held to their form (`aspd_jax.endpoint.Endpoint`).
         single: ask for a score of every answer.
         pairs: compare the answers of two systems, in both orders: `aspd/seq` is the system `aspd` against `seq`.
     """
@@ -156,11 +158,13 @@ class JudgeSection(EndpointSection):
     temperature: float = 0.0
     max_tokens: int = 2048
     prompts: str = ""
+    schema: Schema = "auto"
     single: bool = True
     pairs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice("judge.schema", self.schema, Schema)
         for pair in self.pairs:
             if len(pair.split("/")) != 2 or not all(pair.split("/")):
                 raise ConfigError(f"judge.pairs: {pair!r} is not two systems, such as aspd/seq")

@@ -1,7 +1,8 @@
 """A language model as judge: a score for every answer, and comparisons of two systems in both orders.
 
-Prompts are FastChat's `judge_prompts.jsonl`, or the project's own in the same form; what is judged is written in
-FastChat's `model_judgment` form. Replies are kept, so that no question is asked twice.
+Prompts are the project's own, which ask for JSON and hold an endpoint to it, or FastChat's `judge_prompts.jsonl`, which
+ask for `[[7]]`; what is judged is written in FastChat's `model_judgment` form. Replies are kept, so that no question is
+asked twice.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from aspd_jax.endpoint import Endpoint, Unanswered
+from aspd_jax.endpoint import Endpoint, Form, Unanswered, parse_json
 from aspd_jax.errors import ConfigError, DataError, RequestError
 from aspd_jax.store import Store
 from infer.evaluation.config import EvalConfig, JudgeSection
@@ -29,10 +30,20 @@ PAIR_NAMES = ("pair-v2", "pair-math-v1", "pair-v2-multi-turn", "pair-math-v1-mul
 
 
 class Prompt(NamedTuple):
-    """System message and message of the user, with placeholders."""
+    """System message and message of the user, with placeholders; and what a reply has to look like, if it is JSON."""
 
     system: str
     template: str
+    form: Form | None
+
+
+def _form(name: str, **verdict: Any) -> Form:
+    fields = {"explanation": {"type": "string"}, **verdict}
+    return Form(name, {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False})
+
+
+RATING = _form("rating", rating={"type": "integer", "minimum": 1, "maximum": 10})
+WINNER = _form("winner", winner={"type": "string", "enum": ["A", "B", "C"]})
 
 
 def read_prompts(file: str) -> dict[str, Prompt]:
@@ -48,7 +59,11 @@ def read_prompts(file: str) -> dict[str, Prompt]:
         for line in text.splitlines():
             if line.strip():
                 record = json.loads(line)
-                found[record["name"]] = Prompt(record["system_prompt"], record["prompt_template"])
+                form = WINNER if record["name"].startswith("pair") else RATING
+                is_json = record.get("output_format") == "json"
+                found[record["name"]] = Prompt(
+                    record["system_prompt"], record["prompt_template"], form if is_json else None
+                )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"judge.prompts: {where}: {type(error).__name__}: {error}") from None
     missing = [name for name in (*NAMES, *PAIR_NAMES) if name not in found]
@@ -63,10 +78,15 @@ def read_score(reply: str) -> float:
     Raises:
         DataError: there is none.
     """
+    rating = _field(reply, "rating")
     found = re.findall(r"\[\[(\d+(?:\.\d+)?)\]\]", reply) or re.findall(r"\[(\d+(?:\.\d+)?)\]", reply)
-    if not found or not 1 <= float(found[-1]) <= 10:
-        raise DataError(f"no rating such as [[7]], between 1 and 10, in the reply {reply[-80:]!r}")
-    return float(found[-1])
+    try:
+        said = 0.0 if isinstance(rating, bool) else float(found[-1] if rating is None else rating)
+    except (IndexError, TypeError, ValueError):
+        said = 0.0
+    if not 1 <= said <= 10:
+        raise DataError(f"no rating between 1 and 10, as JSON or as [[7]], in the reply {reply[-80:]!r}")
+    return said
 
 
 def read_winner(reply: str) -> str:
@@ -75,10 +95,19 @@ def read_winner(reply: str) -> str:
     Raises:
         DataError: there is none.
     """
-    found = re.findall(r"\[\[([ABC])\]\]", reply)
-    if not found:
-        raise DataError(f"no verdict such as [[A]] in the reply {reply[-80:]!r}")
-    return str(found[-1])
+    winner = _field(reply, "winner")
+    said = re.findall(r"\[\[([ABC])\]\]", reply) if winner is None else [winner]
+    if not said or said[-1] not in ("A", "B", "C"):
+        raise DataError(f"no verdict A, B or C, as JSON or as [[A]], in the reply {reply[-80:]!r}")
+    return str(said[-1])
+
+
+def _field(reply: str, name: str) -> Any:
+    """Of the JSON object that a reply is; None: it is none, or has no such field."""
+    try:
+        return parse_json(reply).get(name)
+    except (DataError, AttributeError):
+        return None
 
 
 class Answers(NamedTuple):
@@ -166,7 +195,7 @@ async def _all(calls: Sequence[Any], bar: Any) -> list[Any]:
 class _Asking:
     def __init__(self, settings: JudgeSection, store: Store) -> None:
         self._settings, self._prompts = settings, read_prompts(settings.prompts)
-        self._endpoint = Endpoint(settings, store)
+        self._endpoint = Endpoint(settings, store, settings.schema)
         self.unanswered = self.malformed = 0
 
     async def close(self) -> None:
@@ -242,7 +271,7 @@ class _Asking:
         """The verdict and the reply it stands in; None: there is none, which is counted."""
         for attempt in range(self._settings.attempts):
             try:
-                reply = await self._endpoint.reply(kind, messages, 0, attempt)
+                reply = await self._endpoint.reply(kind, messages, 0, attempt, self._prompts[kind].form)
                 return read(reply.text), reply.text
             except Unanswered:
                 self.unanswered += 1
