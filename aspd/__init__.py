@@ -14,7 +14,11 @@ from aspd_jax.errors import AspdError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 2 for a mistake of the user, 130 when interrupted."""
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if rest:  # argparse does not know `key=value` that stands behind options
+        if not hasattr(options, "overrides") or any(word.startswith("-") or "=" not in word for word in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.overrides = [*options.overrides, *rest]
     try:
         options.run(options)
     except AspdError as error:
