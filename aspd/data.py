@@ -50,6 +50,9 @@ def add(commands: Any) -> None:
     questions.add_argument("--held-out", action="store_true", help="questions that are never written without this")
     questions.add_argument("--seed", type=int, default=0, help="which ones")
     questions.add_argument(
+        "--after", metavar="FILE", help="go on from the answers of this file: conversations that end with a follow-up"
+    )
+    questions.add_argument(
         "--output", required=True, type=Path, metavar="FILE", help="JSONL, for `aspd generate --input`"
     )
 
@@ -119,11 +122,18 @@ def run_questions(options: argparse.Namespace) -> None:
     """`aspd data questions`."""
     from aspd_jax.configuration import read_config
     from aspd_jax.files import write_whole
-    from aspd_jax.pipeline.compose import Questions, compose
+    from aspd_jax.pipeline.compose import Questions, compose, go_on
+    from aspd_jax.pipeline.sources import Conversation, read_records
 
     positive(options, "count")
-    made = compose(read_config(Questions, options.config), options.count, options.seed, options.held_out)
-    lines = (json.dumps({"id": n, "kind": kind, "prompt": text}) + "\n" for n, (text, kind) in enumerate(made, 1))
+    config, made = read_config(Questions, options.config), list[dict[str, object]]()
+    if options.after:
+        answered = [record for record in read_records(options.after) if isinstance(record, Conversation)]
+        made += [{"kind": "follow-up", "messages": of} for of in go_on(config, answered, options.count, options.seed)]
+    else:
+        for text, kind in compose(config, options.count, options.seed, options.held_out):
+            made.append({"kind": kind, "prompt": text})
+    lines = (json.dumps({"id": n} | of) + "\n" for n, of in enumerate(made, 1))
     try:
         write_whole(options.output, "".join(lines))
     except OSError as error:

@@ -11,7 +11,8 @@ import pytest
 from aspd import main
 from aspd_jax.configuration import config_from_dict, read_config
 from aspd_jax.errors import ConfigError
-from aspd_jax.pipeline.compose import Questions, compose, held_out
+from aspd_jax.pipeline.compose import Questions, compose, go_on, held_out
+from aspd_jax.pipeline.sources import Conversation
 from tests.conftest import ROOT, SHARED
 
 FILE = ROOT / "configs" / "smollm2" / "questions.yaml"
@@ -42,6 +43,20 @@ def test_shares_and_turns() -> None:
     assert compose(of, 12, 0, False) == compose(of, 12, 0, False) != compose(of, 12, 1, False)
 
 
+def test_follow_ups_take_turns() -> None:
+    of = config_from_dict(Questions, SMALL | {"follow_ups": ["Why?", "How?"]}, "here")
+    answered = [Conversation(n, str(n), (("user", f"q{n}"), ("assistant", f"a{n}"))) for n in range(9)]
+    made = go_on(of, answered, 7, 0)
+    assert Counter(one[-1]["content"] for one in made).most_common()[0][1] == 4
+    assert len({one[0]["content"] for one in made}) == len(made) == 7
+    for one in made:
+        assert [message["role"] for message in one] == ["user", "assistant", "user"]
+        assert one[1]["content"][1:] == one[0]["content"][1:]
+    assert len(go_on(of, answered, 100, 0)) == 9 and go_on(of, answered, 7, 0) == made != go_on(of, answered, 7, 1)
+    with pytest.raises(ConfigError, match="follow_ups: there are none"):
+        go_on(config_from_dict(Questions, SMALL, "here"), answered, 1, 0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -61,7 +76,7 @@ def test_mistakes_are_named(change: dict[str, object], message: str) -> None:
 
 def test_our_own_are_enough_and_in_no_benchmark() -> None:
     of = read_config(Questions, FILE)
-    ours = {text for apart in (False, True) for text, _ in compose(of, 10**6, 0, apart)}
+    ours = {text for apart in (False, True) for text, _ in compose(of, 10**6, 0, apart)} | set(of.follow_ups)
     assert len(ours) > 4000
     theirs = set()
     for file in ("vicuna_bench/question.jsonl", "mt_bench/question.jsonl"):
@@ -91,3 +106,16 @@ def test_the_command_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(rows) == len({row["prompt"] for row in rows}) == 40 and {"id", "kind", "prompt"} == set(rows[0])
     assert main(["data", "questions", str(FILE), "--count", "99999", "--output", str(file)]) == 0
     assert "there are no more than these, 99999 were asked for" in capsys.readouterr().out
+
+
+def test_the_command_goes_on_from_answers(tmp_path: Path) -> None:
+    answers, file = tmp_path / "a.jsonl", tmp_path / "f.jsonl"
+    rows = [
+        {"prompt": "q", "text": "a", "finish_reason": "stop"},
+        {"prompt": "r", "text": "b", "finish_reason": "length"},
+    ]
+    answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["data", "questions", str(FILE), "--after", str(answers), "--output", str(file)]) == 0
+    (row,) = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [m["content"] for m in row["messages"][:2]] == ["q", "a"], "an answer that was cut off has no follow-up"
+    assert row["messages"][2]["content"] in read_config(Questions, FILE).follow_ups

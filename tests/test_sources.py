@@ -17,6 +17,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chat parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]},
                                 {"role": "assistant", "content": "a"}]},
     "structured": {"messages": [{"role": "user", "content": "q"}], "structure": [{"type": "serial", "text": "a"}]},
+    "generated": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "text": "a",
+                  "structure": [{"type": "serial", "text": "a"}]},
     "ShareGPT": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
     "Alpaca": {"instruction": "q", "input": "", "output": "a"},
     "pair": {"question": "q", "answer": "a"},

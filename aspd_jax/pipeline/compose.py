@@ -1,15 +1,16 @@
-"""Questions from forms and topics: what a model is asked, so that it learns from its own answers."""
+"""Questions from forms and topics, and follow-ups: what a model is asked, so that it learns from its own answers."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from zlib import crc32
 
 from aspd_jax.errors import ConfigError
+from aspd_jax.pipeline.sources import Conversation
 
 SLOT = re.compile(r"\{(\w+)\}")
 NUMBER = "n"
@@ -32,11 +33,13 @@ class Questions:
         topics: what may stand in each place of a form.
         numbers: what may stand for `{n}`.
         groups: forms, by kind of question.
+        follow_ups: what may be asked after any answer.
     """
 
     topics: dict[str, tuple[str, ...]]
     groups: dict[str, Group]
     numbers: tuple[str, ...] = field(default=("three", "five", "10"))
+    follow_ups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, group in self.groups.items():
@@ -75,6 +78,27 @@ def compose(of: Questions, count: int, seed: int, apart: bool) -> list[tuple[str
     questions = [(question, name) for name, some in taken.items() for question in some]
     chance.shuffle(questions)
     return questions
+
+
+def go_on(of: Questions, answered: Sequence[Conversation], count: int, seed: int) -> list[list[dict[str, str]]]:
+    """So many of the conversations, or all, in random order, each with a follow-up; follow-ups take turns.
+
+    Raises:
+        ConfigError: there are no follow-ups.
+    """
+    if not of.follow_ups:
+        raise ConfigError("follow_ups: there are none; list what may be asked after any answer")
+    chance = random.Random(seed)
+    some = chance.sample(answered, min(count, len(answered)))
+    asked = [text for _ in range(0, len(some), len(of.follow_ups)) for text in _shuffled(of.follow_ups, chance)]
+    return [
+        [*({"role": role, "content": content} for role, content in one.messages), {"role": "user", "content": text}]
+        for one, text in zip(some, asked, strict=False)
+    ]
+
+
+def _shuffled(texts: Sequence[str], chance: random.Random) -> list[str]:
+    return chance.sample(texts, len(texts))
 
 
 def _turns(of: Questions, group: Group, chance: random.Random, apart: bool) -> Iterator[str]:

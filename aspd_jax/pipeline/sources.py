@@ -123,7 +123,10 @@ def conversation(row: Any, number: int) -> Conversation | Unreadable:
 def _messages(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key in ("messages", "conversations", "conversation"):
         if isinstance(row.get(key), list):
-            yield from (_message(turn, f"{key}[{place}]") for place, turn in enumerate(row[key]))
+            messages = [_message(turn, f"{key}[{place}]") for place, turn in enumerate(row[key])]
+            yield from messages
+            if messages and messages[-1][0] == "assistant":  # `aspd generate` writes the last answer here, too
+                return
             if key == "messages" and "structure" in row:
                 yield "assistant", plain_text(from_json(row["structure"]))
             elif key == "messages" and isinstance(row.get("answer"), str):
