@@ -129,11 +129,12 @@ def run_questions(options: argparse.Namespace) -> None:
     config, made = read_config(Questions, options.config), list[dict[str, object]]()
     if options.after:
         answered = [record for record in read_records(options.after) if isinstance(record, Conversation)]
-        made += [{"kind": "follow-up", "messages": of} for of in go_on(config, answered, options.count, options.seed)]
+        for number, messages in enumerate(go_on(config, answered, options.count, options.seed), 1):
+            made.append({"id": f"follow-up {number}", "kind": "follow-up", "messages": messages})
     else:
-        for text, kind in compose(config, options.count, options.seed, options.held_out):
-            made.append({"kind": kind, "prompt": text})
-    lines = (json.dumps({"id": n} | of) + "\n" for n, of in enumerate(made, 1))
+        for number, (text, kind) in enumerate(compose(config, options.count, options.seed, options.held_out), 1):
+            made.append({"id": number, "kind": kind, "prompt": text})
+    lines = (json.dumps(of) + "\n" for of in made)
     try:
         write_whole(options.output, "".join(lines))
     except OSError as error:

@@ -21,7 +21,18 @@ $(SMOLLM2)/answers.jsonl: | $(SMOLLM2)/questions.jsonl
 	$(BIN)/aspd generate --model smollm2 --input $(SMOLLM2)/questions.jsonl --output $@ --mode serial --batch 32 \
 		--max-new-tokens 448 --max-length 768 --temperature 0.6 --top-p 0.9 --repetition-penalty 1.1
 
-$(SMOLLM2)/data/structured.jsonl: $(SMOLLM2)/answers.jsonl $(STAGE)/data.yaml
+# Second turns: a model that forked once has to learn that the next answer may want no list.
+$(SMOLLM2)/follow_ups.jsonl: $(SMOLLM2)/answers.jsonl
+	$(BIN)/aspd data questions $(STAGE)/questions.yaml --after $< --count 700 --output $@
+
+$(SMOLLM2)/follow_up_answers.jsonl: | $(SMOLLM2)/follow_ups.jsonl
+	$(BIN)/aspd generate --model smollm2 --input $(SMOLLM2)/follow_ups.jsonl --output $@ --mode serial --batch 32 \
+		--max-new-tokens 384 --max-length 1024 --temperature 0.6 --top-p 0.9 --repetition-penalty 1.1
+
+$(SMOLLM2)/conversations.jsonl: $(SMOLLM2)/answers.jsonl $(SMOLLM2)/follow_up_answers.jsonl
+	cat $^ > $@
+
+$(SMOLLM2)/data/structured.jsonl: $(SMOLLM2)/conversations.jsonl $(STAGE)/data.yaml
 	$(BIN)/aspd data build $< --config $(STAGE)/data.yaml --output $(@D)
 
 $(SMOLLM2)/%/$(ADAPTER): $(STAGE)/%.yaml $(SMOLLM2)/data/structured.jsonl
