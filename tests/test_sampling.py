@@ -127,6 +127,7 @@ def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_
         min_p=jnp.array([min_p], jnp.float32),
         repetition_penalty=jnp.ones(1),
         max_branch_tokens=jnp.ones(1, jnp.int32),
+        constrained=jnp.zeros(1, bool),
     )
     out = np.asarray(JITTED_RESTRICT(values[None], request))[0]
     np.testing.assert_array_equal(out, np.where(most, values, -np.inf))
