@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ CHAIN = (
     "1. Cost of pens: three pens at twenty dollars make 3 x 20 = 60 dollars in the shop today.\n"
     "2. Tax on top: ten percent of 60 is 6, which makes it 66 dollars all in all for you.\n"
 )
+
+_PIECE = re.compile(r"^\[(\d+)\] (.*)", re.MULTILINE)
 
 SMALL = SelectSection(min_tokens=20)
 
@@ -61,14 +64,13 @@ def faithful(body: dict[str, Any], before: int) -> Reply:
     prompt = body["messages"][0]["content"]
     if "<groups>" in prompt:
         return 200, json.dumps({"groups": [{"independent": True, "reason": ""}] * prompt.count("<group number")})
-    answer = section(prompt, "answer")
-    head, *parts = answer.replace("\n\nGood luck!", "").split("\n\n")
-    items: list[dict[str, Any]] = [{"type": "serial", "text": head, "branches": []}]
-    if len(parts) > 1:
-        branches = [{"title": part.split(":")[0][3:], "text": part} for part in parts]
-        items.append({"type": "parallel", "text": "", "branches": branches})
-        items.append({"type": "serial", "text": "Good luck!", "branches": []})
-    return 200, json.dumps({"items": items})
+    items = [
+        (number, text) for number, text in _PIECE.findall(section(prompt, "answer")) if text[:2] in ("1.", "2.", "3.")
+    ]
+    if not items:
+        return 200, json.dumps({"groups": []})
+    parts = [{"first": int(number), "title": text.split(":")[0][3:]} for number, text in items]
+    return 200, json.dumps({"groups": [{"parts": parts, "last": parts[-1]["first"]}]})
 
 
 def teacher(server: TeacherServer, **changes: Any) -> DataConfig:

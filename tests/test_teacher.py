@@ -34,7 +34,7 @@ def test_the_teacher_proposes_and_votes(source: Path, tmp_path: Path) -> None:
         outcome = build(config, str(source), tmp_path / "out", progress=False)
         first = lines(tmp_path / "out" / "structured.jsonl")[0]
         assert len(spans_of(from_json(first["messages"][1]["structure"]))[0].branches) == 3
-        assert first["pipeline"][0]["source"] == "teacher 1" and outcome.report.proposed == {"teacher": 2}
+        assert first["pipeline"][0]["source"] == "teacher 1" and outcome.report.proposed == {"teacher": 3}
         assert server.bodies[0]["response_format"]["json_schema"]["strict"] is True
         asked = len(server.bodies)
         assert asked == outcome.report.account.replies == 2 * 5 + 3 * 2  # equal candidates come to one vote
@@ -43,7 +43,7 @@ def test_the_teacher_proposes_and_votes(source: Path, tmp_path: Path) -> None:
         assert len(server.bodies) == asked  # nothing is asked for twice
         other = DataConfig(rules=False, teacher=config.teacher, select=SelectSection(min_tokens=20, min_saved=10_000))
         again = build(other, str(source), tmp_path / "out", progress=False)
-        assert len(server.bodies) == asked and again.report.failed["select"] == 2
+        assert len(server.bodies) == asked and again.report.failed["select"] == 3
 
 
 def test_one_vote_against_is_enough(source: Path, tmp_path: Path) -> None:
@@ -59,10 +59,16 @@ def test_one_vote_against_is_enough(source: Path, tmp_path: Path) -> None:
 
 FAULTS: dict[str, Any] = {
     "not JSON": (200, "I cannot do that."),
-    "cut off": (200, '{"items": [{"type": "serial", "te'),
-    "another form": (200, '{"items": 3}'),
-    "rewritten": (200, '{"items": [{"type": "serial", "text": "Something else.", "branches": []}]}'),
-    "another language": (200, '{"items": [{"type": "serial", "text": "这里有一些建议", "branches": []}]}'),
+    "cut off": (200, '{"groups": [{"parts": [{"fir'),
+    "another form": (200, '{"groups": 3}'),
+    "no such pieces": (
+        200,
+        '{"groups": [{"parts": [{"first": 1, "title": "A"}, {"first": 9, "title": "B"}], "last": 90}]}',
+    ),
+    "another language": (
+        200,
+        '{"groups": [{"parts": [{"first": 1, "title": "这里"}, {"first": 2, "title": "建议"}], "last": 2}]}',
+    ),
 }
 
 
@@ -70,8 +76,8 @@ FAULTS: dict[str, Any] = {
 def test_bad_replies_are_rejected_with_their_reason(name: str, source: Path, tmp_path: Path) -> None:
     with TeacherServer(lambda body, before: FAULTS[name]) as server:
         outcome = build(teacher(server), str(source), tmp_path / "out", progress=False)
-        assert outcome.report.failed["align"] == 5 and not outcome.unanswered
-        attempts = 1 if name in ("rewritten", "another language") else 3
+        assert outcome.report.failed["annotate"] == 5 and not outcome.unanswered
+        attempts = 1 if name in ("no such pieces", "another language") else 3
         assert set(server.seen.values()) == {attempts} or max(server.seen.values()) <= 2 * attempts
     assert [len(row["messages"]) for row in lines(tmp_path / "out" / "plain.jsonl")] == [2, 2, 2, 2, 4]
 
@@ -140,7 +146,7 @@ def test_a_call_that_is_too_long_costs_its_record_only(source: Path, tmp_path: P
     with TeacherServer(short) as server:
         outcome = build(teacher(server), str(source), tmp_path / "out", progress=False)
         assert all("response_format" in body for body in server.bodies)
-    assert outcome.report.failed["align"] == 2 and outcome.report.statistics()["with_block"] == 2
+    assert outcome.report.failed["annotate"] == 2 and outcome.report.statistics()["with_block"] == 2
 
 
 def test_calls_are_bounded(tmp_path: Path) -> None:

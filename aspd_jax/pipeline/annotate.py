@@ -7,16 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import DataError, StructureError
-from aspd_jax.pipeline.align import Aligned, Piece, align
+from aspd_jax.pipeline.pieces import Group, Part, block_of, numbered
 from aspd_jax.pipeline.spans import BlockSpan
 from aspd_jax.pipeline.teacher import Teacher
-
-
-class Annotation(NamedTuple):
-    """One candidate of the teacher: its spans, and its own wording where that differs from the answer's."""
-
-    blocks: tuple[BlockSpan, ...]
-    wording: str | None
 
 
 class Vote(NamedTuple):
@@ -26,56 +19,66 @@ class Vote(NamedTuple):
     reason: str
 
 
-async def annotate(teacher: Teacher, question: str, answer: str) -> tuple[list[Annotation], list[str]]:
-    """As many candidates as asked for, and why some of them are rejected.
+async def annotate(teacher: Teacher, question: str, answer: str) -> tuple[list[tuple[BlockSpan, ...]], list[str]]:
+    """As many candidates as asked for, those without a block left out, and why replies and groups are rejected.
 
     Raises:
         Unanswered: the endpoint gave no reply.
     """
-
-    async def one(number: int) -> Annotation | str:
-        try:
-            pieces = await teacher.ask("annotate", {"question": question, "answer": answer}, number, read_pieces)
-            aligned: Aligned = align(answer, pieces)
-        except (DataError, StructureError) as error:
-            return str(error)
-        return Annotation(aligned.blocks, None if aligned.exact else "".join(piece.text for piece in pieces))
-
-    found: list[Annotation] = []
+    values = {"question": question, "answer": numbered(answer)}
+    found: list[tuple[BlockSpan, ...]] = []
     rejected: list[str] = []
-    for outcome in await asyncio.gather(*(one(number) for number in range(teacher.settings.candidates))):
-        if isinstance(outcome, str):
-            rejected.append(outcome)
-        elif outcome not in found:
-            found.append(outcome)
+
+    async def one(number: int) -> list[Group] | str:
+        try:
+            return await teacher.ask("annotate", values, number, read_groups)
+        except DataError as error:
+            return str(error)
+
+    for groups in await asyncio.gather(*(one(number) for number in range(teacher.settings.candidates))):
+        if isinstance(groups, str):
+            rejected.append(groups)
+            continue
+        blocks: list[BlockSpan] = []
+        for group in groups:
+            try:
+                block = block_of(answer, group)
+                if blocks and block.start < blocks[-1].end:
+                    raise StructureError(f"the group of {block.branches[0].title!r} begins inside the one before")
+                blocks.append(block)
+            except StructureError as error:
+                rejected.append(str(error))
+        if blocks and tuple(blocks) not in found:
+            found.append(tuple(blocks))
     return found, rejected
 
 
-def read_pieces(value: Any) -> list[Piece]:
-    """Pieces of a reply to `annotate`.
+def read_groups(value: Any) -> list[Group]:
+    """Groups of a reply to `annotate`.
 
     Raises:
         DataError: it has another form.
     """
-    items = value.get("items") if isinstance(value, dict) else None
-    if not isinstance(items, list):
-        raise DataError('the reply has no list "items"')
-    pieces, block = [], 0
-    for number, item in enumerate(items):
-        branches = item.get("branches") if isinstance(item, dict) else None
-        text = item.get("text", "") if isinstance(item, dict) else None
-        if not isinstance(item, dict) or item.get("type") not in ("serial", "parallel") or not isinstance(text, str):
-            raise DataError(f'item {number} of the reply is neither "serial" with a text nor "parallel"')
-        if item["type"] == "serial":
-            pieces.append(Piece(0, "", text))
-            continue
-        block += 1
-        if not isinstance(branches, list) or not all(
-            isinstance(b, dict) and isinstance(b.get("title"), str) and isinstance(b.get("text"), str) for b in branches
+    groups = value.get("groups") if isinstance(value, dict) else None
+    if not isinstance(groups, list):
+        raise DataError('the reply has no list "groups"')
+    found = []
+    for number, group in enumerate(groups):
+        parts = group.get("parts") if isinstance(group, dict) else None
+        if not isinstance(parts, list) or not _is_number(group.get("last")):
+            raise DataError(f'group {number} of the reply has no list "parts" with the number of its "last" piece')
+        if not all(
+            isinstance(p, dict) and _is_number(p.get("first")) and isinstance(p.get("title"), str) for p in parts
         ):
-            raise DataError(f"item {number} of the reply has no branches with title and text")
-        pieces += [Piece(block, branch["title"], branch["text"]) for branch in branches]
-    return pieces
+            raise DataError(
+                f'group {number} of the reply has a part without the number of its "first" piece or a title'
+            )
+        found.append(Group(tuple(Part(part["first"], part["title"].strip()) for part in parts), group["last"]))
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 async def independence(teacher: Teacher, question: str, answer: str, blocks: Sequence[BlockSpan]) -> list[Vote]:
@@ -105,24 +108,6 @@ async def independence(teacher: Teacher, question: str, answer: str, blocks: Seq
         *(teacher.ask("independence", values, number, read) for number in range(teacher.settings.votes))
     )
     return [_all_agree(votes) for votes in zip(*ballots, strict=True)] if ballots else [Vote(True, "")] * len(blocks)
-
-
-async def agreement(teacher: Teacher, question: str, answer: str, wording: str) -> Vote:
-    """Whether all votes find the same in an answer and in what the teacher wrote for it.
-
-    Raises:
-        DataError: a vote had no right form.
-        Unanswered: the endpoint gave no reply.
-    """
-
-    def read(value: Any) -> Vote:
-        if not isinstance(value, dict) or not isinstance(value.get("same"), bool):
-            raise DataError('a vote must say "same"')
-        return Vote(value["same"], str(value.get("reason", "")))
-
-    values = {"question": question, "answer": answer, "candidate": wording}
-    votes = (teacher.ask("agreement", values, number, read) for number in range(teacher.settings.votes))
-    return _all_agree(await asyncio.gather(*votes))
 
 
 def _all_agree(votes: Sequence[Vote]) -> Vote:

@@ -19,7 +19,7 @@ class TeacherSection(EndpointSection):
 
     Attributes:
         candidates: annotations asked for every answer; 0: candidates come from the answer's form only.
-        votes: on independence, and on agreement where a candidate's wording differs; all must agree. 0: none.
+        votes: on the independence of every block; all must agree. 0: none.
         schema: how replies are held to their form (`aspd_jax.endpoint.Endpoint`).
         prompts: folder with prompts of your own; files that it lacks are the project's.
     """

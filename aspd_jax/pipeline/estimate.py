@@ -5,12 +5,12 @@ from __future__ import annotations
 from aspd_jax.pipeline.config import DataConfig
 from aspd_jax.pipeline.extract import propose
 from aspd_jax.pipeline.measures import estimate_tokens
+from aspd_jax.pipeline.pieces import numbered
 from aspd_jax.pipeline.run import Shard, answers_of, counter
 from aspd_jax.pipeline.sources import Conversation
 from aspd_jax.pipeline.teacher import read_prompts
 
-ANNOTATION = 0.5  # tokens of a candidate by tokens of its answer: the middles of long texts are left out
-FORM = 60  # tokens of a candidate's JSON
+ANNOTATION = 120  # tokens of a candidate: a number and a title for every part
 VOTE = 60  # tokens of a vote
 
 
@@ -38,9 +38,9 @@ def estimate(config: DataConfig, source: str, shard: Shard) -> str:
             with_form += bool(forms)
             asked = tokens + count(answer.question)
             calls += candidates + votes * (candidates + forms)
-            read += candidates * (prompts["annotate"] + asked)
+            read += candidates * (prompts["annotate"] + count(answer.question) + count(numbered(answer.text)))
             read += votes * (candidates + forms) * (prompts["independence"] + asked + tokens)
-            written += candidates * (FORM + round(ANNOTATION * tokens)) + votes * (candidates + forms) * VOTE
+            written += candidates * ANNOTATION + votes * (candidates + forms) * VOTE
     lines = [
         f"{answers} answers, {long} of {config.select.min_tokens} tokens or more, "
         f"{with_form} of these with a block by their form",

@@ -40,6 +40,7 @@ _NAMED = ("heading", "bold", "lead")  # families whose markers are titles
 # The parser looks for blocks only, without those that models rarely mean: underlined headings, HTML, link definitions.
 _PARSER = MarkdownIt("commonmark", {"maxNesting": 40}).enable("table")
 _PARSER.disable(["inline", "lheading", "html_block", "reference"])
+_CUT = ("inline", "paragraph_open", "heading_open", "bullet_list_open", "ordered_list_open", "list_item_open")
 
 
 @dataclass
@@ -88,6 +89,21 @@ def propose(answer: str) -> list[tuple[BlockSpan, ...]]:
     return found
 
 
+def line_starts(answer: str) -> list[int]:
+    """Where the lines of an answer begin."""
+    ends = [found.end() for found in _NEWLINE.finditer(answer)]
+    return [0, *(end for end in ends if end < len(answer))] if answer else []
+
+
+def whole_ranges(answer: str) -> Iterator[tuple[int, int]]:
+    """Characters of what is never cut: code, tables, quotes."""
+    lines = _Lines(answer)
+    for token in _PARSER.parse(lines.markdown):
+        if token.map and token.nesting >= 0 and token.type not in _CUT:
+            first, end = (lines.origin[line] for line in token.map)
+            yield lines.offset(first), lines.offset(end)
+
+
 class _Lines:
     """Lines of an answer, and where they begin.
 
@@ -99,10 +115,7 @@ class _Lines:
 
     def __init__(self, answer: str) -> None:
         self.answer = answer
-        ends = [found.end() for found in _NEWLINE.finditer(answer)]
-        self.starts = [0, *ends] if not ends or ends[-1] < len(answer) else [0, *ends[:-1]]
-        if not answer:
-            self.starts = []
+        self.starts = line_starts(answer)
         texts: list[str] = []
         self.origin: list[int] = []
         for line in range(len(self.starts)):

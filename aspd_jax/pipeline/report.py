@@ -109,12 +109,11 @@ class Report:
         lines += [f"| blocks proposed, over all candidates | {self.blocks} |"]
         told = {
             "short": "answers too short to fork",
-            "align": "candidates that are not the answer's own words",
+            "annotate": "replies without the right form, and groups that the answer does not have",
             "integrity": "candidates that are not well formed",
             "check": "blocks that refer, count on, or share results",
             "likelihood": "blocks with a branch that is less likely without its siblings",
             "vote": "blocks that a vote was against",
-            "agreement": "blocks whose wording a vote was against",
             "select": "blocks that save nothing, or have too many branches",
         }
         lines += [f"| left out: {what} | {self.failed[stage]} |" for stage, what in told.items() if self.failed[stage]]

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from aspd_jax.endpoint import Unanswered, outside_event_loop
 from aspd_jax.errors import ConfigError, DataError, StructureError
 from aspd_jax.files import replacing, write_whole
-from aspd_jax.pipeline.annotate import agreement, annotate, independence
+from aspd_jax.pipeline.annotate import annotate, independence
 from aspd_jax.pipeline.checks import asked_for, find_dependence, repetition
 from aspd_jax.pipeline.config import DataConfig
 from aspd_jax.pipeline.extract import propose
@@ -37,7 +37,7 @@ from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
 from aspd_jax.structure import plain_text, to_json
 
-VERSION = 1  # of what stages make; another one runs them again
+VERSION = 2  # of what stages make; another one runs them again
 LEAST_ROW = 256  # tokens of the smallest rows that are scored
 
 
@@ -89,7 +89,6 @@ class Outcome(NamedTuple):
 class _Candidate(NamedTuple):
     source: str
     blocks: tuple[BlockSpan, ...]
-    wording: str | None
 
 
 @outside_event_loop
@@ -199,7 +198,7 @@ class _Run:
     def candidates(self, answer: Answer) -> list[_Candidate]:
         """What the first stage has proposed."""
         value = self.get("propose", answer) or {"candidates": []}
-        return [_Candidate(c["source"], blocks_from_json(c["blocks"]), c["wording"]) for c in value["candidates"]]
+        return [_Candidate(c["source"], blocks_from_json(c["blocks"])) for c in value["candidates"]]
 
     async def _stage(self, name: str, work: Callable[[Answer], Awaitable[Any]], total: int) -> None:
         """Do a stage's work on every answer that it has not been done on, several at a time."""
@@ -230,11 +229,11 @@ class _Run:
             reason = f"{tokens} tokens, fewer than select.min_tokens ({self.config.select.min_tokens})"
             return {"candidates": [], "rejected": [{"stage": "short", "source": "", "reason": reason}]}
         if self.config.rules:
-            found += [_Candidate(f"form {n}", blocks, None) for n, blocks in enumerate(propose(answer.text), 1)]
+            found += [_Candidate(f"form {n}", blocks) for n, blocks in enumerate(propose(answer.text), 1)]
         if self.teacher is not None and self.config.teacher.candidates:
             made, reasons = await annotate(self.teacher, answer.question, answer.text)
-            rejected += [{"stage": "align", "source": "teacher", "reason": reason} for reason in reasons]
-            found += [_Candidate(f"teacher {n}", a.blocks, a.wording) for n, a in enumerate(made, 1) if a.blocks]
+            rejected += [{"stage": "annotate", "source": "teacher", "reason": reason} for reason in reasons]
+            found += [_Candidate(f"teacher {n}", blocks) for n, blocks in enumerate(made, 1)]
         kept: list[dict[str, Any]] = []
         plan = self.config.titles == "plan"
         for candidate in found:
@@ -316,10 +315,6 @@ class _Run:
                 try:
                     votes = await independence(self.teacher, answer.question, answer.text, blocks)
                     failures = [None if v.in_favour else {"stage": "vote", "reason": v.reason} for v in votes]
-                    if candidate.wording is not None and None in failures:
-                        vote = await agreement(self.teacher, answer.question, answer.text, candidate.wording)
-                        if not vote.in_favour:
-                            failures = [f or {"stage": "agreement", "reason": vote.reason} for f in failures]
                 except DataError as error:
                     failures = [{"stage": "vote", "reason": str(error)}] * len(left)
                 for place, failure in zip(left, failures, strict=True):

@@ -17,9 +17,9 @@ Made = TypeVar("Made")
 PLACEHOLDERS = {
     "annotate": ("question", "answer"),
     "independence": ("question", "answer", "groups"),
-    "agreement": ("question", "answer", "candidate"),
 }
 _STRING = {"type": "string"}
+_NUMBER = {"type": "integer"}
 
 
 def _object(**fields: Any) -> dict[str, Any]:
@@ -32,17 +32,8 @@ def _list(of: Any) -> dict[str, Any]:
 
 # JSON schemas of replies, as strict structured outputs want them: every field required, no others.
 SCHEMAS = {
-    "annotate": _object(
-        items=_list(
-            _object(
-                type={"type": "string", "enum": ["serial", "parallel"]},
-                text=_STRING,
-                branches=_list(_object(title=_STRING, text=_STRING)),
-            )
-        )
-    ),
+    "annotate": _object(groups=_list(_object(parts=_list(_object(first=_NUMBER, title=_STRING)), last=_NUMBER))),
     "independence": _object(groups=_list(_object(independent={"type": "boolean"}, reason=_STRING))),
-    "agreement": _object(same={"type": "boolean"}, reason=_STRING),
 }
 
 

@@ -1,0 +1,117 @@
+"""An answer in numbered pieces, by which an annotator says where parts begin and end (protocol, section 7, stage 1).
+
+The annotator copies nothing, so nothing of the answer can change, and a reply is a few numbers and titles long.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from bisect import bisect_right
+from itertools import pairwise
+from typing import NamedTuple
+
+from aspd_jax.errors import StructureError
+from aspd_jax.pipeline.extract import line_starts, whole_ranges
+from aspd_jax.pipeline.spans import BlockSpan, BranchSpan, end_like_siblings
+
+MOST_TITLE_WORDS = 16
+LEAST_WORDS = 4  # of a sentence that is a piece of its own; the number of an item is none
+_SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]*_]*\s+|[。！？][\"'”’』」）]*")
+_WORD = re.compile(r"\w+|[。！？]")
+_FORMULA = re.compile(r"\$\$.*?\$\$|\\\[.*?\\\]", re.DOTALL)
+
+
+class Part(NamedTuple):
+    """A part of a group: the number of the piece that it begins with, from 1, and its title."""
+
+    first: int
+    title: str
+
+
+class Group(NamedTuple):
+    """Parts that adjoin, and the number of the last piece of the last one."""
+
+    parts: tuple[Part, ...]
+    last: int
+
+
+def piece_starts(answer: str) -> list[int]:
+    """Where the pieces of an answer begin: its lines, and the sentences of these; empty lines belong to what they end.
+
+    Code, tables, quotes and formulas are never cut.
+    """
+    whole = [*whole_ranges(answer), *(found.span() for found in _FORMULA.finditer(answer))]
+    starts: list[int] = []
+    lines = [*line_starts(answer), len(answer)]
+    for start, end in pairwise(lines):
+        if not answer[start:end].strip():
+            continue
+        candidates = [start, *_sentences(answer, start, end)]
+        starts += [place for place in candidates if not any(first < place < last for first, last in whole)]
+    return [0, *starts[1:]]
+
+
+def numbered(answer: str) -> str:
+    """The answer as an annotator sees it: every piece behind its number."""
+    starts = piece_starts(answer)
+    ends = [*starts[1:], len(answer)]
+    return "\n".join(f"[{n}] {answer[a:b].strip()}" for n, (a, b) in enumerate(zip(starts, ends, strict=True), 1))
+
+
+def block_of(answer: str, group: Group) -> BlockSpan:
+    """The spans of a group.
+
+    Raises:
+        StructureError: it has no such pieces, they are out of order, or a title is not fit.
+    """
+    starts = piece_starts(answer)
+    if len(group.parts) < 2:
+        raise StructureError("a group needs two parts")
+    places = [*(part.first for part in group.parts), group.last + 1]
+    if places[0] < 1 or places[-1] > len(starts) + 1:
+        raise StructureError(f"parts reach from piece {places[0]} to {group.last}, the answer has {len(starts)} pieces")
+    for part, following in zip(group.parts, places[1:], strict=True):
+        if part.first >= following:
+            raise StructureError(f"the part {part.title!r} begins with piece {part.first} and ends before it")
+        check_title(answer, part.title)
+    edges = [[*starts, len(answer)][place - 1] for place in places]
+    edges[-1] = end_like_siblings(answer, edges)
+    spans = zip(group.parts, pairwise(edges), strict=True)
+    return BlockSpan(tuple(BranchSpan(part.title, start, end) for part, (start, end) in spans))
+
+
+def check_title(answer: str, title: str) -> None:
+    """Whether an annotator's title is one.
+
+    Raises:
+        StructureError: it is not, and why.
+    """
+    if not any(char.isalnum() for char in title) or "\n" in title or title != title.strip():
+        raise StructureError(f"{title!r} is no title")
+    if len(title.split()) > MOST_TITLE_WORDS or len(title) > 100:
+        raise StructureError(f"the title {title[:60]!r} is longer than {MOST_TITLE_WORDS} words")
+    if other := _scripts(title) - _scripts(answer):
+        raise StructureError(f"the title {title!r} is in another script ({', '.join(sorted(other))}) than the answer")
+
+
+def _sentences(answer: str, start: int, end: int) -> list[int]:
+    """Where the sentences of a line begin, its first apart."""
+    begins: list[int] = []
+    before = start
+    words = [found.start() for found in _WORD.finditer(answer, start, end)]
+
+    def count(first: int, last: int) -> int:
+        return bisect_right(words, last - 1) - bisect_right(words, first - 1)
+
+    for found in _SENTENCE_END.finditer(answer, start, end):
+        following = answer[found.end() : end].lstrip("\"'“‘([*_")
+        if following[:1].islower() or count(before, found.end()) < LEAST_WORDS or count(found.end(), end) < LEAST_WORDS:
+            continue
+        before = found.end()
+        begins.append(before)
+    return begins
+
+
+def _scripts(text: str) -> set[str]:
+    return {unicodedata.name(char, "?").split()[0] for char in set(text) if char.isalpha()}
