@@ -6,6 +6,7 @@ engine samples and what training reads are the same ids, and every stretch decod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -64,6 +65,9 @@ class TextCodec:
 
     Strings that look like special tokens are ordinary text here: an answer that contains
     `<|title|>` or `</s>` literally is encoded as those characters.
+
+    Attributes:
+        special: finds the spelling of every special token.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -77,6 +81,8 @@ class TextCodec:
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
+        special = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+        self.special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
         byte_ids = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_ids = [i for i in byte_ids if i is not None]
         self._space_id = self._backend.token_to_id("▁")

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from aspd_jax.chat import encode_turns
+from aspd_jax.chat import encode_prompt, encode_turns
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import SpecialTokens
@@ -109,10 +109,12 @@ class Engine:
     def encode(self, prompt: Prompt, mode: Mode = "adaptive") -> list[int]:
         """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are.
 
+        Tags that text or messages spell are text; only ids can hold a block.
+
         With `text_tags`, messages ask for them first, in adaptive mode.
         """
         if isinstance(prompt, str):
-            return list(self._tokenizer()(prompt)["input_ids"])
+            return encode_prompt(self._tokenizer(), self.lm.codec.text, prompt)
         items = list(prompt)
         if items and all(isinstance(item, dict) for item in items):
             return self._encode_messages(items, mode)  # type: ignore[arg-type]
@@ -145,7 +147,7 @@ class Engine:
         ends = self.lm.end_ids
         if answers and not ends:
             raise RequestError("this model names no end of text, so a conversation cannot go on after an answer")
-        ids, *stretches = encode_turns(tokenizer, ends, messages, prompt=True)
+        ids, *stretches = encode_turns(tokenizer, self.lm.codec.text, ends, messages, prompt=True)
         for answer, after in zip(answers, stretches, strict=True):
             known = self._answers.get((tuple(ids), answer))
             ids = [*ids, *(self.lm.codec.text.encode(answer) if known is None else known), *after]

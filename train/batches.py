@@ -12,6 +12,7 @@ import grain
 import numpy as np
 from grain import experimental as grain_experimental
 
+from aspd_jax.chat import encode_turns
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import Layout, PositionScheme, build_layout
 from aspd_jax.structure import Serial
@@ -60,15 +61,10 @@ def make_batch(
     return Batch(tokens, layout, loss.astype(np.float32), part)
 
 
-def prompt_ids(tokenizer: Any, question: str) -> list[int]:
-    """Ids of a chat with one question, up to where the answer starts."""
-    messages = [{"role": "user", "content": question}]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
-
-
 def example(codec: Codec, tokenizer: Any, problem: Problem, structured: bool, fed_loss: bool = False) -> Example:
     """Prompt, answer and end of text; loss on the answer only, and not on what the engine feeds."""
-    prompt = prompt_ids(tokenizer, problem.question)
+    messages = [{"role": "user", "content": problem.question}]
+    (prompt,) = encode_turns(tokenizer, codec.text, (tokenizer.eos_token_id,), messages, prompt=True)
     answer = codec.linearise(problem.structure if structured else (Serial(problem.answer),))
     tokens = np.asarray([*prompt, *answer.tokens, tokenizer.eos_token_id], np.int32)
     return Example(tokens, np.concatenate([np.zeros(len(prompt), bool), ~answer.fed | fed_loss, [True]]))

@@ -90,7 +90,7 @@ def encode_conversation(
         ConfigError: the chat template does not put answers into the text as they stand.
         DataError: an answer is empty.
     """
-    first, *others = encode_turns(lm.tokenizer, lm.end_ids, messages, prompt=False)
+    first, *others = encode_turns(lm.tokenizer, lm.codec.text, lm.end_ids, messages, prompt=False)
     tokens, loss = list(first), [False] * len(first)
     answers = [(n, message["structure"]) for n, message in enumerate(messages) if message["role"] == "assistant"]
     for (number, structure), after in zip(answers, others, strict=True):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from aspd_jax.chat import encode_turns
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
 from aspd_jax.model.transformer import Transformer, head_of, lm_head
@@ -90,7 +91,7 @@ def _prompt(lm: LanguageModel, question: str) -> list[int]:
     if not lm.tokenizer.chat_template:
         return lm.codec.text.encode(f"{question}\n\n")
     messages = [{"role": "user", "content": question}]
-    return list(lm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    return encode_turns(lm.tokenizer, lm.codec.text, lm.end_ids, messages, prompt=True)[0]
 
 
 def rises(lm: LanguageModel, rows: Sequence[Row], size: int) -> Iterator[list[Rise]]:
