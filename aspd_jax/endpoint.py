@@ -155,6 +155,9 @@ class Endpoint:
         store: for the replies; a call that was answered once is not made again.
         schema: how replies are held to their form: `schema` (structured outputs), `object` (JSON mode), `none`, or
             `auto`: the first of them that the endpoint takes.
+
+    Attributes:
+        spent: calls that were answered since it was made, and their tokens, for a progress bar.
     """
 
     def __init__(self, settings: EndpointSection, store: Store, schema: Schema = "none") -> None:
@@ -175,6 +178,7 @@ class Endpoint:
         self._room = asyncio.Semaphore(settings.concurrency)
         self._turn, self._next = asyncio.Lock(), 0.0
         self._failed_in_a_row = 0
+        self.spent = {"calls": 0, "tokens": 0}
 
     async def close(self) -> None:
         """End all connections."""
@@ -207,6 +211,8 @@ class Endpoint:
                 # A seed that a call always has, so that endpoints that honour it give the same reply.
                 reply = await self._call(messages, form, int(key[:7], 16))
             self._store.add_reply(key, reply)
+            self.spent["calls"] += 1
+            self.spent["tokens"] += reply.prompt_tokens + reply.completion_tokens
         return reply
 
     async def _wait_for_turn(self) -> None:

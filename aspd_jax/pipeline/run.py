@@ -215,6 +215,8 @@ class _Run:
                             self.unanswered[answer.key] = f"{name}: {error}"
                         else:
                             self.store.put(answer.key, name, self.made_of(name, answer), value)
+                    if self.teacher is not None:
+                        bar.set_postfix(self.teacher.spent, refresh=False)
                     bar.update()
 
             async with asyncio.TaskGroup() as group:

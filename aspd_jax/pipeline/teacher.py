@@ -72,6 +72,11 @@ class Teacher:
         """End all connections."""
         await self._endpoint.close()
 
+    @property
+    def spent(self) -> dict[str, int]:
+        """Calls that were answered, and their tokens."""
+        return self._endpoint.spent
+
     async def ask(self, kind: str, values: Mapping[str, str], number: int, read: Callable[[Any], Made]) -> Made:
         """What `read` makes of a reply.
 

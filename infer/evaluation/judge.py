@@ -159,8 +159,13 @@ async def _judge(
     ]
     try:
         with tqdm(total=len(single) + len(pairs), unit="judgment", desc="judge") as bar:
-            scored = await _all([asking.score(task) for task in single], bar)
-            compared = await _all([asking.compare(task) for task in pairs], bar)
+
+            def step() -> None:
+                bar.set_postfix(asking.endpoint.spent, refresh=False)
+                bar.update()
+
+            scored = await _all([asking.score(task) for task in single], step)
+            compared = await _all([asking.compare(task) for task in pairs], step)
     finally:
         await asking.close()
     return Outcome(
@@ -176,12 +181,12 @@ def _tasks(questions: Sequence[Question], of: Sequence[Answers]) -> Iterator[Tas
             yield Task(question, turn, tuple(one.system for one in of), tuple(turns))
 
 
-async def _all(calls: Sequence[Any], bar: Any) -> list[Any]:
+async def _all(calls: Sequence[Any], step: Callable[[], None]) -> list[Any]:
     async def one(call: Any) -> Any:
         try:
             return await call
         finally:
-            bar.update()
+            step()
 
     tasks = [asyncio.ensure_future(one(call)) for call in calls]
     try:
@@ -195,11 +200,11 @@ async def _all(calls: Sequence[Any], bar: Any) -> list[Any]:
 class _Asking:
     def __init__(self, settings: JudgeSection, store: Store) -> None:
         self._settings, self._prompts = settings, read_prompts(settings.prompts)
-        self._endpoint = Endpoint(settings, store, settings.schema)
+        self.endpoint = Endpoint(settings, store, settings.schema)
         self.unanswered = self.malformed = 0
 
     async def close(self) -> None:
-        await self._endpoint.close()
+        await self.endpoint.close()
 
     async def score(self, task: Task) -> dict[str, Any] | None:
         name, messages = self._messages(task, NAMES, task.answers)
@@ -271,7 +276,7 @@ class _Asking:
         """The verdict and the reply it stands in; None: there is none, which is counted."""
         for attempt in range(self._settings.attempts):
             try:
-                reply = await self._endpoint.reply(kind, messages, 0, attempt, self._prompts[kind].form)
+                reply = await self.endpoint.reply(kind, messages, 0, attempt, self._prompts[kind].form)
                 return read(reply.text), reply.text
             except Unanswered:
                 self.unanswered += 1
