@@ -62,7 +62,8 @@ def run_build(options: argparse.Namespace) -> None:
     from aspd_jax.configuration import read_config
     from aspd_jax.pipeline.config import DataConfig
     from aspd_jax.pipeline.estimate import estimate
-    from aspd_jax.pipeline.run import Shard, build
+    from aspd_jax.pipeline.run import build
+    from aspd_jax.pipeline.work import Shard
 
     config = read_config(DataConfig, options.config, options.overrides)
     shard = Shard.parse(options.shard)
@@ -101,9 +102,9 @@ def run_stats(options: argparse.Namespace) -> None:
     """`aspd data stats`."""
     from aspd_jax.pipeline.measures import measure
     from aspd_jax.pipeline.report import statistics, statistics_table
-    from aspd_jax.pipeline.run import counter
     from aspd_jax.pipeline.show import read_structured
     from aspd_jax.pipeline.spans import spans_of
+    from aspd_jax.pipeline.work import counter
     from aspd_jax.structure import plain_text
 
     count = counter(options.tokenizer)

@@ -20,8 +20,9 @@ from aspd_jax.errors import AspdError
 from aspd_jax.pipeline.config import DataConfig, LikelihoodSection, SelectSection, TeacherSection
 from aspd_jax.pipeline.likelihood import Rise
 from aspd_jax.pipeline.measures import estimate_tokens, measure, saved
-from aspd_jax.pipeline.run import Shard, build
+from aspd_jax.pipeline.run import build
 from aspd_jax.pipeline.spans import spans_of
+from aspd_jax.pipeline.work import Shard
 from aspd_jax.structure import from_json, plain_text
 from tests.conftest import ROOT
 from tests.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE, SMALL, faithful, lines, write_source, write_two

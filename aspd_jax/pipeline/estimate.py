@@ -6,9 +6,9 @@ from aspd_jax.pipeline.config import DataConfig
 from aspd_jax.pipeline.extract import propose
 from aspd_jax.pipeline.measures import estimate_tokens
 from aspd_jax.pipeline.pieces import numbered
-from aspd_jax.pipeline.run import Shard, answers_of, counter
 from aspd_jax.pipeline.sources import Conversation
 from aspd_jax.pipeline.teacher import read_prompts
+from aspd_jax.pipeline.work import Shard, answers_of, counter
 
 ANNOTATION = 120  # tokens of a candidate: a number and a title for every part
 VOTE = 60  # tokens of a vote
