@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,18 @@ def add(commands: Any) -> None:
         help="spread the model over devices, such as data=2,tensor=4; several processes: tensor over all",
     )
     serve.add_argument("--weights", choices=("float", "int8"), default="float", help="int8: kernels of the layers")
+    serve.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="adapters on one base, which clients ask for as models, mixed in a batch (--adapter merges one instead)",
+    )
+    serve.add_argument("--adapter-places", type=int, default=0, help="most adapters at a time; default: those given")
+    serve.add_argument("--adapter-rank", type=int, default=16, help="most ranks of an adapter among --adapters")
+    serve.add_argument(
+        "--adapter-folder", default="", metavar="DIR", help="clients may load adapters from here, and unload them"
+    )
     serve.add_argument("--chat-template", default="", metavar="FILE", help="Jinja, for a tokenizer that has none")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a key")
     serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
@@ -72,6 +85,7 @@ def run_serve(options: argparse.Namespace) -> None:
         port=options.port,
         name=options.name or (model if model in NAMES else find_model(model).name),
         keys=keys,
+        adapter_folder=options.adapter_folder,
         max_waiting=options.max_waiting,
         max_body=options.max_body,
         body_timeout=options.body_timeout,
@@ -87,16 +101,31 @@ def run_serve(options: argparse.Namespace) -> None:
     mesh = mesh_of(options.mesh or (f"tensor={jax.device_count()}" if several else None))
     if several and mesh.size != jax.device_count():
         raise RequestError(f"--mesh {options.mesh}: the processes have {jax.device_count()} devices, and all take part")
-    lm = load_model(model, options.dtype, mesh, options.weights, adapter=options.adapter)
+    given = _named(options.adapters)
+    places = max(options.adapter_places, len(given), int(bool(options.adapter_folder)))
+    rank = options.adapter_rank if places else 0
+    lm = load_model(model, options.dtype, mesh, options.weights, rank, adapter=options.adapter, adapters=places)
     for_conversations(lm, model, options.chat_template)
     engine = Engine(
         lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,
         draft_tokens=options.draft_tokens,
     )  # fmt: skip
+    for name, folder in given.items():
+        if name == config.name:
+            raise RequestError(f"--adapters: {name} is the model's name; choose another, or a --name")
+        engine.adapters.put(name, folder)
     if jax.process_index() == 0:
         serve(engine, config)
     else:
         follow(engine, config)
+
+
+def _named(adapters: Sequence[str]) -> dict[str, str]:
+    """Folders of adapters by name."""
+    named = dict(one.partition("=")[::2] for one in adapters)
+    if len(named) < len(adapters) or not all(name and folder for name, folder in named.items()):
+        raise RequestError(f"--adapters takes NAME=DIR, each name once; got {' '.join(adapters)}")
+    return named
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

@@ -20,9 +20,10 @@ from aspd_jax.formats import open_checkpoint
 from aspd_jax.formats.adapter import Adapter, Factors, open_adapter, write_adapter
 from aspd_jax.formats.folder import write_settings, write_tensors
 from aspd_jax.layout import Layout
+from aspd_jax.model.adapters import adapter_parameters, adapter_tensors, merge_adapters
 from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face, padded
 from aspd_jax.model.transformer import Transformer
-from aspd_jax.model.weights import adapter_tensors, load_parameters, merge_adapters, quantise_layers, tensors_from
+from aspd_jax.model.weights import load_parameters, quantise_layers, tensors_from
 from aspd_jax.tokens import Codec, SpecialTokens, add_special_tokens
 
 
@@ -91,6 +92,7 @@ def load_model(
     lora_rank: int = 0,
     lora_alpha: float = 16.0,
     adapter: str | os.PathLike[str] | None = None,
+    adapters: int = 0,
 ) -> LanguageModel:
     """Load a Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, or a model that has a name.
 
@@ -107,13 +109,16 @@ def load_model(
         lora_rank, lora_alpha: add fresh adapters to the kernels of the layers, and rows of their own for the special
             tokens, for training.
         adapter: a folder in PEFT's format, which was trained on this model; it is merged into the kernels.
+        adapters: room for so many of them, of `lora_rank` each, which requests choose among (`put_adapter`).
 
     Raises:
         CheckpointError: what is missing from, unknown in or unsupported about it; an adapter for another model.
     """
     checkpoint = open_checkpoint(path)
     config = from_hugging_face(checkpoint.hf, dtype)
-    config = replace(config, weights=weights, lora_rank=lora_rank, lora_alpha=lora_alpha)
+    if adapters:
+        lora_rank = lora_alpha = adapters * lora_rank  # their factors hold their scales
+    config = replace(config, weights=weights, lora_rank=lora_rank, lora_alpha=lora_alpha, adapters=adapters)
     tokenizer, special, new_rows = checkpoint.tokenizer, None, {}
     tensors, stored = checkpoint.tensors(), checkpoint.hf.vocab_size
     if tokenizer is not None:
@@ -146,6 +151,26 @@ def load_model(
     )
 
 
+def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None:
+    """Put an adapter into one of the places of a model that was loaded with `adapters`, or make the place empty.
+
+    The parameters become others of the same shapes: programs stay, and who has the old ones may go on with them.
+
+    Raises:
+        CheckpointError: it was not made for this model, or for other positions or another mask; nothing changes then.
+    """
+    if adapter is not None:
+        ids = () if lm.special_tokens is None else lm.special_tokens.ids
+        if adapter.tokens and adapter.tokens != ids:
+            raise CheckpointError(
+                f"{adapter.source} is an adapter for another base: its new tokens are {adapter.tokens}"
+            )
+        for name, value in adapter.settings.items():
+            if getattr(lm.config, name) != value:
+                raise CheckpointError(f"{adapter.source} has {name} {value!r}, this model {getattr(lm.config, name)!r}")
+    lm.params = adapter_parameters(lm.config, lm.params, adapter, number)
+
+
 def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | None = None) -> None:
     """Write a Hugging Face folder that `transformers` and `load_model` load; adapters are merged into their kernels.
 
@@ -157,6 +182,8 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
     Raises:
         CheckpointError: something is at `path` already.
     """
+    if lm.config.adapters:
+        raise CheckpointError("a model with several adapters is not one model to save")
     hf_config = {
         **lm.hf_config,
         "vocab_size": lm.config.vocab_size,

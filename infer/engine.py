@@ -17,6 +17,7 @@ from infer.answers.answer import Result
 from infer.decode.recogniser import TextReader, TextTags, of_text
 from infer.decode.state import MOST_BRANCHES, EngineConfig, Tags
 from infer.request import Job, Mode, SamplingParams
+from infer.scheduling.adapters import Adapters
 from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import capacity_for
 from infer.scheduling.handle import NO_LIMIT, Handle
@@ -46,6 +47,9 @@ class Engine:
         draft_tokens: guesses per stretch and pass, looked up in what was said before, and verified; 0: none. Answers
             are the same token by token; where guesses do not pay for the wider passes, they are left out.
         text_tags: of a model without special tokens: it writes them as text, as these ask it to; None: special tokens.
+
+    Attributes:
+        adapters: of a model that was loaded with room for some: `adapters.put(name, folder)`, `adapters.remove(name)`.
     """
 
     def __init__(
@@ -101,10 +105,12 @@ class Engine:
         policy = Policy.parse(branch_policy)
         self._answers: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
         self._schemas: Schemas | None = None
+        self.adapters = Adapters(lm, lambda: self.scheduler.adapters_in_use())
         capacity = capacity_for(self.max_length)
         self.scheduler = Scheduler(
-            lm, self.config, max_batch, capacity, policy, reuse, self._remember, self._constrain, reader
-        )
+            lm, self.config, max_batch, capacity, policy, reuse,
+            self._remember, self._constrain, self.adapters.place, reader,
+        )  # fmt: skip
 
     def encode(self, prompt: Prompt, mode: Mode = "adaptive") -> list[int]:
         """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are.
@@ -181,6 +187,7 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         mode: Mode | Sequence[Mode] = "adaptive",
+        adapter: str | Sequence[str] = "",
     ) -> list[Result]:
         """Answer prompts; results come in their order, and each is the same alone and in any batch.
 
@@ -188,15 +195,21 @@ class Engine:
             prompts: text, messages or token ids each.
             params: one for all, or one each.
             mode: `adaptive` (the model decides when to fork) or `serial`; one for all, or one each.
+            adapter: name of an adapter of `adapters`; empty: none. One for all, or one each.
 
         Raises:
             RequestError: which request breaks which limit; nothing has been decoded then.
         """
-        handles = [self.scheduler.submit(job) for job in self._jobs(prompts, params, mode)]
+        handles = [self.scheduler.submit(job) for job in self._jobs(prompts, params, mode, adapter)]
         return [handle.wait() for handle in handles]
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", steps: int = NO_LIMIT
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        mode: Mode = "adaptive",
+        steps: int = NO_LIMIT,
+        adapter: str = "",
     ) -> Handle:
         """Queue a request, whatever else is under way.
 
@@ -208,15 +221,17 @@ class Engine:
         """
         if steps < 1:
             raise RequestError(f"steps must be at least 1, got {steps}")
-        return self.scheduler.submit(self.check(prompt, params, mode), steps)
+        return self.scheduler.submit(self.check(prompt, params, mode, adapter), steps)
 
-    def check(self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive") -> Job:
+    def check(
+        self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", adapter: str = ""
+    ) -> Job:
         """A request that `scheduler.submit` takes; from any thread.
 
         Raises:
             RequestError: which limit it breaks.
         """
-        return self._job(prompt, params or SamplingParams(), mode)
+        return self._job(prompt, params or SamplingParams(), mode, adapter)
 
     def step(self, steps: int = NO_LIMIT) -> bool:
         """Do a chunk of what was submitted; false if there is nothing to do. Handles that are waited for do it too."""
@@ -275,6 +290,7 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         mode: Mode | Sequence[Mode],
+        adapter: str | Sequence[str],
     ) -> list[Job]:
         if isinstance(prompts, str):
             raise RequestError("generate takes a list of prompts, got a string; write [prompt]")
@@ -282,18 +298,19 @@ class Engine:
         params = params or SamplingParams()
         each_params = [params] * count if isinstance(params, SamplingParams) else list(params)
         each_mode = [mode] * count if isinstance(mode, str) else list(mode)
-        for name, values in (("params", each_params), ("mode", each_mode)):
+        each_adapter = [adapter] * count if isinstance(adapter, str) else list(adapter)
+        for name, values in (("params", each_params), ("mode", each_mode), ("adapter", each_adapter)):
             if len(values) != count:
                 raise RequestError(f"{name} has {len(values)} entries for {count} prompts")
         jobs = []
-        for number, request in enumerate(zip(prompts, each_params, each_mode, strict=True)):
+        for number, request in enumerate(zip(prompts, each_params, each_mode, each_adapter, strict=True)):
             try:
                 jobs.append(self._job(*request))
             except RequestError as error:
                 raise RequestError(f"request {number}: {error}") from None
         return jobs
 
-    def _job(self, prompt: Prompt, params: SamplingParams, mode: Mode) -> Job:
+    def _job(self, prompt: Prompt, params: SamplingParams, mode: Mode, adapter: str) -> Job:
         if mode == "adaptive" and self.lm.special_tokens is None and self.text_tags is None:
             raise RequestError("this model has no special tokens to fork with; use mode='serial', or give text_tags")
         if params.stop and self.lm.tokenizer is None:
@@ -314,7 +331,7 @@ class Engine:
             )
         prompt_layout(self.lm, self.config, ids)
         seed = secrets.randbits(32) if params.seed is None else params.seed
-        return Job(tuple(ids), params, mode, min(params.max_new_tokens, room), seed)
+        return Job(tuple(ids), params, mode, min(params.max_new_tokens, room), seed, self.adapters.number(adapter))
 
 
 def _read_text(

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from aspd_jax.errors import AspdError
 from aspd_jax.processes import tell_all
 from infer.answers.logprobs import TokenLogprob, token_logprobs
 from infer.engine import Engine
@@ -46,12 +47,15 @@ class StepCommand:
 
     Attributes:
         asked: new requests.
+        adapter: name and folder of an adapter that later requests may ask for; without a folder: may no longer; without
+            a name: nothing changes. All processes have to see the folder.
         cancelled: numbers of requests that are given up.
         steps: most passes of the chunk.
         last: there will be no further command.
     """
 
     asked: tuple[Asked, ...] = ()
+    adapter: tuple[str, str] = ("", "")
     cancelled: tuple[int, ...] = ()
     steps: int = 1
     last: bool = False
@@ -64,7 +68,8 @@ class StepCommand:
     def from_bytes(cls, data: bytes) -> StepCommand:
         """What another process wrote."""
         fields = json.loads(data)
-        return cls(tuple(map(_asked, fields["asked"])), tuple(fields["cancelled"]), fields["steps"], fields["last"])
+        fields["asked"] = map(_asked, fields["asked"])
+        return cls(**fields | {name: tuple(fields[name]) for name in ("asked", "adapter", "cancelled")})
 
 
 def _asked(fields: dict[str, Any]) -> Asked:
@@ -79,12 +84,14 @@ class Lockstep:
     Attributes:
         handles: requests under way, by number.
         logprobs: of requests that have ended and want them, until somebody takes them; None: they failed.
+        refused: why the last command changed no adapter; empty: it did, or was not asked to.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.handles: dict[int, Handle] = {}
         self.logprobs: dict[int, list[TokenLogprob] | None] = {}
+        self.refused = ""
         self._alternatives: dict[int, int] = {}
 
     def lead(self, command: StepCommand) -> None:
@@ -111,14 +118,27 @@ class Lockstep:
         for asked in command.asked:
             handle = self.handles[asked.number] = scheduler.submit(asked.job)
             handle.wanted = asked.grows
+            if not self.engine.adapters.there(asked.job.adapter):  # it went between the check and now
+                scheduler.cancel(handle)
             if asked.alternatives is not None:
                 self._alternatives[asked.number] = asked.alternatives
+        self._change(*command.adapter)  # after the requests that have asked for what goes
         for number in command.cancelled:
             scheduler.cancel(self.handles[number])
             self._alternatives.pop(number, None)
         self.engine.step(command.steps)
         for number in [number for number in self._alternatives if self.handles[number].result is not None]:
             self.logprobs[number] = self._of(self.handles[number], self._alternatives.pop(number))
+
+    def _change(self, name: str, folder: str) -> None:
+        self.refused = ""
+        try:
+            if folder:
+                self.engine.adapters.put(name, folder)
+            elif name:
+                self.engine.adapters.remove(name)
+        except AspdError as error:
+            self.refused = str(error)
 
     def forget(self, number: int) -> None:
         """Nobody will ask for this request again."""
@@ -129,7 +149,8 @@ class Lockstep:
     def _of(self, handle: Handle, alternatives: int) -> list[TokenLogprob] | None:
         assert handle.result is not None
         try:
-            return token_logprobs(self.engine.lm, self.engine.config, handle.result, alternatives)
+            adapter = self.engine.adapters.place(handle.job.adapter)
+            return token_logprobs(self.engine.lm, self.engine.config, handle.result, alternatives, adapter)
         except Exception:
             log.exception("log probabilities of an answer")
             return None

@@ -88,6 +88,7 @@ class Job:
         prompt: token ids, at least one.
         budget: tokens the answer may have, within `max_new_tokens` and what the cache has room for.
         seed: of its random streams.
+        adapter: number of an adapter (`infer.scheduling.adapters`); 0: none.
     """
 
     prompt: tuple[int, ...]
@@ -95,6 +96,7 @@ class Job:
     mode: Mode
     budget: int
     seed: int
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, Mode)

@@ -17,7 +17,8 @@ from aspd_jax import LanguageModel, build_layout, load_model, save_model
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.adapter import CONFIG, WEIGHTS
 from aspd_jax.language_model import save_adapter
-from aspd_jax.model.weights import ADAPTERS, merge_adapters
+from aspd_jax.model.adapters import merge_adapters
+from aspd_jax.model.weights import ADAPTERS
 from tests.conftest import tiny_config, write_checkpoint
 from tests.make_parity import QWEN2
 from tests.test_model import SPECIAL

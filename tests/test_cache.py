@@ -49,7 +49,7 @@ class Fed(NamedTuple):
                 slot[flat] = place
                 fields[:, flat] = 100 * (flat + 1) + np.arange(6)
         tokens, kind, *layout = map(jnp.asarray, fields)
-        return TokenBatch(tokens, Layout(*layout), jnp.asarray(row), jnp.asarray(slot), kind, jnp.arange(size))
+        return TokenBatch(tokens, Layout(*layout), jnp.asarray(row), jnp.asarray(slot), kind, kind, jnp.arange(size))
 
 
 @st.composite

@@ -41,6 +41,7 @@ params = st.builds(
 jobs = st.builds(
     Job,
     prompt=st.lists(numbers, min_size=1, max_size=40).map(tuple),
+    adapter=numbers,
     params=params,
     mode=st.sampled_from(["adaptive", "serial"]),
     budget=numbers,
@@ -49,6 +50,7 @@ jobs = st.builds(
 turns = st.builds(
     StepCommand,
     asked=st.lists(st.builds(Asked, numbers, jobs, st.booleans(), st.none() | numbers), max_size=3).map(tuple),
+    adapter=st.tuples(st.text(max_size=3), st.text(max_size=3)),
     cancelled=st.lists(numbers, max_size=3).map(tuple),
     steps=numbers,
     last=st.booleans(),

@@ -100,6 +100,7 @@ CHANGES: dict[str, tuple[ModelConfig, Any]] = {
     "weights": (BASE, "int8"),
     "lora_rank": (BASE, 2),
     "lora_alpha": (replace(BASE, lora_rank=2), 4.0),
+    "adapters": (replace(BASE, lora_rank=2), 2),
     "new_tokens": (BASE, (17, 18)),
     "vocab_padding": (BASE, 8),
 }
@@ -303,6 +304,7 @@ def fed(
             row=padded(np.asarray(rows)[owner], 4),
             slot=padded(slot, capacity),
             kind=padded(0 * place, 0),
+            adapter=padded(0 * place, 0),
             logits_at=jnp.arange(bucket.tokens)[::-1],
         )
         logits, cache = run({"params": params}, batch, cache)

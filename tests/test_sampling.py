@@ -128,6 +128,7 @@ def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_
         repetition_penalty=jnp.ones(1),
         max_branch_tokens=jnp.ones(1, jnp.int32),
         constrained=jnp.zeros(1, bool),
+        adapter=jnp.full(1, -1),
     )
     out = np.asarray(JITTED_RESTRICT(values[None], request))[0]
     np.testing.assert_array_equal(out, np.where(most, values, -np.inf))

@@ -69,7 +69,7 @@ class Adapter:
             if layer in self.factors:
                 change = self.factors[layer].change()
                 self._same(layer, change.shape, tensor.shape, source)
-                tensor = (tensor.astype(np.float32) + change).astype(tensor.dtype)
+                tensor = tensor.astype(np.float32) + change  # rounded once, when it is a parameter
             if layer in self.rows:
                 self._same(layer, self.rows[layer].shape[1:], tensor.shape[1:], source)
                 tensor = np.pad(tensor, ((0, max(0, max(self.tokens) + 1 - len(tensor))), (0, 0)))

@@ -58,6 +58,7 @@ class TokenBatch(NamedTuple):
         row: of the cache; B at padding.
         slot: of the row; C at padding.
         kind: as in `Cache`.
+        adapter: of the request that a token belongs to, where the model has several; negative: none.
         logits_at: which of the T tokens get logits.
     """
 
@@ -66,6 +67,7 @@ class TokenBatch(NamedTuple):
     row: Int32[Array, " T"]
     slot: Int32[Array, " T"]
     kind: Int32[Array, " T"]
+    adapter: Int32[Array, " T"]
     logits_at: Int32[Array, " L"]
 
 

@@ -74,6 +74,8 @@ class ModelConfig:
         attention, decode_attention: back ends (`model.attention.BACK_ENDS`) for full passes and over a cache.
         lora_rank: rank of the adapters beside the kernels of all layers; 0: none.
         lora_alpha: adapters count `lora_alpha / lora_rank`.
+        adapters: so many adapters lie one behind the other in `lora_rank`, and every token of a pass over the cache has
+            one of them, or none; 0: there is one, for all tokens.
         new_tokens: ids whose rows of embedding and head are parameters of their own, so that they are trained while
             all other rows are not.
     """
@@ -108,6 +110,7 @@ class ModelConfig:
     decode_attention: str = "decode"
     lora_rank: int = 0
     lora_alpha: float = 16.0
+    adapters: int = 0
     new_tokens: tuple[int, ...] = ()
     vocab_padding: int = 0
 
@@ -119,6 +122,8 @@ class ModelConfig:
         for field, names in (("attention", list(BACK_ENDS)), ("decode_attention", over_cache)):
             if getattr(self, field) not in names:
                 raise ConfigError(f"{field} must be one of {', '.join(names)}; got {getattr(self, field)!r}")
+        if self.adapters and (not self.lora_rank or self.lora_rank % self.adapters):
+            raise ConfigError(f"lora_rank ({self.lora_rank}) must be a multiple of adapters ({self.adapters})")
         if self.heads % self.kv_heads:
             raise CheckpointError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
 

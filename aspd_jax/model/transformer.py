@@ -121,7 +121,8 @@ class Projection(nn.Module):
     dtype: Any = None
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, ranks: jax.Array | None = None) -> jax.Array:
+        """Args: ranks: which ranks of the adapters count for each token [..., R]; None: all."""
         c, inputs, first = self.config, self.inputs, self.inputs_first
         sizes = x.shape[-inputs:]
         into, out = (self.axes[:inputs], self.axes[inputs:]) if first else (self.axes[-inputs:], self.axes[:-inputs])
@@ -144,7 +145,9 @@ class Projection(nn.Module):
         if rank:
             down = weight("lora_down", fan_in_normal(inputs), (rank, *sizes), ("rank", *into), jnp.float32)
             up = weight("lora_up", nn.initializers.zeros, (*self.features, rank), (*out, "rank"), jnp.float32)
-            y = y + c.lora_alpha / rank * times(times(x, down, inputs), up, 1)
+            low = times(x, down, inputs)
+            low = low if ranks is None else low * ranks
+            y = y + c.lora_alpha / rank * times(low, up, 1)
         if self.bias:
             y = y + weight("bias", nn.initializers.zeros, self.features, out).astype(c.dtype)
         return y
@@ -184,12 +187,19 @@ class AttentionLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, rope: Rope, context: View | OverCache, cache: LayerCache | None, window: Window
+        self,
+        x: jax.Array,
+        rope: Rope,
+        context: View | OverCache,
+        cache: LayerCache | None,
+        window: Window,
+        ranks: jax.Array | None,
     ) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
         # One product for everything that looks at `x`: few rows cost what reading the kernels costs.
         axes, group = ("kv_heads", "group", "head", "embed"), c.heads // c.kv_heads
-        joint = Projection(c, (c.kv_heads, group + 2, c.head_dim), axes, bias=c.query_bias, name="query_key_value")(x)
+        projection = Projection(c, (c.kv_heads, group + 2, c.head_dim), axes, bias=c.query_bias, name="query_key_value")
+        joint = projection(x, ranks)
         query, key, value = joint[..., :group, :], joint[..., group, :], joint[..., group + 1, :]
         query = query.reshape(*x.shape[:-1], c.heads, c.head_dim)
         if c.query_norm:
@@ -213,7 +223,7 @@ class AttentionLayer(nn.Module):
             out = jnp.concatenate(parts)[context.rows.place]
         out = out.reshape(query.shape)
         output = Projection(c, (c.hidden_size,), ("heads", "head", "embed"), 2, True, c.output_bias, name="output")
-        return output(out), cache
+        return output(out, ranks), cache
 
 
 class FeedForward(nn.Module):
@@ -222,12 +232,13 @@ class FeedForward(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, ranks: jax.Array | None) -> jax.Array:
         c = self.config
         bias = c.feed_forward_bias
-        both = Projection(c, (2, c.feed_forward), ("pair", "feed_forward", "embed"), bias=bias, name="gate_up")(x)
+        gate_up = Projection(c, (2, c.feed_forward), ("pair", "feed_forward", "embed"), bias=bias, name="gate_up")
+        both = gate_up(x, ranks)
         down = Projection(c, (c.hidden_size,), ("feed_forward", "embed"), 1, True, bias, name="down")
-        return down(ACTIVATION[c.activation](both[..., 0, :]) * both[..., 1, :])
+        return down(ACTIVATION[c.activation](both[..., 0, :]) * both[..., 1, :], ranks)
 
 
 class Layer(nn.Module):
@@ -238,18 +249,27 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, rope: Rope, context: View | OverCache, cache: LayerCache | None, window: Window
+        self,
+        x: jax.Array,
+        rope: Rope,
+        context: View | OverCache,
+        cache: LayerCache | None,
+        window: Window,
+        ranks: jax.Array | None,
     ) -> tuple[jax.Array, LayerCache | None]:
+        """Args: ranks: which ranks of the adapters count for each token [..., R]; None: all."""
         c = self.config
         normed = RMSNorm(c, name="attention_norm")(x)
-        out, cache = AttentionLayer(c, self.mesh, name="attention")(normed, rope, context, cache, window)
+        out, cache = AttentionLayer(c, self.mesh, name="attention")(normed, rope, context, cache, window, ranks)
         x = x + (RMSNorm(c, name="attention_after_norm")(out) if c.after_norms else out)
-        out = FeedForward(c, name="feed_forward")(RMSNorm(c, name="feed_forward_norm")(x))
+        out = FeedForward(c, name="feed_forward")(RMSNorm(c, name="feed_forward_norm")(x), ranks)
         return x + (RMSNorm(c, name="feed_forward_after_norm")(out) if c.after_norms else out), cache
 
 
 class NewTokens(nn.Module):
-    """Rows of embedding and head for `ModelConfig.new_tokens`, float32 [T, D] each; one for both in a tied model."""
+    """Rows of embedding and head for `ModelConfig.new_tokens`, float32 [T, D] each, or [A, T, D] of A adapters; one for
+    both in a tied model.
+    """
 
     config: ModelConfig
 
@@ -257,13 +277,24 @@ class NewTokens(nn.Module):
         """The rows."""
         c = self.config
         for name in ("embedding",) if c.tied else ("embedding", "head"):
-            make = nn.with_partitioning(nn.initializers.normal(0.02), ("new_tokens", "embed"))
-            setattr(self, name, self.param(name, make, (len(c.new_tokens), c.hidden_size), jnp.float32))
+            of_adapters = (c.adapters,) if c.adapters else ()
+            axes = (*(None for _ in of_adapters), "new_tokens", "embed")
+            make = nn.with_partitioning(nn.initializers.normal(0.02), axes)
+            shape = (*of_adapters, len(c.new_tokens), c.hidden_size)
+            setattr(self, name, self.param(name, make, shape, jnp.float32))
 
-    def __call__(self, tokens: jax.Array, x: jax.Array) -> jax.Array:
-        """Embeddings [..., D] of tokens [...], with the rows in the places of new tokens."""
+    def __call__(self, tokens: jax.Array, x: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
+        """Embeddings [..., D] of tokens [...], with the rows in the places of new tokens.
+
+        Args:
+            adapter: of each token, where there are several.
+        """
         mine = tokens[..., None] == jnp.asarray(self.config.new_tokens)
-        rows = product(mine.astype(x.dtype), self.embedding.astype(x.dtype), inputs_first=True)
+        if adapter is not None:
+            of_adapter = adapter[..., None] == jnp.arange(self.config.adapters)
+            mine = (of_adapter[..., None] & mine[..., None, :]).reshape(*tokens.shape, -1)
+        table = self.embedding.reshape(-1, self.embedding.shape[-1]).astype(x.dtype)
+        rows = product(mine.astype(x.dtype), table, inputs_first=True)
         return jnp.where(mine.any(axis=-1, keepdims=True), rows, x)
 
 
@@ -308,29 +339,34 @@ class Transformer(nn.Module):
         if c.new_tokens:
             setattr(self, NEW_TOKENS, NewTokens(c))
 
-    def __call__(self, tokens: jax.Array, layout: Layout, *, head: bool = True) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, layout: Layout, *, head: bool = True, adapter: jax.Array | None = None
+    ) -> jax.Array:
         """A full pass: logits of every token.
 
         Args:
             tokens: int32 [B, S].
             layout: of the tokens, int32 [B, S] each.
             head: false: stop before the head, for a loss that takes `lm_head` of a part at a time.
+            adapter: of each token, int32 [B, S], where there are several; negative: none. It goes with the head.
 
         Returns:
             float32 [B, S, V]; without the head, [B, S, D].
         """
         c = self.config
         layout = Layout(*(jnp.asarray(field) for field in layout))
-        x = self.spread(self.embedded(jnp.asarray(tokens)))
-        ropes, view = self.ropes(layout.position), View(layout, layout)
+        if c.adapters:
+            adapter = jnp.full(layout.position.shape, -1) if adapter is None else adapter
+        x = self.spread(self.embedded(jnp.asarray(tokens), adapter))
+        ropes, view, ranks = self.ropes(layout.position), View(layout, layout), self.ranks(adapter)
         if self.scan:
             x = self.scanned(x, ropes, view)
         else:
             for number in range(c.layers):
-                x, _ = self._layer(number)(x, ropes[c.layer_rope(number)], view, None, c.layer_window(number))
+                x, _ = self._layer(number)(x, ropes[c.layer_rope(number)], view, None, c.layer_window(number), ranks)
                 x = self.spread(x)
         x = self.norm(x)
-        return self.logits(x) if head or self.is_initializing() else x
+        return self.logits(x, adapter) if head or self.is_initializing() else x
 
     def decode(self, batch: TokenBatch, cache: Cache, bucket: Bucket) -> tuple[jax.Array, Cache]:
         """A pass over new tokens on top of a cache; they are added to it, and see it.
@@ -357,34 +393,44 @@ class Transformer(nn.Module):
             )
             for part in rows.parts
         )
-        shared = self.ropes(batch.layout.position), OverCache(batch, rows, views)
-        ropes, context = computed_once(shared, cache.length[0] >= 0)
+        adapter = batch.adapter if c.adapters else None
+        shared = self.ropes(batch.layout.position), OverCache(batch, rows, views), self.ranks(adapter)
+        ropes, context, ranks = computed_once(shared, cache.length[0] >= 0)
         batch = context.batch
-        x = self.embedded(batch.tokens)
+        x = self.embedded(batch.tokens, adapter)
         layers = []
         for number, layer in enumerate(cache.layers):
             rope, window = ropes[c.layer_rope(number)], c.layer_window(number)
-            x, layer = self._layer(number)(x, rope, context, layer, window)
+            x, layer = self._layer(number)(x, rope, context, layer, window, ranks)
             layers.append(layer)
-        return self.logits(self.norm(x[batch.logits_at])), cache._replace(layers=tuple(layers))
+        adapter = None if adapter is None else adapter[batch.logits_at]
+        return self.logits(self.norm(x[batch.logits_at]), adapter), cache._replace(layers=tuple(layers))
 
     def ropes(self, position: jax.Array) -> dict[RopeConfig, Rope]:
         """Rotations of positions [...], for every kind of layer."""
         c = self.config
         return {rope: rotation(rope, c.head_dim, position) for rope in map(c.layer_rope, range(c.layers))}
 
-    def embedded(self, tokens: jax.Array) -> jax.Array:
-        """Embeddings [..., D] of tokens [...]."""
+    def ranks(self, adapter: jax.Array | None) -> jax.Array | None:
+        """Which ranks of the adapters count for tokens [...] with these adapters: [..., R], 0 or 1."""
+        c = self.config
+        if adapter is None:
+            return None
+        of_rank = jnp.arange(c.lora_rank) // (c.lora_rank // c.adapters)
+        return (adapter[..., None] == of_rank).astype(c.dtype)
+
+    def embedded(self, tokens: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
+        """Embeddings [..., D] of tokens [...], each with its adapter where there are several."""
         c, x = self.config, self.embedding(tokens)
-        x = getattr(self, NEW_TOKENS)(tokens, x) if c.new_tokens else x
+        x = getattr(self, NEW_TOKENS)(tokens, x, adapter) if c.new_tokens else x
         return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Float32 [..., V] of normed activations [..., D]."""
+    def logits(self, x: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
+        """Float32 [..., V] of normed activations [..., D], each with its adapter where there are several."""
         c = self.config
         logits = product(x, self.embedding.embedding, dtype=jnp.float32) if c.tied else self.head(x)
         rows = getattr(self, NEW_TOKENS) if c.new_tokens else None
-        return _completed(c, logits, x, rows and (rows.embedding if c.tied else rows.head))
+        return _completed(c, logits, x, rows and (rows.embedding if c.tied else rows.head), adapter=adapter)
 
     def _layer(self, number: int) -> Any:
         return getattr(self, f"layer_{number}")
@@ -400,7 +446,7 @@ class Transformer(nn.Module):
             rope = ropes[every[0]]
             for number, other in enumerate(every[1:], 1):
                 rope = jax.tree.map(partial(jnp.where, kind == number), ropes[other], rope)
-            x, _ = module(x, rope, view, None, window if mixed else windows[0])
+            x, _ = module(x, rope, view, None, window if mixed else windows[0], None)
             return self.spread(x), None
 
         # A layer without a window, among others that have one, has one that nothing falls out of.
@@ -436,10 +482,18 @@ class Head(NamedTuple):
 HEAD_AXES = Head(("vocabulary", "embed"), ("new_tokens", "embed"))  # logical axes
 
 
-def head_of(config: ModelConfig, params: Any) -> Head:
-    """The head among all parameters."""
+def head_of(config: ModelConfig, params: Any, adapter: jax.Array | int = -1) -> Head:
+    """The head among all parameters.
+
+    Args:
+        adapter: whose rows of new tokens it has, where there are several; negative: nobody's.
+    """
     kernel = params["embedding"]["embedding"] if config.tied else params["head"]["kernel"]
-    return Head(kernel, params[NEW_TOKENS]["embedding" if config.tied else "head"] if config.new_tokens else None)
+    rows = params[NEW_TOKENS]["embedding" if config.tied else "head"] if config.new_tokens else None
+    if rows is not None and config.adapters:
+        of_all = kernel[jnp.asarray(config.new_tokens)].astype(rows.dtype)
+        rows = jnp.where(adapter >= 0, rows[jnp.maximum(adapter, 0)], of_all)
+    return Head(kernel, rows)
 
 
 def lm_head(config: ModelConfig, head: Head, x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
@@ -453,20 +507,30 @@ def lm_head(config: ModelConfig, head: Head, x: jax.Array, first: int | jax.Arra
 
 
 def _completed(
-    config: ModelConfig, logits: jax.Array, x: jax.Array, rows: jax.Array | None, first: int | jax.Array = 0
+    config: ModelConfig,
+    logits: jax.Array,
+    x: jax.Array,
+    rows: jax.Array | None,
+    first: int | jax.Array = 0,
+    adapter: jax.Array | None = None,
 ) -> jax.Array:
-    """Logits [..., V] of activations [..., D]: those of new tokens by their own rows of the head, [T, D], if they have
-    any; those of padding hidden.
+    """Logits [..., V] of activations [..., D]: those of new tokens by their own rows of the head, [T, D] or [A, T, D],
+    if they have any; those of padding hidden.
 
     Args:
         first: id of the first logit; new tokens that are not among them are left out.
+        adapter: [...], where there are A; negative: new tokens have the rows of all others.
     """
     if config.vocab_padding:
         logits = jnp.where(first + jnp.arange(logits.shape[-1]) < config.vocab_size, logits, HIDDEN)
     if rows is None:
         return logits
-    own = product(x, rows.astype(x.dtype), dtype=jnp.float32)
+    own = product(x, rows.reshape(-1, rows.shape[-1]).astype(x.dtype), dtype=jnp.float32)
     places = jnp.asarray(config.new_tokens) - first
+    if adapter is not None:
+        of_adapters = own.reshape(*adapter.shape, config.adapters, -1)
+        own = jnp.take_along_axis(of_adapters, jnp.maximum(adapter, 0)[..., None, None], axis=-2)[..., 0, :]
+        own = jnp.where(adapter[..., None] >= 0, own, logits[..., places])
     outside = logits.shape[-1]  # a negative index would count from the end
     return logits.at[..., jnp.where(places < 0, outside, places)].set(own, mode="drop")
 

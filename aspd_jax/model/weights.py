@@ -190,7 +190,7 @@ def load_parameters(
             own = (NEW_TOKENS, path[0])
             if own in leaves:
                 rows = array[list(model.config.new_tokens)].astype(leaves[own].dtype)
-                loaded[own] = _place(rows, places[own])
+                loaded[own] = _place(np.broadcast_to(rows, leaves[own].shape), places[own])
         missing.discard(name)
         parts.setdefault(path, {})[tensor.part.start if tensor.part else 0] = tensor.read(array, shape)
         if len(parts[path]) < awaited[path]:
@@ -243,51 +243,6 @@ def _adapter(path: Path_, leaf: Any, sharding: Any) -> jax.Array:
     random = np.random.default_rng(crc32("/".join(path).encode()))
     fan_in = prod(leaf.shape[1:])
     return _place(random.standard_normal(leaf.shape).astype(leaf.dtype) * fan_in**-0.5, sharding)
-
-
-def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
-    """Parameters of a model without adapters and with float kernels that computes the same; on the host."""
-    leaves = flatten_dict(parameters)
-    merged = {path: leaf for path, leaf in leaves.items() if path[-1] not in MADE_HERE and path[0] != NEW_TOKENS}
-    for path in leaves:
-        if path[-1] != "kernel":
-            continue
-        kernel = np.asarray(jax.device_get(leaves[path]))
-        scale, down, up = (leaves.get((*path[:-1], name)) for name in ("kernel_scale", *ADAPTERS))
-        dtype = kernel.dtype
-        if scale is not None:
-            dtype = jnp.dtype(config.dtype)
-            scale = np.expand_dims(np.asarray(jax.device_get(scale)), input_axes(path))
-            kernel = kernel.astype(np.float32) * scale
-        if down is not None and up is not None:
-            change = np.tensordot(np.asarray(jax.device_get(up)), np.asarray(jax.device_get(down)), 1)
-            change = np.moveaxis(change, 0, -1) if path[-2] in WRITING else change
-            kernel = kernel.astype(np.float32) + config.lora_alpha / config.lora_rank * change
-        merged[path] = kernel.astype(dtype)
-    for name, of in (("embedding", ("embedding", "embedding")), ("head", ("head", "kernel"))):
-        if (rows := leaves.get((NEW_TOKENS, name))) is not None:
-            merged[of] = np.array(jax.device_get(leaves[of]))
-            merged[of][list(config.new_tokens)] = np.asarray(jax.device_get(rows))
-    return unflatten_dict(merged)
-
-
-def adapter_tensors(
-    config: ModelConfig, parameters: Any
-) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, np.ndarray]]:
-    """What is trained with LoRA, under Hugging Face names, on the host: factors (down [R, inputs], up [outputs, R]) of
-    each linear layer, and rows [T, D] of embedding and head. Layers that are parts of one here share their down.
-    """
-    leaves = flatten_dict(parameters)
-    factors = {}
-    for name, tensor in tensors_of(config, leaves).items():
-        down, up = (leaves.get((*tensor.path[:-1], part)) for part in ADAPTERS)
-        if tensor.path[-1] == "kernel" and down is not None and up is not None:
-            part = tensor.cut(np.asarray(jax.device_get(up)))
-            flat = np.asarray(jax.device_get(down)).reshape(config.lora_rank, -1)
-            factors[name.removesuffix(".weight")] = (flat, part.reshape(-1, config.lora_rank))
-    names = {"embedding": "model.embed_tokens", "head": "lm_head"}
-    rows = {name: leaves.get((NEW_TOKENS, of)) for of, name in names.items()}
-    return factors, {name: np.asarray(jax.device_get(own)) for name, own in rows.items() if own is not None}
 
 
 def _with_new_rows(tensor: np.ndarray, rows: int, new_rows: Mapping[int, int]) -> np.ndarray:

@@ -33,11 +33,14 @@ class TokenLogprob(NamedTuple):
     top: list[tuple[int, float]]
 
 
-def token_logprobs(lm: LanguageModel, config: EngineConfig, result: Result, alternatives: int) -> list[TokenLogprob]:
+def token_logprobs(
+    lm: LanguageModel, config: EngineConfig, result: Result, alternatives: int, adapter: int = -1
+) -> list[TokenLogprob]:
     """Of every token of the plain text, in reading order.
 
     Args:
         alternatives: how many likeliest tokens to give.
+        adapter: place of the adapter that the answer was decoded with; negative: none.
     """
     prompt, ids = result.prompt_token_ids, result.token_ids
     whole = np.asarray([*prompt, *ids], np.int32)
@@ -47,7 +50,7 @@ def token_logprobs(lm: LanguageModel, config: EngineConfig, result: Result, alte
     real = (np.arange(size) < whole.size)[None]
     layout = build_layout(tokens, config.special, lm.config.positions, padding_mask=real)
     model = Transformer(replace(lm.config, attention="chunked"), mesh=lm.model.mesh)
-    found = jax.device_get(_likeliest(model, lm.params, tokens, layout, alternatives))
+    found = jax.device_get(_likeliest(model, lm.params, tokens, layout, np.int32(adapter), alternatives))
     chosen, top, top_ids = (np.asarray(field)[0] for field in found)
     places = [len(prompt) + place for place in content_places(config, ids)]
     return [
@@ -82,16 +85,17 @@ def content_places(config: EngineConfig, ids: list[int]) -> list[int]:
 
 @partial(jax.jit, static_argnames=("model", "count"))
 def _likeliest(
-    model: Transformer, params: Any, tokens: jax.Array, layout: Layout, count: int
+    model: Transformer, params: Any, tokens: jax.Array, layout: Layout, adapter: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log probability of the token after each, float32 [B, S]; of the likeliest there, [B, S, count]; their ids."""
-    x: jax.Array = jnp.asarray(model.apply({"params": params}, tokens, layout, head=False))
+    of_each = jnp.full(tokens.shape, adapter) if model.config.adapters else None
+    x: jax.Array = jnp.asarray(model.apply({"params": params}, tokens, layout, head=False, adapter=of_each))
     B, S = tokens.shape
     after = jnp.roll(tokens, -1, axis=1)
 
     def chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         hidden, following = part
-        logits = lm_head(model.config, head_of(model.config, params), hidden)
+        logits = lm_head(model.config, head_of(model.config, params, adapter), hidden)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         chosen = jnp.take_along_axis(logprobs, following[..., None], axis=-1)[..., 0]
         return (chosen, *jax.lax.top_k(logprobs, count))

@@ -211,6 +211,7 @@ def next_inputs(state: DecodeState, config: EngineConfig, bucket: Bucket, drafti
         row=row,
         slot=jnp.where(real, slot, capacity),
         kind=_kinds(state.sequence.phase[own], due, config),
+        adapter=state.request.adapter[own],
         logits_at=flat,
     )
     at = jnp.nonzero(real & (due.lane >= 0), size=count, fill_value=bucket.tokens)[0]

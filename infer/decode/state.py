@@ -97,7 +97,11 @@ class EngineConfig:
 
 
 class Request(NamedTuple):
-    """What was asked for."""
+    """What was asked for.
+
+    Attributes:
+        adapter: place among those of the parameters; negative: none.
+    """
 
     adaptive: Bool[Array, " B"]
     seed: UInt32[Array, " B"]
@@ -108,6 +112,7 @@ class Request(NamedTuple):
     repetition_penalty: Float32[Array, " B"]
     max_branch_tokens: Int32[Array, " B"]
     constrained: Bool[Array, " B"]
+    adapter: Int32[Array, " B"]
 
 
 class SequenceState(NamedTuple):

@@ -69,8 +69,13 @@ def begin(
     job: Job,
     row: int,
     beginning: Beginning = NOTHING_KEPT,
+    adapter: int = -1,
 ) -> DecodeState:
-    """Give a row to a request; the next passes feed its prompt."""
+    """Give a row to a request; the next passes feed its prompt.
+
+    Args:
+        adapter: place of its adapter among the parameters; negative: none.
+    """
     layout = prompt_layout(lm, config, job.prompt)
     left = slice(beginning.tokens, len(job.prompt))
     size = min(state.cache.tokens.shape[1], max(LEAST_PROMPT, next_power(left.stop - left.start)))
@@ -91,6 +96,7 @@ def begin(
         "min_p": np.float32(params.min_p),
         "repetition_penalty": np.float32(params.repetition_penalty),
         "max_branch_tokens": np.int32(params.max_branch_tokens),
+        "adapter": np.int32(adapter),
     }
     numbers = {
         "row": row,

@@ -26,12 +26,14 @@ class RowMemory:
         in_order: so many of the first slots hold the first tokens in this order; after a block they do not.
         slots: slots written.
         stamp: when it was last used.
+        adapter: number of the adapter that it was fed with.
     """
 
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     in_order: int = 0
     slots: int = 0
     stamp: int = 0
+    adapter: int = 0
 
 
 class Match(NamedTuple):
@@ -55,7 +57,9 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if different.size else size
 
 
-def best_match(rows: Sequence[RowMemory], target: int, prompt: Sequence[int], spare: int, whole: bool = True) -> Match:
+def best_match(
+    rows: Sequence[RowMemory], target: int, prompt: Sequence[int], spare: int, whole: bool = True, adapter: int = 0
+) -> Match:
     """The row that holds most of a prompt's beginning: all that the row holds, or what is in order of it.
 
     Args:
@@ -63,11 +67,12 @@ def best_match(rows: Sequence[RowMemory], target: int, prompt: Sequence[int], sp
         spare: slots that a row has beyond what prompt and answer need.
         whole: whether a row may be continued after blocks (not in the position scheme `predict`, whose positions
             while decoding differ from those of training).
+        adapter: number of the adapter that the prompt is fed with; what was fed with another is of no use.
     """
     ids = np.asarray(prompt[:-1], np.int32)  # the last token is fed in any case: the first answer token follows from it
     matches = []
     for row, memory in enumerate(rows):
-        common = common_prefix(memory.ids, ids)
+        common = common_prefix(memory.ids, ids) if memory.adapter == adapter else 0
         goes_on = common == memory.ids.size > 0 and memory.slots - common <= spare
         if goes_on and (whole or memory.in_order == memory.slots):
             match = Match(row, Beginning(common, memory.slots), memory.in_order)

@@ -70,6 +70,7 @@ class Scheduler:
         reuse: let a prompt begin with what a row still holds of it.
         ended: called with every result.
         constrain: what follows the schemas of a request.
+        place: of an adapter among the parameters, by its number.
         reader: of tags that are text.
 
     Attributes:
@@ -90,6 +91,7 @@ class Scheduler:
         reuse: bool,
         ended: Callable[[Result], None],
         constrain: Callable[[SamplingParams], Constraint],
+        place: Callable[[int], int],
         reader: TextReader | None = None,
     ) -> None:
         # Room for all drafts of a pass, and for as many slots of rejected ones that are not filled again yet.
@@ -97,7 +99,7 @@ class Scheduler:
         reserve = -(-drafts // LEAST_CAPACITY) * LEAST_CAPACITY
         self._lm, self._config, self._capacity, self._room = lm, config, capacity + reserve, capacity
         self._policy, self._reuse, self._ended, self._reader = policy, reuse, ended, reader
-        self._constrain = constrain
+        self._constrain, self._place = constrain, place
         self.cost: StepCost | None = None
         self.script: Script | None = None
         self.alone: Handle | None = None
@@ -194,6 +196,12 @@ class Scheduler:
             self._change(state)
             return time.perf_counter() - before
 
+    def adapters_in_use(self) -> set[int]:
+        """Numbers of the adapters of all requests that have not ended."""
+        with self._lock:
+            running = [row.handle for row in self._rows if row.handle is not None]
+            return {handle.job.adapter for handle in (*self._waiting, *running)}
+
     def partial(self, handle: Handle) -> Result:
         """A request's answer as far as it is."""
         with self._lock:
@@ -223,8 +231,9 @@ class Scheduler:
             # A prompt is laid out without blocks where tags are text.
             whole = self._lm.config.positions != "predict" and self._reader is None
             memories = [row.memory for row in self._rows] if self._reuse else [RowMemory()] * len(self._rows)
-            match = best_match(memories, target, job.prompt, self._room - len(job.prompt) - job.budget, whole)
-            if self._reuse and self._soon_shared(job.prompt) > match.beginning.tokens:
+            spare = self._room - len(job.prompt) - job.budget
+            match = best_match(memories, target, job.prompt, spare, whole, job.adapter)
+            if self._reuse and self._soon_shared(job) > match.beginning.tokens:
                 break  # what it begins with is being fed for another
             self._waiting.popleft()
             self._give_row(handle, target, match.source, match.beginning, match.in_order, free)
@@ -247,20 +256,21 @@ class Scheduler:
         slots = beginning.slots + tokens.size - beginning.tokens
         kept_in_order = in_order == beginning.slots
         row.handle = handle
-        row.memory = RowMemory(tokens[: beginning.tokens], min(in_order, beginning.slots), beginning.slots, self._stamp)
-        row.prompt = RowMemory(tokens, tokens.size if kept_in_order else in_order, slots)
+        kept, in_order_kept = tokens[: beginning.tokens], min(in_order, beginning.slots)
+        row.memory = RowMemory(kept, in_order_kept, beginning.slots, self._stamp, job.adapter)
+        row.prompt = RowMemory(tokens, tokens.size if kept_in_order else in_order, slots, 0, job.adapter)
         handle.row, handle.reused = target, beginning.tokens
         handle.seconds = {"queued": time.perf_counter() - handle.submitted}
-        self._change(begin(self._lm, self._config, state, job, target, beginning))
+        self._change(begin(self._lm, self._config, state, job, target, beginning, self._place(job.adapter)))
         if job.constrained:
             handle.constraint = self._constrain(job.params)
             self._permit({target: handle.constraint.start()})
         self._cap = None  # it has none yet
 
-    def _soon_shared(self, prompt: Sequence[int]) -> int:
+    def _soon_shared(self, job: Job) -> int:
         """Tokens that a prompt will be able to copy when those that are being fed are there."""
-        ids = np.asarray(prompt[:-1], np.int32)
-        fed = [row.prompt.ids for row in self._rows if row.prompt is not None]
+        ids = np.asarray(job.prompt[:-1], np.int32)
+        fed = [row.prompt.ids for row in self._rows if row.prompt is not None and row.prompt.adapter == job.adapter]
         shared = max((common_prefix(other, ids) for other in fed), default=0)
         return shared if shared >= LEAST_COPIED else 0
 
@@ -424,7 +434,7 @@ class Scheduler:
             row = self._rows[handle.row]
             row.handle = None
             if reading is not None:
-                row.memory = RowMemory(*reading.cached(), reading.slots, self._stamp)
+                row.memory = RowMemory(*reading.cached(), reading.slots, self._stamp, handle.job.adapter)
         final = self._result(handle, reading)
         self._ended(final)
         handle.note(reading.answer if reading else Answer(np.zeros(0, np.int32), (), SERIAL, RUNNING), final)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request
@@ -27,7 +28,7 @@ from infer.server.config import ServerConfig
 from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
 from infer.server.driver import Broken, Busy, Driver, Ticket
 from infer.server.forms import Chat, Form, Text, statistics, usage
-from infer.server.messages import ChatRequest, Common, CompletionRequest, error_body
+from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter, error_body
 from infer.server.metrics import Metrics
 
 log = logging.getLogger("aspd.server")
@@ -80,6 +81,10 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     answers = {200: {"content": {"text/event-stream": {}}}, **errors}
     app.post("/v1/chat/completions", responses=answers, response_model=None)(server.chat)
     app.post("/v1/completions", responses=answers, response_model=None)(server.complete)
+    if config.adapter_folder:
+        refusals: dict[int | str, dict[str, Any]] = {n: errors[n] for n in (400, 401, 404, 408, 411, 413, 422, 503)}
+        app.post("/v1/load_lora_adapter", responses=refusals)(server.load_adapter)
+        app.post("/v1/unload_lora_adapter", responses=refusals)(server.unload_adapter)
     app.get("/v1/models", responses={401: errors[401]})(server.models)
     app.get("/v1/models/{name}", responses={n: errors[n] for n in (401, 404)}, response_model=None)(server.model)
     app.get("/health", responses={503: {"description": "not ready"}}, response_model=None)(server.health)
@@ -89,7 +94,8 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app.openapi_schema = schema = app.openapi()
     for kind in ("ChatRequest", "CompletionRequest"):
         fields = schema["components"]["schemas"][kind]["properties"]
-        fields["model"]["enum"] = [config.name]
+        if not engine.lm.config.adapters:
+            fields["model"]["enum"] = [config.name]
         fields["n"]["anyOf"][0]["maximum"] = config.max_choices
     return app
 
@@ -219,14 +225,37 @@ class _Server:
         return await self._answer(request, body, body.text, Text())
 
     async def models(self) -> dict[str, Any]:
-        """The one model there is."""
-        return {"object": "list", "data": [self._model()]}
+        """The model, and its adapters."""
+        return {"object": "list", "data": [self._model(name) for name in self._names]}
 
     async def model(self, name: str) -> Any:
         """By name."""
-        if name != self._config.name:
-            raise self._unknown(name)
-        return self._model()
+        self._adapter(name)
+        return self._model(name)
+
+    async def load_adapter(self, body: LoadAdapter) -> dict[str, Any]:
+        """Let clients ask for an adapter by its name from now on."""
+        root = Path(self._config.adapter_folder).resolve()
+        folder = (root / body.lora_path).resolve()
+        if not folder.is_relative_to(root):
+            raise Refused(
+                400, f"lora_path: {body.lora_path!r} is not within the folder of adapters", "invalid_request_error"
+            )
+        if body.lora_name == self._config.name:
+            raise Refused(400, f"lora_name: {body.lora_name!r} is the model", "invalid_request_error")
+        await self._change(body.lora_name, str(folder))
+        return self._model(body.lora_name)
+
+    async def unload_adapter(self, body: UnloadAdapter) -> dict[str, Any]:
+        """Let clients no longer ask for an adapter; answers under way go on with it."""
+        if body.lora_name == self._config.name or body.lora_name not in self._names:
+            raise self._unknown(body.lora_name)
+        await self._change(body.lora_name, "")
+        return {"id": body.lora_name, "object": "model", "deleted": True}
+
+    async def _change(self, name: str, folder: str) -> None:
+        if refused := await self._driver.change(name, folder):
+            raise Refused(400, refused, "invalid_request_error")
 
     async def health(self) -> Response:
         """200 once everything is compiled, as long as the engine runs."""
@@ -248,22 +277,35 @@ class _Server:
         text = self._page.replace("{{model}}", escape(self._config.name))
         return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
 
-    def _model(self) -> dict[str, Any]:
-        return {"id": self._config.name, "object": "model", "created": self._started, "owned_by": "aspd"}
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (self._config.name, *self._engine.adapters.names)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        model = {"id": name, "object": "model", "created": self._started, "owned_by": "aspd"}
+        return model if name == self._config.name else model | {"parent": self._config.name}
+
+    def _adapter(self, name: str) -> str:
+        """Of the name of a model; empty: of the base."""
+        if name not in self._names:
+            raise self._unknown(name)
+        return "" if name == self._config.name else name
 
     def _unknown(self, name: str) -> Refused:
-        message = f"there is no model {name!r} here, but {self._config.name!r}"
+        message = f"there is no model {name!r} here, but {', '.join(map(repr, self._names))}"
         return Refused(404, message, "invalid_request_error", "model_not_found")
 
     async def _answer(self, request: Request, body: Any, prompt: Any, form: Form) -> Response:
-        if body.model != self._config.name:
-            raise self._unknown(body.model)
+        adapter = self._adapter(body.model)
         count = body.n or 1
         if count > self._config.max_choices:
             raise Refused(400, f"n: at most {self._config.max_choices} answers, got {count}", "invalid_request_error")
         try:
             jobs = await asyncio.to_thread(
-                lambda: [self._engine.check(prompt, body.params(self._config, n), body.aspd.mode) for n in range(count)]
+                lambda: [
+                    self._engine.check(prompt, body.params(self._config, n), body.aspd.mode, adapter)
+                    for n in range(count)
+                ]
             )
         except RequestError as error:
             too_long = "leaves no room" in str(error)
@@ -276,7 +318,7 @@ class _Server:
         except Busy as busy:
             kind, wait = "rate_limit_exceeded", str(busy.seconds)
             raise Refused(429, str(busy), kind, "queue_full", **{"Retry-After": wait}) from None
-        head = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._config.name}
+        head = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
         deadline = time.monotonic() + self._config.timeout
         if body.stream:
             events = self._stream(body, tickets, form, head, deadline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from aspd_jax.configuration import at_least
 from aspd_jax.errors import ConfigError
@@ -15,6 +16,7 @@ class ServerConfig:
     Attributes:
         host, port: where; loopback unless told otherwise. Port 0: any that is free.
         name: of the model, as clients ask for it.
+        adapter_folder: whose folders clients may name as adapters that they want to ask for; empty: clients may not.
         keys: API keys, one of which every request has to bring; none: no key is asked for.
         max_waiting: requests that may wait for a row of the cache; further ones get 429.
         max_body: bytes of a request, which have to be there within `body_timeout` seconds.
@@ -29,6 +31,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     name: str = "aspd"
+    adapter_folder: str = ""
     keys: tuple[str, ...] = ()
     max_waiting: int = 64
     max_body: int = 1 << 20
@@ -47,5 +50,7 @@ class ServerConfig:
         for name in ("body_timeout", "timeout", "chunk", "drain"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
+        if self.adapter_folder and not Path(self.adapter_folder).is_dir():
+            raise ConfigError(f"adapter_folder: {self.adapter_folder} is no folder")
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
 
@@ -80,6 +81,33 @@ class Ticket:
                 return
 
 
+class Change:
+    """An adapter that clients may ask for from now on, or no longer.
+
+    Args:
+        name: of the adapter.
+        folder: of it; empty: it goes.
+
+    Attributes:
+        done: its result says why it was refused; empty: it was not.
+    """
+
+    def __init__(self, name: str, folder: str) -> None:
+        self.name, self.folder = name, folder
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[str] = self._loop.create_future()
+
+    def tell(self, refused: str) -> None:
+        """From any thread."""
+
+        def tell() -> None:
+            if not self.done.done():
+                self.done.set_result(refused)
+
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(tell)
+
+
 class Occupancy(NamedTuple):
     """Requests that run, and that wait."""
 
@@ -102,7 +130,7 @@ class Driver:
         self._lockstep = Lockstep(engine)
         self._several = jax.process_count() > 1
         self._numbers = count()
-        self._inbox: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Ticket | Change | None] = queue.SimpleQueue()
         self._live: list[Ticket] = []
         self._admitted = 0  # tickets that have not ended, counted where they are submitted
         self._count = threading.Lock()
@@ -144,6 +172,12 @@ class Driver:
             self._inbox.put(ticket)
         return tickets
 
+    async def change(self, name: str, folder: str) -> str:
+        """See `Change`; why it was refused."""
+        change = Change(name, folder)
+        self._inbox.put(change)
+        return await change.done
+
     def cancel(self, ticket: Ticket) -> None:
         """Give a request up; its row is free after the chunk under way."""
         ticket.cancelled = True
@@ -162,43 +196,55 @@ class Driver:
         finally:
             self.ready.clear()
             while not self._inbox.empty():
-                if (ticket := self._inbox.get()) is not None:
-                    self._live.append(ticket)
+                left = self._inbox.get()
+                if isinstance(left, Change):
+                    left.tell("the server ends")
+                elif left is not None:
+                    self._live.append(left)
             for ticket in self._live:
                 ticket.tell(None)
 
     def _turn(self) -> bool:
         """Take what came in, do a chunk, tell what happened; false when told to stop."""
         new: list[Ticket] = []
-        while not (self._live or new) or not self._inbox.empty():
+        change: Change | None = None
+        while change is None and (not (self._live or new) or not self._inbox.empty()):
             try:
-                ticket = self._next()
+                one = self._next()
             except queue.Empty:
                 break
-            if ticket is None:
+            if one is None:
                 self._live += new
                 return False
-            new.append(ticket)
-        self._step(new)
+            if isinstance(one, Change):
+                change = one
+            else:
+                new.append(one)
+        self._step(new, change)
         self._tell()
         return True
 
-    def _next(self) -> Ticket | None:
-        """Wait for a request, or to be told to stop.
+    def _next(self) -> Ticket | Change | None:
+        """Wait for a request, a change, or to be told to stop.
 
         Raises:
             queue.Empty: other processes wait for a turn.
         """
         return self._inbox.get(timeout=HEARTBEAT if self._several else None)
 
-    def _step(self, new: list[Ticket]) -> None:
+    def _step(self, new: list[Ticket], change: Change | None) -> None:
         for ticket in new:
             ticket.number = next(self._numbers)
         self._live += new
         asked = tuple(Asked(ticket.number, ticket.job, ticket.grows, ticket.alternatives) for ticket in new)
         cancelled = tuple(ticket.number for ticket in self._live if ticket.cancelled)
+        adapter = (change.name, change.folder) if change else ("", "")
         try:
-            self._lockstep.lead(StepCommand(asked, cancelled, self._steps))
+            try:
+                self._lockstep.lead(StepCommand(asked, adapter, cancelled, self._steps))
+            finally:
+                if change is not None:
+                    change.tell(self._lockstep.refused)
         except Exception:
             if self._several:  # the other processes are in the middle of it, and cannot be brought back
                 raise

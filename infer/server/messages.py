@@ -206,6 +206,19 @@ class CompletionRequest(Common):
         return self.prompt
 
 
+class LoadAdapter(Strict):
+    """`POST /v1/load_lora_adapter`, as vLLM has it; the path is within the folder that the server was given."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class UnloadAdapter(Strict):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """In OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

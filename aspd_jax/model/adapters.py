@@ -1,0 +1,137 @@
+"""Low-rank adapters among the parameters of a model: merged, taken out, put in (LoRA: Hu et al., 2021).
+
+R ranks of an adapter, T new tokens, D hidden size, A adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from aspd_jax.errors import CheckpointError
+from aspd_jax.formats.adapter import EMBEDDING, HEAD, Adapter
+from aspd_jax.model.config import ModelConfig
+from aspd_jax.model.transformer import NEW_TOKENS
+from aspd_jax.model.weights import ADAPTERS, MADE_HERE, WRITING, Path_, Tensor, input_axes, tensors_of
+
+# The embedding and an untied head: what an adapter calls them, and their parameters.
+ROWS = {"embedding": EMBEDDING, "head": HEAD}
+KERNELS = {"embedding": ("embedding", "embedding"), "head": ("head", "kernel")}
+
+
+def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
+    """Parameters of a model without adapters and with float kernels that computes the same; on the host."""
+    leaves = flatten_dict(parameters)
+    merged = {path: leaf for path, leaf in leaves.items() if path[-1] not in MADE_HERE and path[0] != NEW_TOKENS}
+    for path in leaves:
+        if path[-1] != "kernel":
+            continue
+        kernel = np.asarray(jax.device_get(leaves[path]))
+        scale, down, up = (leaves.get((*path[:-1], name)) for name in ("kernel_scale", *ADAPTERS))
+        dtype = kernel.dtype
+        if scale is not None:
+            dtype = jnp.dtype(config.dtype)
+            scale = np.expand_dims(np.asarray(jax.device_get(scale)), input_axes(path))
+            kernel = kernel.astype(np.float32) * scale
+        if down is not None and up is not None:
+            change = np.tensordot(np.asarray(jax.device_get(up)), np.asarray(jax.device_get(down)), 1)
+            change = np.moveaxis(change, 0, -1) if path[-2] in WRITING else change
+            kernel = kernel.astype(np.float32) + config.lora_alpha / config.lora_rank * change
+        merged[path] = kernel.astype(dtype)
+    for name, of in KERNELS.items():
+        if (rows := leaves.get((NEW_TOKENS, name))) is not None:
+            merged[of] = np.array(jax.device_get(leaves[of]))
+            merged[of][list(config.new_tokens)] = np.asarray(jax.device_get(rows))
+    return unflatten_dict(merged)
+
+
+def adapter_tensors(
+    config: ModelConfig, parameters: Any
+) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, np.ndarray]]:
+    """What is trained with LoRA, under Hugging Face names, on the host: factors (down [R, inputs], up [outputs, R]) of
+    each linear layer, and rows [T, D] of embedding and head. Layers that are parts of one here share their down.
+    """
+    leaves = flatten_dict(parameters)
+    factors = {}
+    for name, tensor in tensors_of(config, leaves).items():
+        down, up = (leaves.get((*tensor.path[:-1], part)) for part in ADAPTERS)
+        if tensor.path[-1] == "kernel" and down is not None and up is not None:
+            part = tensor.cut(np.asarray(jax.device_get(up)))
+            flat = np.asarray(jax.device_get(down)).reshape(config.lora_rank, -1)
+            factors[name.removesuffix(".weight")] = (flat, part.reshape(-1, config.lora_rank))
+    rows = {name: leaves.get((NEW_TOKENS, of)) for of, name in ROWS.items()}
+    return factors, {name: np.asarray(jax.device_get(own)) for name, own in rows.items() if own is not None}
+
+
+def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | None, number: int) -> Any:
+    """Parameters of a model with several adapters, with another one in place `number`, or with none.
+
+    Args:
+        adapter: with rows of all new tokens or of none, which leaves theirs as they are for everybody.
+
+    Raises:
+        CheckpointError: what of it the model has no place for; nothing has changed then.
+    """
+    leaves, rank = flatten_dict(parameters), config.lora_rank // config.adapters
+    mine = slice(number * rank, (number + 1) * rank)
+    parts: dict[Path_, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors_of(config, leaves).items():
+        if tensor.path[-1] == "kernel" and (*tensor.path[:-1], "lora_down") in leaves:
+            parts.setdefault(tensor.path[:-1], []).append((name.removesuffix(".weight"), tensor))
+    if adapter is not None:
+        known = {name for some in parts.values() for name, _ in some} | set(ROWS.values())
+        if unknown := sorted({*adapter.factors, *adapter.rows} - known):
+            raise CheckpointError(f"{adapter.source} is an adapter for another base: this model has no {unknown[0]}")
+    new: dict[Path_, np.ndarray] = {}
+    for path, some in parts.items():
+        down, up = (np.zeros(leaves[(*path, name)].shape, np.float32) for name in ADAPTERS)
+        down, up = down[mine], up[..., mine]
+        if adapter is not None:
+            _fill(adapter, some, down.reshape(rank, -1), up)
+        new[(*path, "lora_down")], new[(*path, "lora_up")] = down, up
+    for name, theirs in ROWS.items():
+        if (own := leaves.get((NEW_TOKENS, name))) is not None:
+            kernel = leaves[KERNELS[name]]
+            rows = adapter.rows.get(theirs) if adapter is not None else None
+            if rows is not None and rows.shape != own.shape[1:]:
+                raise CheckpointError(f"{adapter.source if adapter else ''} has rows {rows.shape} for {theirs}")
+            rows = kernel[jnp.asarray(config.new_tokens)] if rows is None else rows
+            new[NEW_TOKENS, name] = np.asarray(jax.device_get(rows))
+    for path, values in new.items():
+        place = (number,) if path[0] == NEW_TOKENS else (..., mine) if path[-1] == "lora_up" else (mine,)
+        old = leaves[path]
+        leaves[path] = jax.device_put(old.at[place].set(values.astype(old.dtype)), old.sharding)
+    return unflatten_dict(leaves)
+
+
+def _fill(adapter: Adapter, parts: Iterable[tuple[str, Tensor]], down: np.ndarray, up: np.ndarray) -> None:
+    """Write the factors of the linear layers that are one here into its own: down [R, inputs], up [..., R].
+
+    Layers with the same down share its ranks; others have ranks of their own.
+    """
+    rank, used = len(down), 0
+    placed: list[tuple[np.ndarray, slice]] = []
+    for name, tensor in parts:
+        factors = adapter.factors.get(name)
+        if factors is None:
+            continue
+        own = factors.down.astype(np.float32)
+        part = tensor.cut(up)
+        if own.shape[1:] != down.shape[1:] or factors.up.shape != (part[..., 0].size, len(own)):
+            raise CheckpointError(
+                f"{adapter.source} is an adapter for another base: its factors of {name} are "
+                f"{list(own.shape)} and {list(factors.up.shape)}"
+            )
+        at = next((at for other, at in placed if np.array_equal(other, own)), None)
+        if at is None:
+            at, used = slice(used, used + len(own)), used + len(own)
+            if used > rank:
+                raise CheckpointError(f"{adapter.source}: with {name} it needs {used} ranks, adapters have {rank} here")
+            down[at] = own
+            placed.append((own, at))
+        part[..., at] = factors.scale * factors.up.astype(np.float32).reshape(*part.shape[:-1], -1)
