@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import train.loss
 from aspd_jax.model.config import ModelConfig
-from aspd_jax.model.transformer import HEAD_AXES, Head, lm_head
+from aspd_jax.model.vocabulary import HEAD_AXES, Head, lm_head
 from aspd_jax.sharding import make_mesh, named_sharding
 from tests.test_collectives import collectives
 from train.loss import Sums, loss_over_mesh, next_token_loss

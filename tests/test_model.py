@@ -18,7 +18,8 @@ from aspd_jax.layout import Layout
 from aspd_jax.model.attention import BACK_ENDS, View
 from aspd_jax.model.cache import Bucket, TokenBatch, empty_cache
 from aspd_jax.model.config import ModelConfig, RopeConfig
-from aspd_jax.model.transformer import Transformer, head_of, lm_head, stack_layers, unstack_layers
+from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
+from aspd_jax.model.vocabulary import head_of, lm_head
 from aspd_jax.model.weights import abstract_parameters
 from tests.conftest import GOLDEN, tiny_config, write_checkpoint
 from tests.make_parity import CASES, prompt, torch_logits

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from aspd_jax.layout import Array
-from aspd_jax.model.transformer import HEAD_AXES, Head
+from aspd_jax.model.vocabulary import HEAD_AXES, Head
 from aspd_jax.sharding import partition_spec
 
 CHUNK = 256  # tokens of each row whose logits exist at a time

@@ -18,7 +18,8 @@ from transformers import AutoConfig
 
 from aspd_jax.model.attention import QUERY_CHUNK
 from aspd_jax.model.config import ModelConfig, from_hugging_face, padded
-from aspd_jax.model.transformer import HEAD_AXES, LAYERS, Transformer
+from aspd_jax.model.transformer import LAYERS, Transformer
+from aspd_jax.model.vocabulary import HEAD_AXES
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, partition_spec
 from aspd_jax.tokens import TAGS

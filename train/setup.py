@@ -20,7 +20,8 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from aspd_jax.errors import ConfigError
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model, random_model
 from aspd_jax.model.config import ModelConfig, from_hugging_face
-from aspd_jax.model.transformer import NEW_TOKENS, Transformer, stack_layers, unstack_layers
+from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
+from aspd_jax.model.vocabulary import NEW_TOKENS
 from aspd_jax.model.weights import ADAPTERS, abstract_parameters
 from aspd_jax.sharding import named_sharding, shardings
 from aspd_jax.structure import Parallel

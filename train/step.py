@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from aspd_jax.model.transformer import Transformer, head_of, lm_head
+from aspd_jax.model.transformer import Transformer
+from aspd_jax.model.vocabulary import head_of, lm_head
 from aspd_jax.model.weights import ADAPTERS
 from train.batches import PARTS, Batch
 from train.config import OptimiserSection

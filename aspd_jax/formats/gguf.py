@@ -201,7 +201,7 @@ def _llama3_scaling(metadata: Metadata, family: str, head: int, factors: np.ndar
         CheckpointError: the factors are not those of Llama 3.
     """
     from aspd_jax.model.config import RopeConfig
-    from aspd_jax.model.transformer import rope_frequencies
+    from aspd_jax.model.rope import rope_frequencies
 
     theta, factor = float(metadata.get(f"{family}.rope.freq_base", 10000.0)), float(factors.max())
     scaled = rope_frequencies(RopeConfig(theta, "llama3", factor, LLAMA3_LENGTH), head)

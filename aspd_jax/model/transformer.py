@@ -10,26 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from math import ceil, floor, log, pi, prod
-from typing import Any, NamedTuple, TypeAlias
+from math import prod
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
-from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout
+from aspd_jax.layout import NO_WINDOW, Layout
 from aspd_jax.model.attention import BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, ByRow, Cache, LayerCache, TokenBatch, by_row, record, write
 from aspd_jax.model.config import ModelConfig, RopeConfig
 from aspd_jax.model.cpu import computed_once, product
+from aspd_jax.model.rope import Rope, rotate, rotation
+from aspd_jax.model.vocabulary import NEW_TOKENS, NewTokens, completed
 from aspd_jax.sharding import named_sharding, over
 
 LAYERS = "layers"  # name of the stacked layers' parameters
-NEW_TOKENS = "new_tokens"  # name of the parameters of `ModelConfig.new_tokens`
-
-Rope: TypeAlias = tuple[jax.Array, jax.Array]  # cosine and sine of the positions of all tokens
 
 ACTIVATION = {
     "silu": nn.silu,
@@ -37,44 +35,6 @@ ACTIVATION = {
     "gelu_pytorch_tanh": lambda x: nn.gelu(x, approximate=True),
     "relu": nn.relu,
 }
-
-
-def rope_frequencies(rope: RopeConfig, head: int) -> np.ndarray:
-    """Radians per position of each pair of dimensions, float32 [H / 2]."""
-    frequency = 1.0 / rope.theta ** (np.arange(0, head, 2, dtype=np.float32) / head)
-    if rope.scaling == "linear":
-        frequency = frequency / rope.factor
-    elif rope.scaling == "llama3":
-        wavelength = 2 * pi / frequency
-        smooth = (rope.original_length / wavelength - rope.low_frequency) / (rope.high_frequency - rope.low_frequency)
-        smooth = np.clip(smooth, 0, 1)
-        frequency = (1 - smooth) * frequency / rope.factor + smooth * frequency
-    elif rope.scaling == "yarn":
-
-        def dimension(rotations: float) -> float:
-            return head * log(rope.original_length / (rotations * 2 * pi)) / (2 * log(rope.theta))
-
-        low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
-        if rope.truncate:
-            low, high = floor(low), ceil(high)
-        low, high = max(low, 0), min(high, head - 1)
-        ramp = np.clip((np.arange(head // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
-        frequency = frequency * (1 - ramp) + frequency / rope.factor * ramp
-    return frequency.astype(np.float32)
-
-
-def rotation(rope: RopeConfig, head_dim: int, position: jax.Array) -> Rope:
-    """Cosine and sine for positions [...]; float32 [..., H / 2] each."""
-    angle = position[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
-    return jnp.cos(angle) * rope.attention_factor, jnp.sin(angle) * rope.attention_factor
-
-
-def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Apply RoPE to [..., heads, H]; halves of the head are the two coordinates, as in Hugging Face."""
-    dtype = x.dtype
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cosine, sine = cosine[..., None, :], sine[..., None, :]
-    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], -1).astype(dtype)
 
 
 class RMSNorm(nn.Module):
@@ -266,38 +226,6 @@ class Layer(nn.Module):
         return x + (RMSNorm(c, name="feed_forward_after_norm")(out) if c.after_norms else out), cache
 
 
-class NewTokens(nn.Module):
-    """Rows of embedding and head for `ModelConfig.new_tokens`, float32 [T, D] each, or [A, T, D] of A adapters; one for
-    both in a tied model.
-    """
-
-    config: ModelConfig
-
-    def setup(self) -> None:
-        """The rows."""
-        c = self.config
-        for name in ("embedding",) if c.tied else ("embedding", "head"):
-            of_adapters = (c.adapters,) if c.adapters else ()
-            axes = (*(None for _ in of_adapters), "new_tokens", "embed")
-            make = nn.with_partitioning(nn.initializers.normal(0.02), axes)
-            shape = (*of_adapters, len(c.new_tokens), c.hidden_size)
-            setattr(self, name, self.param(name, make, shape, jnp.float32))
-
-    def __call__(self, tokens: jax.Array, x: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
-        """Embeddings [..., D] of tokens [...], with the rows in the places of new tokens.
-
-        Args:
-            adapter: of each token, where there are several.
-        """
-        mine = tokens[..., None] == jnp.asarray(self.config.new_tokens)
-        if adapter is not None:
-            of_adapter = adapter[..., None] == jnp.arange(self.config.adapters)
-            mine = (of_adapter[..., None] & mine[..., None, :]).reshape(*tokens.shape, -1)
-        table = self.embedding.reshape(-1, self.embedding.shape[-1]).astype(x.dtype)
-        rows = product(mine.astype(x.dtype), table, inputs_first=True)
-        return jnp.where(mine.any(axis=-1, keepdims=True), rows, x)
-
-
 class Transformer(nn.Module):
     """The decoder.
 
@@ -430,7 +358,7 @@ class Transformer(nn.Module):
         c = self.config
         logits = product(x, self.embedding.embedding, dtype=jnp.float32) if c.tied else self.head(x)
         rows = getattr(self, NEW_TOKENS) if c.new_tokens else None
-        return _completed(c, logits, x, rows and (rows.embedding if c.tied else rows.head), adapter=adapter)
+        return completed(c, logits, x, rows and (rows.embedding if c.tied else rows.head), adapter=adapter)
 
     def _layer(self, number: int) -> Any:
         return getattr(self, f"layer_{number}")
@@ -467,72 +395,6 @@ class Transformer(nn.Module):
             return x
         place = named_sharding(("batch", "sequence", *[None] * (x.ndim - 2)), x.shape, self.mesh)
         return jax.lax.with_sharding_constraint(x, place)
-
-
-class Head(NamedTuple):
-    """Parameters of the head: its kernel [V, D], the embedding's in a tied model, and rows of new tokens [T, D] if any.
-
-    V may be a part of the vocabulary, where that is split over devices. A tree of the same form says things about both.
-    """
-
-    kernel: Any
-    new_tokens: Any
-
-
-HEAD_AXES = Head(("vocabulary", "embed"), ("new_tokens", "embed"))  # logical axes
-
-
-def head_of(config: ModelConfig, params: Any, adapter: jax.Array | int = -1) -> Head:
-    """The head among all parameters.
-
-    Args:
-        adapter: whose rows of new tokens it has, where there are several; negative: nobody's.
-    """
-    kernel = params["embedding"]["embedding"] if config.tied else params["head"]["kernel"]
-    rows = params[NEW_TOKENS]["embedding" if config.tied else "head"] if config.new_tokens else None
-    if rows is not None and config.adapters:
-        of_all = kernel[jnp.asarray(config.new_tokens)].astype(rows.dtype)
-        rows = jnp.where(adapter >= 0, rows[jnp.maximum(adapter, 0)], of_all)
-    return Head(kernel, rows)
-
-
-def lm_head(config: ModelConfig, head: Head, x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
-    """Float32 [..., V]: `Transformer.logits` of the activations [..., D] that the model has without its head.
-
-    Args:
-        first: id of the first row of the kernel.
-    """
-    logits = product(x, head.kernel.astype(x.dtype), dtype=jnp.float32)
-    return _completed(config, logits, x, head.new_tokens, first)
-
-
-def _completed(
-    config: ModelConfig,
-    logits: jax.Array,
-    x: jax.Array,
-    rows: jax.Array | None,
-    first: int | jax.Array = 0,
-    adapter: jax.Array | None = None,
-) -> jax.Array:
-    """Logits [..., V] of activations [..., D]: those of new tokens by their own rows of the head, [T, D] or [A, T, D],
-    if they have any; those of padding hidden.
-
-    Args:
-        first: id of the first logit; new tokens that are not among them are left out.
-        adapter: [...], where there are A; negative: new tokens have the rows of all others.
-    """
-    if config.vocab_padding:
-        logits = jnp.where(first + jnp.arange(logits.shape[-1]) < config.vocab_size, logits, HIDDEN)
-    if rows is None:
-        return logits
-    own = product(x, rows.reshape(-1, rows.shape[-1]).astype(x.dtype), dtype=jnp.float32)
-    places = jnp.asarray(config.new_tokens) - first
-    if adapter is not None:
-        of_adapters = own.reshape(*adapter.shape, config.adapters, -1)
-        own = jnp.take_along_axis(of_adapters, jnp.maximum(adapter, 0)[..., None, None], axis=-2)[..., 0, :]
-        own = jnp.where(adapter[..., None] >= 0, own, logits[..., places])
-    outside = logits.shape[-1]  # a negative index would count from the end
-    return logits.at[..., jnp.where(places < 0, outside, places)].set(own, mode="drop")
 
 
 def stack_layers(params: Any, layers: int) -> Any:

@@ -16,7 +16,8 @@ import numpy as np
 from aspd_jax.chat import encode_turns
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
-from aspd_jax.model.transformer import Transformer, head_of, lm_head
+from aspd_jax.model.transformer import Transformer
+from aspd_jax.model.vocabulary import head_of, lm_head
 from aspd_jax.pipeline.spans import BlockSpan
 from aspd_jax.pipeline.titles import unplanned
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
-from aspd_jax.model.transformer import Transformer, head_of, lm_head
+from aspd_jax.model.transformer import Transformer
+from aspd_jax.model.vocabulary import head_of, lm_head
 from aspd_jax.sizes import next_power
 from aspd_jax.tokens import SerialIds, split
 from infer.answers.answer import Result

@@ -28,7 +28,7 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import build_layout
 from aspd_jax.model.cache import Bucket
 from aspd_jax.model.cpu import product
-from aspd_jax.model.transformer import head_of
+from aspd_jax.model.vocabulary import head_of
 from aspd_jax.model.weights import WRITING, input_axes
 from infer.answers.answer import Result
 from infer.decode.slots import occupy
