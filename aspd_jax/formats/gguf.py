@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats import Checkpoint, Tensors
+from aspd_jax.formats.gguf_metadata import Metadata
 from aspd_jax.formats.gguf_tokenizer import read_tokenizer
 
 # Architectures by their GGUF name; Mistral files call themselves llama.
@@ -53,34 +54,6 @@ GEMMA_LAYERS = {
 ROPE_FACTORS = "rope_freqs.weight"  # what the frequencies of Llama 3.1 and later are divided by
 LLAMA3_LENGTH = 8192
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-
-
-class Metadata:
-    """Values of a GGUF file by key."""
-
-    def __init__(self, path: Path, reader: GGUFReader) -> None:
-        self.path = path
-        self._fields = reader.fields
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value, or the default where the file has none."""
-        field = self._fields.get(key)
-        if field is None:
-            return default
-        value = field.contents()
-        # float32 in the file: the shortest number that it stands for, 1e-06 and not 9.999999974752427e-07
-        return float(str(np.float32(value))) if isinstance(value, float) else value
-
-    def __getitem__(self, key: str) -> Any:
-        """A value.
-
-        Raises:
-            CheckpointError: the file has none.
-        """
-        value = self.get(key)
-        if value is None:
-            raise CheckpointError(f"{self.path} has no {key!r}; it is not a complete GGUF model")
-        return value
 
 
 def open_gguf(path: Path) -> Checkpoint:

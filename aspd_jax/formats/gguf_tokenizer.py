@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from aspd_jax.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from aspd_jax.formats.gguf import Metadata
+from aspd_jax.formats.gguf_metadata import Metadata
 
 CONTROL, USER_DEFINED = 3, 4  # llama.cpp's token types: special tokens, and others that are never split
 SPACE = "▁"  # what stands for a space in SentencePiece vocabularies
