@@ -27,6 +27,11 @@ def add(commands: Any) -> None:
     decode.set_defaults(run=run_bench_decode)
     decode.add_argument("--model", metavar="MODEL", help="a checkpoint; default: a random model of --shape")
     decode.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
+    decode.add_argument(
+        "--adapters", type=int, default=0, metavar="N",
+        help="also time passes with room for N adapters that requests choose among, of --adapter-rank each",
+    )  # fmt: skip
+    decode.add_argument("--adapter-rank", type=int, default=16, help="ranks of an adapter among --adapters")
     shape_options(decode)
     decode.add_argument("--weights", choices=("float", "int8"), default="float", help="of the layers' kernels")
     decode.add_argument("--context", type=int, nargs="+", default=[128], help="prompt tokens")
@@ -89,22 +94,14 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     from aspd_jax import load_model
     from aspd_jax.language_model import as_int8
     from aspd_jax.shapes import benchmark_model
-    from infer.bench.benchmark import (
-        ANSWER_HEAD,
-        answer_rows,
-        answer_times,
-        copy_bandwidth,
-        logit_error,
-        pass_table,
-        pass_times,
-        peak_bytes,
-        published,
-        transformers_time,
-    )
+    from infer.bench.benchmark import ANSWER_HEAD, answer_rows, answer_times, published, transformers_time
+    from infer.bench.passes import copy_bandwidth, logit_error, pass_table, pass_times, peak_bytes
 
     positive(options, "context", "batch", "repeats")
     if options.widths and (options.widths[0] != 1 or any(w < 1 or w & (w - 1) for w in options.widths)):
         raise RequestError(f"--widths must be powers of two and start with 1, got {options.widths}")
+    if options.adapters and not options.model:
+        raise RequestError("--adapters needs a --model to put them on")
     answers = answer_structures(options.answers)
     if options.model:
         lm = load_model(options.model, options.dtype, adapter=options.adapter)
@@ -118,6 +115,11 @@ def run_bench_decode(options: argparse.Namespace) -> None:
             f"the likeliest token is the same in {error.same_likeliest:.1%} of 256 places\n"
         )
         del exact
+    roomy = []
+    if options.adapters:
+        roomy.append(
+            load_model(options.model, options.dtype, lora_rank=options.adapter_rank, adapters=options.adapters)
+        )
     name, machine, copied = options.model or options.shape, where(), copy_bandwidth(options.repeats)
     runs: list[dict[str, Any]] = []
 
@@ -131,10 +133,15 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     for context in options.context:
         title = f"{name}, {options.dtype}, context {context}; {machine}; copy {copied / 1e9:.1f} GB/s"
         print(f"{title}\n")
-        passes = pass_times(lm, options.widths, context, options.repeats) if options.widths else []
+        timed = pass_times([lm, *roomy], options.widths, context, options.repeats) if options.widths else [[]]
+        passes = timed[0]
         if passes:
             print(f"Passes, batch 1, {options.repeats} runs of 16:\n\n{pass_table(passes, copied)}\n", flush=True)
+            for with_room in timed[1:]:
+                print(f"The same in turn, with room for {options.adapters} adapters of rank {options.adapter_rank}:\n")
+                print(f"{pass_table(with_room, copied, passes)}\n", flush=True)
         runs.append({"context": context, "passes": [vars(p) for p in passes], "answers": []})
+        runs[-1] |= {"with_adapters": [vars(p) for p in timed[1]]} if roomy else {}
         note()
         pairs = []
         kinds = list(product(options.batch, answers))

@@ -16,16 +16,9 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import as_int8
 from aspd_jax.shapes import SHAPES, benchmark_model
-from infer.bench import benchmark
-from infer.bench.benchmark import (
-    answer_rows,
-    answer_times,
-    copy_bandwidth,
-    logit_error,
-    pass_table,
-    pass_times,
-    published,
-)
+from infer.bench import benchmark, passes
+from infer.bench.benchmark import answer_rows, answer_times, published
+from infer.bench.passes import copy_bandwidth, logit_error, pass_table, pass_times
 from tests.conftest import tiny_config, write_checkpoint
 from train.benchmark import step_times
 from train.benchmark import table as steps_table
@@ -35,21 +28,24 @@ from train.benchmark import table as steps_table
 def tiny(monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     shape = replace(SHAPES["27m"], hidden_size=64, feed_forward=64, layers=1, vocab_size=2048)
     monkeypatch.setitem(SHAPES, "tiny", shape)
-    monkeypatch.setattr(benchmark, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(passes, "COPY_BYTES", 1 << 20)
     return benchmark_model("tiny", "float32")
 
 
 def test_it_times_the_widths_it_says(tiny: LanguageModel) -> None:
     """`pass_times` itself raises when a width changed under way; here: what it reports."""
-    results = pass_times(tiny, [1, 4], context=16, repeats=3, steps=4)
+    (results,) = pass_times([tiny], [1, 4], context=16, repeats=3, steps=4)
     assert [result.width for result in results] == [1, 4]
     for result in results:
         assert 0 < result.fastest <= result.median <= result.slowest
     weights = 4 * (64 * (8 + 2 + 2 + 8) * 64 + 3 * 64 * 64 + 3 * 64 + 64 * 2048)
     cache = 4 * 2 * 128 * 2 * 64
     assert results[0].bandwidth * results[0].median / 1000 == pytest.approx(weights + cache, rel=1e-6)
-    (part,) = pass_times(tiny, [1], context=300, repeats=1, steps=4)
+    ((part,),) = pass_times([tiny], [1], context=300, repeats=1, steps=4)
     assert part.bandwidth * part.median / 1000 == pytest.approx(weights + 4 * cache, rel=1e-6)
+    first, second = pass_times([tiny, tiny], [1, 4], context=16, repeats=2, steps=4)
+    text = pass_table(second, 1e9, first)
+    assert f"| {second[1].median / first[1].median:.2f} |" in text and "relative to it" in text
     text = pass_table(results, copy_bandwidth(2))
     assert "| 1 | " in text and "| 1.00 |" in text and "| 4 | " in text
 

@@ -1,4 +1,4 @@
-"""What decoding costs: passes by width, and whole answers of a given structure, serial mode beside adaptive mode.
+"""What whole answers of a given structure cost, serial mode beside adaptive mode.
 
 Both modes are the engine's own, with the same weights, in turn in one run. Structure is scripted, so that lengths are
 exact; everything else, sampling included, is computed as always.
@@ -8,57 +8,30 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import cycle
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
-from aspd_jax.layout import build_layout
-from aspd_jax.model.cache import Bucket
-from aspd_jax.model.cpu import product
-from aspd_jax.model.vocabulary import head_of
-from aspd_jax.model.weights import WRITING, input_axes
 from infer.answers.answer import Result
-from infer.decode.slots import occupy
-from infer.decode.state import EngineConfig
-from infer.decode.step import Limits, Script, run
+from infer.bench.passes import random_prompt
+from infer.decode.step import Script
 from infer.engine import NO_TOKENS, Engine
 from infer.request import Mode, SamplingParams
-from infer.scheduling.admission import new_state
-from infer.scheduling.buckets import capacity_for
 
-COPY_BYTES = 1 << 28
 SERIAL_TEXT = 32  # tokens before and after the block together
 TITLE = 2  # tokens of a title
 SEPARATOR = (1,)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PassTime:
-    """Milliseconds per pass at one width: median, fastest and slowest run; of its products alone, median; and bytes
-    read per second.
-    """
-
-    width: int
-    median: float
-    fastest: float
-    slowest: float
-    products: float
-    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -93,134 +66,6 @@ class AnswerTime:
     first_token: float
     ideal: float
     compile_seconds: float
-
-
-def copy_bandwidth(repeats: int) -> float:
-    """Bytes per second that a pass over a large array reads and writes."""
-    passes = 8
-    copy = jax.jit(lambda array: jax.lax.fori_loop(0, passes, lambda _, a: a + 1, array), donate_argnums=0)
-    array = copy(jnp.zeros(COPY_BYTES // 4, jnp.int32)).block_until_ready()
-    times = []
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        array = copy(array).block_until_ready()
-        times.append(time.perf_counter() - begun)
-    return passes * 2 * COPY_BYTES / median(times)
-
-
-def peak_bytes() -> float:
-    """Most memory used so far: of the device where it counts it, else of this process."""
-    stats = jax.devices()[0].memory_stats()
-    if stats and "peak_bytes_in_use" in stats:
-        return float(stats["peak_bytes_in_use"])
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
-
-
-def weight_bytes(lm: LanguageModel) -> int:
-    """Bytes of parameters that every pass reads."""
-    looked_up = 0 if lm.config.tied else lm.params["embedding"]["embedding"].nbytes
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params)) - looked_up
-
-
-class LogitError(NamedTuple):
-    """How far logits are from exact ones: root mean square relative to theirs, and share of equal likeliest tokens."""
-
-    relative: float
-    same_likeliest: float
-
-
-def logit_error(exact: LanguageModel, other: LanguageModel, tokens: int = 256) -> LogitError:
-    """Of one model beside another, over a prompt of random tokens; logits are centred first."""
-    prompt = np.asarray([random_prompt(exact, tokens)])
-    layout = build_layout(prompt, exact.special_tokens or NO_TOKENS, exact.config.positions)
-    a, b = (np.asarray(lm.model.apply({"params": lm.params}, prompt, layout))[0] for lm in (exact, other))
-    a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
-    same = float((a.argmax(axis=1) == b.argmax(axis=1)).mean())
-    return LogitError(float(np.sqrt(((a - b) ** 2).mean() / (a**2).mean())), same)
-
-
-def random_prompt(lm: LanguageModel, tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """Token ids without tags and ends."""
-    special = lm.special_tokens or NO_TOKENS
-    plain = np.setdiff1d(np.arange(lm.config.vocab_size), [*special.ids, *lm.end_ids])
-    return tuple(np.random.default_rng(seed).choice(plain, tokens).tolist())
-
-
-def pass_times(
-    lm: LanguageModel, widths: Sequence[int], context: int, repeats: int = 7, steps: int = 16
-) -> list[PassTime]:
-    """Time `repeats` runs of `steps` passes at every width, batch 1; the widths take turns.
-
-    Raises:
-        RequestError: a random branch closed itself, so that the width changed under way.
-    """
-    limit = max(2, *widths)
-    config = EngineConfig(
-        model=lm.model,
-        special=lm.special_tokens or NO_TOKENS,
-        separator=(),
-        end=(),
-        forbidden=(),
-        max_branches=limit,
-        max_title_tokens=1,
-        mesh=lm.mesh,
-    )
-    capacity = capacity_for(context + (steps + 1) * limit)
-    limits = Limits(np.int32(steps), np.int32(-1), np.int32(limit), np.bool_(False))
-    state = new_state(lm, config, 1, capacity)
-    buckets = {width: Bucket(1, width, width, capacity) for width in widths}
-    times: dict[int, list[float]] = {width: [] for width in widths}
-    for _ in range(repeats + 1):  # the first runs compile
-        for width in widths:
-            state = jax.block_until_ready(occupy(state, config, width, context))
-            begun = time.perf_counter()
-            state, report = run(lm.params, state, limits, config, buckets[width], None, False)
-            after = report.read()
-            times[width].append((time.perf_counter() - begun) / steps)
-            if after.tokens.max() != width or after.left:
-                raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")
-    results = []
-    for width in widths:
-        read = sum(layer.key.nbytes + layer.value.nbytes for layer in state.cache.layers)
-        measured = times[width][1:]
-        results.append(
-            PassTime(
-                width=width,
-                median=1000 * median(measured),
-                fastest=1000 * min(measured),
-                slowest=1000 * max(measured),
-                products=product_time(lm, width, repeats, steps),
-                bandwidth=(weight_bytes(lm) + read) / median(measured),
-            )
-        )
-    return results
-
-
-def product_time(lm: LanguageModel, width: int, repeats: int, steps: int = 16) -> float:
-    """Milliseconds that the products of a pass take alone: every kernel by `width` rows, over and over; median run."""
-    kernels = {path: leaf for path, leaf in flatten_dict(lm.params).items() if path[-1] == "kernel"}
-    kernels["head", "kernel"] = head_of(lm.config, lm.params).kernel
-
-    def multiply(total: jax.Array, path: tuple[str, ...], kernel: jax.Array) -> jax.Array:
-        inputs = input_axes(path)
-        sizes = (kernel.shape[axis] for axis in inputs)
-        rows = jnp.broadcast_to(total, (1, width, *sizes)).astype(lm.config.dtype)  # each product waits for the last
-        y = product(rows, kernel.astype(lm.config.dtype), len(inputs), path[-2] in WRITING)
-        return total + 1e-9 * y.reshape(-1)[0].astype(jnp.float32)
-
-    @jax.jit
-    def run(kernels: Any) -> jax.Array:
-        def once(_: jax.Array, total: jax.Array) -> jax.Array:
-            return reduce(lambda total, item: multiply(total, *item), kernels.items(), total)
-
-        return jax.lax.fori_loop(0, steps, once, jnp.float32(1.0))
-
-    times = []
-    for _ in range(repeats + 1):  # the first run compiles
-        begun = time.perf_counter()
-        run(kernels).block_until_ready()
-        times.append((time.perf_counter() - begun) / steps)
-    return 1000 * median(times[1:])
 
 
 def scripted_answer(
@@ -391,22 +236,6 @@ def transformers_time(lm: LanguageModel, content: int, context: int, batch: int,
         "transformers", 0, batch, 0, 0, content, content, content - 1, middle, min(measured), max(measured), middle,
         float("nan"), 1.0, max(0.0, first - middle),
     )  # fmt: skip
-
-
-def pass_table(results: Sequence[PassTime], copied: float) -> str:
-    """Markdown; every width beside width 1, and bandwidth beside the measured copy."""
-    base = results[0].median
-    lines = [
-        "| width | ms per pass (median) | fastest - slowest | relative to width 1 "
-        "| its products alone, ms | pass by products | GB/s | share of copy bandwidth |\n" + "|---" * 8 + "|",
-    ]
-    for r in results:
-        lines.append(
-            f"| {r.width} | {r.median:.2f} | {r.fastest:.2f} - {r.slowest:.2f} | {r.median / base:.2f} "
-            f"| {r.products:.2f} | {r.median / r.products:.2f} "
-            f"| {r.bandwidth / 1e9:.1f} | {100 * r.bandwidth / copied:.0f} % |"
-        )
-    return "\n".join(lines)
 
 
 ANSWER_HEAD = (

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from infer.bench.benchmark import AnswerTime, PassTime
+from infer.bench.benchmark import AnswerTime
+from infer.bench.passes import PassTime
 
 if TYPE_CHECKING:
     from infer.bench.load import Load  # brings the client, which drawing does not need

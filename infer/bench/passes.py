@@ -1,0 +1,209 @@
+"""What a pass costs, by its width, and what it is held against: memory, products, and logits of exact weights.
+
+Passes are the engine's own: everything else, sampling included, is computed as always.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from statistics import median
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from aspd_jax.errors import RequestError
+from aspd_jax.language_model import LanguageModel
+from aspd_jax.layout import build_layout
+from aspd_jax.model.cache import Bucket
+from aspd_jax.model.cpu import product
+from aspd_jax.model.vocabulary import head_of
+from aspd_jax.model.weights import WRITING, input_axes
+from infer.decode.slots import occupy
+from infer.decode.state import EngineConfig
+from infer.decode.step import Limits, run
+from infer.engine import NO_TOKENS
+from infer.scheduling.admission import new_state
+from infer.scheduling.buckets import capacity_for
+
+COPY_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Milliseconds per pass at one width: median, fastest and slowest run; of its products alone, median; and bytes
+    read per second.
+    """
+
+    width: int
+    median: float
+    fastest: float
+    slowest: float
+    products: float
+    bandwidth: float
+
+
+def copy_bandwidth(repeats: int) -> float:
+    """Bytes per second that a pass over a large array reads and writes."""
+    passes = 8
+    copy = jax.jit(lambda array: jax.lax.fori_loop(0, passes, lambda _, a: a + 1, array), donate_argnums=0)
+    array = copy(jnp.zeros(COPY_BYTES // 4, jnp.int32)).block_until_ready()
+    times = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        array = copy(array).block_until_ready()
+        times.append(time.perf_counter() - begun)
+    return passes * 2 * COPY_BYTES / median(times)
+
+
+def peak_bytes() -> float:
+    """Most memory used so far: of the device where it counts it, else of this process."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return float(stats["peak_bytes_in_use"])
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
+
+
+def weight_bytes(lm: LanguageModel) -> int:
+    """Bytes of parameters that every pass reads."""
+    looked_up = 0 if lm.config.tied else lm.params["embedding"]["embedding"].nbytes
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params)) - looked_up
+
+
+class LogitError(NamedTuple):
+    """How far logits are from exact ones: root mean square relative to theirs, and share of equal likeliest tokens."""
+
+    relative: float
+    same_likeliest: float
+
+
+def logit_error(exact: LanguageModel, other: LanguageModel, tokens: int = 256) -> LogitError:
+    """Of one model beside another, over a prompt of random tokens; logits are centred first."""
+    prompt = np.asarray([random_prompt(exact, tokens)])
+    layout = build_layout(prompt, exact.special_tokens or NO_TOKENS, exact.config.positions)
+    a, b = (np.asarray(lm.model.apply({"params": lm.params}, prompt, layout))[0] for lm in (exact, other))
+    a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
+    same = float((a.argmax(axis=1) == b.argmax(axis=1)).mean())
+    return LogitError(float(np.sqrt(((a - b) ** 2).mean() / (a**2).mean())), same)
+
+
+def random_prompt(lm: LanguageModel, tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Token ids without tags and ends."""
+    special = lm.special_tokens or NO_TOKENS
+    plain = np.setdiff1d(np.arange(lm.config.vocab_size), [*special.ids, *lm.end_ids])
+    return tuple(np.random.default_rng(seed).choice(plain, tokens).tolist())
+
+
+def pass_times(
+    lms: Sequence[LanguageModel], widths: Sequence[int], context: int, repeats: int = 7, steps: int = 16
+) -> list[list[PassTime]]:
+    """Time `repeats` runs of `steps` passes of every model at every width, batch 1; models and widths take turns.
+
+    Raises:
+        RequestError: a random branch closed itself, so that the width changed under way.
+    """
+    timed = [_Passes(lm, widths, context, steps) for lm in lms]
+    for _ in range(repeats + 1):  # the first runs compile
+        for width in widths:
+            for one in timed:
+                one.run(width)
+    return [one.results(repeats) for one in timed]
+
+
+class _Passes:
+    """Passes of one model, and the seconds that they took."""
+
+    def __init__(self, lm: LanguageModel, widths: Sequence[int], context: int, steps: int) -> None:
+        limit = max(2, *widths)
+        self._lm, self._context, self._steps = lm, context, steps
+        self._config = EngineConfig(
+            model=lm.model,
+            special=lm.special_tokens or NO_TOKENS,
+            separator=(),
+            end=(),
+            forbidden=(),
+            max_branches=limit,
+            max_title_tokens=1,
+            mesh=lm.mesh,
+        )
+        capacity = capacity_for(context + (steps + 1) * limit)
+        self._limits = Limits(np.int32(steps), np.int32(-1), np.int32(limit), np.bool_(False))
+        self._state = new_state(lm, self._config, 1, capacity)
+        self._buckets = {width: Bucket(1, width, width, capacity) for width in widths}
+        self._times: dict[int, list[float]] = {width: [] for width in widths}
+
+    def run(self, width: int) -> None:
+        """Once."""
+        state = jax.block_until_ready(occupy(self._state, self._config, width, self._context))
+        begun = time.perf_counter()
+        bucket = self._buckets[width]
+        self._state, report = run(self._lm.params, state, self._limits, self._config, bucket, None, False)
+        after = report.read()
+        self._times[width].append((time.perf_counter() - begun) / self._steps)
+        if after.tokens.max() != width or after.left:
+            raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")
+
+    def results(self, repeats: int) -> list[PassTime]:
+        """Of all runs but the first of each width."""
+        read = sum(layer.key.nbytes + layer.value.nbytes for layer in self._state.cache.layers)
+        return [
+            PassTime(
+                width=width,
+                median=1000 * median(times[1:]),
+                fastest=1000 * min(times[1:]),
+                slowest=1000 * max(times[1:]),
+                products=product_time(self._lm, width, repeats, self._steps),
+                bandwidth=(weight_bytes(self._lm) + read) / median(times[1:]),
+            )
+            for width, times in self._times.items()
+        ]
+
+
+def product_time(lm: LanguageModel, width: int, repeats: int, steps: int = 16) -> float:
+    """Milliseconds that the products of a pass take alone: every kernel by `width` rows, over and over; median run."""
+    kernels = {path: leaf for path, leaf in flatten_dict(lm.params).items() if path[-1] == "kernel"}
+    kernels["head", "kernel"] = head_of(lm.config, lm.params).kernel
+
+    def multiply(total: jax.Array, path: tuple[str, ...], kernel: jax.Array) -> jax.Array:
+        inputs = input_axes(path)
+        sizes = (kernel.shape[axis] for axis in inputs)
+        rows = jnp.broadcast_to(total, (1, width, *sizes)).astype(lm.config.dtype)  # each product waits for the last
+        y = product(rows, kernel.astype(lm.config.dtype), len(inputs), path[-2] in WRITING)
+        return total + 1e-9 * y.reshape(-1)[0].astype(jnp.float32)
+
+    @jax.jit
+    def run(kernels: Any) -> jax.Array:
+        def once(_: jax.Array, total: jax.Array) -> jax.Array:
+            return reduce(lambda total, item: multiply(total, *item), kernels.items(), total)
+
+        return jax.lax.fori_loop(0, steps, once, jnp.float32(1.0))
+
+    times = []
+    for _ in range(repeats + 1):  # the first run compiles
+        begun = time.perf_counter()
+        run(kernels).block_until_ready()
+        times.append((time.perf_counter() - begun) / steps)
+    return 1000 * median(times[1:])
+
+
+def pass_table(results: Sequence[PassTime], copied: float, baseline: Sequence[PassTime] = ()) -> str:
+    """Markdown; every width beside width 1, or the same width of a baseline; bandwidth beside the measured copy."""
+    base = [b.median for b in baseline] or [results[0].median] * len(results)
+    lines = [
+        f"| width | ms per pass (median) | fastest - slowest | relative to {'it' if baseline else 'width 1'} "
+        "| its products alone, ms | pass by products | GB/s | share of copy bandwidth |\n" + "|---" * 8 + "|",
+    ]
+    for r, beside in zip(results, base, strict=True):
+        lines.append(
+            f"| {r.width} | {r.median:.2f} | {r.fastest:.2f} - {r.slowest:.2f} | {r.median / beside:.2f} "
+            f"| {r.products:.2f} | {r.median / r.products:.2f} "
+            f"| {r.bandwidth / 1e9:.1f} | {100 * r.bandwidth / copied:.0f} % |"
+        )
+    return "\n".join(lines)
