@@ -142,6 +142,15 @@ def test_places_are_given_away_when_nobody_uses_them(made: Made) -> None:
 
 
 @untied
+def test_a_place_is_free_whoever_has_none(made: Made) -> None:
+    engine = Engine(load_model(made.base, adapters=1, lora_rank=RANK), max_batch=1, max_length=128)
+    handle = engine.submit(PROMPT, GREEDY)  # of the base
+    engine.adapters.put("first", made.folders["first"])
+    assert handle.wait().token_ids == engine.generate([PROMPT], GREEDY)[0].token_ids
+    assert engine.generate([PROMPT], GREEDY, adapter="first")[0].token_ids != handle.wait().token_ids
+
+
+@untied
 def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -> None:
     engine = made.together()
     engine.adapters.remove("second")

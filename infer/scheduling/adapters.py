@@ -61,7 +61,7 @@ class Adapters:
         if not name or name in self._names:
             raise RequestError(f"an adapter needs a name that none has, got {name!r}")
         kept = {*self._names.values(), *self._in_use()}
-        free = [place for place, number in enumerate(self._places) if number not in kept]
+        free = [place for place, number in enumerate(self._places) if not number or number not in kept]
         if not free:
             raise RequestError(f"all {len(self._places)} places for adapters are taken; remove one first")
         put_adapter(self._lm, free[0], open_adapter(folder))
