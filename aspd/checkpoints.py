@@ -8,22 +8,30 @@ from typing import Any
 
 from aspd.options import command
 
+TARGET = "a new folder, or a new file that ends with .gguf"
+
 
 def add(commands: Any) -> None:
     """Add these commands."""
-    convert = command(commands, "convert", run_convert, "Write a GGUF file as a Hugging Face folder.")
-    convert.add_argument("model", help="GGUF file, or a name: smollm2")
-    convert.add_argument("--output", required=True, type=Path, help="a new folder")
+    convert = command(
+        commands,
+        "convert",
+        run_convert,
+        "Write a model, with an adapter merged if one is named, as a Hugging Face folder or as a GGUF file.",
+    )
+    convert.add_argument("model", help="GGUF file, Hugging Face folder, or a name: smollm2")
+    convert.add_argument("--adapter", metavar="DIR", help="folder of an adapter trained on it")
+    convert.add_argument("--output", required=True, type=Path, help=TARGET)
     convert.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its tensors")
 
     export = command(
         commands,
         "export",
         run_export,
-        "Write a checkpoint of a training run as a Hugging Face folder; adapters are merged.",
+        "Write a checkpoint of a training run as a Hugging Face folder or as a GGUF file; adapters are merged.",
     )
     export.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    export.add_argument("--output", required=True, type=Path, help="a new folder")
+    export.add_argument("--output", required=True, type=Path, help=TARGET)
     export.add_argument("--step", type=int, help="which checkpoint; default: the last one")
     export.add_argument("--dtype", choices=("float32", "bfloat16"), help="of its tensors; default: as trained")
 
@@ -32,9 +40,13 @@ def run_convert(options: argparse.Namespace) -> None:
     """`aspd convert`."""
     from aspd_jax.formats import open_checkpoint
     from aspd_jax.formats.folder import convert
+    from aspd_jax.language_model import load_model, save_model
 
     checkpoint = open_checkpoint(options.model)
-    convert(checkpoint, options.output, options.dtype)
+    if options.adapter or checkpoint.adapter or options.output.suffix == ".gguf":
+        save_model(load_model(options.model, options.dtype, adapter=options.adapter), options.output)
+    else:
+        convert(checkpoint, options.output, options.dtype)
     print(f"{checkpoint.source} written to {options.output}")
 
 

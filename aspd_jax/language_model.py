@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from transformers import AutoConfig
 
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.formats.adapter import Adapter, Factors, open_adapter, write_adapter
 from aspd_jax.formats.folder import write_settings, write_tensors
+from aspd_jax.formats.gguf_writer import write_gguf
 from aspd_jax.layout import Layout
 from aspd_jax.model.adapters import adapter_parameters, adapter_tensors, merge_adapters
 from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face, padded
@@ -172,11 +174,13 @@ def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None
 
 
 def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | None = None) -> None:
-    """Write a Hugging Face folder that `transformers` and `load_model` load; adapters are merged into their kernels.
+    """Write a Hugging Face folder that `transformers` and `load_model` load, or a GGUF file, which llama.cpp loads too;
+    adapters are merged into their kernels.
 
-    The folder appears whole or not at all.
+    It appears whole or not at all.
 
     Args:
+        path: of a file if it ends with `.gguf`, else of a folder.
         dtype: `float32` or `bfloat16`, of what is written; default: as the parameters are.
 
     Raises:
@@ -189,9 +193,15 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
         "vocab_size": lm.config.vocab_size,
         "aspd": {"positions": lm.config.positions, "siblings": lm.config.siblings},
     }
-    with write_folder(Path(path)) as folder:
-        write_settings(folder, hf_config, dtype or lm.config.dtype, lm.end_ids, lm.tokenizer)
-        write_tensors(folder, tensors_from(lm.config, merge_adapters(lm.config, lm.params), dtype))
+    target, kept = Path(path), dtype or lm.config.dtype
+    tensors = tensors_from(lm.config, merge_adapters(lm.config, lm.params), dtype)
+    if target.suffix == ".gguf":
+        hf = AutoConfig.for_model(**{key: value for key, value in hf_config.items() if key != "aspd"})
+        write_gguf(target, hf, lm.tokenizer, lm.end_ids, tensors, kept, hf_config["aspd"])
+        return
+    with write_folder(target) as folder:
+        write_settings(folder, hf_config, kept, lm.end_ids, lm.tokenizer)
+        write_tensors(folder, tensors)
 
 
 def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> None:

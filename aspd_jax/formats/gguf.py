@@ -123,6 +123,8 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
+    if (positions := metadata.get("aspd.positions")) is not None:  # of a model that was fine-tuned here
+        config["aspd"] = {"positions": positions, "siblings": metadata["aspd.siblings"]}
     return config if family != "gemma3" else config | _gemma(config, needed("attention.sliding_window"))
 
 
@@ -230,3 +232,9 @@ def halves_of_heads(values: np.ndarray, heads: int) -> np.ndarray:
     """
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def neighbours_of_heads(values: np.ndarray, heads: int) -> np.ndarray:
+    """Inverse of `halves_of_heads`."""
+    halves = values.reshape(heads, 2, -1, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)

@@ -100,12 +100,17 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_first))
+    tokenizer.pre_tokenizer = pre_tokenizer(splitting)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def pre_tokenizer(splitting: Splitting) -> Any:
+    """What cuts text so."""
     cuts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
     cuts += [pre_tokenizers.Split(Regex(splitting.pattern), "isolated")]
     cuts += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return pre_tokenizers.Sequence(cuts)
 
 
 def _sentence_piece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:

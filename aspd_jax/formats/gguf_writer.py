@@ -1,0 +1,181 @@
+"""GGUF files for llama.cpp and what is built on it: a Hugging Face configuration, tensors and tokenizer in one file.
+
+Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers, in float32 or bfloat16; llama.cpp's own tools quantise them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingType, TokenType, quantize
+from tokenizers import Tokenizer
+
+from aspd_jax.errors import CheckpointError
+from aspd_jax.formats import Tensors
+from aspd_jax.formats.gguf import INSIDE_LAYERS, OUTSIDE_LAYERS, ROPE_FACTORS, neighbours_of_heads
+from aspd_jax.formats.gguf_tokenizer import SPLITTINGS, pre_tokenizer
+from aspd_jax.model.config import RopeConfig, from_hugging_face
+from aspd_jax.model.rope import rope_frequencies
+
+# By Hugging Face's `model_type`; Mistral files call themselves llama.
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+TYPES = {
+    "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+    "bfloat16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+}
+INSTEAD = "write a Hugging Face folder, and convert that with llama.cpp's convert_hf_to_gguf.py"
+PROBE = (  # text that every known tokenizer cuts in its own way
+    "It's 12345 o'clock, WE'LL see:  a_b\t c\n\n d\r\n 3,141.59!!! Ünïcödé naïve 你好，世界 "
+    "x²+y₃ camelCase a/b!!/\n don't CAN'T \n  ... (a) [b] 'tis 10% — “q” 🙂🙂 end  "
+)
+
+
+def write_gguf(
+    path: Path, hf: Any, tokenizer: Any, end_ids: tuple[int, ...], tensors: Tensors, dtype: str, aspd: dict[str, str]
+) -> None:
+    """Write a model; the file appears whole or not at all.
+
+    Args:
+        path: of the file.
+        hf: a `transformers` configuration object.
+        tokenizer: with all special tokens, which stay what they are.
+        end_ids: of which the first is the file's end of text.
+        tensors: under their Hugging Face names.
+        dtype: `float32` or `bfloat16`, of the matrices; norms and biases are float32.
+        aspd: position scheme and mask, which other programs pass over.
+
+    Raises:
+        CheckpointError: something is there already, or the file cannot hold what the model is.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} is there already")
+    if hf.model_type not in ARCHITECTURES:
+        names = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"{hf.model_type} models are not written as GGUF, but {names}; {INSTEAD}")
+    partial = path.with_name(f"{path.name}.partial")
+    writer = GGUFWriter(partial, ARCHITECTURES[hf.model_type], use_temp_file=True)
+    kind, file_type = TYPES[dtype]
+    _write_shape(writer, hf, file_type)
+    _write_tokenizer(writer, tokenizer, hf.vocab_size, end_ids)
+    for key, value in aspd.items():
+        writer.add_string(f"aspd.{key}", value)
+    config = from_hugging_face(hf, dtype)
+    if config.rope.scaling == "llama3":  # the file holds what the scaling comes to for each frequency
+        plain = RopeConfig(theta=config.rope.theta)
+        factors = rope_frequencies(plain, config.head_dim) / rope_frequencies(config.rope, config.head_dim)
+        writer.add_tensor(ROPE_FACTORS, factors.astype(np.float32))
+    for name, tensor in tensors:
+        ours = gguf_name(name)
+        values = tensor.astype(np.float32)
+        heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(ours.split(".")[-2])
+        if heads and writer.arch == "llama":
+            values = neighbours_of_heads(values, heads)
+        of = kind if values.ndim > 1 else GGMLQuantizationType.F32
+        writer.add_tensor(ours, quantize(values, of), raw_dtype=of)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a Hugging Face tensor.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    stem, _, kind = name.rpartition(".")
+    outside = {theirs: ours for ours, theirs in OUTSIDE_LAYERS.items()}
+    inside = {theirs: ours for ours, theirs in INSIDE_LAYERS.items()}
+    if stem in outside:
+        return f"{outside[stem]}.{kind}"
+    layer, _, part = stem.removeprefix("model.layers.").partition(".")
+    if not stem.startswith("model.layers.") or part not in inside:
+        raise CheckpointError(f"{name} has no place in a GGUF file")
+    return f"blk.{layer}.{inside[part]}.{kind}"
+
+
+def _write_shape(writer: GGUFWriter, hf: Any, file_type: LlamaFileType) -> None:
+    config = from_hugging_face(hf, "float32")
+    if config.window is not None:
+        raise CheckpointError(f"models with a sliding window are not written as GGUF; {INSTEAD}")
+    writer.add_type("model")
+    writer.add_file_type(file_type)
+    writer.add_vocab_size(hf.vocab_size)
+    writer.add_context_length(hf.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.layers)
+    writer.add_feed_forward_length(config.feed_forward)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_epsilon)
+    rope = config.rope
+    writer.add_rope_freq_base(rope.theta)
+    if rope.scaling in ("linear", "yarn"):
+        writer.add_rope_scaling_type(RopeScalingType(rope.scaling))
+        writer.add_rope_scaling_factor(rope.factor)
+    if rope.scaling == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope.original_length)
+        if (rope.beta_fast, rope.beta_slow, rope.truncate) != (32.0, 1.0, True):
+            raise CheckpointError("yarn with other bounds of its ramp than 32 and 1 has no place in a GGUF file")
+
+
+def _write_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+    if tokenizer is None:
+        raise CheckpointError("the model has no tokenizer, without which a GGUF file is of no use")
+    backend = tokenizer.backend_tokenizer
+    state = json.loads(backend.to_str())
+    if state["model"]["type"] != "BPE" or state["model"].get("byte_fallback"):
+        raise CheckpointError(f"only byte-level tokenizers are written as GGUF; {INSTEAD}")
+    added = backend.get_added_tokens_decoder()
+    tokens, types = [], []
+    for number in range(vocab_size):
+        token = backend.id_to_token(number)
+        if token is None:  # rows of a padded vocabulary
+            tokens.append(f"[PAD{number}]")
+            types.append(TokenType.UNUSED)
+        elif number in added:
+            tokens.append(added[number].content)
+            types.append(TokenType.CONTROL if added[number].special else TokenType.USER_DEFINED)
+        else:
+            tokens.append(token)
+            types.append(TokenType.NORMAL)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_splitting_of(backend))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    merges = state["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    first = tokenizer("a")["input_ids"][0]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and first == tokenizer.bos_token_id)
+    ids = {"bos": tokenizer.bos_token_id, "unk": tokenizer.unk_token_id, "pad": tokenizer.pad_token_id}
+    for role, number in (ids | {"eos": end_ids[0] if end_ids else None}).items():
+        if number is not None:
+            getattr(writer, f"add_{role}_token_id")(number)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _splitting_of(backend: Tokenizer) -> str:
+    """The name by which llama.cpp knows how a tokenizer cuts text before its merges: it cuts a probe alike.
+
+    Raises:
+        CheckpointError: none of the known ones does.
+    """
+    cut = backend.pre_tokenizer.pre_tokenize_str(PROBE) if backend.pre_tokenizer else []
+    for name, splitting in SPLITTINGS.items():
+        if pre_tokenizer(splitting).pre_tokenize_str(PROBE) == cut:
+            return name
+    known = ", ".join(SPLITTINGS)
+    raise CheckpointError(f"the tokenizer cuts text in none of the ways that are known ({known}); {INSTEAD}")
