@@ -62,6 +62,49 @@ def add(commands: Any) -> None:
         help="compile all programs before the server says that it is ready",
     )
 
+    proxy = command(
+        commands,
+        "proxy",
+        run_proxy,
+        "Serve a checkpoint with branches by way of a server that knows nothing of them, such as vLLM or llama.cpp's.",
+    )
+    proxy.add_argument("--upstream", required=True, metavar="URL", help="of OpenAI's interface, up to /v1")
+    proxy.add_argument("--model", required=True, help="name of the checkpoint at the upstream")
+    proxy.add_argument("--tokenizer", required=True, metavar="MODEL", help="the same checkpoint: folder, GGUF or name")
+    proxy.add_argument("--chat-template", default="", metavar="FILE", help="Jinja, for a tokenizer that has none")
+    proxy.add_argument("--host", default="127.0.0.1", help="address to listen on; it asks nobody for a key")
+    proxy.add_argument("--port", type=int, default=8001, help="0: any that is free")
+    proxy.add_argument("--name", default="", help="of the model for clients; default: --model")
+    proxy.add_argument("--concurrency", type=int, default=32, help="requests to the upstream at a time")
+    proxy.add_argument("--max-new-tokens", type=int, default=1024, help="of an answer; requests may ask for fewer")
+    proxy.add_argument("--timeout", type=float, default=120.0, help="seconds between two pieces of an answer")
+
+
+def run_proxy(options: argparse.Namespace) -> None:
+    """`aspd proxy`."""
+    import uvicorn
+
+    from aspd_jax.configuration import at_least
+    from aspd_jax.formats import open_checkpoint
+    from aspd_jax.language_model import read_template
+    from aspd_jax.tokens import add_special_tokens
+    from infer.proxy.app import make_app
+    from infer.proxy.upstream import UpstreamConfig
+
+    at_least("--max-new-tokens", options.max_new_tokens, 1)
+    config = UpstreamConfig(
+        options.upstream.rstrip("/"), options.model, os.environ.get("OPENAI_API_KEY", ""),
+        options.concurrency, timeout=options.timeout,
+    )  # fmt: skip
+    checkpoint = open_checkpoint(options.tokenizer)
+    tokenizer = checkpoint.tokenizer
+    read_template(tokenizer, options.tokenizer, options.chat_template)
+    if not checkpoint.end_ids or tokenizer.chat_template is None:
+        raise RequestError(f"{options.tokenizer} needs a chat template and an end of text; see --chat-template")
+    add_special_tokens(tokenizer)
+    app = make_app(config, tokenizer, checkpoint.end_ids, options.name or options.model, options.max_new_tokens)
+    uvicorn.run(app, host=options.host, port=options.port, log_level="warning", server_header=False)
+
 
 def run_serve(options: argparse.Namespace) -> None:
     """`aspd serve`."""

@@ -77,11 +77,16 @@ def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template:
         CheckpointError: it has no tokenizer.
         ConfigError: the file cannot be read.
     """
-    if lm.tokenizer is None:
+    read_template(lm.tokenizer, path, template)
+
+
+def read_template(tokenizer: Any, path: str | os.PathLike[str], template: str | os.PathLike[str]) -> None:
+    """As `for_conversations`, of a tokenizer; None: there is none."""
+    if tokenizer is None:
         raise CheckpointError(f"{path} has no tokenizer; put tokenizer.json into the folder")
     if os.fspath(template):
         try:
-            lm.tokenizer.chat_template = Path(template).read_text()
+            tokenizer.chat_template = Path(template).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template: {error}") from None
 

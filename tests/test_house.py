@@ -37,7 +37,7 @@ def test_architecture_names_every_file() -> None:
     assert not missing
 
 
-ROOMS = ("decode", "scheduling", "answers", "bench", "offline", "server", "evaluation", "launch")
+ROOMS = ("decode", "scheduling", "answers", "bench", "offline", "server", "proxy", "evaluation", "launch")
 MOST_FLOORS = 7
 
 

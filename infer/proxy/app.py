@@ -1,0 +1,165 @@
+"""The proxy's HTTP side: chat completions with branches in the stream, as the server has them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from aspd_jax.chat import encode_turns
+from aspd_jax.structure import canonical, to_json
+from aspd_jax.tokens import Codec
+from infer.answers.events import Event
+from infer.proxy.answering import Answering, Proxied, usage
+from infer.proxy.upstream import Sampling, Upstream, UpstreamConfig, UpstreamError
+from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
+from infer.server.messages import ChatRequest, error_body
+
+INVALID = "invalid_request_error"
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, message: str, kind: str = INVALID) -> None:
+        super().__init__(message)
+        self.status, self.kind = status, kind
+
+
+def make_app(config: UpstreamConfig, tokenizer: Any, end_ids: tuple[int, ...], name: str, most: int) -> FastAPI:
+    """An application in front of an upstream.
+
+    Args:
+        tokenizer: of the checkpoint that the upstream serves, with its chat template and special tokens.
+        end_ids: ids that end an answer.
+        name: of the model, as clients ask for it.
+        most: tokens of an answer for requests that ask for no number.
+    """
+    codec = Codec(tokenizer)
+    upstream = Upstream(config)
+    ends = [str(tokenizer.convert_ids_to_tokens(end)) for end in end_ids]
+    proxy = _Proxy(Answering(upstream, codec, ends), codec, tokenizer, end_ids, name, most)
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await upstream.close()
+
+    app = FastAPI(title="aspd proxy", docs_url=None, redoc_url=None, lifespan=life)
+
+    @app.exception_handler(_Refused)
+    async def refused(_: Request, error: Any) -> JSONResponse:
+        return JSONResponse(error_body(str(error), error.kind), error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: Any) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        return JSONResponse(error_body(f"{where}: {first['msg']}", INVALID, None, where or None), 400)
+
+    app.post("/v1/chat/completions", response_model=None)(proxy.chat)
+    app.get("/v1/models")(proxy.models)
+    app.get("/health")(proxy.health)
+    return app
+
+
+class _Proxy:
+    def __init__(
+        self, answering: Answering, codec: Codec, tokenizer: Any, end_ids: tuple[int, ...], name: str, most: int
+    ) -> None:
+        self._answering, self._codec, self._tokenizer, self._ends = answering, codec, tokenizer, end_ids
+        self._name, self._most, self._started = name, most, int(time.time())
+
+    async def health(self) -> dict[str, str]:
+        """The proxy runs; whether the upstream does, a request will tell."""
+        return {"status": "ready"}
+
+    async def models(self) -> dict[str, Any]:
+        """The one model."""
+        model = {"id": self._name, "object": "model", "created": self._started, "owned_by": "aspd"}
+        return {"object": "list", "data": [model]}
+
+    async def chat(self, body: ChatRequest) -> JSONResponse | StreamingResponse:
+        """OpenAI's chat completions."""
+        if body.model != self._name:
+            raise _Refused(404, f"there is no model {body.model!r} here, but {self._name!r}")
+        for field, given in (
+            ("n", (body.n or 1) > 1),
+            ("logprobs", body.alternatives is not None),
+            ("stop", body.stop is not None),
+            ("response_format", body.response_format is not None),
+            ("aspd.branch_format", body.aspd.branch_format is not None),
+        ):
+            if given:
+                raise _Refused(400, f"{field}: the proxy does not have it")
+        prompt = await asyncio.to_thread(self._encode, [message.plain for message in body.messages])
+        sampling = Sampling(
+            1.0 if body.temperature is None else body.temperature,
+            1.0 if body.top_p is None else body.top_p,
+            body.top_k, body.min_p, body.repetition_penalty, body.seed,
+        )  # fmt: skip
+        answer = Proxied()
+        most = min(body.limit or self._most, self._most)
+        events = self._answering.events(prompt, most, sampling, body.aspd.mode == "adaptive", answer)
+        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
+        if body.stream:
+            stream = self._stream(body, prompt, events, answer, head | {"object": "chat.completion.chunk"})
+            return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        try:
+            async for _ in events:
+                pass
+        except UpstreamError as error:
+            raise _Refused(502, str(error), "upstream_error") from None
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
+        whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(prompt, answer, self._codec)}
+        return JSONResponse(whole | ({"aspd": [self._statistics(answer)]} if body.aspd.statistics else {}))
+
+    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
+        if messages[-1]["role"] == "assistant":
+            raise _Refused(400, "the last message is an answer; a prompt ends with a message of the user")
+        try:
+            ids, *stretches = encode_turns(self._tokenizer, self._codec.text, self._ends, messages, prompt=True)
+        except Exception as error:  # such as a chat template that refuses the order of roles
+            raise _Refused(400, f"the prompt cannot be encoded: {error}") from None
+        answers = (message["content"] for message in messages if message["role"] == "assistant")
+        for said, after in zip(answers, stretches, strict=True):
+            ids = [*ids, *self._codec.text.encode(said), *after]
+        return ids
+
+    def _statistics(self, answer: Proxied) -> dict[str, Any]:
+        return {"statistics": {"requests": answer.requests}, "structure": to_json(canonical(answer.items))}
+
+    async def _stream(
+        self, body: ChatRequest, prompt: list[int], events: AsyncIterator[Event], answer: Proxied, head: dict[str, Any]
+    ) -> AsyncIterator[str]:
+        def sse(value: dict[str, Any]) -> str:
+            return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+        def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+            return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
+
+        order = AsTheyCome() if body.aspd.stream == "branches" else ReadingOrder()
+        yield sse(chunk({"role": "assistant", "content": ""}))
+        try:
+            async for event in events:
+                for delta in order.take([event]):
+                    yield sse(chunk(_placed(delta)))
+        except UpstreamError as error:
+            yield sse(error_body(str(error), "upstream_error"))
+            return
+        last = chunk({}, answer.finish_reason)
+        yield sse(last | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {}))
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield sse({**head, "choices": [], "usage": usage(prompt, answer, self._codec)})
+        yield "data: [DONE]\n\n"
+
+
+def _placed(delta: Delta) -> dict[str, Any]:
+    return {"content": delta.text} | ({} if delta.place is None else {"aspd": delta.place})
