@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Upstream:
 
     def __init__(self, lm: LanguageModel) -> None:
         self.lm, self.script, self.bodies = lm, dict(SCRIPT), []  # type: ignore[var-annotated]
+        self.open, self.delay = 0, 0.0
         self.before: Callable[[int], JSONResponse | None] = lambda _: None
         self.app = FastAPI()
         self.app.post("/v1/completions", response_model=None)(self.complete)
@@ -57,11 +59,16 @@ class Upstream:
         if len(said) > 4 * body["max_tokens"]:
             said, reason = said[: 4 * body["max_tokens"]], "length"
 
-        def stream() -> Iterator[str]:
-            for at in range(0, len(said), 3):
-                yield self._chunk(said[at : at + 3], None)
-            yield self._chunk("", reason)
-            yield "data: [DONE]\n\n"
+        async def stream() -> AsyncIterator[str]:
+            self.open += 1
+            try:
+                for at in range(0, len(said), 3):
+                    yield self._chunk(said[at : at + 3], None)
+                    await asyncio.sleep(self.delay)
+                yield self._chunk("", reason)
+                yield "data: [DONE]\n\n"
+            finally:
+                self.open -= 1
 
         return StreamingResponse(stream(), media_type="text/event-stream")
 
@@ -205,6 +212,17 @@ def test_serial_mode_forbids_all_tags(proxy: str, upstream: Upstream, demo: Lang
 def test_budgets_end_answers(proxy: str, upstream: Upstream) -> None:
     answer = ask(proxy, max_tokens=10).json()["choices"][0]
     assert answer["finish_reason"] == "length" and answer["message"]["content"].startswith("So:\n")
+
+
+def test_a_client_that_goes_ends_its_requests(proxy: str, upstream: Upstream) -> None:
+    upstream.delay = 0.2
+    upstream.script |= {"1/2 A: ": "alpha " * 500, "2/2 B: ": "beta " * 500}
+    messages = [{"role": "user", "content": "?"}]
+    asked = {"model": "proxied", "messages": messages, "stream": True, "aspd": {"stream": "branches"}}
+    with httpx.stream("POST", f"{proxy}/chat/completions", json=asked, timeout=60) as response:
+        next(line for line in response.iter_lines() if "beta" in line or "bet" in line)
+        assert upstream.open == 2
+    assert wait_for(lambda: upstream.open == 0, 10)
 
 
 def test_faults_of_the_upstream(proxy: str, upstream: Upstream) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,7 +61,7 @@ class Answering:
 
     async def events(
         self, prompt: Sequence[int], most: int, sampling: Sampling, adaptive: bool, answer: Proxied
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """What happens, as `infer.answers.events` has it, without `done`; `answer` is filled meanwhile.
 
         Args:
@@ -108,8 +108,9 @@ class Answering:
             prefix = [*prefix, *announced, special.parallel_start]
             texts = [""] * len(titles)
             reasons: list[str | None] = [None] * len(titles)
-            async for event in self._branches(prefix, titles, left, sampling, answer, texts, reasons):
-                yield Event(event.kind, block, event.branch, event.text)
+            async with aclosing(self._branches(prefix, titles, left, sampling, answer, texts, reasons)) as events:
+                async for event in events:
+                    yield Event(event.kind, block, event.branch, event.text)
             yield Event("merge", block=block)
             answer.items.append(Parallel([Branch(t, text) for t, text in zip(titles, texts, strict=True)]))
             for title, text in zip(titles, texts, strict=True):
@@ -161,7 +162,7 @@ class Answering:
         answer: Proxied,
         texts: list[str],
         reasons: list[str | None],
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """Tokens and ends of all branches, as they come; fills `texts` and `reasons`."""
         special, encode = self._codec.special, self._codec.text.encode
         news: asyncio.Queue[Event | BaseException] = asyncio.Queue()

@@ -6,8 +6,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -137,7 +137,12 @@ class _Proxy:
         return {"statistics": {"requests": answer.requests}, "structure": to_json(canonical(answer.items))}
 
     async def _stream(
-        self, body: ChatRequest, prompt: list[int], events: AsyncIterator[Event], answer: Proxied, head: dict[str, Any]
+        self,
+        body: ChatRequest,
+        prompt: list[int],
+        events: AsyncGenerator[Event, None],
+        answer: Proxied,
+        head: dict[str, Any],
     ) -> AsyncIterator[str]:
         def sse(value: dict[str, Any]) -> str:
             return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
@@ -148,9 +153,10 @@ class _Proxy:
         order = AsTheyCome() if body.aspd.stream == "branches" else ReadingOrder()
         yield sse(chunk({"role": "assistant", "content": ""}))
         try:
-            async for event in events:
-                for delta in order.take([event]):
-                    yield sse(chunk(_placed(delta)))
+            async with aclosing(events):  # a client that goes away ends what the upstream does for it
+                async for event in events:
+                    for delta in order.take([event]):
+                        yield sse(chunk(_placed(delta)))
         except UpstreamError as error:
             yield sse(error_body(str(error), "upstream_error"))
             return
