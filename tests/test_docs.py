@@ -32,6 +32,7 @@ ELSEWHERE = {
     "aspd demo": "test_cli.py",
     "aspd eval": "test_evaluation.py",
     "aspd export": "test_cli.py",
+    "aspd proxy": "test_proxy.py",
     "aspd serve": "test_server.py",
 }
 TINY = ["model.checkpoint=DIR", "data.train=train.jsonl", "steps=1", "data.rows=8", "data.length=256"]
