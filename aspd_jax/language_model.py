@@ -137,6 +137,8 @@ def load_model(
     config = config if mesh is None else padded(config)
     adapter = adapter or checkpoint.adapter
     if adapter is not None:
+        if adapters:
+            raise CheckpointError(f"{path} has an adapter merged already; several of them need the base itself")
         of = open_adapter(adapter)
         if of.tokens and (special is None or of.tokens != special.ids):
             raise CheckpointError(f"{adapter} is an adapter for another base: its new tokens are {list(of.tokens)}")
