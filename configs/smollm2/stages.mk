@@ -16,24 +16,12 @@ $(SMOLLM2)/questions.jsonl: $(STAGE)/questions.yaml | $(VENV)/.installed
 	mkdir -p $(@D)
 	$(BIN)/aspd data questions $< --count 3600 --output $@
 
-# Answers that are there already are taken as they are: those of ours are in results/smollm2/own_answers.jsonl.gz and
-# follow_up_answers.jsonl.gz.
+# Answers that are there already are taken as they are: those of ours are in results/smollm2/own_answers.jsonl.gz.
 $(SMOLLM2)/answers.jsonl: | $(SMOLLM2)/questions.jsonl
 	$(BIN)/aspd generate --model smollm2 --input $(SMOLLM2)/questions.jsonl --output $@ --mode serial --batch 32 \
 		--max-new-tokens 448 --max-length 768 --temperature 0.6 --top-p 0.9 --repetition-penalty 1.1
 
-# Second turns: a model that forked once has to learn that the next answer may want no list.
-$(SMOLLM2)/follow_ups.jsonl: $(SMOLLM2)/answers.jsonl
-	$(BIN)/aspd data questions $(STAGE)/questions.yaml --after $< --count 300 --output $@
-
-$(SMOLLM2)/follow_up_answers.jsonl: | $(SMOLLM2)/follow_ups.jsonl
-	$(BIN)/aspd generate --model smollm2 --input $(SMOLLM2)/follow_ups.jsonl --output $@ --mode serial --batch 8 \
-		--max-new-tokens 384 --max-length 1024 --temperature 0.6 --top-p 0.9 --repetition-penalty 1.1
-
-$(SMOLLM2)/conversations.jsonl: $(SMOLLM2)/answers.jsonl $(SMOLLM2)/follow_up_answers.jsonl
-	cat $^ > $@
-
-$(SMOLLM2)/data/structured.jsonl: $(SMOLLM2)/conversations.jsonl $(STAGE)/data.yaml
+$(SMOLLM2)/data/structured.jsonl: $(SMOLLM2)/answers.jsonl $(STAGE)/data.yaml
 	$(BIN)/aspd data build $< --config $(STAGE)/data.yaml --output $(@D)
 
 $(SMOLLM2)/%/$(ADAPTER): $(STAGE)/%.yaml $(SMOLLM2)/data/structured.jsonl
