@@ -28,6 +28,7 @@ class Load:
     """What became of the requests of one rate and mode; seconds.
 
     Attributes:
+        mode: `serial` or `adaptive`; of several branch policies with the policy behind a comma.
         rate: requests that arrive per second, mean.
         sent, answered, refused, failed: requests; refused: 429.
         first, last: request to first and to last token: median, 95th and 99th percentile of those answered.
@@ -108,7 +109,7 @@ async def load(
     await client.close()
     good = [answer for answer in answers if answer.outcome == "answered"]
     in_time = sum(answer.last <= target for answer in good)
-    last = _quantiles([answer.last for answer in good])
+    last = quantiles([answer.last for answer in good])
     return Load(
         mode=mode,
         rate=rate,
@@ -116,12 +117,12 @@ async def load(
         answered=len(good),
         refused=sum(answer.outcome == "refused" for answer in answers),
         failed=sum(answer.outcome == "failed" for answer in answers),
-        first=_quantiles([answer.first for answer in good]),
+        first=quantiles([answer.first for answer in good]),
         last=last,
         in_time=in_time,
         goodput=in_time / whole,
         content_rate=sum(answer.content for answer in good) / whole,
-        ideal=_quantiles([answer.ideal for answer in good])[0],
+        ideal=quantiles([answer.ideal for answer in good])[0],
         seconds=whole,
         medians=last[:1],
     )
@@ -189,7 +190,7 @@ async def _ask(
     return _Answer("answered", first or last, last, content, ideal)
 
 
-def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
+def quantiles(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(np.percentile(values, q)) if values else float("nan") for q in QUANTILES)
 
 
@@ -205,7 +206,7 @@ def load_table(found: Sequence[Load], target: float) -> str:
     for of in found:
         first, last = (" / ".join(f"{1000 * value:.0f}" for value in part) for part in (of.first, of.last))
         base = serial.get((of.rows, of.rate))
-        gain = f"{base.last[0] / of.last[0]:.2f}x" if base and of.mode == "adaptive" and of.last[0] else ""
+        gain = f"{base.last[0] / of.last[0]:.2f}x" if base and of.mode != "serial" and of.last[0] else ""
         cells = [
             "" if of.rows is None else str(of.rows),
             f"{of.rate:g}",
@@ -228,7 +229,7 @@ def best_goodput(found: Sequence[Load], target: float) -> str:
     """For every rate, the best server of each mode: how many answers within the target it gives per second."""
     lines = []
     for rate in dict.fromkeys(of.rate for of in found):
-        best = {of.mode: of for of in sorted(found, key=_worth) if of.rate == rate}
+        best = {of.mode.split(",")[0]: of for of in sorted(found, key=_worth) if of.rate == rate}
         told = [f"{best[mode].goodput:.2f} {best[mode].who}" for mode in ("serial", "adaptive")]
         gain = f": {best['adaptive'].goodput / best['serial'].goodput:.2f}x" if best["serial"].goodput else ""
         lines.append(f"{rate:g} requests/s, best within {target:g} s, per second: {', '.join(told)}{gain}")

@@ -6,6 +6,7 @@ B rows of the state.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ class Run(NamedTuple):
         before: what was known of the state that they began with.
         after: what they report.
         state: what they leave.
-        since: when they were started, by `time.perf_counter`.
+        since: when they were started, by the runner's clock.
     """
 
     steps: int
@@ -48,7 +49,10 @@ class Runner:
     Attributes:
         buckets: the programs of the engine.
         drafts: whether passes feed drafts.
+        clock: seconds; all times of requests are told by it.
     """
+
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, lm: LanguageModel, config: EngineConfig, rows: int, capacity: int) -> None:
         self._lm, self._config = lm, config
@@ -68,7 +72,7 @@ class Runner:
                 string, or what a schema has not permitted yet.
             script: see `Script`.
         """
-        since = time.perf_counter()
+        since = self.clock()
         drafting = self.drafts.on and not stepwise
         steps = min(steps, self.drafts.passes)
         bucket, smaller, larger = self.buckets.choose(report)

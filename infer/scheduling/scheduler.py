@@ -9,7 +9,6 @@ and picks the program that fits what the next passes need; tokens are chosen on 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +75,7 @@ class Scheduler:
     Attributes:
         cost: of a pass, once it has been measured; `slo` needs it.
         script: tokens to take in place of sampled ones, for benchmarks and tests.
+        admitted: called with every request that was given a row.
         alone: the only request that is admitted; None: all are.
         chunk: what the last `step` decoded.
         runner: of passes.
@@ -102,6 +102,7 @@ class Scheduler:
         self._constrain, self._place = constrain, place
         self.cost: StepCost | None = None
         self.script: Script | None = None
+        self.admitted: Callable[[Handle], None] = lambda _: None
         self.alone: Handle | None = None
         self.chunk = Chunk(0, 0.0)
         self.codec = None if lm.tokenizer is None else lm.codec
@@ -115,6 +116,10 @@ class Scheduler:
         self._stamp = 0
         self._lock = threading.RLock()
         self.runner = Runner(lm, config, rows, self._capacity)
+
+    def now(self) -> float:
+        """Seconds, by the clock that all times of requests are told by."""
+        return self.runner.clock()
 
     def submit(self, job: Job, steps: int = NO_LIMIT) -> Handle:
         """Queue a request; something has to `step` until it is done."""
@@ -189,12 +194,12 @@ class Scheduler:
         with self._lock:
             if any(row.handle for row in self._rows):
                 raise RequestError("warm_up is for an engine at rest; requests are under way")
-            before = time.perf_counter()
+            before = self.now()
             self.forget()  # passes that are timed write over what rows hold
             state = compile_all(self._lm, self._config, self._state_now(), self.runner.buckets)
             state, self.cost = measure_cost(self._lm, self._config, state, self.runner.buckets)
             self._change(state)
-            return time.perf_counter() - before
+            return self.now() - before
 
     def adapters_in_use(self) -> set[int]:
         """Numbers of the adapters of all requests that have not ended."""
@@ -260,12 +265,13 @@ class Scheduler:
         row.memory = RowMemory(kept, in_order_kept, beginning.slots, self._stamp, job.adapter)
         row.prompt = RowMemory(tokens, tokens.size if kept_in_order else in_order, slots, 0, job.adapter)
         handle.row, handle.reused = target, beginning.tokens
-        handle.seconds = {"queued": time.perf_counter() - handle.submitted}
+        handle.seconds = {"queued": self.now() - handle.submitted}
         self._change(begin(self._lm, self._config, state, job, target, beginning, self._place(job.adapter)))
         if job.constrained:
             handle.constraint = self._constrain(job.params)
             self._permit({target: handle.constraint.start()})
         self._cap = None  # it has none yet
+        self.admitted(handle)
 
     def _soon_shared(self, job: Job) -> int:
         """Tokens that a prompt will be able to copy when those that are being fed are there."""
@@ -278,7 +284,7 @@ class Scheduler:
         """Take note of prompts that have been fed; whether somebody waits for one: its listener, or a request that may
         begin alike and has a row to go to.
         """
-        now, awaited = time.perf_counter(), False
+        now, awaited = self.now(), False
         for number, row in enumerate(self._rows):
             if row.handle is None or row.prompt is None or report.phase[number] == PROMPT:
                 continue
@@ -298,7 +304,7 @@ class Scheduler:
             steps = min(steps, 1)
         if self._policy.milliseconds is not None:
             steps = min(steps, STEPS_BETWEEN_CAPS)
-        before = time.perf_counter()
+        before = self.now()
         self._hold_back()
         done, report, join = 0, self._reported(), join or bool(self._waiting)
         left = steps - self.chunk.passes  # those that were started ahead
@@ -311,7 +317,7 @@ class Scheduler:
             self._report = report
             done += passes
             awaited = self._note_prompts(report)
-        self._count(report, done, time.perf_counter() - before)
+        self._count(report, done, self.now() - before)
         # The next passes follow from what is known, unless what is read now may change them, or branches are held back.
         feeding = any(row.prompt is not None for row in self._rows)
         known = not (stepwise or feeding) and self._policy == Policy() and bool((report.finish[rows] == RUNNING).all())
@@ -341,12 +347,12 @@ class Scheduler:
         done, report = self.runner.end(started, self.cost)
         if self._state is started.state:
             self._report = report
-        self._count(report, done, time.perf_counter() - started.since)
+        self._count(report, done, self.now() - started.since)
 
     def _count(self, report: Report, passes: int, seconds: float) -> None:
         """Count passes for the chunk, and their time for every request."""
         self.chunk = Chunk(self.chunk.passes + passes, self.chunk.seconds + seconds)
-        now = time.perf_counter()
+        now = self.now()
         for number, row in enumerate(self._rows):
             if not row.decoding:
                 continue
