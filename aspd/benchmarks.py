@@ -218,7 +218,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     from itertools import count, islice
 
     from aspd_jax.configuration import at_least
-    from infer.bench.load import Load, best_goodput, load, load_table, middle, to_json, undisturbed
+    from infer.bench.load import Load, load, middle, undisturbed
     from infer.evaluation.config import BenchmarkSection
     from infer.evaluation.questions import read_questions
     from infer.request import Mode
@@ -276,10 +276,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
         f"\n{options.model}; {where()}; open loop, Poisson, {options.seconds:g} s a round, "
         f"the middle of {options.repeats} rounds\n"
     )
-    print(load_table(found, options.target))
-    print(f"\n{best_goodput(found, options.target)}")
-    if options.json:
-        write_whole(options.json, json.dumps(to_json(found), indent=1) + "\n")
+    _print_loads(found, options)
     if options.plot:
         from infer.bench.plots import plot_load
 
@@ -291,7 +288,6 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from aspd_jax import load_model
-    from infer.bench.load import best_goodput, load_table, to_json
     from infer.bench.simulation import Simulation, computed_cost, measured_cost, shapes_of
 
     positive(options, "batch", "requests")
@@ -315,6 +311,13 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
         f"Simulated; a pass takes {cost.base:.2f} ms + {1000 * cost.per_token:.2f} us a token "
         f"+ {1000 * cost.per_slot:.4f} us a slot ({source})\n"
     )
+    _print_loads(found, options)
+
+
+def _print_loads(found: Any, options: argparse.Namespace) -> None:
+    """Tables of loads, and their file."""
+    from infer.bench.load import best_goodput, load_table, to_json
+
     print(load_table(found, options.target))
     print(f"\n{best_goodput(found, options.target)}")
     if options.json:

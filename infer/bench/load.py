@@ -69,8 +69,10 @@ class Load:
 
 
 @dataclass(frozen=True)
-class _Answer:
-    outcome: str
+class Outcome:
+    """What became of one request: `answered`, `refused` or `failed`; seconds to its first and last token."""
+
+    kind: str
     first: float = 0.0
     last: float = 0.0
     content: int = 0
@@ -98,7 +100,7 @@ async def load(
     random = Random(seed)
     client = openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, timeout=600)
     begun = time.perf_counter()
-    tasks: list[asyncio.Task[_Answer]] = []
+    tasks: list[asyncio.Task[Outcome]] = []
     due = 0.0
     while (due := due + random.expovariate(rate)) < seconds or not tasks:
         await asyncio.sleep(max(0.0, begun + due - time.perf_counter()))
@@ -107,24 +109,32 @@ async def load(
     answers = await asyncio.gather(*tasks)
     whole = time.perf_counter() - begun
     await client.close()
-    good = [answer for answer in answers if answer.outcome == "answered"]
+    return load_of(mode, rate, answers, target, whole)
+
+
+def load_of(
+    mode: str, rate: float, answers: Sequence[Outcome], target: float, seconds: float, rows: int | None = None
+) -> Load:
+    """Figures of what became of every request; for the arguments see `Load` and `load`."""
+    good = [answer for answer in answers if answer.kind == "answered"]
     in_time = sum(answer.last <= target for answer in good)
-    last = quantiles([answer.last for answer in good])
+    last = _quantiles([answer.last for answer in good])
     return Load(
         mode=mode,
         rate=rate,
         sent=len(answers),
         answered=len(good),
-        refused=sum(answer.outcome == "refused" for answer in answers),
-        failed=sum(answer.outcome == "failed" for answer in answers),
-        first=quantiles([answer.first for answer in good]),
+        refused=sum(answer.kind == "refused" for answer in answers),
+        failed=sum(answer.kind == "failed" for answer in answers),
+        first=_quantiles([answer.first for answer in good]),
         last=last,
         in_time=in_time,
-        goodput=in_time / whole,
-        content_rate=sum(answer.content for answer in good) / whole,
-        ideal=quantiles([answer.ideal for answer in good])[0],
-        seconds=whole,
+        goodput=in_time / seconds,
+        content_rate=sum(answer.content for answer in good) / seconds,
+        ideal=_quantiles([answer.ideal for answer in good])[0],
+        seconds=seconds,
         medians=last[:1],
+        rows=rows,
     )
 
 
@@ -166,7 +176,7 @@ def middle(rounds: Sequence[Load]) -> Load:
 
 async def _ask(
     client: openai.AsyncOpenAI, model: str, question: str, mode: Mode, max_tokens: int, due: float
-) -> _Answer:
+) -> Outcome:
     """One request; times count from when it was due, so that a client that lags hides nothing."""
     first = last = ideal = 0.0
     content = 0
@@ -184,13 +194,13 @@ async def _ask(
                 cost = told["statistics"]
                 content, ideal, last = cost["content_tokens"], cost["ideal_speedup"], now
     except openai.RateLimitError:
-        return _Answer("refused")
+        return Outcome("refused")
     except openai.OpenAIError:
-        return _Answer("failed")
-    return _Answer("answered", first or last, last, content, ideal)
+        return Outcome("failed")
+    return Outcome("answered", first or last, last, content, ideal)
 
 
-def quantiles(values: Sequence[float]) -> tuple[float, ...]:
+def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(np.percentile(values, q)) if values else float("nan") for q in QUANTILES)
 
 

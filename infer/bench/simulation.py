@@ -10,7 +10,7 @@ B rows, S tokens of a script, N branches.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -25,8 +25,7 @@ from aspd_jax.model.config import ModelConfig
 from aspd_jax.pipeline.show import read_structured
 from aspd_jax.structure import Parallel, Structure
 from aspd_jax.tokens import SpecialTokens
-from infer.answers.answer import Result
-from infer.bench.load import Load, quantiles
+from infer.bench.load import Load, Outcome, load_of
 from infer.decode.state import EngineConfig
 from infer.decode.step import Report, Script
 from infer.engine import Engine
@@ -245,27 +244,10 @@ class Simulation:
                 runner.seconds = coming[0][0]
             else:
                 break
-        results = [handle.result for handle in handles if handle.result is not None]
-        return self._figures(results, mode, rate, target, runner.seconds)
-
-    def _figures(self, results: Iterable[Result], mode: Mode, rate: float, target: float, whole: float) -> Load:
-        stats = [result.stats for result in results]
-        last = [of.seconds["total"] for of in stats]
-        in_time = sum(seconds <= target for seconds in last)
-        return Load(
-            mode=mode if self._policy == "all" or mode == "serial" else f"{mode}, {self._policy}",
-            rate=rate,
-            sent=len(stats),
-            answered=len(stats),
-            refused=0,
-            failed=0,
-            first=quantiles([of.seconds["first_token"] for of in stats]),
-            last=quantiles(last),
-            in_time=in_time,
-            goodput=in_time / whole,
-            content_rate=sum(of.content_tokens for of in stats) / whole,
-            ideal=quantiles([of.ideal_speedup for of in stats])[0],
-            seconds=whole,
-            medians=quantiles(last)[:1],
-            rows=self._rows,
-        )
+        stats = [handle.result.stats for handle in handles if handle.result is not None]
+        outcomes = [
+            Outcome("answered", of.seconds["first_token"], of.seconds["total"], of.content_tokens, of.ideal_speedup)
+            for of in stats
+        ]
+        name = mode if self._policy == "all" or mode == "serial" else f"{mode}, {self._policy}"
+        return load_of(name, rate, outcomes, target, runner.seconds, self._rows)
