@@ -30,6 +30,7 @@ DEPENDENT = {
         "1. Buy a car: cheap.\n2. Rent a car: better than the first option.",
         "1. Measure the wall.\n2. Cut paper: use the length from step 1.",
         "- Tea: calms.\n- Coffee: as mentioned above, no sugar.",
+        "- Letters: a to z.\n- Ends: none of the letters listed above.",
         "一、买车：便宜。\n二、租车：与前者不同。",
     ],
     "goes on": [
@@ -44,7 +45,10 @@ DEPENDENT = {
     ],
     "shared symbol": ["- Radius: r = 2 cm.\n- Area: it is 3 * r * r."],
     "title says nothing": ["1. 1. What do you like?\n2. 2. How do you work?\n3. 3. Why here?\n"],
-    "duplicate title": ["**Note**\n\nText one.\n\n**Note**\n\nText one.\n"],
+    "duplicate title": [
+        "**Note**\n\nText one.\n\n**Note**\n\nText one.\n",
+        "1. Mike: Hello, Alex!\n2. Alex: How are you?\n3. Mike: I am well.",
+    ],
 }
 
 

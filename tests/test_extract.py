@@ -96,6 +96,13 @@ def test_the_last_part_keeps_what_its_siblings_have(before: str) -> None:
     assert [text[0] + text.rstrip()[-4:] for _, text in block] == ["1sink", "2door"]
 
 
+@pytest.mark.parametrize("siblings, end", [("", "cold."), ("\nBoth say so.", "said.")])
+def test_a_sentence_at_the_margin_is_the_last_part_s_if_siblings_have_one(siblings: str, end: str) -> None:
+    answer = f"1. Red: it is warm.{siblings}\n2. Blue: it is\ncold.\nAll is said."
+    (block,) = texts(answer)
+    assert block[-1][1].rstrip().endswith(end)
+
+
 @needs_answers
 def test_real_answers_are_kept_and_their_lists_found() -> None:
     rows = [json.loads(line) for line in ANSWERS.read_text().split("\n") if line]

@@ -21,7 +21,7 @@ _REFERENCES = re.compile(
     rf"\b(?:the|this|that|these|those|our|your|from|in|of|after) (?:{_PLACES}) (?:(?:two|three|few) )?(?:{_THINGS})\b"
     rf"|\bthe (?:former|latter)\b|\b(?:{_THINGS}) (?:above|earlier)\b"
     r"|\b(?:as|was|were|is|are) (?:mentioned|noted|described|discussed|listed|calculated|computed|shown|stated|defined|"
-    r"explained) (?:above|earlier|before|previously|in step)"
+    r"explained) (?:above|earlier|before|previously|in step)|\b(?:mentioned|listed|described) above"
     r"|\b(?:see|like|unlike|following|using|with|to) (?:the )?above\b|\bthe above\b|\bas (?:before|above)\b"
     r"|\bsame as (?:in )?step\b|上述|前者|后者|上一[步点项条]|前一[步点项条]|如前所述|前面提到|上面的|同上|前述|上記",
     re.IGNORECASE,
@@ -86,10 +86,16 @@ def _says_nothing(titles: Sequence[str]) -> Iterator[str]:
 
 def _duplicates(titles: Sequence[str]) -> Iterator[str]:
     seen: dict[str, int] = {}
+    leads: dict[str, int] = {}  # what titles are longer than where they would be equal; who speaks in a dialogue
     for number, title in enumerate(titles, 1):
         if (name := " ".join(title.casefold().split())) in seen:
             yield f"duplicate title: branches {seen[name]} and {number} are both {title!r}"
         seen[name] = number
+        lead, _, rest = re.sub(r"^\d+[.)]\s*", "", name).partition(":")
+        if rest and lead in leads:
+            yield f"duplicate title: branches {leads[lead]} and {number} both begin with {lead + ':'!r}"
+        if rest:
+            leads[lead] = number
 
 
 def _references(texts: Sequence[str]) -> Iterator[str]:

@@ -35,6 +35,7 @@ _CLOSERS = re.compile(
     r"总之|总的来说|综上|希望|以上)",
     re.IGNORECASE,
 )
+_SENTENCE_END = re.compile(r"[.!?。！？][\"'”’)*_]*\s*$")
 _BOLD_LEAD = re.compile(r"(\*\*|__)[^\n]+?([:：]\1|\1\s*[:：]|\1\s*$)")
 _NAMED = ("heading", "bold", "lead")  # families whose markers are titles
 # The parser looks for blocks only, without those that models rarely mean: underlined headings, HTML, link definitions.
@@ -108,8 +109,9 @@ class _Lines:
     """Lines of an answer, and where they begin.
 
     Attributes:
-        markdown: what the parser gets: the answer, with an empty line before every line that begins with a marker;
-            Markdown would take many of them for the rest of the paragraph or list item before.
+        markdown: what the parser gets: the answer, with an empty line before every line that begins with a marker, or
+            at the margin after a whole sentence; Markdown would take many of them for the rest of the paragraph or list
+            item before.
         origin: the line of the answer that each line of `markdown` is.
     """
 
@@ -120,7 +122,8 @@ class _Lines:
         self.origin: list[int] = []
         for line in range(len(self.starts)):
             text = answer[self.offset(line) : self.offset(line + 1)].rstrip("\r\n")
-            if line and text[:1].strip() and _part_marker(text):
+            whole = text[:1].isalpha() and _SENTENCE_END.search(texts[-1] if texts else "")
+            if line and text[:1].strip() and (whole or _part_marker(text)):
                 texts.append("")
                 self.origin.append(line)
             texts.append(text)
