@@ -20,6 +20,7 @@ from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.tokens import SerialIds, split
 from infer import Engine, Event, SamplingParams
+from infer.answers.logprobs import token_logprobs
 from infer.decode.inputs import BranchBudget
 from infer.decode.slots import copy_slots
 from infer.decode.state import PROMPT, SequenceState
@@ -498,6 +499,8 @@ def test_warm_up_leaves_nothing_to_compile(bare_lm: LanguageModel) -> None:
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     params = [SamplingParams(temperature=t, seed=s) for t in (0.0, 9.0) for s in range(3)]
     results = own.generate([[1] * size for size in (1, 2, 5, 40, 90, 3)], params)
+    for result, alternatives in zip(results, (0, 1, 3, 5, 20, 0), strict=True):
+        token_logprobs(own.lm, own.config, result, alternatives)
     assert not [name for name in compiled if "backend_compile" in name]
     jax.block_until_ready(jax.jit(lambda x: x * len(compiled))(1.0))
     assert [name for name in compiled if "backend_compile" in name], "negative control: it is heard of"

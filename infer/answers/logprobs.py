@@ -23,7 +23,8 @@ from aspd_jax.tokens import SerialIds, split
 from infer.answers.answer import Result
 from infer.decode.state import EngineConfig
 
-CHUNK = 128  # tokens whose logits are there at a time
+CHUNK = 128  # tokens whose logits are there at a time, and of the shortest pass
+MOST_ALTERNATIVES = 20  # computed whatever is asked for, so that passes of one length are one program
 
 
 class TokenLogprob(NamedTuple):
@@ -40,28 +41,42 @@ def token_logprobs(
     """Of every token of the plain text, in reading order.
 
     Args:
-        alternatives: how many likeliest tokens to give.
+        alternatives: how many likeliest tokens to give, at most `MOST_ALTERNATIVES`.
         adapter: place of the adapter that the answer was decoded with; negative: none.
     """
     prompt, ids = result.prompt_token_ids, result.token_ids
     whole = np.asarray([*prompt, *ids], np.int32)
-    size = max(CHUNK, next_power(whole.size))
-    tokens = np.zeros((1, size), np.int32)
-    tokens[0, : whole.size] = whole
-    real = (np.arange(size) < whole.size)[None]
-    layout = build_layout(tokens, config.special, lm.config.positions, padding_mask=real)
-    model = Transformer(replace(lm.config, attention="chunked"), mesh=lm.model.mesh)
-    found = jax.device_get(_likeliest(model, lm.params, tokens, layout, np.int32(adapter), alternatives))
-    chosen, top, top_ids = (np.asarray(field)[0] for field in found)
+    chosen, top, top_ids = likeliest(lm, config, whole, adapter)
     places = [len(prompt) + place for place in content_places(config, ids)]
     return [
         TokenLogprob(
             int(whole[at]),
             float(chosen[at - 1]),
-            [(int(id), float(value)) for id, value in zip(top_ids[at - 1], top[at - 1], strict=True)],
+            [
+                (int(id), float(value))
+                for id, value in zip(top_ids[at - 1, :alternatives], top[at - 1, :alternatives], strict=True)
+            ],
         )
         for at in places
     ]
+
+
+def likeliest(
+    lm: LanguageModel, config: EngineConfig, ids: np.ndarray, adapter: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log probability of the token after each, float32 [S]; of the likeliest there, [S, alternatives]; their ids.
+
+    S is the number of ids, rounded up to a power of two.
+    """
+    size = max(CHUNK, next_power(ids.size))
+    tokens = np.zeros((1, size), np.int32)
+    tokens[0, : ids.size] = ids
+    real = (np.arange(size) < ids.size)[None]
+    layout = build_layout(tokens, config.special, lm.config.positions, padding_mask=real)
+    model = Transformer(replace(lm.config, attention="chunked"), mesh=lm.model.mesh)
+    found = jax.device_get(_likeliest(model, lm.params, tokens, layout, np.int32(adapter)))
+    chosen, top, top_ids = (np.asarray(field)[0] for field in found)
+    return chosen, top, top_ids
 
 
 def content_places(config: EngineConfig, ids: list[int]) -> list[int]:
@@ -84,11 +99,11 @@ def content_places(config: EngineConfig, ids: list[int]) -> list[int]:
     return places
 
 
-@partial(jax.jit, static_argnames=("model", "count"))
+@partial(jax.jit, static_argnames="model")
 def _likeliest(
-    model: Transformer, params: Any, tokens: jax.Array, layout: Layout, adapter: jax.Array, count: int
+    model: Transformer, params: Any, tokens: jax.Array, layout: Layout, adapter: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log probability of the token after each, float32 [B, S]; of the likeliest there, [B, S, count]; their ids."""
+    """See `likeliest`; with B rows before S."""
     of_each = jnp.full(tokens.shape, adapter) if model.config.adapters else None
     x: jax.Array = jnp.asarray(model.apply({"params": params}, tokens, layout, head=False, adapter=of_each))
     B, S = tokens.shape
@@ -99,7 +114,7 @@ def _likeliest(
         logits = lm_head(model.config, head_of(model.config, params, adapter), hidden)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         chosen = jnp.take_along_axis(logprobs, following[..., None], axis=-1)[..., 0]
-        return (chosen, *jax.lax.top_k(logprobs, count))
+        return (chosen, *jax.lax.top_k(logprobs, min(MOST_ALTERNATIVES, logprobs.shape[-1])))
 
     parts = (x.reshape(B, S // CHUNK, CHUNK, -1), after.reshape(B, S // CHUNK, CHUNK))
     found = jax.lax.map(chunk, jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), parts))

@@ -17,6 +17,7 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.processes import agreed
 from aspd_jax.sizes import powers
 from infer.answers.answer import read
+from infer.answers.logprobs import CHUNK, likeliest
 from infer.decode.slots import NO_CAP, copy_slots, occupy, permit, set_branch_cap, stop_stretches
 from infer.decode.state import DecodeState, EngineConfig
 from infer.decode.step import Limits, report_of, run
@@ -33,7 +34,7 @@ NO_PASS = Limits(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False))
 
 
 def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Buckets) -> DecodeState:
-    """Compile every program of passes, and what is done to rows between passes."""
+    """Compile every program of passes, what is done to rows between passes, and log probabilities of answers."""
     batch, capacity = state.cache.tokens.shape
     begun, drafts = time.perf_counter(), sorted({False, config.draft_tokens > 0})
     for number, bucket in enumerate(buckets.every, 1):
@@ -45,6 +46,8 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
         job = Job((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
         state = begin(lm, config, state, job, batch)  # a row past the end: none
         state = copy_slots(state, np.zeros(2, np.int32), np.full(2, batch, np.int32), config, min(size, capacity))
+    for size in powers(CHUNK, max(CHUNK, capacity)):
+        likeliest(lm, config, np.zeros(min(size, capacity), np.int32), -1)
     for size in powers(1, batch * state.permitted.shape[1]):
         bits = np.zeros((size, state.permitted.shape[2]), np.uint32)
         state = permit(state, np.full(size, batch, np.int32), np.zeros(size, np.int32), bits, config)

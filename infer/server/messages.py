@@ -6,13 +6,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
+from infer.answers.logprobs import MOST_ALTERNATIVES
 from infer.request import Mode, SamplingParams
 from infer.server.config import ServerConfig
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
 
 
 class Strict(BaseModel):
