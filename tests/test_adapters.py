@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import jax
 import numpy as np
 import pytest
 
 from aspd_jax import LanguageModel, load_model, save_model
 from aspd_jax.errors import CheckpointError, RequestError
-from aspd_jax.formats.adapter import Adapter, Factors, write_adapter
+from aspd_jax.formats.adapter import Adapter, Factors, open_adapter, write_adapter
 from aspd_jax.language_model import put_adapter
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
@@ -106,6 +107,17 @@ def test_full_passes_too(made: Made) -> None:
         ours = token_logprobs(engine.lm, engine.config, result, 3, at)
         theirs = token_logprobs(made.merged[name], engine.config, result, 3)
         np.testing.assert_allclose([t.logprob for t in ours], [t.logprob for t in theirs], atol=1e-4)
+
+
+@untied
+def test_programs_are_those_of_before(made: Made) -> None:
+    """An array that is tied to a device makes programs of its own: all would be compiled again."""
+    lm = load_model(made.base, adapters=3, lora_rank=RANK)
+    before = jax.tree.map(lambda leaf: (leaf.committed, leaf.sharding, leaf.aval), lm.params)
+    put_adapter(lm, 1, open_adapter(made.folders["first"]))
+    assert jax.tree.map(lambda leaf: (leaf.committed, leaf.sharding, leaf.aval), lm.params) == before
+    tied = jax.device_put(lm.params, jax.tree.map(lambda leaf: leaf.sharding, lm.params))
+    assert jax.tree.map(lambda leaf: (leaf.committed, leaf.sharding, leaf.aval), tied) != before, "negative control"
 
 
 @untied

@@ -105,7 +105,9 @@ def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | 
     for path, values in new.items():
         place = (number,) if path[0] == NEW_TOKENS else (..., mine) if path[-1] == "lora_up" else (mine,)
         old = leaves[path]
-        leaves[path] = jax.device_put(old.at[place].set(values.astype(old.dtype)), old.sharding)
+        leaf = old.at[place].set(values.astype(old.dtype))
+        # To put an array where it is would tie it to the device, and programs for others would be compiled again.
+        leaves[path] = leaf if leaf.sharding == old.sharding else jax.device_put(leaf, old.sharding)
     return unflatten_dict(leaves)
 
 
