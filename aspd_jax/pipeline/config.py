@@ -51,8 +51,8 @@ class LikelihoodSection:
     """
 
     model: str = ""
-    mean_rise: float = 0.2
-    peak_rise: float = 1.5
+    mean_rise: float = 0.8
+    peak_rise: float = 1.6
     length: int = 2048
     batch: int = 4
 
