@@ -229,10 +229,11 @@ def state_after(state: DecodeState, prompt: tuple[int, ...], pending: int) -> De
 def test_guesses_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", DRAFTING_PASSES)
     cost = StepCost(base=1.0, per_token=0.25, per_slot=0.0)  # 1.25 ms with one token, 2.0 ms with four: 1.6 times
-    for accepted, pays in ((24, True), (16, False)):  # 1.75 and 1.5 tokens a pass
+    looking = StepCost(base=1.0, per_token=0.25, per_slot=0.0, per_drafting_row=0.25)  # 2.25 ms: 1.8 times
+    for of, accepted, pays in ((cost, 24, True), (cost, 16, False), (looking, 24, False)):  # 1.75, 1.5 tokens a pass
         control = DraftControl(3)
         assert control.on and control.passes == DRAFTING_PASSES
-        control.note(cost, DRAFTING_PASSES, 4, 0, DRAFTING_PASSES, accepted)
+        control.note(of, DRAFTING_PASSES, 4, 1, 0, DRAFTING_PASSES, accepted)
         assert control.on == pays
         if not pays:
             assert control.passes == PLAIN_PASSES

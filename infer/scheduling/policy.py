@@ -29,11 +29,14 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds of a pass: `base + per_token * tokens + per_slot * context`."""
+    """Milliseconds of a pass: `base + per_token * tokens + per_slot * context`, and `per_drafting_row` for each row of
+    one that feeds drafts: they are looked up, and their logits computed and sampled from.
+    """
 
     base: float
     per_token: float
     per_slot: float
+    per_drafting_row: float = 0.0
 
     def milliseconds(self, tokens: int, context: int) -> float:
         """Of a pass that feeds so many tokens and looks at so many slots."""
@@ -131,18 +134,20 @@ class DraftControl:
         if self._possible and not self.on:
             self._begin(max(0, self._wait - passes))
 
-    def note(self, cost: StepCost, passes: int, fed: int, context: int, stretches: int, accepted: int) -> None:
+    def note(self, cost: StepCost, passes: int, fed: int, rows: int, slots: int, stretches: int, accepted: int) -> None:
         """Take what passes with drafts have brought, and judge when there were enough.
 
         Args:
             passes: how many.
             fed: places for tokens in each.
-            context: slots that each looked at.
+            rows, slots: of the program; each looked at so many slots of so many rows.
             stretches: stretches that took tokens, over all passes; without drafts each would have taken one.
             accepted: tokens that they took beside.
         """
+        context = rows * slots
         without = cost.milliseconds(max(1, round(stretches / max(1, passes))), context)
-        self._wider += passes * cost.milliseconds(fed, context) / max(without, 1e-9)
+        drafting = cost.milliseconds(fed, context) + cost.per_drafting_row * rows
+        self._wider += passes * drafting / max(without, 1e-9)
         self._passes += passes
         self._stretches += stretches
         self._accepted += accepted

@@ -90,6 +90,6 @@ class Runner:
         elif cost is not None:
             stretches = int(np.sum(after.stretches - before.stretches))
             accepted = int(np.sum(after.accepted - before.accepted))
-            slots = started.bucket.rows * started.bucket.slots
-            self.drafts.note(cost, done, started.bucket.tokens, slots, stretches, accepted)
+            bucket = started.bucket
+            self.drafts.note(cost, done, bucket.tokens, bucket.rows, bucket.slots, stretches, accepted)
         return done, after

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from statistics import median
 
 import jax
@@ -71,12 +72,19 @@ def measure_cost(
             bucket = min((of for of in of_slots if of.tokens == tokens), key=lambda of: of.most)
             state, milliseconds = _time(lm, config, state, bucket)
             samples.append(Sample(tokens, bucket.rows * slots, milliseconds))
+    more = 0.0
+    if config.draft_tokens:
+        state, drafting = _time(lm, config, state, bucket, drafting=True)
+        more = max(0.0, drafting - milliseconds) / bucket.rows
     # Other clocks tell otherwise, and what hangs on it has to be decided alike in all processes.
-    times = agreed(np.asarray([sample.milliseconds for sample in samples], np.float32))
-    return state, fit([of._replace(milliseconds=float(ms)) for of, ms in zip(samples, times, strict=True)])
+    times = agreed(np.asarray([*(sample.milliseconds for sample in samples), more], np.float32))
+    cost = fit([of._replace(milliseconds=float(ms)) for of, ms in zip(samples, times[:-1], strict=True)])
+    return state, replace(cost, per_drafting_row=float(times[-1]))
 
 
-def _time(lm: LanguageModel, config: EngineConfig, state: DecodeState, bucket: Bucket) -> tuple[DecodeState, float]:
+def _time(
+    lm: LanguageModel, config: EngineConfig, state: DecodeState, bucket: Bucket, drafting: bool = False
+) -> tuple[DecodeState, float]:
     """Milliseconds of a pass in which every row feeds as many tokens as there is room for; all rows are at rest."""
     width = max(1, min(config.max_branches, bucket.tokens // bucket.rows, bucket.per_row))
     one = Limits(np.int32(1), np.int32(-1), np.int32(bucket.tokens), np.bool_(False))
@@ -84,7 +92,7 @@ def _time(lm: LanguageModel, config: EngineConfig, state: DecodeState, bucket: B
     for _ in range(REPEATS + 1):  # the first may compile
         state = jax.block_until_ready(occupy(state, config, width, bucket.slots - width))
         before = time.perf_counter()
-        state, report = run(lm.params, state, one, config, bucket, None, False)
+        state, report = run(lm.params, state, one, config, bucket, None, drafting)
         report.read()
         times.append(1000 * (time.perf_counter() - before))
     return occupy(state, config, 0, 0), median(times[1:])
