@@ -86,7 +86,7 @@ def _says_nothing(titles: Sequence[str]) -> Iterator[str]:
 
 def _duplicates(titles: Sequence[str]) -> Iterator[str]:
     seen: dict[str, int] = {}
-    leads: dict[str, int] = {}  # what titles are longer than where they would be equal; who speaks in a dialogue
+    leads: dict[str, int] = {}  # before a colon: an item that comes twice, or who speaks in a dialogue
     for number, title in enumerate(titles, 1):
         if (name := " ".join(title.casefold().split())) in seen:
             yield f"duplicate title: branches {seen[name]} and {number} are both {title!r}"

@@ -35,7 +35,7 @@ _CLOSERS = re.compile(
     r"总之|总的来说|综上|希望|以上)",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"[.!?。！？][\"'”’)*_]*\s*$")
+_WHOLE_SENTENCE = re.compile(r"[.!?。！？][\"'”’)*_]*\s*$")
 _BOLD_LEAD = re.compile(r"(\*\*|__)[^\n]+?([:：]\1|\1\s*[:：]|\1\s*$)")
 _NAMED = ("heading", "bold", "lead")  # families whose markers are titles
 # The parser looks for blocks only, without those that models rarely mean: underlined headings, HTML, link definitions.
@@ -122,8 +122,8 @@ class _Lines:
         self.origin: list[int] = []
         for line in range(len(self.starts)):
             text = answer[self.offset(line) : self.offset(line + 1)].rstrip("\r\n")
-            whole = text[:1].isalpha() and _SENTENCE_END.search(texts[-1] if texts else "")
-            if line and text[:1].strip() and (whole or _part_marker(text)):
+            at_margin = line > 0 and text[:1].strip()
+            if at_margin and (_part_marker(text) or (text[0].isalpha() and _WHOLE_SENTENCE.search(texts[-1]))):
                 texts.append("")
                 self.origin.append(line)
             texts.append(text)
