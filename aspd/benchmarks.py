@@ -294,7 +294,7 @@ def run_bench_simulate(options: argparse.Namespace) -> None:
     if min(options.rates) <= 0 or options.target <= 0:
         raise RequestError("--rates and --target must be more than 0")
     lm = load_model(options.model)
-    shapes = shapes_of(lm, options.data)[: options.requests]
+    shapes = shapes_of(lm, options.data, options.requests)
     if options.compiled is None:
         source = f"measured, {options.model}; {where()}"
         cost = measured_cost(lm, options.batch, max(shape.prompt + shape.raw for shape in shapes))

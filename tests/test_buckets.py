@@ -111,10 +111,10 @@ A_PROMPT_BESIDE_FORKS = Pass(
 @example(ALL_FORK).via("more than the largest program holds")
 @example(A_PROMPT_BESIDE_FORKS).via("prompts come after answers")
 def test_what_is_chosen_holds_what_is_due(drawn: Pass) -> None:
-    bucket, _, _ = drawn.buckets.choose(drawn.report)
+    bucket, _, _ = drawn.buckets.choose(drawn.report, True)
     assert bucket in drawn.buckets.every
     due = [number for number, row in enumerate(drawn.rows) if row.tokens]
-    assert bucket.rows > max(due)
+    assert bucket.rows > max(due) or (bucket.rows == 1 and len(due) == 1)
     assert bucket.most >= max(drawn.answers, default=0)
     for row in drawn.rows:
         if row.tokens:
@@ -130,7 +130,7 @@ def test_what_is_chosen_holds_what_is_due(drawn: Pass) -> None:
 @example(ALL_FORK).via("more than the largest program holds")
 def test_at_least_one_pass_happens(drawn: Pass) -> None:
     """The conditions under which the loop on the device goes on (`step.run`) hold before its first pass."""
-    bucket, smaller, larger = drawn.buckets.choose(drawn.report)
+    bucket, smaller, larger = drawn.buckets.choose(drawn.report, True)
     assert sum(row.tokens for row in drawn.rows) > smaller
     assert sum(drawn.answers) <= larger
     due = [row for row in drawn.rows if row.tokens]
@@ -144,7 +144,7 @@ def test_what_is_due_is_fed(drawn: Pass) -> None:
     """All answers where a program has room for them, but one of those that feed more than the others may; prompts in
     pieces, but never nothing; somebody in any case.
     """
-    bucket, _, _ = drawn.buckets.choose(drawn.report)
+    bucket, _, _ = drawn.buckets.choose(drawn.report, True)
     with pytest.MonkeyPatch.context() as patch:
         fed = drawn.fed(bucket, patch)
         smaller = drawn.fed(
@@ -174,9 +174,25 @@ def test_what_is_due_is_fed(drawn: Pass) -> None:
 
 
 @given(passes())
+@example(A_PROMPT_BESIDE_FORKS).via("the prompt has the pass to itself")
+def test_a_long_prompt_goes_first_where_nobody_listens(drawn: Pass) -> None:
+    """The first prompt of at least `PROMPT_BESIDE` tokens, where no short one lies before it; else all is as usual."""
+    bucket, smaller, larger = drawn.buckets.choose(drawn.report, False)
+    left = [(row.tokens, number) for number, row in enumerate(drawn.rows) if row.phase == PROMPT and row.tokens]
+    tokens, first = left[0] if left else (0, 0)
+    if tokens < PROMPT_BESIDE:
+        assert (bucket, smaller, larger) == drawn.buckets.choose(drawn.report, True)
+        return
+    assert bucket in drawn.buckets.every and bucket.rows == 1 and smaller < tokens
+    with pytest.MonkeyPatch.context() as patch:
+        fed = drawn.fed(bucket, patch)
+    assert 0 < fed[first] == sum(fed) == min(tokens, bucket.tokens)
+
+
+@given(passes())
 def test_the_smallest_program_is_chosen(drawn: Pass) -> None:
     """None with fewer tokens feeds as much of the answers, and at least `PROMPT_BESIDE` of prompts."""
-    bucket, _, _ = drawn.buckets.choose(drawn.report)
+    bucket, _, _ = drawn.buckets.choose(drawn.report, True)
     with pytest.MonkeyPatch.context() as patch:
         fed = drawn.fed(bucket, patch)
         for other in drawn.buckets.every:
@@ -196,7 +212,7 @@ def test_the_smallest_program_is_chosen(drawn: Pass) -> None:
 @given(passes(prompts=False, forks=False))
 def test_branches_get_a_close_fit(drawn: Pass) -> None:
     """Less than twice the places that are needed, or than the rows up to the last that feeds something."""
-    bucket, smaller, _ = drawn.buckets.choose(drawn.report)
+    bucket, smaller, _ = drawn.buckets.choose(drawn.report, True)
     total, config = sum(drawn.answers), drawn.buckets.config
     assert bucket.tokens < 2 * max(total, bucket.rows, config.max_branches, 3)
     below = {of.tokens for of in drawn.buckets.every if of.rows == bucket.rows and of.tokens < bucket.tokens}
@@ -207,9 +223,9 @@ def test_branches_get_a_close_fit(drawn: Pass) -> None:
 def test_a_fork_is_left_for_a_program_of_its_branches() -> None:
     """17 tokens of heads take a program for 64, and then 4 branches one for 4."""
     buckets = buckets_for(1, 1024, config_for(4))
-    bucket, smaller, _ = buckets.choose(Pass(buckets, [Row(SERIAL, 17, 4, 100)]).report)
+    bucket, smaller, _ = buckets.choose(Pass(buckets, [Row(SERIAL, 17, 4, 100)]).report, True)
     assert bucket.tokens == 64 and smaller >= 4
-    assert buckets.choose(Pass(buckets, [Row(SERIAL, 4, 4, 100)]).report)[0].tokens == 4
+    assert buckets.choose(Pass(buckets, [Row(SERIAL, 4, 4, 100)]).report, True)[0].tokens == 4
 
 
 @pytest.mark.parametrize(("rows", "capacity", "branches"), [(32, 2048, 16), (1, 2048, 16), (4, 512, 3), (64, 8192, 8)])
@@ -228,18 +244,19 @@ def test_a_serial_pass_computes_nothing_beside() -> None:
     for rows in (1, 4, 8, 32):
         buckets = buckets_for(rows, 2048, config_for(16))
         drawn = Pass(buckets, [Row(SERIAL, 1, 1, 100)] * rows)
-        assert buckets.choose(drawn.report)[0] == Bucket(rows, rows, 1, 512 if rows == 1 else 256)
-    first = Pass(buckets, [Row(SERIAL, 1, 1, 100)] + [Row(SERIAL, 0, 0, 2000)] * 31)
-    assert buckets.choose(first.report)[0] == Bucket(1, 1, 1, 512), (
-        "the first rows are used first, and no others looked at"
-    )
+        assert buckets.choose(drawn.report, True)[0] == Bucket(rows, rows, 1, 512 if rows == 1 else 256)
+    for place in (0, 5, 31):
+        rows = [Row(SERIAL, 0, 0, 2000)] * 32
+        rows[place] = Row(SERIAL, 1, 1, 100)
+        assert buckets.choose(Pass(buckets, rows).report, True)[0] == Bucket(1, 1, 1, 512), "no other row is looked at"
 
 
 def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
     buckets = buckets_for(8, 4096, config_for(16))
     for left in range(1, 4000):
-        rows = [Row(PROMPT, left, 1, 0)] + [Row(SERIAL, 0, 0, 0)] * 7
-        bucket, smaller, _ = buckets.choose(Pass(buckets, rows).report)
+        rows = [Row(SERIAL, 0, 0, 0)] * 7
+        rows.insert(left % 8, Row(PROMPT, left, 1, 0))
+        bucket, smaller, _ = buckets.choose(Pass(buckets, rows).report, True)
         piece = min(left, bucket.tokens)
         assert bucket.rows == 1 and bucket.tokens == bucket.per_row and 2 * piece >= bucket.tokens
         assert piece == left or smaller < left, "else the loop would end at once, and choose the same again"
@@ -249,10 +266,10 @@ def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
 def test_a_prompt_beside_answers_holds_them_up_little() -> None:
     buckets = buckets_for(8, 4096, config_for(16))
     beside = Pass(buckets, [Row(SERIAL, 1, 1, 100)] * 7 + [Row(PROMPT, 3000, 1, 0)])
-    bucket, _, _ = buckets.choose(beside.report)
+    bucket, _, _ = buckets.choose(beside.report, True)
     assert (bucket.tokens, bucket.per_row, bucket.longest) == (PROMPT_BESIDE, 16, PROMPT_BESIDE)
     prompts = Pass(buckets, [Row(PROMPT, 3000, 1, 0)] * 8)
-    assert buckets.choose(prompts.report)[0].tokens == MOST_TOKENS, "nobody waits for the next token"
+    assert buckets.choose(prompts.report, True)[0].tokens == MOST_TOKENS, "nobody waits for the next token"
 
 
 @pytest.mark.parametrize(("count", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (512, 512), (513, 1024)])

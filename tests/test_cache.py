@@ -57,12 +57,15 @@ def passes(draw: st.DrawFn) -> Fed:
     """Tokens that follow what a row holds, or fill gaps in it; some rows feed none."""
     rows, capacity = draw(st.integers(1, 4)), draw(st.integers(2, 9))
     few = draw(st.integers(1, rows))
+    feeding = range(few) if few > 1 else [draw(st.integers(0, rows - 1))]
     length = draw(st.lists(st.integers(0, capacity), min_size=rows, max_size=rows))
     each = st.lists(st.integers(-1, capacity - 1), max_size=4, unique_by=lambda slot: slot if slot >= 0 else object())
-    slots = [draw(each) if row < few else [] for row in range(rows)]
+    slots = [draw(each) if row in feeding else [] for row in range(rows)]
     padding, wider = draw(st.integers(0, 3)), draw(st.integers(0, 2))
     count = max(1, sum(map(len, slots)))
-    per_row = min(count + padding, max(1, *map(len, slots)) + wider) if rows > 1 else max(1, len(slots[0])) + wider
+    longest = max(map(len, slots))
+    per_row = max(1, longest) + wider
+    per_row = per_row if rows == 1 else min(count + padding, per_row)
     bucket = Bucket(few, count + padding, per_row, capacity)
     if few > 1 and draw(st.booleans()):
         *_, others, most = sorted(map(len, slots))
@@ -129,9 +132,17 @@ def test_tokens_by_row_are_those_of_the_row_and_come_back_to_their_places(fed: F
                 assert of_row[index, nth] == field[first[row] + nth]
             assert part.slot[index, nth] == batch.slot[first[row] + nth]
 
-    assert every.row is None and len(every.token) == bucket.rows
-    for row in range(bucket.rows):
-        check(every, row, row, bucket.per_row)
+    assert len(every.token) == bucket.rows
+    if bucket.rows == 1:
+        fed_row = int(every.row)
+        assert not any(slots for row, slots in enumerate(fed.slots) if row != fed_row)
+        if any(fed.slots):
+            check(every, 0, fed_row, bucket.per_row)
+            np.testing.assert_array_equal(every.of(jnp.arange(len(fed.length))), [fed_row])
+    else:
+        assert every.row is None
+        for row in range(bucket.rows):
+            check(every, row, row, bucket.per_row)
     assert len(others) == (bucket.longest > bucket.per_row)
     for longest in others:
         assert longest.row is not None and len(longest.token) == 1

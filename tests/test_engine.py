@@ -74,7 +74,7 @@ def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None
     while [((report := report_of(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
         state = one_step(bare_lm.params, state, own.config, whole)
         assert (state.sequence.finish == RUNNING).any(), "there was no such pass"
-    best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).choose(report)
+    best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).choose(report, True)
     close = Bucket(4, int(report.tokens.sum()), int(report.tokens.max()), int((report.length + report.tokens).max()))
     one_longer = close._replace(per_row=4, longest=close.per_row)
     ways = (whole, best, close, one_longer, close._replace(per_row=4), close._replace(rows=2))
@@ -124,9 +124,11 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
     sizes = [2, 150, 1, 64, 9, 65, 330, 33, 3, 128, 17, 200]
     prompts = [random.integers(1, 15, size).tolist() for size in sizes]
     params = [SamplingParams(temperature=100.0, max_new_tokens=60, seed=seed) for seed in range(len(sizes))]
-    handles, beside = [], 0
-    for prompt, each in zip(prompts, params, strict=True):
-        handles.append(own.submit(prompt, each))
+    left, handles, beside = [*zip(prompts, params, strict=True)], [], 0
+    while left or any(handle.result is None for handle in handles):
+        if left:
+            handles.append(own.submit(*left.pop(0)))
+            handles[-1].wanted = True
         own.step(int(random.integers(1, 6)))
         report = report_of(own.scheduler._state_now(), own.config).read()
         beside += bool((report.phase == PROMPT)[report.tokens > 0].any() and (report.lanes > 1).any())

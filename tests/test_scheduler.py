@@ -365,7 +365,8 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
     assert any(a.token_ids != b.token_ids for a, b in zip(free, held, strict=True))
 
 
-def test_long_prompts_go_in_pieces_while_others_decode(bare_lm: LanguageModel) -> None:
+@pytest.mark.parametrize("listened", [True, False])
+def test_long_prompts_go_in_pieces_beside_an_answer_that_is_listened_to(bare_lm: LanguageModel, listened: bool) -> None:
     def engine() -> Engine:
         return Engine(bare_lm, max_length=512, max_batch=2, max_branches=3, separator_ids=SEPARATOR)
 
@@ -376,7 +377,13 @@ def test_long_prompts_go_in_pieces_while_others_decode(bare_lm: LanguageModel) -
     first = busy.submit([7, 8], params, "serial")
     while not first.partial().token_ids:
         busy.step(1)
+    first.wanted = listened
     second = busy.submit(long, params, "serial")
+    if not listened:
+        busy.step(1)
+        assert len(first.partial().token_ids) == len(second.partial().token_ids) == 1, "it has a pass to itself"
+        assert same(first.wait(), expected[0]) and same(second.wait(), expected[1])
+        return
     piece = PROMPT_BESIDE - 1  # beside a token of the answer
     pieces = ceil(440 / piece)
     decoded, fed = [len(first.partial().token_ids)], [0]
@@ -387,9 +394,11 @@ def test_long_prompts_go_in_pieces_while_others_decode(bare_lm: LanguageModel) -
         fed.append(int(busy.scheduler._reported().length[1]))
         if len(decoded) <= pieces:
             assert second.partial().token_ids == []
-    assert decoded == list(range(1, 2 + pieces)), "a token in every pass in which the prompt is fed"
-    assert fed == [*range(0, 440, piece), 440]
-    assert len(second.partial().token_ids) == 1, "the first comes with the last piece"
+    *decoded, last = decoded
+    assert decoded == list(range(1, 1 + pieces)), "a token in every pass in which the prompt is fed"
+    assert last > pieces, "the next passes may be under way"
+    assert fed[:-1] == [*range(0, 440, piece)]
+    assert second.partial().token_ids, "the first comes with the last piece"
     assert same(first.wait(), expected[0]) and same(second.wait(), expected[1])
 
 

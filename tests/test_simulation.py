@@ -73,14 +73,15 @@ def test_lengths_are_those_of_the_file(tmp_path) -> None:
         for n, answer in enumerate(answers)
     ]
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    forks, plain = shapes_of(lm, file)
+    forks, plain = shapes_of(lm, file, 8)
+    assert shapes_of(lm, file, 1) == [forks]
     assert forks.branches == tuple((count(b["title"]), count(b["text"])) for b in branches)
     assert (forks.before, forks.after) == (count("Well: "), 0)
     assert (plain.before, plain.branches) == (count("Well: nothing."), ())
     assert forks.prompt == plain.prompt > count("What?")
     file.write_text('{"messages": 3}\n')
     with pytest.raises(DataError, match="line 1"):
-        shapes_of(lm, file)
+        shapes_of(lm, file, 8)
 
 
 def test_a_cost_is_fitted_to_compiled_passes() -> None:

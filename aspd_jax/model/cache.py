@@ -75,7 +75,7 @@ class Bucket(NamedTuple):
     """The sizes that a pass is compiled for.
 
     Attributes:
-        rows: only the first so many rows of the cache feed tokens.
+        rows: only the first so many rows of the cache feed tokens; 1: only one does, wherever it lies.
         tokens: T, of all rows together.
         per_row: most tokens of a row.
         slots: only the first so many slots of a row are in use, the new tokens' included.
@@ -168,7 +168,8 @@ class ByRow(NamedTuple):
     """A pass as attention sees it.
 
     Attributes:
-        parts: the first tokens of every row; and all of the row that has most, where one may have more than others.
+        parts: the first tokens of every row; and all of the row that has most, where one may have more than others. Or
+            those of the only row.
         place: where each flat token is in the parts, one behind the other.
     """
 
@@ -178,17 +179,21 @@ class ByRow(NamedTuple):
 
 def by_row(batch: TokenBatch, bucket: Bucket) -> ByRow:
     """See `ByRow`; R is `bucket.rows`, F `bucket.per_row`; then 1 and `bucket.longest`."""
-    rows = jnp.arange(bucket.rows)
-    start = jnp.searchsorted(batch.row, rows)
 
     def part(row: jax.Array, size: int) -> RowView:
-        place = start[row][:, None] + jnp.arange(size)
+        place = jnp.searchsorted(batch.row, row)[:, None] + jnp.arange(size)
         token = jnp.minimum(place, bucket.tokens - 1)
         mine = (place < bucket.tokens) & (batch.row[token] == row[:, None])
         layout = Layout(*(field[token] for field in batch.layout))
         layout = layout._replace(sequence=jnp.where(mine, layout.sequence, 0))
         return RowView(None, token, layout, batch.slot[token])
 
+    if bucket.rows == 1:
+        only = batch.row[0]
+        places = jnp.minimum(jnp.arange(bucket.tokens), bucket.per_row - 1)
+        return ByRow((part(only[None], bucket.per_row)._replace(row=only),), places)
+    rows = jnp.arange(bucket.rows)
+    start = jnp.searchsorted(batch.row, rows)
     own = jnp.minimum(batch.row, bucket.rows - 1)
     nth = jnp.arange(bucket.tokens) - start[own]
     every, place = part(rows, bucket.per_row), own * bucket.per_row + jnp.clip(nth, 0, bucket.per_row - 1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -83,8 +84,9 @@ class AnswerShape:
         return serial, [[*[WORD] * text, SPECIAL.branch_end] for _, text in self.branches]
 
 
-def shapes_of(lm: LanguageModel, file: Path) -> list[AnswerShape]:
-    """Shapes of the first questions and answers of a file of `aspd data build`, as a model's tokenizer counts them.
+def shapes_of(lm: LanguageModel, file: Path, most: int) -> list[AnswerShape]:
+    """Shapes of the first question and answer of each conversation of a file of `aspd data build`, of `most` of them,
+    as a model's tokenizer counts them.
 
     Of several blocks, the largest is kept; the others count as serial text.
 
@@ -95,12 +97,10 @@ def shapes_of(lm: LanguageModel, file: Path) -> list[AnswerShape]:
     if lm.tokenizer is None:
         raise RequestError("answers are counted in tokens, and this model has no tokenizer")
     found = []
-    for record in read_structured(file):
-        if record["answers"]:
-            place, items = record["answers"][0]
-            messages = record["messages"][:place]
-            prompt, *_ = encode_turns(lm.tokenizer, lm.codec.text, lm.end_ids, messages, prompt=True)
-            found.append(_shape(lm, len(prompt), items))
+    for record in islice((record for record in read_structured(file) if record["answers"]), most):
+        place, items = record["answers"][0]
+        prompt, *_ = encode_turns(lm.tokenizer, lm.codec.text, lm.end_ids, record["messages"][:place], prompt=True)
+        found.append(_shape(lm, len(prompt), items))
     if not found:
         raise RequestError(f"{file} holds no answers")
     return found

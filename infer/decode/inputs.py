@@ -6,7 +6,7 @@ draft tokens of a stretch, C cache slots.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -228,7 +228,7 @@ def _share_out(state: DecodeState, config: EngineConfig, bucket: Bucket, lanes: 
     """int32 [B]: tokens that each sequence feeds in a pass."""
     due = widths(state, config)
     is_prompt, length = state.sequence.phase == PROMPT, state.cache.length
-    here = jnp.arange(due.tokens.size) < bucket.rows
+    here = rows_of_pass(due.tokens, is_prompt, bucket)
     whole = jnp.where(here & ~is_prompt, due.tokens, 0)
     whole = jnp.where((whole <= bucket.most) & (length + whole <= bucket.slots), whole, 0)
     whole = jnp.where(_first_long(whole, bucket), whole, 0)
@@ -242,6 +242,21 @@ def _share_out(state: DecodeState, config: EngineConfig, bucket: Bucket, lanes: 
     piece = jnp.where(jnp.cumsum(piece > 0) <= lanes_left, piece, 0)
     room = bucket.tokens - jnp.sum(whole) - (jnp.cumsum(piece) - piece)
     return whole + jnp.clip(room, 0, piece)
+
+
+def rows_of_pass(due: jax.Array, is_prompt: jax.Array, bucket: Bucket) -> jax.Array:
+    """Bool [B]: rows that a pass may feed; if only one, it is the first that has a prompt left, else the first in which
+    anything is due.
+    """
+    number = jnp.arange(due.size)
+    if bucket.rows > 1:
+        return number < bucket.rows
+    return number == only_row(due, is_prompt)
+
+
+def only_row(due: Any, is_prompt: Any) -> Any:
+    """Which row a pass for one row feeds; on the host (NumPy), too."""
+    return ((due > 0) * (1 + is_prompt)).argmax()
 
 
 def _first_long(tokens: jax.Array, bucket: Bucket) -> jax.Array:

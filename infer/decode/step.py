@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int32
 from aspd_jax.layout import Array
 from aspd_jax.model.cache import Bucket
 from infer.decode.grammar import lane_node, legal_tokens, recognise
-from infer.decode.inputs import Inputs, Lanes, next_inputs, widths
+from infer.decode.inputs import Inputs, Lanes, next_inputs, rows_of_pass, widths
 from infer.decode.packed import Packed
 from infer.decode.recogniser import END
 from infer.decode.sampling import sample
@@ -208,7 +208,7 @@ def run(
     script: Script | None,
     drafting: bool,
 ) -> tuple[DecodeState, Packed[Report]]:
-    """Steps on the device, as long as this is the program for them: all that is due fits, but for prompts."""
+    """Steps on the device, as long as this is the program for them: what is due in its rows fits, but for prompts."""
     if not drafting:
         state = state._replace(sequence=state.sequence._replace(draft=jnp.full_like(state.sequence.draft, -1)))
     running = jnp.sum(state.sequence.finish == RUNNING)
@@ -218,13 +218,16 @@ def run(
         state, left = carry
         s, due = state.sequence, widths(state, config)
         is_prompt = s.phase == PROMPT
-        answers = jnp.where(is_prompt, 0, due.tokens)
-        length = jnp.max(jnp.where(due.tokens > 0, state.cache.length + jnp.maximum(answers, 1), 0))
-        here = jnp.all((jnp.arange(due.tokens.size) < bucket.rows) | (due.tokens == 0))
-        fits = here & (jnp.sum(answers) <= limits.larger) & (jnp.max(answers) <= bucket.most)
+        here = rows_of_pass(due.tokens, is_prompt, bucket)
+        tokens = jnp.where(here, due.tokens, 0)
+        answers = jnp.where(is_prompt, 0, tokens)
+        length = jnp.max(jnp.where(tokens > 0, state.cache.length + jnp.maximum(answers, 1), 0))
+        fits = (jnp.sum(answers) <= limits.larger) & (jnp.max(answers) <= bucket.most) & (length <= bucket.slots)
+        if bucket.rows > 1:
+            fits &= jnp.all(here | (due.tokens == 0))
         changed = (jnp.sum(is_prompt) < prompts) | (limits.join & (jnp.sum(s.finish == RUNNING) < running))
-        few = jnp.sum(due.tokens) <= limits.smaller
-        return (left > 0) & jnp.any(due.tokens > 0) & fits & (length <= bucket.slots) & ~changed & ~few
+        few = jnp.sum(tokens) <= limits.smaller
+        return (left > 0) & jnp.any(tokens > 0) & fits & ~changed & ~few
 
     def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
         state, left = carry

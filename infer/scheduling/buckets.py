@@ -12,7 +12,7 @@ import numpy as np
 
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power, powers
-from infer.decode.inputs import most_lanes
+from infer.decode.inputs import most_lanes, only_row
 from infer.decode.state import PROMPT, EngineConfig
 from infer.decode.step import Report
 
@@ -78,10 +78,20 @@ class Buckets:
         found += [(tokens, branches, tokens) for tokens in (PROMPT_BESIDE, 2 * PROMPT_BESIDE) if tokens > branches]
         return [*found, (most, max(PROMPT_BESIDE, branches), most)]
 
-    def choose(self, report: Report) -> tuple[Bucket, int, int]:
-        """The smallest program for the next pass, and how few tokens a smaller and how many a larger one is for."""
+    def choose(self, report: Report, listened: bool) -> tuple[Bucket, int, int]:
+        """The smallest program for the next pass, and how few tokens a smaller and how many a larger one is for.
+
+        Args:
+            listened: somebody reads an answer as it grows. Otherwise all wait for long prompts, each of which has
+                passes to itself: so most is done in a given time.
+        """
         due, is_prompt = np.asarray(report.tokens), np.asarray(report.phase) == PROMPT
-        rows = int(np.flatnonzero(due)[-1]) + 1
+        rows, lanes = max(2, int(np.flatnonzero(due)[-1]) + 1), np.asarray(report.lanes)
+        first = int(only_row(due, is_prompt))
+        is_alone = np.count_nonzero(due) == 1 or (is_prompt[first] and due[first] >= PROMPT_BESIDE and not listened)
+        if self.rows == 1 or (is_alone and not self._split):
+            here = np.arange(due.size) == first
+            rows, due, lanes = 1, np.where(here, due, 0), np.where(here, lanes, 0)
         answers = np.where(is_prompt, 0, due)
         left = np.where(is_prompt, due, 0)
         piece = np.minimum(left, self._piece(int(left.max())) if rows == 1 else PROMPT_BESIDE)
@@ -91,16 +101,15 @@ class Buckets:
         tokens = int(answers.sum() + min(piece.sum(), beside))
         per_row = int(max(answers.max(), piece.max()))
         slots = int((np.asarray(report.length) + answers + piece)[due > 0].max())
-        lanes = int(np.asarray(report.lanes).sum())
         most = max(bucket.tokens for bucket in self.every)
 
         def holds(bucket: Bucket) -> bool:
             return (
-                bucket.rows >= rows
+                (bucket.rows == 1 if rows == 1 else bucket.rows >= rows)
                 and bucket.most >= per_row
                 and bucket.slots >= min(slots, self.capacity)
                 and (bucket.tokens == most or bucket.tokens >= tokens)
-                and (bucket.tokens == most or most_lanes(self.config, self.rows, bucket) >= lanes)
+                and (bucket.tokens == most or most_lanes(self.config, self.rows, bucket) >= lanes.sum())
             )
 
         best = min(filter(holds, self.every), key=lambda of: (of.tokens, of.rows * of.per_row + of.longest, of.slots))

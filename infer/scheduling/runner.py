@@ -60,7 +60,14 @@ class Runner:
         self.drafts = DraftControl(config.draft_tokens)
 
     def start(
-        self, state: DecodeState, report: Report, steps: int, join: bool, stepwise: bool, script: Script | None
+        self,
+        state: DecodeState,
+        report: Report,
+        steps: int,
+        join: bool,
+        listened: bool,
+        stepwise: bool,
+        script: Script | None,
     ) -> Run:
         """Start passes, and do not wait for them; `state` is given away.
 
@@ -68,6 +75,7 @@ class Runner:
             report: of the state; some sequence feeds something.
             steps: at most so many passes. There are fewer where the next needs another program.
             join: end when a sequence finishes.
+            listened: see `Buckets.choose`.
             stepwise: a pass takes one token of a stretch, because the host has to see it: none may follow a stop
                 string, or what a schema has not permitted yet.
             script: see `Script`.
@@ -75,7 +83,7 @@ class Runner:
         since = self.clock()
         drafting = self.drafts.on and not stepwise
         steps = min(steps, self.drafts.passes)
-        bucket, smaller, larger = self.buckets.choose(report)
+        bucket, smaller, larger = self.buckets.choose(report, listened)
         smaller = -1 if drafting else smaller  # drafts come and go
         limits = Limits(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
         state, after = run(self._lm.params, state, limits, self._config, bucket, script, drafting)

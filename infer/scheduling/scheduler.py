@@ -232,7 +232,7 @@ class Scheduler:
             handle = self._waiting[0]
             if self.alone not in (None, handle):
                 break
-            job, target = handle.job, free[0]  # the first rows are used first: passes look at no others
+            job, target = handle.job, free[0]  # the first ones first: passes of several rows look at no others
             # A prompt is laid out without blocks where tags are text.
             whole = self._lm.config.positions != "predict" and self._reader is None
             memories = [row.memory for row in self._rows] if self._reuse else [RowMemory()] * len(self._rows)
@@ -325,7 +325,9 @@ class Scheduler:
 
     def _start(self, report: Report, steps: int, join: bool) -> Run:
         """Start the passes that a report asks for."""
-        started = self.runner.start(self._state_now(), report, steps, join, self._is_stepwise(), self.script)
+        state, stepwise = self._state_now(), self._is_stepwise()
+        listened = any(row.handle is not None and row.decoding and row.handle.wanted for row in self._rows)
+        started = self.runner.start(state, report, steps, join, listened, stepwise, self.script)
         self._change(started.state)
         return started
 

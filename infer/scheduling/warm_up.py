@@ -73,7 +73,7 @@ def measure_cost(
             state, milliseconds = _time(lm, config, state, bucket)
             samples.append(Sample(tokens, bucket.rows * slots, milliseconds))
     more = 0.0
-    if config.draft_tokens:
+    if config.draft_tokens:  # beside the pass that was timed last, which feeds most
         state, drafting = _time(lm, config, state, bucket, drafting=True)
         more = max(0.0, drafting - milliseconds) / bucket.rows
     # Other clocks tell otherwise, and what hangs on it has to be decided alike in all processes.
