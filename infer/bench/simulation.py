@@ -216,6 +216,7 @@ class Simulation:
         params = SamplingParams(max_new_tokens=shape.raw + self._room, max_branch_tokens=longest + 4)
         handle = self._engine.submit([WORD] * shape.prompt, params, mode)
         handle.submitted = handle.counted = due
+        handle.wanted = True  # clients have their answers streamed
         self._written[handle] = shape.tokens(mode)
         return handle
 

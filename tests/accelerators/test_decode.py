@@ -117,6 +117,19 @@ def test_a_prompt_beside_answers_moves_little_more() -> None:
     assert control.bytes is not None and control.bytes > 1.5 * control.needed_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.xdist_group("alone")
+def test_a_row_that_feeds_alone_moves_what_it_would_in_a_cache_of_its_own() -> None:
+    """One of 16 rows; and a negative control, in which all are looked at."""
+    alone, every = Bucket(1, 1, 1, 2048), Bucket(16, 16, 1, 2048)
+    own, of_many, control = (
+        decoding(Case("v6e:1x1", "8b", 1, batch=batch, bucket=bucket)).figures.bytes
+        for batch, bucket in ((1, alone), (16, alone), (16, every))
+    )
+    assert own is not None and of_many is not None and of_many <= 1.02 * own
+    assert control is not None and control > 1.2 * own
+
+
 @cases(SAMPLED, only=lambda case: case.width <= 16)
 def test_sampling_moves_little(case: Case) -> None:
     """Beside what all layers of the model need: these are few, and the head is whole."""
