@@ -11,6 +11,7 @@ from aspd_jax.endpoint import parse_json
 from aspd_jax.errors import DataError
 from aspd_jax.pipeline.checks import find_dependence
 from aspd_jax.pipeline.extract import propose
+from aspd_jax.pipeline.spans import BlockSpan, BranchSpan
 from aspd_jax.pipeline.teacher import SCHEMAS
 
 
@@ -23,6 +24,7 @@ INDEPENDENT = [
     "- Visit a museum: it shows 3 paintings.\n- Go on a hike: it takes 2 hours.",
     "1. The first step is to listen.\n2. Ask questions.\n3. The last word is theirs.",
     "- 3 pens at $20 = $60.\n- 2 maps at $30 = $60 too.".replace("$60 too", "$61"),
+    "1. Summary: who you are.\n2. Skills: what you can do.\n3. Schools: where you were.",
     "1. Area of A: 3 x 4 = 12.\n2. Area of B: 5 x 7 = 35.",
 ]
 DEPENDENT = {
@@ -60,6 +62,13 @@ def test_independent_parts_pass(answer: str) -> None:
 @pytest.mark.parametrize("kind, answer", [(kind, answer) for kind, answers in DEPENDENT.items() for answer in answers])
 def test_dependence_is_named(kind: str, answer: str) -> None:
     assert (why(answer) or "").split(":")[0] == kind
+
+
+@pytest.mark.parametrize(("title", "sums_up"), [("Conclusion", True), ("Final thoughts", True), ("Legacy", False)])
+def test_a_teachers_last_part_may_not_sum_up(title: str, sums_up: bool) -> None:
+    answer = "It began. It grew. It lasted."
+    branches = (BranchSpan("Birth", 0, 10), BranchSpan("Youth", 10, 19), BranchSpan(title, 19, 29))
+    assert (find_dependence("What is jazz?", answer, BlockSpan(branches)) is not None) == sums_up
 
 
 def test_numbers_of_the_question_are_nobodys_result() -> None:

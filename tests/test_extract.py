@@ -53,6 +53,14 @@ FORMS = {
         "I. Origins of jazz\n\nText.\n\nII. Swing era\n\nText.\n\nIII. Bebop\n\nText.\n",
         [["Origins of jazz", "Swing era", "Bebop"]],
     ),
+    "a numbered conclusion": (
+        "1. Early jazz: it began.\n2. Modern jazz: it is free.\n3. Conclusion: it changed.\n",
+        [["Early jazz", "Modern jazz"]],
+    ),
+    "a Roman conclusion": (
+        "I. Origins\n\nText.\n\nII. Swing\n\nText.\n\nIII. Conclusion\n\nText.\n",
+        [["Origins", "Swing"]],
+    ),
     "lazy numbers": ("1. red\n1. green\n1. blue\n", [["red", "green", "blue"]]),
     "equal leads": ("- Fiscal: one way\n- Fiscal: two ways\n", [["Fiscal: one way", "Fiscal: two ways"]]),
     "carriage returns": ("- one thing\r\n- two things\r\n", [["one thing", "two things"]]),

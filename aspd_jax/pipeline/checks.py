@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from aspd_jax.pipeline.extract import CONCLUSIONS
 from aspd_jax.pipeline.markers import NUMBERS
 from aspd_jax.pipeline.spans import BlockSpan
 from aspd_jax.pipeline.titles import unplanned
@@ -69,6 +70,7 @@ def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
         _duplicates(titles),
         _references(texts),
         _goes_on(titles, texts),
+        _sums_up(titles),
         _shared_counter(texts),
         _shared_results(before, texts),
         _shared_symbols(before, texts),
@@ -116,6 +118,11 @@ def _goes_on(titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
             yield f"goes on: branch {number} begins as what follows something, {_start(text)!r}"
         if (found := _LEFT_OVER.search(text)) and any(_noun(found[0]) in earlier for earlier in texts[: number - 1]):
             yield f"goes on: branch {number} takes up {found[0]!r}"
+
+
+def _sums_up(titles: Sequence[str]) -> Iterator[str]:
+    if CONCLUSIONS.match(titles[-1]):
+        yield f"sums up: branch {len(titles)}, the last, is called {titles[-1]!r}"
 
 
 def _after_title(title: str, text: str) -> str:

@@ -25,7 +25,9 @@ _CONCLUDING = (
     r"final (thoughts|words)|总结|結論|まとめ"
 )
 # Titles of parts that depend on the others.
-_CONCLUSIONS = re.compile(rf"[#*_\s\d.]*({_CONCLUDING}|closing\b|outro\b|final remarks|结论)", re.IGNORECASE)
+CONCLUSIONS = re.compile(
+    rf"[-#*_\s\d.)]*(?:[ivx]+[.)]\s)?[*_\s]*({_CONCLUDING}|closing\b|outro\b|final remarks|结论)", re.IGNORECASE
+)
 # Beginnings of what follows a list and does not belong to its last part.
 _CLOSERS = re.compile(
     rf"[#*_\s\d.]*({_CONCLUDING}|in (short|general|addition|the end)|final note|remember|"
@@ -274,7 +276,7 @@ def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | 
     """Where the last part ends; None where these are no parts."""
     heads = list(heads)
     family = atoms[heads[0]].family
-    while heads and family.startswith(_NAMED) and _CONCLUSIONS.match(lines.text(atoms[heads[-1]].start)):
+    while heads and CONCLUSIONS.match(lines.text(atoms[heads[-1]].start)):
         heads.pop()  # a conclusion depends on what it concludes
     alone = bool(heads) and heads[-1] - heads[0] == len(heads) - 1  # leads with nothing between them
     if len(heads) < (3 if family == "lead" and alone else 2):

@@ -20,7 +20,7 @@ from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
 from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json
 from aspd_jax.store import Store
 
-VERSION = 3  # of what stages make; another one runs them again
+VERSION = 4  # of what stages make; another one runs them again
 
 
 class Shard(NamedTuple):
