@@ -180,26 +180,24 @@ class ByRow(NamedTuple):
 def by_row(batch: TokenBatch, bucket: Bucket) -> ByRow:
     """See `ByRow`; R is `bucket.rows`, F `bucket.per_row`; then 1 and `bucket.longest`."""
 
-    def part(row: jax.Array, size: int) -> RowView:
-        place = jnp.searchsorted(batch.row, row)[:, None] + jnp.arange(size)
+    def part(row: jax.Array, start: jax.Array, size: int) -> RowView:
+        place = start[:, None] + jnp.arange(size)
         token = jnp.minimum(place, bucket.tokens - 1)
         mine = (place < bucket.tokens) & (batch.row[token] == row[:, None])
         layout = Layout(*(field[token] for field in batch.layout))
         layout = layout._replace(sequence=jnp.where(mine, layout.sequence, 0))
         return RowView(None, token, layout, batch.slot[token])
 
-    if bucket.rows == 1:
-        only = batch.row[0]
-        places = jnp.minimum(jnp.arange(bucket.tokens), bucket.per_row - 1)
-        return ByRow((part(only[None], bucket.per_row)._replace(row=only),), places)
-    rows = jnp.arange(bucket.rows)
+    rows = batch.row[:1] if bucket.rows == 1 else jnp.arange(bucket.rows)
     start = jnp.searchsorted(batch.row, rows)
     own = jnp.minimum(batch.row, bucket.rows - 1)
     nth = jnp.arange(bucket.tokens) - start[own]
-    every, place = part(rows, bucket.per_row), own * bucket.per_row + jnp.clip(nth, 0, bucket.per_row - 1)
+    every, place = part(rows, start, bucket.per_row), own * bucket.per_row + jnp.clip(nth, 0, bucket.per_row - 1)
+    if bucket.rows == 1:
+        every = every._replace(row=rows[0])
     if bucket.longest <= bucket.per_row:
         return ByRow((every,), place)
     longest = jnp.argmax(jnp.searchsorted(batch.row, rows, side="right") - start)
-    one = part(longest[None], bucket.longest)._replace(row=longest)
+    one = part(longest[None], start[longest][None], bucket.longest)._replace(row=longest)
     behind = every.token.size + jnp.clip(nth, 0, bucket.longest - 1)
     return ByRow((every, one), jnp.where(own == longest, behind, place))
