@@ -18,10 +18,11 @@ from aspd_jax.layout import Layout, PositionScheme, build_layout
 from aspd_jax.structure import Serial
 from aspd_jax.tokens import Codec, SpecialTokens
 from train.config import TrainConfig
-from train.records import Example, Records
+from train.records import Example, Records, reread
 from train.tasks import Problem, held_out, problem, recital
 
 PARTS = ("serial", "title", "branch")  # what a target belongs to
+NO_TAG = -1  # in place of a token, for its layout
 
 
 class Batch(NamedTuple):
@@ -51,13 +52,18 @@ class Batches(Protocol):
 
 
 def make_batch(
-    tokens: np.ndarray, sequence: np.ndarray, loss: np.ndarray, special: SpecialTokens, positions: PositionScheme
+    tokens: np.ndarray,
+    sequence: np.ndarray,
+    loss: np.ndarray,
+    flat: np.ndarray,
+    special: SpecialTokens,
+    positions: PositionScheme,
 ) -> Batch:
-    """Rows of tokens, with the number of the sequence that each belongs to (0: padding), as a batch."""
-    layout = build_layout(tokens, special, positions, sequence=sequence)
+    """Rows of examples, with the number of the sequence that each token belongs to (0: padding), as a batch."""
+    layout = build_layout(np.where(flat, NO_TAG, tokens), special, positions, sequence=sequence)
     opened = np.cumsum(tokens == special.title_start, axis=1) - np.cumsum(tokens == special.title_end, axis=1)
     title = (opened > 0) | (tokens == special.title_end)
-    part = np.where(layout.branch > 0, 2, title).astype(np.int32)
+    part = np.where((layout.branch > 0) & ~flat, 2, title).astype(np.int32)
     return Batch(tokens, layout, loss.astype(np.float32), part)
 
 
@@ -67,7 +73,8 @@ def example(codec: Codec, tokenizer: Any, problem: Problem, structured: bool, fe
     (prompt,) = encode_turns(tokenizer, codec.text, (tokenizer.eos_token_id,), messages, prompt=True)
     answer = codec.linearise(problem.structure if structured else (Serial(problem.answer),))
     tokens = np.asarray([*prompt, *answer.tokens, tokenizer.eos_token_id], np.int32)
-    return Example(tokens, np.concatenate([np.zeros(len(prompt), bool), ~answer.fed | fed_loss, [True]]))
+    loss = np.concatenate([np.zeros(len(prompt), bool), ~answer.fed | fed_loss, [True]])
+    return Example(tokens, loss, np.zeros(tokens.size, bool))
 
 
 def first_fit(sizes: Sequence[int], rows: int, length: int) -> list[int | None]:
@@ -100,15 +107,16 @@ def pack(
     tokens = np.zeros((rows, length), np.int32)
     sequence = np.zeros((rows, length), np.int32)
     loss = np.zeros((rows, length), np.float32)
+    flat = np.zeros((rows, length), bool)
     used = [0] * rows
     for item, row in zip(examples, placed, strict=True):
         if row is None:
             continue
         place = slice(used[row], used[row] + len(item.tokens))
-        tokens[row, place], loss[row, place] = item.tokens, item.loss
+        tokens[row, place], loss[row, place], flat[row, place] = item
         sequence[row, place] = sequence[row].max() + 1
         used[row] = place.stop
-    return make_batch(tokens, sequence, loss, special, positions)
+    return make_batch(tokens, sequence, loss, flat, special, positions)
 
 
 def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int) -> Batch:
@@ -128,6 +136,7 @@ def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int
         recite = recital_every and number % recital_every == recital_every - 1
         made = recital(seed) if recite else problem(seed, held_out=False)
         structured = example(codec, tokenizer, made, True, data.fed_loss)
+        structured = reread(structured, codec.special, number) if data.reread else structured
         number += 1
         if len(structured.tokens) > length:
             continue  # a few of the longest problems fit no row
@@ -169,6 +178,8 @@ def held_out_batches(codec: Codec, tokenizer: Any, config: TrainConfig) -> list[
     rows, length = config.data.rows, config.data.length
     problems = held_out(64 * config.evaluate_batches * rows)
     made = (example(codec, tokenizer, item, config.data.structured, config.data.fed_loss) for item in problems)
+    if config.data.reread:
+        made = (reread(item, codec.special, number) for number, item in enumerate(made))
     batches = []
     for _ in range(config.evaluate_batches):
         some: list[Example] = []
@@ -216,7 +227,7 @@ def record_steps(records: Records, config: TrainConfig) -> int:
 
         def __getitem__(self, index: int) -> Example:
             size = int(records.sizes[index])
-            return Example(np.zeros(size, np.int32), np.zeros(size, bool))
+            return Example(np.zeros(size, np.int32), np.zeros(size, bool), np.zeros(size, bool))
 
     return sum(1 for _ in _packed(Sizes(), config, config.epochs, shuffle=True))
 
@@ -234,21 +245,21 @@ def record_held_out(records: Records, special: SpecialTokens, config: TrainConfi
 def _as_batch(packed: dict[str, np.ndarray], special: SpecialTokens, config: TrainConfig) -> Batch:
     """Rows from Grain as a batch; a last, smaller one is filled up with empty rows."""
     missing = config.data.rows - len(packed["tokens"])
-    tokens, sequence, loss = (
-        np.pad(packed[name], [(0, missing), (0, 0)]) for name in ("tokens", "tokens_segment_ids", "loss")
+    tokens, sequence, loss, flat = (
+        np.pad(packed[name], [(0, missing), (0, 0)]) for name in ("tokens", "tokens_segment_ids", "loss", "flat")
     )
-    return make_batch(tokens, sequence, loss, special, config.model.positions)
+    return make_batch(tokens, sequence, loss, flat, special, config.model.positions)
 
 
 def _packed(records: Any, config: TrainConfig, epochs: int | None, shuffle: bool, whole: bool = True) -> Any:
-    """Grain's pipeline: {"tokens", "tokens_segment_ids", "loss"}, arrays [rows, length]."""
+    """Grain's pipeline: {"tokens", "tokens_segment_ids", "loss", "flat"}, arrays [rows, length]."""
     source = grain.MapDataset.source(records).seed(config.seed)
     source = source.shuffle() if shuffle else source
-    source = source.repeat(epochs).map(lambda item: {"tokens": item.tokens, "loss": item.loss})
+    source = source.repeat(epochs).map(Example._asdict)
     # One thread: what makes a batch is packing, and a resumed run must see the same order.
     rows = grain_experimental.FirstFitPackIterDataset(
         source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-        length_struct={"tokens": config.data.length, "loss": config.data.length},
+        length_struct=dict.fromkeys(Example._fields, config.data.length),
         num_packing_bins=config.data.bins,
         seed=config.seed,
         shuffle_bins=shuffle,

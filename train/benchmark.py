@@ -65,7 +65,8 @@ def branched_batch(special: SpecialTokens, vocabulary: int, rows: int, length: i
         at += 1
     tokens[:, at] = special.parallel_end
     tokens = tokens.astype(np.int32)
-    return make_batch(tokens, np.ones_like(tokens), np.ones(tokens.shape), special, "sequential")
+    ones = np.ones_like(tokens)
+    return make_batch(tokens, ones, ones, np.zeros(tokens.shape, bool), special, "sequential")
 
 
 def step_times(shape: str, dtype: str, rows: int, length: int, repeats: int) -> list[StepTime]:

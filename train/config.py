@@ -89,6 +89,7 @@ class DataSection:
         plain_every: in a structured run, one in so many records has the plain answer, so that the model can answer
             in serial mode too; 0: none.
         fed_loss: also put loss on the tokens that the engine feeds instead of sampling.
+        reread: train for servers that read branches again behind their block (`train.records.reread`).
         rows, length: shape of a batch of packed rows.
         bins: rows that are being filled at a time; more fit tighter, and mix less (JSONL).
         short_steps: so many of the first steps use `short_rows` rows of `short_length` tokens, and with that
@@ -104,6 +105,7 @@ class DataSection:
     structured: bool = True
     plain_every: int = 8
     fed_loss: bool = False
+    reread: bool = False
     rows: int = 6
     length: int = 448
     bins: int = 64
@@ -203,6 +205,8 @@ class TrainConfig:
                 )
         if self.evaluate_batches and self.data.train and not self.data.held_out:
             raise ConfigError("evaluate_batches needs data.held_out")
+        if self.data.reread and (self.model.positions, self.model.siblings) != ("sequential", "invisible"):
+            raise ConfigError("data.reread needs model.positions: sequential and model.siblings: invisible")
         if self.model.checkpoint and not self.data.train:
             raise ConfigError("model.checkpoint needs data.train: the synthetic tasks have a tokenizer of their own")
 

@@ -19,17 +19,26 @@ import numpy as np
 from aspd_jax.chat import encode_turns
 from aspd_jax.errors import AspdError, ConfigError, DataError
 from aspd_jax.language_model import LanguageModel
+from aspd_jax.layout import build_layout
 from aspd_jax.structure import Serial, from_json, plain_text
+from aspd_jax.tokens import SpecialTokens
 from train.config import DataSection
 
 SHOWN = 5  # problems that are printed; all of them go to the report
 
 
 class Example(NamedTuple):
-    """One conversation: tokens int32 [T], and loss bool [T], true where a token is learned."""
+    """One conversation.
+
+    Attributes:
+        tokens: int32 [T].
+        loss: bool [T], true where a token is learned.
+        flat: bool [T], true where a tag opens and closes nothing: it is read like serial text.
+    """
 
     tokens: np.ndarray
     loss: np.ndarray
+    flat: np.ndarray
 
 
 class Problem(NamedTuple):
@@ -99,7 +108,31 @@ def encode_conversation(
             raise DataError(f"message {number}: the answer is empty")
         tokens += [*answer.tokens.tolist(), *after]
         loss += [*(~answer.fed | fed_loss).tolist(), True, *[False] * (len(after) - 1)]
-    return Example(np.asarray(tokens, np.int32), np.asarray(loss, bool))
+    return Example(np.asarray(tokens, np.int32), np.asarray(loss, bool), np.zeros(len(tokens), bool))
+
+
+def reread(example: Example, special: SpecialTokens, chosen: int) -> Example:
+    """A conversation as a server without our mask has it, which reads branches again behind their block.
+
+    One block keeps its branches side by side. Behind it they stand again, one after the other, and with all that
+    follows make one more branch of it: that sees what is before the block, and of the block what was read again. Other
+    blocks are flat. Branches are learned where they are written, not where they are read.
+
+    Args:
+        chosen: which block; beyond the last it begins anew with the first. Without a block nothing changes.
+    """
+    block = build_layout(example.tokens[None], special).block[0]
+    if not block.any():
+        return example
+    own = 1 + chosen % block.max()
+    place = np.flatnonzero(block == own)
+    start, stop = place[0], place[-1] + 1
+    learned = example.loss & ((block == 0) | (block == own))
+    return Example(
+        tokens=np.concatenate([example.tokens[:stop], example.tokens[start:]]),
+        loss=np.concatenate([learned[:stop], learned[start:] & (block[start:] != own)]),
+        flat=np.concatenate([block[:stop] != own, np.arange(start, block.size) > start]),
+    )
 
 
 class Records:
@@ -142,14 +175,16 @@ class Records:
             raise DataError(f"{', '.join(files)}: no record can be used{first}")
         whole = datasets.concatenate_datasets(tables)
         self.sizes = np.asarray(whole["size"])[self._rows]
-        self._table = whole.with_format("numpy", columns=["tokens", "loss"])
+        self._table = whole.with_format("numpy", columns=list(Example._fields))
 
     def __len__(self) -> int:
         return int(self._rows.size)
 
     def __getitem__(self, index: int) -> Example:
         row = self._table[int(self._rows[index])]
-        return Example(np.asarray(row["tokens"], np.int32), np.asarray(row["loss"], bool))
+        return Example(
+            np.asarray(row["tokens"], np.int32), np.asarray(row["loss"], bool), np.asarray(row["flat"], bool)
+        )
 
     def report(self) -> str:
         """What was left out, and where."""
@@ -165,9 +200,9 @@ class Records:
 
 
 def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) -> datasets.Dataset:
-    """One row per line: tokens, loss, size, and for a line that cannot be used its kind of problem and the reason."""
+    """One row per line: an example, its size, and for a line that cannot be used its kind of problem and the reason."""
     key = hashlib.sha256(file.read_bytes())
-    settings = (data.structured, data.plain_every, data.fed_loss, lm.end_ids, lm.tokenizer.chat_template)
+    settings = (data.structured, data.plain_every, data.fed_loss, data.reread, lm.end_ids, lm.tokenizer.chat_template)
     key.update(repr(settings).encode())
     key.update(lm.tokenizer.backend_tokenizer.to_str().encode())
     name = key.hexdigest()[:20]
@@ -175,7 +210,8 @@ def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) ->
 
     def tokenise(row: dict[str, Any], index: int) -> dict[str, Any]:
         plain = data.structured and data.plain_every and index % data.plain_every == data.plain_every - 1
-        none: dict[str, Any] = {"tokens": np.zeros(0, np.int32), "loss": np.zeros(0, bool), "size": 0}
+        nothing = Example(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, bool))
+        none: dict[str, Any] = nothing._asdict() | {"size": 0}
         if not row["text"].strip():
             return none | {"kind": "empty", "reason": "the line is empty"}
         try:
@@ -183,9 +219,10 @@ def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) ->
             if not any(plain_text(m["structure"]) for m in messages if m["role"] == "assistant"):
                 return none | {"kind": "empty", "reason": "the answer is empty"}
             made = encode_conversation(lm, messages, data.structured and not plain, data.fed_loss)
+            made = reread(made, lm.codec.special, index) if data.reread else made
         except AspdError as error:
             return none | {"kind": "malformed", "reason": str(error)}
-        return {"tokens": made.tokens, "loss": made.loss, "size": len(made.tokens), "kind": "", "reason": ""}
+        return made._asdict() | {"size": len(made.tokens), "kind": "", "reason": ""}
 
     lines = datasets.load_dataset("text", data_files=str(file), split="train", cache_dir=str(cache))
     return lines.map(
@@ -196,6 +233,7 @@ def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) ->
             {
                 "tokens": datasets.List(datasets.Value("int32")),
                 "loss": datasets.List(datasets.Value("bool")),
+                "flat": datasets.List(datasets.Value("bool")),
                 "size": datasets.Value("int32"),
                 "kind": datasets.Value("string"),
                 "reason": datasets.Value("string"),
