@@ -188,6 +188,8 @@ MALFORMED = {
     "the same title twice": "A<|/title|><|title|>A<|/title|><|para|>",
     "titles without a word": " <|/title|><|title|>\n<|/title|><|para|>",
     "no end of a title": "1/2 A<|title|>2/2 B<|para|>",
+    "a title that goes on in the next line": "1/2 A: alpha\n2/2 B<|/title|>" + B + "<|para|>",
+    "a title without an end": "1/2 A " + "and so on " * 99 + "<|/title|>" + B + "<|para|>",
     "nothing": "",
 }
 

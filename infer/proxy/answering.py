@@ -138,20 +138,26 @@ class Answering:
     async def _titles(self, answer: Proxied, prefix: Sequence[int], sampling: Sampling) -> list[str]:
         """The titles that the model announces.
 
-        A repetition penalty would be one on the tags between them, too, and end the list before its time.
+        A repetition penalty would be one on the tags between them, too, and end the list before its time. No title has
+        a line break: a model that misses the end of one would go on with the text of the item.
         """
         special = self._codec.special
         forbidden = [special.parallel_end, special.branch_start, special.branch_end]
         free, most = replace(sampling, repetition_penalty=1.0), MOST_TITLE_TOKENS * self._max_branches
         written, titles = "", list[str]()
-        pieces = self._ask(answer, [*prefix, special.title_start], most, [FORK], forbidden, free)
+        pieces = self._ask(answer, [*prefix, special.title_start], most, [FORK, "\n"], forbidden, free)
         async with aclosing(pieces):
             async for piece, _ in pieces:
                 written += piece
                 titles, more = _read_titles(written)
-                if not more or len(titles) == self._max_branches:
+                begun = written.rpartition(TITLE_END)[2]
+                if not more or len(titles) == self._max_branches or self._too_long(begun):
                     break
         return titles
+
+    def _too_long(self, title: str) -> bool:
+        # No token has no character: most titles that grow need no encoding.
+        return len(title) > MOST_TITLE_TOKENS < len(self._codec.text.encode(title))
 
     async def _branches(
         self,
