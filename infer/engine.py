@@ -173,7 +173,8 @@ class Engine:
         if result.finish_reason == "cancelled" or not ids or self.text_tags is not None:
             return
         whole = ids[:-1] if ids[-1] in self.config.end else ids
-        self._answers[tuple(result.prompt_token_ids), result.text] = whole
+        # The first one stays: rows hold it, and what was told to say the same is another linearisation of it.
+        self._answers.setdefault((tuple(result.prompt_token_ids), result.text), whole)
         while len(self._answers) > KNOWN_ANSWERS:
             self._answers.popitem(last=False)
 
@@ -330,8 +331,19 @@ class Engine:
                 f"max_length (prompt and answer) is {self.max_length}"
             )
         prompt_layout(self.lm, self.config, ids)
+        budget = min(params.max_new_tokens, room)
+        self._check_script(params.script, budget)
         seed = secrets.randbits(32) if params.seed is None else params.seed
-        return Job(tuple(ids), params, mode, min(params.max_new_tokens, room), seed, self.adapters.number(adapter))
+        return Job(tuple(ids), params, mode, budget, seed, self.adapters.number(adapter))
+
+    def _check_script(self, script: Sequence[Sequence[int]], budget: int) -> None:
+        vocabulary, most = self.lm.config.vocab_size, 1 + self.config.max_branches
+        if len(script) > most:
+            raise RequestError(f"script has {len(script)} stretches; with max_branches there are {most} at most")
+        if (tokens := sum(map(len, script))) > budget:
+            raise RequestError(f"script has {tokens} tokens, the answer may have {budget}")
+        if any(not 0 <= token < vocabulary for stretch in script for token in stretch):
+            raise RequestError(f"script: token ids must be between 0 and {vocabulary - 1}")
 
 
 def _read_text(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
@@ -31,6 +31,9 @@ class SamplingParams:
         seed: of the random streams; None draws one.
         json_schema: the answer is one JSON value of this schema (text or a mapping), and does not fork.
         branch_schema: the text of every branch is one JSON value of this schema.
+        script: token ids to take in place of sampled ones: of the serial stretch (titles and tags included), of the
+            first branch, and so on; every block has the same. A stretch that has no more of them is sampled. Passes are
+            those of any answer: so two ways to decode one content are compared.
     """
 
     temperature: float = 0.0
@@ -45,12 +48,14 @@ class SamplingParams:
     seed: int | None = None
     json_schema: str | Mapping[str, Any] | None = None
     branch_schema: str | Mapping[str, Any] | None = None
+    script: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         for name in ("json_schema", "branch_schema"):
             object.__setattr__(self, name, _spelled(name, getattr(self, name)))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "script", tuple(tuple(stretch) for stretch in self.script))
         for name, good, right in (
             ("temperature", isfinite(self.temperature) and self.temperature >= 0, "0 or more"),
             ("top_k", self.top_k >= 0, "0 (all) or more"),

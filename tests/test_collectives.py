@@ -41,7 +41,7 @@ def program(lm: LanguageModel, mesh: Any, bucket: Bucket) -> str:
     split.params = jax.device_put(lm.params, shardings(abstract_parameters(lm.model), mesh))
     config = Engine(split, max_batch=4, max_length=SLOTS, max_branches=4, separator_ids=(1,)).config
     state = new_state(split, config, 4, SLOTS)
-    return run.lower(split.params, state, NO_PASS, config, bucket, None, False).compile().as_text()
+    return run.lower(split.params, state, NO_PASS, config, bucket, False).compile().as_text()
 
 
 def collectives(text: str) -> list[str]:

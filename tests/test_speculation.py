@@ -21,7 +21,6 @@ from infer import Engine, SamplingParams
 from infer.answers.answer import Result
 from infer.decode.speculation import look_up
 from infer.decode.state import PARALLEL, SERIAL, DecodeState, EngineConfig
-from infer.decode.step import Script
 from infer.request import Job, Mode
 from infer.scheduling.policy import DRAFTING_PASSES, PLAIN_PASSES, DraftControl, StepCost
 from tests.answers import SEPARATOR, critical_path, linearise
@@ -43,7 +42,7 @@ def never_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", 1 << 30)
 
 
-def script_of(engine: Engine, parts: list, batch: int) -> tuple[Script, list[int]]:
+def script_of(engine: Engine, parts: list) -> tuple[list[list[int]], list[int]]:
     """An answer as a script, and as its linearisation."""
     special = engine.config.special
     serial: list[int] = []
@@ -59,24 +58,23 @@ def script_of(engine: Engine, parts: list, batch: int) -> tuple[Script, list[int
         else:
             serial += part
     serial.append(0)
-    of_serial, of_branch = np.full((batch, 80), -1, np.int32), np.full((batch, len(branches), 80), -1, np.int32)
-    of_serial[:, : len(serial)] = serial
-    for number, ids in enumerate(branches):
-        of_branch[:, number, : len(ids)] = ids
-    return Script(jnp.asarray(of_serial), jnp.asarray(of_branch)), linearise(special, parts)
+    return [serial, *branches], linearise(special, parts)
 
 
-def knowing(script: Script, wrong: int = 0) -> Callable[..., jax.Array]:
+def knowing(wrong: int = 0) -> Callable[..., jax.Array]:
     """A `look_up` that knows the script; every so many places (0: never) it is wrong."""
 
     def guess(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
-        s, ahead = state.sequence, jnp.arange(config.draft_tokens)
+        s, ahead, end = state.sequence, jnp.arange(config.draft_tokens), state.request.script_end[..., None]
         batch = jnp.arange(s.phase.size)[:, None, None]
-        place = s.branch_sampled[..., None] + ahead
+
+        def told(place: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
+            return jnp.where(begin + place < end, state.request.script[batch, begin + place], -1)
+
+        place, next_serial = s.branch_sampled[..., None] + ahead, s.sampled[:, None, None] + ahead
         number = jnp.arange(config.max_branches)[None, :, None]
-        in_branch = script.branch[batch, number, place]
-        next_serial = s.sampled[:, None, None] + ahead
-        serial = script.serial[batch, jnp.broadcast_to(next_serial, in_branch.shape)]
+        in_branch = told(place, end[:, :-1], end[:, 1:])
+        serial = told(jnp.broadcast_to(next_serial, in_branch.shape), jnp.zeros_like(end[:, :1]), end[:, :1])
         in_block = (s.phase == PARALLEL)[:, None, None]
         found = jnp.where(in_block, jnp.where(s.branch_live[..., None], in_branch, -1), serial)
         found = jnp.where(in_block | (number == 0), found, -1)
@@ -95,10 +93,10 @@ def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong:
     one, other = [([5], first), ([9, 2], second), ([4], [])], [([1], first), ([2], second)]
     parts = [[3, 4, 4, 9, 8, 7], one, [4, 2], other, [7, 7, 7]]
     own = drafting_engine(bare_lm)
-    script, expected = script_of(own, parts, 2)
-    own.scheduler.script, special = script, own.config.special
-    with patched(look_up=knowing(script, wrong)):
-        results = own.generate([[1, 2, 3]] * 3)
+    script, expected = script_of(own, parts)
+    special = own.config.special
+    with patched(look_up=knowing(wrong)):
+        results = own.generate([[1, 2, 3]] * 3, SamplingParams(script=script))
     for result in results:
         assert result.token_ids == expected and result.finish_reason == "stop"
         stats = result.stats

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jax.numpy as jnp
 import jsonschema
-import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
@@ -16,7 +14,6 @@ from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
-from infer.decode.step import Script
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
 from tests.conftest import patched
@@ -75,14 +72,8 @@ def forking(engine: Engine, schema: Any, cut: int = 400) -> Any:
     special, encode = engine.config.special, engine.lm.codec.text.encode
     titles = [t for name in ("sun", "rain") for t in (special.title_start, *encode(name), special.title_end)]
     serial = [*titles, special.parallel_start]
-    of_serial = np.full((4, 500), -1, np.int32)
-    of_serial[:, : len(serial)] = serial
-    engine.scheduler.script = Script(jnp.asarray(of_serial), jnp.full((4, 16, 500), -1, jnp.int32))
-    try:
-        asked = SamplingParams(temperature=1.0, seed=3, max_new_tokens=cut, branch_schema=schema)
-        return engine.generate(["Two things:"], asked)[0]
-    finally:
-        engine.scheduler.script = None
+    asked = SamplingParams(temperature=1.0, seed=3, max_new_tokens=cut, branch_schema=schema, script=[serial])
+    return engine.generate(["Two things:"], asked)[0]
 
 
 def branches_of(result: Any) -> list[str]:

@@ -19,7 +19,6 @@ from infer import Engine, SamplingParams
 from infer.decode.grammar import completes_plan
 from infer.decode.recogniser import number_of, of_tokens
 from infer.decode.state import NOTHING, TITLE, DecodeState
-from infer.decode.step import Script
 from tests.answers import SEPARATOR, critical_path, linearise
 from tests.conftest import patched
 from tests.test_speculation import knowing
@@ -35,14 +34,9 @@ def engine_of(lm: LanguageModel, draft_tokens: int = 0) -> Engine:
     )  # fmt: skip
 
 
-def script(engine: Engine, serial: list[int]) -> Script:
+def script(engine: Engine, serial: list[int]) -> list[list[int]]:
     """Serial tokens, titles included, and the two branches of PARTS; after these, what the model samples."""
-    special = engine.config.special
-    of_serial, of_branch = np.full((2, 80), -1, np.int32), np.full((2, 4, 80), -1, np.int32)
-    of_serial[:, : len(serial)] = serial
-    for number, (_, text) in enumerate((FIRST, SECOND)):
-        of_branch[:, number, : len(text) + 1] = [*text, special.branch_end]
-    return Script(jnp.asarray(of_serial), jnp.asarray(of_branch))
+    return [serial, *([*text, engine.config.special.branch_end] for _, text in (FIRST, SECOND))]
 
 
 def serial_tokens(engine: Engine, titles: list[list[int]], after: list[int]) -> list[int]:
@@ -63,9 +57,8 @@ def test_a_repeated_title_ends_the_list(
     repeating = script(engine, serial_tokens(engine, titles, [7, 7, 0]))
     plain = script(engine, serial_tokens(engine, titles[:2], [special.parallel_start, 7, 7, 0]))
     for scripted, discarded in ((repeating, 1 + len(again)), (plain, 0)):
-        engine.scheduler.script = scripted
-        with patched(look_up=knowing(scripted)):
-            result = engine.generate([[1, 2, 3]])[0]
+        with patched(look_up=knowing()):
+            result = engine.generate([[1, 2, 3]], SamplingParams(script=scripted))[0]
         assert result.token_ids == linearise(special, PARTS) and result.finish_reason == "stop"
         assert result.stats.discarded_tokens == discarded
         assert result.stats.critical_path == critical_path(special, PARTS)
@@ -81,9 +74,8 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
     plain = script(engine, serial_tokens(engine, titles[:2], [engine.config.special.parallel_start]))
     prompts = [[token, 3, token] for token in range(1, 15)]
 
-    def free(scripted: Script, budget: int) -> list[list[int]]:
-        engine.scheduler.script = scripted
-        results = engine.generate(prompts, SamplingParams(max_new_tokens=budget))
+    def free(scripted: list[list[int]], budget: int) -> list[list[int]]:
+        results = engine.generate(prompts, SamplingParams(max_new_tokens=budget, script=scripted))
         return [result.token_ids for result in results]
 
     expected = free(plain, 58)  # what is discarded counts
@@ -140,13 +132,9 @@ def test_markers_do_not_tell_titles_apart(lm: LanguageModel) -> None:
         (["1", "2", "1"], 2),
     ):
         serial = [t for x in titles for t in (special.title_start, *codec.encode(x), special.title_end)]
-        of_serial = np.full((1, 200), -1, np.int32)
-        of_serial[0, : len(serial) + 1] = [*serial, special.parallel_start][: len(serial) + (kept == 3)] + [-1] * (
-            kept < 3
-        )
-        of_branch = np.full((1, 16, 80), special.branch_end, np.int32)
-        engine.scheduler.script = Script(jnp.asarray(of_serial), jnp.asarray(of_branch))
-        result = engine.generate(["Hi"], SamplingParams(max_new_tokens=200))[0]
+        serial += [special.parallel_start] * (kept == 3)
+        told = [serial, *[[special.branch_end]] * 16]
+        result = engine.generate(["Hi"], SamplingParams(max_new_tokens=200, script=told))[0]
         block = next(item for item in result.structure if hasattr(item, "branches"))
         assert [branch.title for branch in block.branches] == titles[:kept]
 
@@ -210,7 +198,7 @@ def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> Non
     assert bool(completes_plan(state)[0]) == says_it_is_last(titles[-1])
 
 
-def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel) -> None:
     """Whatever the model wants: here always another title."""
     encode = lm.codec.text.encode
     engine = Engine(lm, max_length=256, max_batch=2, max_branches=8)
@@ -222,14 +210,11 @@ def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel, monkeypatch: 
 
     for prefix, branches in (("{}/3 ", 3), ("", 4)):
         titles = [encode(prefix.format(number) + name) for number, name in enumerate(("a", "b", "c"), 1)]
-        tokens = [token for title in titles for token in (special.title_start, *title, special.title_end)]
-        last = [special.title_start, *encode("d"), special.title_end, special.parallel_start]
-        serial = np.full((2, 80), -1, np.int32)
-        serial[:, : len(tokens)] = tokens
+        serial = [token for title in titles for token in (special.title_start, *title, special.title_end)]
         if not prefix:
-            serial[:, len(tokens) : len(tokens) + len(last)] = last
-        monkeypatch.setattr(engine.scheduler, "script", Script(jnp.asarray(serial), jnp.full((2, 8, 1), -1, jnp.int32)))
+            serial += [special.title_start, *encode("d"), special.title_end, special.parallel_start]
         with patched(sample=forking):
-            (result,) = engine.generate(["Hi"], SamplingParams(temperature=1e-3, max_new_tokens=150))
+            params = SamplingParams(temperature=1e-3, max_new_tokens=150, script=[serial])
+            (result,) = engine.generate(["Hi"], params)
         block = next(item for item in result.structure if hasattr(item, "branches"))
         assert len(block.branches) == branches

@@ -18,7 +18,6 @@ from aspd_jax.structure import Branch, Parallel, Serial, Structure
 from infer import Engine, SamplingParams, TextTags
 from infer.decode.recogniser import Recogniser, of_text, pieces
 from infer.decode.slots import snapshot
-from infer.decode.step import Script
 from tests.conftest import patched
 
 TAGS = TextTags()
@@ -52,7 +51,7 @@ def spell(text: str, spellings: dict[str, list[int]], random: Random) -> list[in
 
 def script_of(
     structure: Structure, spellings: dict[str, list[int]], random: Random, end: int
-) -> tuple[Script, list[list[int]]]:
+) -> tuple[list[list[int]], list[list[int]]]:
     """A script that says a structure with tags of text, and its titles as tokens. A token may hold the end of a text
     and the beginning of a tag, but for titles; never the end of a tag and more.
     """
@@ -72,11 +71,7 @@ def script_of(
             text = ""
         serial += spell(p, spellings, random)
     serial += [*spell(text, spellings, random), end]
-    of_serial, of_branch = np.full((2, 200), -1, np.int32), np.full((2, 3, 200), -1, np.int32)
-    of_serial[:, : len(serial)] = serial
-    for number, ids in enumerate(branches):
-        of_branch[:, number, : len(ids)] = ids
-    return Script(jnp.asarray(of_serial), jnp.asarray(of_branch)), titles
+    return [serial, *branches], titles
 
 
 STRUCTURES: list[Structure] = [
@@ -97,8 +92,9 @@ def test_tags_are_recognised_however_they_are_spelled(
     end = free.config.end[0]
     for seed in range(8):
         random = Random(seed)
-        free.scheduler.script, _ = script_of(structure, spellings, random, end)
-        events = list(free.submit("Hi", SamplingParams(max_new_tokens=400), steps=random.choice([1, 3, 50])))
+        script, _ = script_of(structure, spellings, random, end)
+        params = SamplingParams(max_new_tokens=400, script=script)
+        events = list(free.submit("Hi", params, steps=random.choice([1, 3, 50])))
         result = events[-1].result
         assert result is not None and result.structure == structure and result.finish_reason == "stop"
         serial = [event.text for event in events if event.kind == "token" and not event.block]
@@ -107,20 +103,18 @@ def test_tags_are_recognised_however_they_are_spelled(
         blocks = [item for item in structure if isinstance(item, Parallel)]
         assert sorted(told) == sorted(branch.text for block in blocks for branch in block.branches)
         assert result.stats.blocks == len(blocks) and result.stats.passes == result.stats.critical_path - 1
-        lengths = [np.asarray(free.scheduler.script.branch[0, n] >= 0).sum() for n in range(3)] if blocks else [0]
-        assert result.stats.critical_path == int((free.scheduler.script.serial[0] >= 0).sum()) + max(lengths)
-    free.scheduler.script = None
+        serial_length, *lengths = map(len, script)
+        assert result.stats.critical_path == serial_length + max(lengths)
 
 
 def test_mask_and_positions_are_those_of_blocks(
     free: Engine, lm: LanguageModel, spellings: dict[str, list[int]]
 ) -> None:
     """The cache against the definition: branches side by side after `<parts>`, everything else in order."""
-    free.scheduler.script, titles = script_of(STRUCTURES[0], spellings, Random(3), free.config.end[0])
-    result = free.generate(["Hi"], SamplingParams(max_new_tokens=400))[0]
+    script, titles = script_of(STRUCTURES[0], spellings, Random(3), free.config.end[0])
+    result = free.generate(["Hi"], SamplingParams(max_new_tokens=400, script=script))[0]
     shot = snapshot(free.scheduler._state_now(), np.asarray([0, 1]), free.config).read()
     row = next(r for r in (0, 1) if np.asarray(shot.layout.block)[r].any())
-    free.scheduler.script = None
     decode, encode = lm.codec.text.decode, lm.codec.text.encode
     ids = result.prompt_token_ids + result.token_ids
     head = [len(encode(b)) + len(title) + len(free.config.separator) for title in titles]
@@ -148,22 +142,24 @@ def well_formed(text: str) -> bool:
     return bool(re.fullmatch(rf"({INSIDE}*{BLOCK})+{INSIDE}*", text, re.DOTALL))
 
 
-def opening_only(lm: LanguageModel) -> Script:
+def opening_only(lm: LanguageModel) -> list[list[int]]:
     """What makes a model open a block, and leaves the rest to it."""
-    opening = lm.codec.text.encode(t)
-    of_serial = np.full((2, 600), -1, np.int32)
-    of_serial[:, : len(opening)] = opening
-    return Script(jnp.asarray(of_serial), jnp.full((2, 3, 600), -1, jnp.int32))
+    return [lm.codec.text.encode(t)]
 
 
 @pytest.mark.slow
 def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: LanguageModel) -> None:
     """The model is made to open a block; what follows is random, and closes everything whatever the budget."""
-    free.scheduler.script = opening_only(lm)
     random = np.random.default_rng(0)
     budgets = [int(n) for n in random.integers(100, 260, 10)]
     params = [
-        SamplingParams(temperature=float(random.choice([1.0, 100.0])), max_new_tokens=n, seed=seed, max_branch_tokens=m)
+        SamplingParams(
+            temperature=float(random.choice([1.0, 100.0])),
+            max_new_tokens=n,
+            seed=seed,
+            max_branch_tokens=m,
+            script=opening_only(lm),
+        )
         for seed, (n, m) in enumerate(zip(budgets, random.choice([1, 9, 30, 200], 10).tolist(), strict=True))
     ]
     blocks = 0
@@ -180,7 +176,6 @@ def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: Language
             blocks += 1
         assert result.stats.blocks == len(re.findall(BLOCK, text, re.DOTALL))
     assert blocks >= 10
-    free.scheduler.script = None
 
 
 @pytest.mark.slow
@@ -188,25 +183,20 @@ def test_without_the_grammar_random_answers_are_malformed(free: Engine, lm: Lang
     """Negative control."""
 
     def anything(state: Any, protocol: Any, lanes: Any) -> Any:
-        return jnp.ones((lanes.lane.shape[0], 1), bool)
+        return jnp.ones((lanes.row.size, 1), bool)
 
-    free.scheduler.script = opening_only(lm)
-    params = [SamplingParams(temperature=100.0, max_new_tokens=100, seed=seed) for seed in range(4)]
+    script = opening_only(lm)
+    params = [SamplingParams(temperature=100.0, max_new_tokens=100, seed=seed, script=script) for seed in range(4)]
     with patched(legal_tokens=anything):
         results = free.generate(["Hi"] * 4, params)
     assert not any(well_formed(lm.codec.text.decode(result.token_ids)) for result in results)
-    free.scheduler.script = None
 
 
 def test_end_of_text_in_a_branch_closes_it(free: Engine, spellings: dict[str, list[int]]) -> None:
     end = free.config.end[0]
     script, _ = script_of(STRUCTURES[1], spellings, Random(0), end)
-    branch = np.array(script.branch)
-    branch[:, 0, :] = -1
-    branch[:, 0, 0] = end
-    free.scheduler.script = Script(script.serial, jnp.asarray(branch))
-    result = free.generate(["Hi"], SamplingParams(max_new_tokens=400))[0]
-    free.scheduler.script = None
+    script[1] = [end]
+    result = free.generate(["Hi"], SamplingParams(max_new_tokens=400, script=script))[0]
     block = result.structure[0]
     assert isinstance(block, Parallel) and block.branches[0].text == ""
     assert end not in result.token_ids[:-1]
@@ -218,11 +208,9 @@ def test_guesses_change_nothing(lm: LanguageModel, free: Engine, spellings: dict
         lm, max_length=512, max_batch=2, max_branches=3, max_title_tokens=6, text_tags=TAGS, draft_tokens=3
     )  # fmt: skip
     for structure in STRUCTURES:
-        results = []
-        for engine in (free, own):
-            engine.scheduler.script, _ = script_of(structure, spellings, Random(1), free.config.end[0])
-            results.append(engine.generate(["Hi"], SamplingParams(max_new_tokens=400))[0])
-            engine.scheduler.script = None
+        script, _ = script_of(structure, spellings, Random(1), free.config.end[0])
+        params = SamplingParams(max_new_tokens=400, script=script)
+        results = [engine.generate(["Hi"], params)[0] for engine in (free, own)]
         assert results[0].token_ids == results[1].token_ids and results[1].structure == structure
 
 

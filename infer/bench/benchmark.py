@@ -10,20 +10,17 @@ import importlib.util
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from statistics import median
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from infer.answers.answer import Result
 from infer.bench.passes import random_prompt
-from infer.decode.step import Script
 from infer.engine import NO_TOKENS, Engine
 from infer.request import Mode, SamplingParams
 
@@ -70,8 +67,8 @@ class AnswerTime:
 
 def scripted_answer(
     lm: LanguageModel, branches: int, length: int, text: int, copied: Sequence[int] = ()
-) -> tuple[list[int], list[list[int]]]:
-    """Serial tokens and tokens of each branch, as they have to be sampled.
+) -> list[list[int]]:
+    """What an answer samples, as `SamplingParams.script` has it.
 
     Args:
         branches: 0: no block.
@@ -89,17 +86,7 @@ def scripted_answer(
         serial += [next(tokens) for _ in range(text - text // 2)]
     head = 1 + TITLE + len(SEPARATOR)
     written = [[*(next(tokens) for _ in range(length - head - 1)), special.branch_end] for _ in range(branches)]
-    return [*serial, *lm.end_ids[:1]], written
-
-
-def _script(serial: Sequence[int], branches: Sequence[Sequence[int]], batch: int, limit: int) -> Script:
-    longest = max([len(serial), *map(len, branches)]) + 1
-    of_serial = np.full((batch, longest), -1, np.int32)
-    of_branch = np.full((batch, limit, longest), -1, np.int32)
-    of_serial[:, : len(serial)] = serial
-    for number, tokens in enumerate(branches):
-        of_branch[:, number, : len(tokens)] = tokens
-    return Script(jnp.asarray(of_serial), jnp.asarray(of_branch))
+    return [[*serial, *lm.end_ids[:1]], *written]
 
 
 def answer_times(
@@ -123,9 +110,9 @@ def answer_times(
     if branches < 2 or length < head + 2:
         raise RequestError(f"an answer needs 2 branches of at least {head + 2} tokens, got {branches} of {length}")
     copied = random_prompt(lm, context) if draft_tokens else ()
-    serial, written = scripted_answer(lm, branches, length, SERIAL_TEXT, copied)
+    adaptive = scripted_answer(lm, branches, length, SERIAL_TEXT, copied)
     content = SERIAL_TEXT + branches * (length - head - 1)
-    raw = len(serial) + branches * length + 1
+    raw = len(adaptive[0]) + branches * length + 1
     engines = {
         guesses: Engine(
             lm,
@@ -139,9 +126,9 @@ def answer_times(
         )
         for guesses in sorted({0, draft_tokens})
     }
-    scripts: dict[Mode, Script] = {
-        "adaptive": _script(serial, written, batch, branches),
-        "serial": _script(scripted_answer(lm, 0, length, content, copied)[0], [], batch, branches),
+    scripts: dict[Mode, Sequence[Sequence[int]]] = {
+        "adaptive": adaptive,
+        "serial": scripted_answer(lm, 0, length, content, copied),
     }
     prompts = [random_prompt(lm, context, 0 if copied else seed) for seed in range(batch)]
     params = SamplingParams(max_new_tokens=raw + 4 * branches + 8, max_branch_tokens=length)
@@ -150,10 +137,9 @@ def answer_times(
     results: dict[tuple[Mode, int], list[Result]] = {kind: [] for kind in kinds}
     for repeat in range(repeats + 1):
         for mode, guesses in kinds:
-            engine = engines[guesses]
-            engine.scheduler.script = scripts[mode]
+            told = replace(params, script=scripts[mode])
             begun = time.perf_counter()
-            answers = engine.generate(prompts, params, mode)
+            answers = engines[guesses].generate(prompts, told, mode)
             seconds[mode, guesses].append(time.perf_counter() - begun)
             results[mode, guesses] += answers if repeat else []
             if any(answer.stats.content_tokens != content for answer in answers):

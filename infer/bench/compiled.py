@@ -81,7 +81,7 @@ def trace_passes(lm: LanguageModel, engine: Engine, on: Topology, bucket: Bucket
     """`run` in a bucket, traced."""
     number, truth = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
     limits = placed(Limits(number, number, number, truth), everywhere(on, lm.mesh))
-    return run.trace(lm.params, abstract_state(lm, engine, on), limits, engine.config, bucket, None, False)
+    return run.trace(lm.params, abstract_state(lm, engine, on), limits, engine.config, bucket, False)
 
 
 def needed_bytes(lm: LanguageModel, engine: Engine, on: Topology) -> int:

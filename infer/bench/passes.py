@@ -144,7 +144,7 @@ class _Passes:
         state = jax.block_until_ready(occupy(self._state, self._config, width, self._context))
         begun = time.perf_counter()
         bucket = self._buckets[width]
-        self._state, report = run(self._lm.params, state, self._limits, self._config, bucket, None, False)
+        self._state, report = run(self._lm.params, state, self._limits, self._config, bucket, False)
         after = report.read()
         self._times[width].append((time.perf_counter() - begun) / self._steps)
         if after.tokens.max() != width or after.left:

@@ -3,8 +3,6 @@
 The model has one layer of width 8 and computes next to nothing. Scripts say what it writes, so prompts, blocks and
 branches are as long as those of real answers, and a pass takes what a cost says: measured on this machine, or computed
 from programs for a chip that is not there.
-
-B rows, S tokens of a script, N branches.
 """
 
 from __future__ import annotations
@@ -17,8 +15,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
-
 from aspd_jax.chat import encode_turns
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel, random_model
@@ -28,7 +24,7 @@ from aspd_jax.structure import Parallel, Structure
 from aspd_jax.tokens import SpecialTokens
 from infer.bench.load import Load, Outcome, load_of
 from infer.decode.state import EngineConfig
-from infer.decode.step import Report, Script
+from infer.decode.step import Report
 from infer.engine import Engine
 from infer.request import Mode, SamplingParams
 from infer.scheduling.admission import new_state
@@ -73,15 +69,15 @@ class AnswerShape:
         heads = sum(3 + title for title, _ in self.branches)
         return self.content + titles + heads + 2 * bool(self.branches) + 1
 
-    def tokens(self, mode: Mode) -> tuple[list[int], list[list[int]]]:
-        """Serial tokens, and tokens of each branch, as they have to be sampled."""
+    def script(self, mode: Mode) -> list[list[int]]:
+        """See `SamplingParams.script`."""
         if mode == "serial" or not self.branches:
-            return [WORD] * self.content + [END], []
+            return [[WORD] * self.content + [END]]
         serial = [WORD] * self.before
         for number, (title, _) in enumerate(self.branches):
             serial += [SPECIAL.title_start, *[FIRST_TITLE + number] * title, SPECIAL.title_end]
         serial += [SPECIAL.parallel_start, *[WORD] * self.after, END]
-        return serial, [[*[WORD] * text, SPECIAL.branch_end] for _, text in self.branches]
+        return [serial, *([*[WORD] * text, SPECIAL.branch_end] for _, text in self.branches)]
 
 
 def shapes_of(lm: LanguageModel, file: Path, most: int) -> list[AnswerShape]:
@@ -194,30 +190,15 @@ class Simulation:
         scheduler = self._engine.scheduler
         capacity = scheduler.runner.buckets.capacity
         self._runner = scheduler.runner = _TimedRunner(lm, self._engine.config, rows, capacity, cost)
-        scheduler.cost, scheduler.admitted = cost, self._write
-        serial = 2 + max(len(shape.tokens(mode)[0]) for shape in shapes for mode in ("adaptive", "serial"))
-        branch = 2 + max((text for shape in shapes for _, text in shape.branches), default=0)
-        self._serial = np.full((rows, serial), -1, np.int32)
-        self._branch = np.full((rows, MOST_BRANCHES, branch), -1, np.int32)
-        self._written: dict[Handle, tuple[list[int], list[list[int]]]] = {}
-
-    def _write(self, handle: Handle) -> None:
-        """Give a request's row the script of its answer."""
-        serial, branches = self._written.pop(handle)
-        self._serial[handle.row], self._branch[handle.row] = -1, -1
-        self._serial[handle.row, : len(serial)] = serial
-        for number, tokens in enumerate(branches):
-            self._branch[handle.row, number, : len(tokens)] = tokens
-        # Copies: passes that read the last ones may be under way.
-        self._engine.scheduler.script = Script(self._serial.copy(), self._branch.copy())
+        scheduler.cost = cost
 
     def _submit(self, shape: AnswerShape, mode: Mode, due: float) -> Handle:
         longest = max((title + text for title, text in shape.branches), default=0)
-        params = SamplingParams(max_new_tokens=shape.raw + self._room, max_branch_tokens=longest + 4)
+        budget = shape.raw + self._room
+        params = SamplingParams(max_new_tokens=budget, max_branch_tokens=longest + 4, script=shape.script(mode))
         handle = self._engine.submit([WORD] * shape.prompt, params, mode)
         handle.submitted = handle.counted = due
         handle.wanted = True  # clients have their answers streamed
-        self._written[handle] = shape.tokens(mode)
         return handle
 
     def load(self, mode: Mode, rate: float, requests: int, target: float, seed: int = 0) -> Load:

@@ -101,6 +101,8 @@ class Request(NamedTuple):
 
     Attributes:
         adapter: place among those of the parameters; negative: none.
+        script: `SamplingParams.script`, its stretches one after the other.
+        script_end: where each stretch ends there.
     """
 
     adaptive: Bool[Array, " B"]
@@ -113,6 +115,8 @@ class Request(NamedTuple):
     max_branch_tokens: Int32[Array, " B"]
     constrained: Bool[Array, " B"]
     adapter: Int32[Array, " B"]
+    script: Int32[Array, "B C"]
+    script_end: Int32[Array, "B M"]
 
 
 class SequenceState(NamedTuple):
@@ -216,14 +220,16 @@ def empty_state(config: EngineConfig, cache: Cache, recogniser: Recogniser) -> D
     """A state in which no sequence is active."""
     sizes = {
         "B": cache.tokens.shape[0],
+        "C": cache.tokens.shape[1],
         "N": config.max_branches,
+        "M": config.max_branches + 1,
         "E": config.max_title_tokens,
         "D": config.draft_tokens,
     }
     sequence = zeros(SequenceState, sizes)
     sequence = sequence._replace(finish=sequence.finish + STOP, hide_from=sequence.hide_from + NOTHING)
     words = -(-recogniser.marker.size // 32)
-    permitted = jnp.zeros((sizes["B"], 1 + config.max_branches, words), jnp.uint32)
+    permitted = jnp.zeros((sizes["B"], sizes["M"], words), jnp.uint32)
     return DecodeState(jax.tree.map(jnp.asarray, recogniser), zeros(Request, sizes), permitted, sequence, cache)
 
 

@@ -35,18 +35,6 @@ from infer.decode.state import (
 from infer.decode.transition import advance, by_stretch
 
 
-class Script(NamedTuple):
-    """Tokens to take in place of those that were sampled, for benchmarks and tests; negative: the sampled one.
-
-    Attributes:
-        serial: by place among the serial tokens that are sampled (titles and tags included).
-        branch: by branch and place in it; every block of a sequence has the same.
-    """
-
-    serial: Int32[Array, "B S"]
-    branch: Int32[Array, "B N S"]
-
-
 def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
     """One forward pass (`Transformer.decode`): logits [L, V], and the cache."""
     model = cast(Any, config.model).clone(mesh=config.mesh)
@@ -59,50 +47,52 @@ def step(
     state: DecodeState,
     config: EngineConfig,
     bucket: Bucket,
-    script: Script | None = None,
     drafting: bool = False,
 ) -> DecodeState:
     """Feed what is due and fits, and take what is sampled after it.
 
     Args:
-        script: see `Script`.
         drafting: feed the drafts of the state, too, and look up those of the next pass; else there must be none.
     """
     inputs = next_inputs(state, config, bucket, drafting)
     logits, cache = forward(params, state, config, inputs, bucket)
     state = state._replace(cache=cache, sequence=count_pass(state.sequence, inputs.fed))
     if not drafting:
-        token, closing = choose(logits, state, config, inputs.lanes, script)
+        token, closing = choose(logits, state, config, inputs.lanes)
         taken = jnp.ones_like(closing)
         state = advance(state, config, by_stretch(state.sequence, inputs.lanes, token, closing, taken))
         return hide_discarded(state)
-    state, count = _verify(state, config, inputs, logits, script)
+    state, count = _verify(state, config, inputs, logits)
     state = hide_discarded(hide_rejected(state, inputs, count))
     return state._replace(sequence=state.sequence._replace(draft=look_up(state, config, bucket.slots)))
 
 
-def choose(
-    logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: Lanes, script: Script | None
-) -> tuple[jax.Array, jax.Array]:
+def choose(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: Lanes) -> tuple[jax.Array, jax.Array]:
     """The next token of every lane, int32 [L], under the grammar.
 
     In a branch, end of text becomes the first token of a closing tag; second result: where it has, bool [L].
     """
     logits = jnp.where(legal_tokens(state, config, lanes), logits, -jnp.inf)
-    token = sample(logits, state, config, lanes)
-    if script is not None:
-        branch = jnp.maximum(lanes.branch - 1, 0)
-        serial = script.serial[lanes.row, state.sequence.sampled[lanes.row]]
-        in_branch = script.branch[lanes.row, branch, state.sequence.branch_sampled[lanes.row, branch]]
-        scripted = jnp.where(lanes.branch > 0, in_branch, serial)
-        token = jnp.where(scripted >= 0, scripted, token)
+    token = scripted(sample(logits, state, config, lanes), state, lanes)
     kind, _, _ = recognise(state, lane_node(state, lanes), token)
     ends_branch = (lanes.branch > 0) & (kind == END)
     return jnp.where(ends_branch, config.tags.branch_end, token), ends_branch
 
 
+def scripted(token: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
+    """What was sampled, int32 [L], or what the request's script has in its place."""
+    request, s, row, stretch = state.request, state.sequence, lanes.row, lanes.branch
+    end = request.script_end[row]
+    begin = jnp.pad(end, ((0, 0), (1, 0)))
+    branch = jnp.maximum(stretch - 1, 0)
+    place = jnp.where(stretch > 0, s.branch_sampled[row, branch], s.sampled[row])
+    place += jnp.take_along_axis(begin, stretch[:, None], axis=1)[:, 0]
+    told = place < jnp.take_along_axis(end, stretch[:, None], axis=1)[:, 0]
+    return jnp.where(told, request.script[row, place], token)
+
+
 def _verify(
-    state: DecodeState, config: EngineConfig, inputs: Inputs, logits: jax.Array, script: Script | None
+    state: DecodeState, config: EngineConfig, inputs: Inputs, logits: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
     """Let every lane take tokens as long as they are what was drafted, and one more.
 
@@ -126,7 +116,7 @@ def _verify(
         now = state._replace(sequence=sequence)
         at = jnp.take(after, nth, axis=1)
         here = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
-        token, closing = choose(at, now, config, here, script)
+        token, closing = choose(at, now, config, here)
         now = advance(now, config, by_stretch(sequence, lanes, token, closing, active))
         active &= (token == drafts[:, nth]) & goes_on(now, config, lanes)
         return now.sequence, nth + 1, active, taken + active
@@ -205,7 +195,6 @@ def run(
     limits: Limits,
     config: EngineConfig,
     bucket: Bucket,
-    script: Script | None,
     drafting: bool,
 ) -> tuple[DecodeState, Packed[Report]]:
     """Steps on the device, as long as this is the program for them: what is due in its rows fits, but for prompts."""
@@ -231,7 +220,7 @@ def run(
 
     def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
         state, left = carry
-        return shard_state(step(params, state, config, bucket, script, drafting), config.mesh), left - 1
+        return shard_state(step(params, state, config, bucket, drafting), config.mesh), left - 1
 
     state, left = jax.lax.while_loop(more, body, (state, jnp.int32(limits.steps)))
     return state, report_of(state, config, left)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from aspd_jax.errors import RequestError
 from infer.answers.answer import Result
-from infer.bench.same_content import content_ids, following, scripted
+from infer.bench.same_content import content_ids, saying
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, SpeedSection, System
 from infer.evaluation.questions import Question, spread
@@ -101,9 +101,8 @@ def _converse(
     messages: list[dict[str, str]] = []
     for text, script in zip(question.turns, scripts, strict=True):
         messages.append({"role": "user", "content": text})
-        told = params if script is None else following(params, script)
-        with scripted(engine, script or ()):
-            (result,) = engine.generate([messages], told, mode)
+        told = params if script is None else saying(params, script)
+        (result,) = engine.generate([messages], told, mode)
         yield result
         messages.append({"role": "assistant", "content": result.text})
 

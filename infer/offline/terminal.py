@@ -14,7 +14,7 @@ from rich.text import Text
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import Parallel
 from infer.answers.answer import Result
-from infer.bench.same_content import content_ids, following, scripted
+from infer.bench.same_content import content_ids, saying
 from infer.engine import Engine
 from infer.request import Mode, SamplingParams
 
@@ -83,9 +83,8 @@ def demonstrate(lm: LanguageModel, questions: Sequence[str], params: SamplingPar
         messages = [{"role": "user", "content": question}]
         console.rule(f"question {number}")
         console.print(Text(question, style="bold"))
-        adaptive = _watch(console, engine, messages, params, "adaptive", ())
-        content = content_ids(engine, adaptive)
-        serial = _watch(console, engine, messages, following(params, content), "serial", content)
+        adaptive = _watch(console, engine, messages, params, "adaptive")
+        serial = _watch(console, engine, messages, saying(params, content_ids(engine, adaptive)), "serial")
         for mode, result in (("adaptive", adaptive), ("serial", serial)):
             seconds = result.stats.seconds["total"]
             total[mode] += seconds
@@ -116,18 +115,16 @@ def _watch(
     messages: list[dict[str, str]],
     params: SamplingParams,
     mode: Mode,
-    content: Sequence[int],
 ) -> Result:
     """An answer, decoded once to compile, once to be seen where there is somebody to see it, and once for the clock."""
     console.print(Text(f"\n{mode}", style="dim"))
-    with scripted(engine, content):
-        with console.status("compiling for this length of prompt and answer"):
-            engine.generate([messages], params, mode)
-        if console.is_terminal:
-            with Live(console=console, refresh_per_second=30) as live:
-                for growing in engine.stream(messages, params, mode, STREAM_STEPS):
-                    live.update(picture(growing))
-        (result,) = engine.generate([messages], params, mode)
+    with console.status("compiling for this length of prompt and answer"):
+        engine.generate([messages], params, mode)
+    if console.is_terminal:
+        with Live(console=console, refresh_per_second=30) as live:
+            for growing in engine.stream(messages, params, mode, STREAM_STEPS):
+                live.update(picture(growing))
+    (result,) = engine.generate([messages], params, mode)
     if not console.is_terminal:
         console.print(picture(result))
     return result

@@ -86,6 +86,8 @@ def begin(
 
     longest_head = len(config.tags.branch_start) + config.max_title_tokens + len(config.separator)
     params = job.params
+    told = np.asarray([token for stretch in params.script for token in stretch], np.int32)
+    lengths = [*map(len, params.script), *[0] * (1 + config.max_branches - len(params.script))]
     request: dict[str, Any] = {
         "adaptive": np.bool_(job.mode == "adaptive"),
         "constrained": np.bool_(job.constrained),
@@ -97,6 +99,8 @@ def begin(
         "repetition_penalty": np.float32(params.repetition_penalty),
         "max_branch_tokens": np.int32(params.max_branch_tokens),
         "adapter": np.int32(adapter),
+        "script": np.pad(told, (0, state.cache.tokens.shape[1] - told.size)),
+        "script_end": np.cumsum(lengths, dtype=np.int32),
     }
     numbers = {
         "row": row,

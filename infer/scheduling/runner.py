@@ -16,7 +16,7 @@ from aspd_jax.model.cache import Bucket
 from infer.decode.inputs import widest
 from infer.decode.packed import Packed
 from infer.decode.state import DecodeState, EngineConfig
-from infer.decode.step import Limits, Report, Script, run
+from infer.decode.step import Limits, Report, run
 from infer.scheduling.buckets import Buckets
 from infer.scheduling.policy import DraftControl, StepCost
 
@@ -67,7 +67,6 @@ class Runner:
         join: bool,
         listened: bool,
         stepwise: bool,
-        script: Script | None,
     ) -> Run:
         """Start passes, and do not wait for them; `state` is given away.
 
@@ -78,7 +77,6 @@ class Runner:
             listened: see `Buckets.choose`.
             stepwise: a pass takes one token of a stretch, because the host has to see it: none may follow a stop
                 string, or what a schema has not permitted yet.
-            script: see `Script`.
         """
         since = self.clock()
         drafting = self.drafts.on and not stepwise
@@ -86,7 +84,7 @@ class Runner:
         bucket, smaller, larger = self.buckets.choose(report, listened)
         smaller = -1 if drafting else smaller  # drafts come and go
         limits = Limits(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
-        state, after = run(self._lm.params, state, limits, self._config, bucket, script, drafting)
+        state, after = run(self._lm.params, state, limits, self._config, bucket, drafting)
         return Run(steps, bucket, drafting, report, after, state, since)
 
     def end(self, started: Run, cost: StepCost | None) -> tuple[int, Report]:

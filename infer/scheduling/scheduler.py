@@ -24,7 +24,7 @@ from infer.answers.answer import Answer, Reading, Result, look_at, read, reading
 from infer.decode.recogniser import TextReader
 from infer.decode.slots import NO_CAP, copy_slots, permit, set_branch_cap, stop_stretches
 from infer.decode.state import FORK, PARALLEL, PROMPT, RUNNING, SERIAL, DecodeState, EngineConfig
-from infer.decode.step import Report, Script, report_of
+from infer.decode.step import Report, report_of
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import Beginning, begin, new_state
 from infer.scheduling.buckets import LEAST_CAPACITY
@@ -74,8 +74,6 @@ class Scheduler:
 
     Attributes:
         cost: of a pass, once it has been measured; `slo` needs it.
-        script: tokens to take in place of sampled ones, for benchmarks and tests.
-        admitted: called with every request that was given a row.
         alone: the only request that is admitted; None: all are.
         chunk: what the last `step` decoded.
         runner: of passes.
@@ -101,8 +99,6 @@ class Scheduler:
         self._policy, self._reuse, self._ended, self._reader = policy, reuse, ended, reader
         self._constrain, self._place = constrain, place
         self.cost: StepCost | None = None
-        self.script: Script | None = None
-        self.admitted: Callable[[Handle], None] = lambda _: None
         self.alone: Handle | None = None
         self.chunk = Chunk(0, 0.0)
         self.codec = None if lm.tokenizer is None else lm.codec
@@ -271,7 +267,6 @@ class Scheduler:
             handle.constraint = self._constrain(job.params)
             self._permit({target: handle.constraint.start()})
         self._cap = None  # it has none yet
-        self.admitted(handle)
 
     def _soon_shared(self, job: Job) -> int:
         """Tokens that a prompt will be able to copy when those that are being fed are there."""
@@ -327,7 +322,7 @@ class Scheduler:
         """Start the passes that a report asks for."""
         state, stepwise = self._state_now(), self._is_stepwise()
         listened = any(row.handle is not None and row.decoding and row.handle.wanted for row in self._rows)
-        started = self.runner.start(state, report, steps, join, listened, stepwise, self.script)
+        started = self.runner.start(state, report, steps, join, listened, stepwise)
         self._change(started.state)
         return started
 

@@ -40,7 +40,7 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
     begun, drafts = time.perf_counter(), sorted({False, config.draft_tokens > 0})
     for number, bucket in enumerate(buckets.every, 1):
         for drafting in drafts:
-            state, _ = run(lm.params, state, NO_PASS, config, bucket, None, drafting)
+            state, _ = run(lm.params, state, NO_PASS, config, bucket, drafting)
         spent = time.perf_counter() - begun
         log.info("program %d of %d: %s, %.0f s", number, len(buckets.every), bucket, spent)
     for size in powers(LEAST_PROMPT, capacity):
@@ -92,7 +92,7 @@ def _time(
     for _ in range(REPEATS + 1):  # the first may compile
         state = jax.block_until_ready(occupy(state, config, width, bucket.slots - width))
         before = time.perf_counter()
-        state, report = run(lm.params, state, one, config, bucket, None, drafting)
+        state, report = run(lm.params, state, one, config, bucket, drafting)
         report.read()
         times.append(1000 * (time.perf_counter() - before))
     return occupy(state, config, 0, 0), median(times[1:])
