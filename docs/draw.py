@@ -14,8 +14,8 @@ import aspd  # noqa: F401 (sets XLA's flags)
 from aspd_jax import Branch, Layout, Parallel, Serial, build_layout, load_model
 from aspd_jax.pictures import draw_visibility, svg
 from infer import Engine, Result, SamplingParams
+from infer.answers.logprobs import content_ids
 from infer.answers.timeline import draw_timeline, timeline
-from infer.bench.same_content import content_ids, following, scripted
 from infer.offline.terminal import picture
 
 HERE = Path(__file__).parent / "pictures"
@@ -35,10 +35,9 @@ FRAME = """<g class="frame" style="animation-delay:{{delay:.2f}}s{{last}}">
 def record(engine: Engine, answer: Result) -> str:
     """Both modes writing the same answer, pass by pass, as one animated SVG."""
     messages = [{"role": "user", "content": QUESTION}]
-    content = content_ids(engine, answer)
+    told = PARAMS.saying(content_ids(engine.config, answer))
     grown = [list(engine.stream(messages, PARAMS, "adaptive", PASSES))]
-    with scripted(engine, content):
-        grown.append(list(engine.stream(messages, following(PARAMS, content), "serial", PASSES)))
+    grown.append(list(engine.stream(messages, told, "serial", PASSES)))
     count = max(map(len, grown))
     frames = []
     for number in range(count):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Literal
 
@@ -70,6 +70,11 @@ class SamplingParams:
         ):
             if not good:
                 raise RequestError(f"{name} must be {right}, got {getattr(self, name)!r}")
+
+    def saying(self, tokens: Sequence[int]) -> SamplingParams:
+        """The same for an answer in serial mode that has these tokens, and ends with them."""
+        budget = max(1, min(len(tokens), self.max_new_tokens))
+        return replace(self, script=(tokens,), max_new_tokens=budget, stop=())
 
 
 def _spelled(name: str, schema: str | Mapping[str, Any] | None) -> str | None:

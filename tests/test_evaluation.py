@@ -17,8 +17,8 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import DataError, RequestError
 from aspd_jax.structure import Branch, Parallel, Serial
 from infer import Engine, SamplingParams
+from infer.answers.logprobs import content_ids
 from infer.answers.timeline import timeline
-from infer.bench.same_content import content_ids
 from infer.evaluation.answers import answer_questions
 from infer.evaluation.config import DecodingSection, EvalConfig, SpeedSection, System
 from infer.evaluation.health import health
@@ -120,7 +120,7 @@ def test_the_serial_run_says_what_the_adaptive_answer_said(demo_engine: Engine) 
     question = next(question for question in two_turns() if question.forks)
     params = SamplingParams(max_new_tokens=400, seed=0)
     adaptive = list(_converse(engine, "adaptive", question, params, [None, None]))
-    content = [content_ids(engine, result) for result in adaptive]
+    content = [content_ids(engine.config, result) for result in adaptive]
     serial = list(_converse(engine, "serial", question, params, content))
     assert [result.text for result in serial] == [result.text for result in adaptive]
     for one, other, ids in zip(adaptive, serial, content, strict=True):

@@ -9,7 +9,7 @@ import pytest
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from infer import Engine, SamplingParams
-from infer.bench.same_content import content_ids, saying
+from infer.answers.logprobs import content_ids
 from tests.answers import SEPARATOR, linearise
 
 ONE: list[Any] = [[3, 4], [([5], [6, 7, 8]), ([9, 2], [1, 1])], [7, 7]]
@@ -50,9 +50,9 @@ def test_every_request_has_its_own(own: Engine) -> None:
 def test_serial_mode_says_what_branches_said(own: Engine) -> None:
     told = SamplingParams(max_new_tokens=100, script=script_of(own, ONE))
     adaptive = own.generate([[1, 2]], told)[0]
-    content = content_ids(own, adaptive)
+    content = content_ids(own.config, adaptive)
     assert content == [3, 4, 6, 7, 8, 1, 1, 7, 7, 0]
-    serial = own.generate([[1, 2]], saying(told, content), "serial")[0]
+    serial = own.generate([[1, 2]], told.saying(content), "serial")[0]
     assert serial.token_ids == content and serial.stats.blocks == 0 and serial.finish_reason == "stop"
     assert serial.stats.content_tokens == adaptive.stats.content_tokens
 

@@ -29,6 +29,7 @@ from infer.answers.logprobs import token_logprobs
 from tests.conftest import ROOT
 from tests.serving import QUESTIONS, SERVE, Running, ask, serving, wait_for
 
+SAID = {"mode": "serial", "content": "x", "statistics": True}
 LONG = {"role": "user", "content": "word " * 3000}
 SERIAL = {"aspd": {"mode": "serial"}}
 
@@ -132,6 +133,21 @@ def test_what_is_asked_is_what_is_sampled(server: Running) -> None:
     assert raw.choices[0].logprobs is not None and "".join(raw.choices[0].logprobs.tokens or []) == raw.choices[0].text
 
 
+def test_serial_mode_on_a_given_text(server: Running) -> None:
+    """Tags in it are text; beside it, others decode what they choose."""
+    client, text = server.client(), "Six <|title|>pens\n* at $20 are </s> 120."
+    free, told, whole = (
+        client.chat.completions.create(**ask(max_tokens=limit, extra_body={"aspd": aspd}))
+        for limit, aspd in ((9, {"mode": "serial"}), (9, SAID | {"content": text}), (99, SAID | {"content": text}))
+    )
+    assert whole.choices[0].message.content == text and whole.choices[0].finish_reason == "stop"
+    cut = told.choices[0].message.content or ""
+    assert text.startswith(cut) and 0 < len(cut) < len(text) and told.choices[0].finish_reason == "length"
+    assert not text.startswith(free.choices[0].message.content or "")
+    (cost,) = whole.model_extra["aspd"]  # type: ignore[index]
+    assert cost["statistics"]["passes"] == cost["statistics"]["content_tokens"] == whole.usage.completion_tokens  # type: ignore[union-attr]
+
+
 def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
     """Of an answer with a block, beside the stepwise engine."""
     (result,) = engine.generate([ask()["messages"]], SamplingParams(max_new_tokens=400))
@@ -160,6 +176,9 @@ def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
         ("chat/completions", ask(stream_options={}), 400, "stream_options needs stream"),
         ("chat/completions", ask(stop=[""]), 400, "stop"),
         ("chat/completions", ask(aspd={"mode": "fast"}), 400, "aspd.mode: Input should be 'adaptive' or 'serial'"),
+        ("chat/completions", ask(aspd={"content": "x"}), 400, "aspd.content needs aspd.mode: serial"),
+        ("chat/completions", ask(aspd=SAID, stop="a"), 400, "and neither stop nor response_format"),
+        ("chat/completions", ask(aspd=SAID | {"content": "word " * 600}), 400, "script has"),
         ("chat/completions", ask() | {"messages": [LONG]}, 400, "leaves no room"),
         ("chat/completions", ask() | {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
         ("completions", {"model": "demo", "prompt": [1, 99999]}, 400, "token ids must be between"),
@@ -394,8 +413,8 @@ def test_the_page_in_a_browser(server: Running) -> None:
         page.fill("#question", QUESTIONS[1].turns[0])  # a second turn, on the cache of the first
         page.click("#ask")
         page.wait_for_selector("#adaptive .turn:nth-child(2) .lanes svg", timeout=120_000)
-        assert page.evaluate("said.adaptive.length") == 4 and page.evaluate("said.serial.length") == 2
-        assert page.evaluate("said.adaptive[1].content") == QUESTIONS[0].references[0]
+        assert page.evaluate("said.length") == 4 and page.locator("#serial .turn").count() == 1
+        assert page.evaluate("said[1].content") == QUESTIONS[0].references[0]
         page.set_viewport_size({"width": 360, "height": 640})  # a phone: nothing to scroll sideways
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         page.click("#anew")
@@ -420,6 +439,7 @@ def test_the_page_in_a_browser(server: Running) -> None:
         browser.close()
     bare = "".join(QUESTIONS[0].references[0].split())
     assert "".join(text.split()) == bare and "".join(shown.split()) == bare
-    assert re.fullmatch(r"\d+\.\d\dx tokens of text per second, \d+ passes against \d+", speed)
+    found = re.fullmatch(r"\d+\.\d\dx faster: \d+\.\d\d s and (\d+) passes, \d+\.\d\d s and (\d+)", speed)
+    assert found is not None and int(found[1]) < int(found[2])
     assert all(url.startswith(server.url) for url in asked)
     assert not [problem for problem in problems if "400" not in problem]

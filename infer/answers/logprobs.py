@@ -99,6 +99,13 @@ def content_places(config: EngineConfig, ids: list[int]) -> list[int]:
     return places
 
 
+def content_ids(config: EngineConfig, result: Result) -> list[int]:
+    """Tokens of an answer's plain text, and the end of text if it had one."""
+    ids = result.token_ids
+    content = [ids[place] for place in content_places(config, ids)]
+    return content + ids[-1:] * (bool(ids) and ids[-1] in config.end)
+
+
 @partial(jax.jit, static_argnames="model")
 def _likeliest(
     model: Transformer, params: Any, tokens: jax.Array, layout: Layout, adapter: jax.Array

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from aspd_jax.errors import RequestError
 from infer.answers.answer import Result
-from infer.bench.same_content import content_ids, saying
+from infer.answers.logprobs import content_ids
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, SpeedSection, System
 from infer.evaluation.questions import Question, spread
@@ -62,7 +62,7 @@ def _time(engine: Engine, system: System, question: Question, params: Any, repea
         for _ in range(repeats + 1):  # the first ones compile
             runs.append(list(_converse(engine, system.mode, question, params, [None] * len(question.turns))))
             if system.mode == "adaptive":
-                content = [content_ids(engine, result) for result in runs[-1]]
+                content = [content_ids(engine.config, result) for result in runs[-1]]
                 serial_runs.append(list(_converse(engine, "serial", question, params, content)))
     except RequestError as error:
         return {"question_id": question.id, "category": question.category, "turns": [], "error": str(error)}
@@ -101,7 +101,7 @@ def _converse(
     messages: list[dict[str, str]] = []
     for text, script in zip(question.turns, scripts, strict=True):
         messages.append({"role": "user", "content": text})
-        told = params if script is None else saying(params, script)
+        told = params if script is None else params.saying(script)
         (result,) = engine.generate([messages], told, mode)
         yield result
         messages.append({"role": "assistant", "content": result.text})

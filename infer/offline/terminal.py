@@ -14,7 +14,7 @@ from rich.text import Text
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import Parallel
 from infer.answers.answer import Result
-from infer.bench.same_content import content_ids, saying
+from infer.answers.logprobs import content_ids
 from infer.engine import Engine
 from infer.request import Mode, SamplingParams
 
@@ -84,7 +84,8 @@ def demonstrate(lm: LanguageModel, questions: Sequence[str], params: SamplingPar
         console.rule(f"question {number}")
         console.print(Text(question, style="bold"))
         adaptive = _watch(console, engine, messages, params, "adaptive")
-        serial = _watch(console, engine, messages, saying(params, content_ids(engine, adaptive)), "serial")
+        content = content_ids(engine.config, adaptive)
+        serial = _watch(console, engine, messages, params.saying(content), "serial")
         for mode, result in (("adaptive", adaptive), ("serial", serial)):
             seconds = result.stats.seconds["total"]
             total[mode] += seconds

@@ -24,6 +24,7 @@ from starlette.exceptions import HTTPException
 from aspd_jax.errors import RequestError
 from infer.answers.answer import Result
 from infer.engine import Engine
+from infer.request import SamplingParams
 from infer.server.config import ServerConfig
 from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
 from infer.server.driver import Broken, Busy, Driver, Ticket
@@ -303,8 +304,7 @@ class _Server:
         try:
             jobs = await asyncio.to_thread(
                 lambda: [
-                    self._engine.check(prompt, body.params(self._config, n), body.aspd.mode, adapter)
-                    for n in range(count)
+                    self._engine.check(prompt, self._params(body, n), body.aspd.mode, adapter) for n in range(count)
                 ]
             )
         except RequestError as error:
@@ -324,6 +324,13 @@ class _Server:
             events = self._stream(body, tickets, form, head, deadline)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         return JSONResponse(await self._whole(request, body, tickets, form, head, deadline))
+
+    def _params(self, body: Common, choice: int) -> SamplingParams:
+        params = body.params(self._config, choice)
+        if body.aspd.content is None:
+            return params
+        lm = self._engine.lm
+        return params.saying([*lm.codec.text.encode(body.aspd.content), *lm.end_ids[:1]])
 
     # A whole answer.
 

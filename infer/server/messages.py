@@ -68,12 +68,14 @@ class Aspd(Strict):
         stream: `text`: deltas in reading order; `branches`: as they come, with block and branch numbers.
         statistics: send what the answer cost, and its structure, with its end.
         branch_format: as `response_format`, of the text of every branch.
+        content: the text of the answer, which serial mode then decodes as if it had chosen it: what it costs.
     """
 
     mode: Mode = "adaptive"
     stream: Literal["text", "branches"] = "text"
     statistics: StrictBool = False
     branch_format: ResponseFormat | None = None
+    content: Annotated[str, Field(min_length=1)] | None = None
 
 
 class Part(Strict):
@@ -133,13 +135,19 @@ class Common(Strict):
             raise ValueError("stream_options needs stream: true")
         return self
 
+    @model_validator(mode="after")
+    def _content_in_serial_mode(self) -> Self:
+        if self.aspd.content and (self.aspd.mode != "serial" or self.stop or self.response_format):
+            raise ValueError("aspd.content needs aspd.mode: serial, and neither stop nor response_format")
+        return self
+
     @property
     def limit(self) -> int | None:
         """Tokens that the answer may have, as a client counts them: those of its text."""
         return self.max_tokens
 
     def params(self, config: ServerConfig, choice: int) -> SamplingParams:
-        """Of one of the answers; each has its own random stream."""
+        """Of one of the answers; each has its own random stream. Without `aspd.content`, which has to be encoded."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
