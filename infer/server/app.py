@@ -30,7 +30,7 @@ from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
 from infer.server.driver import Broken, Busy, Driver, Ticket
 from infer.server.forms import Chat, Form, Text, statistics, usage
 from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter, error_body
-from infer.server.metrics import Metrics
+from infer.server.metrics import Metrics, programs_compiled
 
 log = logging.getLogger("aspd.server")
 OPEN = ("/", "/health", "/live")  # paths that need no key
@@ -313,6 +313,7 @@ class _Server:
             raise Refused(400, str(error), "invalid_request_error", code) from None
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}", "invalid_request_error") from None
+        before = programs_compiled()
         try:
             tickets = self._driver.submit(jobs, grows=bool(body.stream), alternatives=body.alternatives)
         except Busy as busy:
@@ -321,9 +322,9 @@ class _Server:
         head = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
         deadline = time.monotonic() + self._config.timeout
         if body.stream:
-            events = self._stream(body, tickets, form, head, deadline)
+            events = self._stream(body, tickets, form, head, deadline, before)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return JSONResponse(await self._whole(request, body, tickets, form, head, deadline))
+        return JSONResponse(await self._whole(request, body, tickets, form, head, deadline, before))
 
     def _params(self, body: Common, choice: int) -> SamplingParams:
         params = body.params(self._config, choice)
@@ -335,7 +336,14 @@ class _Server:
     # A whole answer.
 
     async def _whole(
-        self, request: Request, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float
+        self,
+        request: Request,
+        body: Common,
+        tickets: Sequence[Ticket],
+        form: Form,
+        head: Any,
+        deadline: float,
+        before: int,
     ) -> dict[str, Any]:
         results = asyncio.create_task(self._results(tickets))
         try:
@@ -357,7 +365,8 @@ class _Server:
         choices = [form.choice(number, *of) for number, of in enumerate(zip(found, logprobs, strict=True))]
         answer = {**head, "object": form.whole, "choices": choices, "usage": usage(found)}
         if body.aspd.statistics:
-            answer["aspd"] = [statistics(result) for result in found]
+            compiled = programs_compiled() - before
+            answer["aspd"] = [statistics(result, compiled) for result in found]
         return answer
 
     async def _results(self, tickets: Sequence[Ticket]) -> list[Result]:
@@ -373,7 +382,7 @@ class _Server:
     # A stream.
 
     async def _stream(
-        self, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float
+        self, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float, before: int
     ) -> AsyncIterator[str]:
         """Server-sent events of all answers to a request, as they come."""
         news: asyncio.Queue[News] = asyncio.Queue()
@@ -401,7 +410,7 @@ class _Server:
                     logprobs = self._logprobs(form, tickets[number])
                     events.append({**head, "choices": [form.closing(number, end, logprobs)], **extra})
                     if body.aspd.statistics:
-                        events[-1]["aspd"] = statistics(end)
+                        events[-1]["aspd"] = statistics(end, programs_compiled() - before)
                 if events:
                     yield "".join(map(sse, events))  # in one piece: each costs a write
             if with_usage:

@@ -24,9 +24,12 @@ def usage(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def statistics(result: Result) -> dict[str, Any]:
-    """What an answer cost, and its structure."""
-    return {"statistics": result.stats.to_json(), "structure": to_json(result.structure)}
+def statistics(result: Result, compiled: int) -> dict[str, Any]:
+    """What an answer cost, with the programs that were compiled meanwhile, and its structure."""
+    return {
+        "statistics": result.stats.to_json() | {"programs_compiled": compiled},
+        "structure": to_json(result.structure),
+    }
 
 
 def finish(result: Result) -> str:
