@@ -95,6 +95,7 @@ class _Proxy:
             ("stop", body.stop is not None),
             ("response_format", body.response_format is not None),
             ("aspd.branch_format", body.aspd.branch_format is not None),
+            ("aspd.content", body.aspd.content is not None),
         ):
             if given:
                 raise _Refused(400, f"{field}: the proxy does not have it")

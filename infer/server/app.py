@@ -313,7 +313,7 @@ class _Server:
             raise Refused(400, str(error), "invalid_request_error", code) from None
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}", "invalid_request_error") from None
-        before = programs_compiled()
+        compiled_before = programs_compiled()
         try:
             tickets = self._driver.submit(jobs, grows=bool(body.stream), alternatives=body.alternatives)
         except Busy as busy:
@@ -322,9 +322,9 @@ class _Server:
         head = {"id": f"{form.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
         deadline = time.monotonic() + self._config.timeout
         if body.stream:
-            events = self._stream(body, tickets, form, head, deadline, before)
+            events = self._stream(body, tickets, form, head, deadline, compiled_before)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return JSONResponse(await self._whole(request, body, tickets, form, head, deadline, before))
+        return JSONResponse(await self._whole(request, body, tickets, form, head, deadline, compiled_before))
 
     def _params(self, body: Common, choice: int) -> SamplingParams:
         params = body.params(self._config, choice)
@@ -343,7 +343,7 @@ class _Server:
         form: Form,
         head: Any,
         deadline: float,
-        before: int,
+        compiled_before: int,
     ) -> dict[str, Any]:
         results = asyncio.create_task(self._results(tickets))
         try:
@@ -365,7 +365,7 @@ class _Server:
         choices = [form.choice(number, *of) for number, of in enumerate(zip(found, logprobs, strict=True))]
         answer = {**head, "object": form.whole, "choices": choices, "usage": usage(found)}
         if body.aspd.statistics:
-            compiled = programs_compiled() - before
+            compiled = programs_compiled() - compiled_before
             answer["aspd"] = [statistics(result, compiled) for result in found]
         return answer
 
@@ -382,7 +382,7 @@ class _Server:
     # A stream.
 
     async def _stream(
-        self, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float, before: int
+        self, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float, compiled_before: int
     ) -> AsyncIterator[str]:
         """Server-sent events of all answers to a request, as they come."""
         news: asyncio.Queue[News] = asyncio.Queue()
@@ -410,7 +410,7 @@ class _Server:
                     logprobs = self._logprobs(form, tickets[number])
                     events.append({**head, "choices": [form.closing(number, end, logprobs)], **extra})
                     if body.aspd.statistics:
-                        events[-1]["aspd"] = statistics(end, programs_compiled() - before)
+                        events[-1]["aspd"] = statistics(end, programs_compiled() - compiled_before)
                 if events:
                     yield "".join(map(sse, events))  # in one piece: each costs a write
             if with_usage:
