@@ -216,6 +216,21 @@ def test_budgets_end_answers(proxy: str, upstream: Upstream) -> None:
     assert answer["finish_reason"] == "length" and answer["message"]["content"].startswith("So:\n")
 
 
+def test_branches_share_the_budget(proxy: str, upstream: Upstream, demo: LanguageModel) -> None:
+    """One may be much longer than the others; where all are, they end together, and soon."""
+    encode, long = demo.codec.text.encode, "beta goes on. " * 9
+    upstream.script |= {"1/2 A: ": "alpha\n<|/branch|>", "2/2 B: ": f"{long}<|/branch|>", "<|/para|>": "END"}
+    most = 9 + sum(len(encode(long[at : at + 3])) for at in range(0, len(long), 3))  # as its pieces come
+    assert most < 2 * len(encode(long)), "it is more than its half of them"
+    answer = ask(proxy, max_tokens=most).json()["choices"][0]
+    assert answer["message"]["content"] == f"So:\nalpha\n{long}" and answer["finish_reason"] == "stop"
+    upstream.delay = 0.01
+    upstream.script |= {"1/2 A: ": "alpha " * 500, "2/2 B: ": "beta " * 500}
+    answer = ask(proxy, max_tokens=most).json()["choices"][0]
+    assert answer["finish_reason"] == "length" and "alpha alpha" in answer["message"]["content"]
+    assert most / 2 < len(encode(answer["message"]["content"])) <= most + 9
+
+
 def test_a_client_that_goes_ends_its_requests(proxy: str, upstream: Upstream) -> None:
     upstream.delay = 0.2
     upstream.script |= {"1/2 A: ": "alpha " * 500, "2/2 B: ": "beta " * 500}

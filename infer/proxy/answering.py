@@ -169,21 +169,29 @@ class Answering:
         texts: list[str],
         reasons: list[str | None],
     ) -> AsyncGenerator[Event, None]:
-        """Tokens and ends of all branches, as they come; fills `texts` and `reasons`."""
+        """Tokens and ends of all branches, as they come; fills `texts` and `reasons`.
+
+        They share what is left of the answer's tokens: whichever branch writes the last of them, all end there.
+        """
         special, encode = self._codec.special, self._codec.text.encode
         news: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         forbidden = [tag for tag in self._tags if tag != special.branch_end]
-        most = max(1, left // len(titles))
+        spent = 0
 
         async def grow(number: int, title: str) -> None:
+            nonlocal spent
             head = [special.branch_start, *encode(title), *self._codec.separator_ids]
-            pieces = self._ask(answer, [*prefix, *head], most, [BRANCH_END], forbidden, sampling)
-            async for piece, reason in pieces:
-                piece = _ANY_TAG.sub("", piece)
-                texts[number] += piece
-                reasons[number] = reason or reasons[number]
-                if piece:
-                    news.put_nowait(Event("token", 1, number + 1, piece))
+            pieces = self._ask(answer, [*prefix, *head], left, [BRANCH_END], forbidden, sampling)
+            async with aclosing(pieces):
+                async for piece, reason in pieces:
+                    reasons[number] = reason or reasons[number]
+                    if piece := _ANY_TAG.sub("", piece):
+                        if spent >= left:
+                            reasons[number] = "length"
+                            break
+                        spent += len(encode(piece))
+                        texts[number] += piece
+                        news.put_nowait(Event("token", 1, number + 1, piece))
             news.put_nowait(Event("branch", 1, number + 1, texts[number]))
 
         async def guarded(number: int, title: str) -> None:
