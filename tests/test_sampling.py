@@ -129,6 +129,8 @@ def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_
         max_branch_tokens=jnp.ones(1, jnp.int32),
         constrained=jnp.zeros(1, bool),
         adapter=jnp.full(1, -1),
+        script=jnp.zeros((1, 1), jnp.int32),
+        script_end=jnp.zeros((1, 1), jnp.int32),
     )
     out = np.asarray(JITTED_RESTRICT(values[None], request))[0]
     np.testing.assert_array_equal(out, np.where(most, values, -np.inf))
