@@ -129,7 +129,7 @@ def test_an_answer_is_put_together(proxy: str, upstream: Upstream, demo: Languag
     assert from_json(answer["aspd"][0]["structure"]) == tuple(STRUCTURE)
     assert answer["aspd"][0]["statistics"] == {"requests": 5} and len(upstream.bodies) == 5
     assert answer["usage"]["completion_tokens"] == len(demo.codec.text.encode(TEXT))
-    first, announced, one, two, last = sorted(upstream.bodies, key=lambda body: len(body["prompt"]))
+    first, announced, one, two, last = sorted(upstream.bodies, key=lambda body: body["seed"])
     special = demo.codec.special
     assert special.parallel_start not in first["prompt"]  # typed by the user: text
     linear = demo.codec.linearise(STRUCTURE[:2]).tokens.tolist()
