@@ -14,7 +14,7 @@ import aspd  # noqa: F401 (sets XLA's flags)
 from aspd_jax import Branch, Layout, Parallel, Serial, build_layout, load_model
 from aspd_jax.pictures import draw_visibility, svg
 from infer import Engine, Result, SamplingParams
-from infer.answers.logprobs import content_ids
+from infer.answers.answer import content_ids
 from infer.answers.timeline import draw_timeline, timeline
 from infer.offline.terminal import picture
 

@@ -127,10 +127,13 @@ class Engine:
         if not all(isinstance(item, (int, np.integer)) for item in items):
             raise RequestError("a prompt is text, a list of {'role', 'content'} messages, or a list of token ids")
         ids = [int(item) for item in items]  # type: ignore[call-overload]
+        self._check_ids(ids)
+        return ids
+
+    def _check_ids(self, ids: Sequence[int], where: str = "") -> None:
         vocabulary = self.lm.config.vocab_size
         if any(not 0 <= token < vocabulary for token in ids):
-            raise RequestError(f"token ids must be between 0 and {vocabulary - 1}")
-        return ids
+            raise RequestError(f"{where}token ids must be between 0 and {vocabulary - 1}")
 
     def _encode_messages(self, messages: Sequence[dict[str, str]], mode: Mode) -> list[int]:
         """A conversation. Answers of this engine go in with the tokens they were decoded as, blocks included, so that a
@@ -173,7 +176,7 @@ class Engine:
         if result.finish_reason == "cancelled" or not ids or self.text_tags is not None:
             return
         whole = ids[:-1] if ids[-1] in self.config.end else ids
-        # The first one stays: rows hold it, and what was told to say the same is another linearisation of it.
+        # The first stays, which a row may hold: serial mode that is told to say the same has other tokens for it.
         self._answers.setdefault((tuple(result.prompt_token_ids), result.text), whole)
         while len(self._answers) > KNOWN_ANSWERS:
             self._answers.popitem(last=False)
@@ -337,13 +340,13 @@ class Engine:
         return Job(tuple(ids), params, mode, budget, seed, self.adapters.number(adapter))
 
     def _check_script(self, script: Sequence[Sequence[int]], budget: int) -> None:
-        vocabulary, most = self.lm.config.vocab_size, 1 + self.config.max_branches
+        most = 1 + self.config.max_branches
         if len(script) > most:
             raise RequestError(f"script has {len(script)} stretches; with max_branches there are {most} at most")
         if (tokens := sum(map(len, script))) > budget:
             raise RequestError(f"script has {tokens} tokens, the answer may have {budget}")
-        if any(not 0 <= token < vocabulary for stretch in script for token in stretch):
-            raise RequestError(f"script: token ids must be between 0 and {vocabulary - 1}")
+        for stretch in script:
+            self._check_ids(stretch, "script: ")
 
 
 def _read_text(

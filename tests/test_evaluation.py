@@ -17,7 +17,7 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import DataError, RequestError
 from aspd_jax.structure import Branch, Parallel, Serial
 from infer import Engine, SamplingParams
-from infer.answers.logprobs import content_ids
+from infer.answers.answer import content_ids
 from infer.answers.timeline import timeline
 from infer.evaluation.answers import answer_questions
 from infer.evaluation.config import DecodingSection, EvalConfig, SpeedSection, System

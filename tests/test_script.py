@@ -9,7 +9,7 @@ import pytest
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from infer import Engine, SamplingParams
-from infer.answers.logprobs import content_ids
+from infer.answers.answer import content_ids
 from tests.answers import SEPARATOR, linearise
 
 ONE: list[Any] = [[3, 4], [([5], [6, 7, 8]), ([9, 2], [1, 1])], [7, 7]]

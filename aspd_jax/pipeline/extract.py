@@ -39,7 +39,6 @@ _CLOSERS = re.compile(
 )
 _WHOLE_SENTENCE = re.compile(r"[.!?。！？][\"'”’)*_]*\s*$")
 _BOLD_LEAD = re.compile(r"(\*\*|__)[^\n]+?([:：]\1|\1\s*[:：]|\1\s*$)")
-_NAMED = ("heading", "bold", "lead")  # families whose markers are titles
 # The parser looks for blocks only, without those that models rarely mean: underlined headings, HTML, link definitions.
 _PARSER = MarkdownIt("commonmark", {"maxNesting": 40}).enable("table")
 _PARSER.disable(["inline", "lheading", "html_block", "reference"])

@@ -285,3 +285,30 @@ def result(
     reason = {RUNNING: None, STOP: "length" if reading.cut else "stop", LENGTH: "length"}[answer.finish]
     tokens = [int(token) for token in answer.token_ids]
     return Result(plain_text(structure), tuple(structure), tokens, reason, stats, list(job.prompt))
+
+
+def content_places(config: EngineConfig, ids: list[int]) -> list[int]:
+    """Which tokens of a linearisation are plain text: no tags, titles, heads, nor end of text."""
+    special, head = config.special, len(config.separator)
+    whole = ids[:-1] if ids and ids[-1] in config.end else ids
+    places: list[int] = []
+    at = 0
+    for item in split(whole, special):
+        if isinstance(item, SerialIds):
+            places += range(at, at + len(item.ids))
+            at += len(item.ids)
+            continue
+        at += 1 + sum(2 + len(title) for title in item.titles)
+        for branch, text in zip(item.branches, item.texts(head), strict=True):
+            at += 1 + len(branch)
+            places += range(at - len(text.ids), at)
+            at += 1
+        at += 1
+    return places
+
+
+def content_ids(config: EngineConfig, result: Result) -> list[int]:
+    """Tokens of an answer's plain text, and the end of text if it had one."""
+    ids = result.token_ids
+    content = [ids[place] for place in content_places(config, ids)]
+    return content + ids[-1:] * (bool(ids) and ids[-1] in config.end)

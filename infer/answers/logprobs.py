@@ -19,8 +19,7 @@ from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import head_of, lm_head
 from aspd_jax.sizes import next_power
-from aspd_jax.tokens import SerialIds, split
-from infer.answers.answer import Result
+from infer.answers.answer import Result, content_places
 from infer.decode.state import EngineConfig
 
 CHUNK = 128  # tokens whose logits are there at a time, and of the shortest pass
@@ -77,33 +76,6 @@ def likeliest(
     found = jax.device_get(_likeliest(model, lm.params, tokens, layout, np.int32(adapter)))
     chosen, top, top_ids = (np.asarray(field)[0] for field in found)
     return chosen, top, top_ids
-
-
-def content_places(config: EngineConfig, ids: list[int]) -> list[int]:
-    """Which tokens of a linearisation are plain text: no tags, titles, heads, nor end of text."""
-    special, head = config.special, len(config.separator)
-    whole = ids[:-1] if ids and ids[-1] in config.end else ids
-    places: list[int] = []
-    at = 0
-    for item in split(whole, special):
-        if isinstance(item, SerialIds):
-            places += range(at, at + len(item.ids))
-            at += len(item.ids)
-            continue
-        at += 1 + sum(2 + len(title) for title in item.titles)
-        for branch, text in zip(item.branches, item.texts(head), strict=True):
-            at += 1 + len(branch)
-            places += range(at - len(text.ids), at)
-            at += 1
-        at += 1
-    return places
-
-
-def content_ids(config: EngineConfig, result: Result) -> list[int]:
-    """Tokens of an answer's plain text, and the end of text if it had one."""
-    ids = result.token_ids
-    content = [ids[place] for place in content_places(config, ids)]
-    return content + ids[-1:] * (bool(ids) and ids[-1] in config.end)
 
 
 @partial(jax.jit, static_argnames="model")

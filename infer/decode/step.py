@@ -82,13 +82,9 @@ def choose(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
 def scripted(token: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
     """What was sampled, int32 [L], or what the request's script has in its place."""
     request, s, row, stretch = state.request, state.sequence, lanes.row, lanes.branch
-    end = request.script_end[row]
-    begin = jnp.pad(end, ((0, 0), (1, 0)))
-    branch = jnp.maximum(stretch - 1, 0)
-    place = jnp.where(stretch > 0, s.branch_sampled[row, branch], s.sampled[row])
-    place += jnp.take_along_axis(begin, stretch[:, None], axis=1)[:, 0]
-    told = place < jnp.take_along_axis(end, stretch[:, None], axis=1)[:, 0]
-    return jnp.where(told, request.script[row, place], token)
+    before = jnp.maximum(stretch - 1, 0)  # the stretch before a branch in the script, and the branch among branches
+    place = jnp.where(stretch > 0, request.script_end[row, before] + s.branch_sampled[row, before], s.sampled[row])
+    return jnp.where(place < request.script_end[row, stretch], request.script[row, place], token)
 
 
 def _verify(

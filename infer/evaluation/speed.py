@@ -14,8 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from aspd_jax.errors import RequestError
-from infer.answers.answer import Result
-from infer.answers.logprobs import content_ids
+from infer.answers.answer import Result, content_ids
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, SpeedSection, System
 from infer.evaluation.questions import Question, spread

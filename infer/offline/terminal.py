@@ -13,8 +13,7 @@ from rich.text import Text
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import Parallel
-from infer.answers.answer import Result
-from infer.answers.logprobs import content_ids
+from infer.answers.answer import Result, content_ids
 from infer.engine import Engine
 from infer.request import Mode, SamplingParams
 

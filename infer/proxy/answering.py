@@ -150,14 +150,10 @@ class Answering:
             async for piece, _ in pieces:
                 written += piece
                 titles, more = _read_titles(written)
-                begun = written.rpartition(TITLE_END)[2]
-                if not more or len(titles) == self._max_branches or self._too_long(begun):
+                begun = self._codec.text.encode(written.rpartition(TITLE_END)[2])
+                if not more or len(titles) == self._max_branches or len(begun) > MOST_TITLE_TOKENS:
                     break
         return titles
-
-    def _too_long(self, title: str) -> bool:
-        # No token has no character: most titles that grow need no encoding.
-        return len(title) > MOST_TITLE_TOKENS < len(self._codec.text.encode(title))
 
     async def _branches(
         self,
