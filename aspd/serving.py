@@ -47,6 +47,10 @@ def add(commands: Any) -> None:
     serve.add_argument("--draft-tokens", type=int, default=0, help="guesses per stretch and pass")
     serve.add_argument("--key-file", type=Path, metavar="FILE", help="API keys, one a line; also: ASPD_API_KEY")
     serve.add_argument("--insecure", action="store_true", help="listen on other addresses than loopback without a key")
+    serve.add_argument(
+        "--cors-origins", nargs="+", default=[], metavar="ORIGIN",
+        help="origins whose pages may use the server from a browser, such as https://example.org, or *; default: none",
+    )  # fmt: skip
     serve.add_argument("--max-waiting", type=int, default=64, help="requests that may wait; further ones get 429")
     serve.add_argument("--max-new-tokens", type=int, default=1024, help="of an answer; requests may ask for fewer")
     serve.add_argument("--max-body", type=int, default=1 << 20, help="bytes of a request")
@@ -128,6 +132,7 @@ def run_serve(options: argparse.Namespace) -> None:
         port=options.port,
         name=options.name or (model if model in NAMES else find_model(model).name),
         keys=keys,
+        origins=tuple(options.cors_origins),
         adapter_folder=options.adapter_folder,
         max_waiting=options.max_waiting,
         max_body=options.max_body,

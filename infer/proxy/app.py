@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi import FastAPI
+from fastapi.responses import Response
 
 from aspd_jax.chat import encode_turns
 from aspd_jax.structure import canonical, to_json
@@ -21,15 +19,13 @@ from infer.answers.events import Event
 from infer.proxy.answering import Answering, Proxied, usage
 from infer.proxy.upstream import Sampling, Upstream, UpstreamConfig, UpstreamError
 from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
-from infer.server.messages import ChatRequest, error_body
+from infer.server.forms import Answer, Chunks, reply
+from infer.server.guard import add_guard
+from infer.server.messages import ChatRequest, Common
+from infer.server.refusals import INVALID, Refused, add_refusals, error_body
+from infer.server.responses import ResponsesRequest, reply_response
 
-INVALID = "invalid_request_error"
-
-
-class _Refused(Exception):
-    def __init__(self, status: int, message: str, kind: str = INVALID) -> None:
-        super().__init__(message)
-        self.status, self.kind = status, kind
+MOST_BYTES, BODY_SECONDS = 1 << 20, 20.0  # of a request, and for it
 
 
 def make_app(config: UpstreamConfig, tokenizer: Any, end_ids: tuple[int, ...], name: str, most: int) -> FastAPI:
@@ -53,18 +49,12 @@ def make_app(config: UpstreamConfig, tokenizer: Any, end_ids: tuple[int, ...], n
 
     app = FastAPI(title="aspd proxy", docs_url=None, redoc_url=None, lifespan=life)
 
-    @app.exception_handler(_Refused)
-    async def refused(_: Request, error: Any) -> JSONResponse:
-        return JSONResponse(error_body(str(error), error.kind), error.status)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: Any) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return JSONResponse(error_body(f"{where}: {first['msg']}", INVALID, None, where or None), 400)
-
+    add_guard(app, MOST_BYTES, BODY_SECONDS)
+    add_refusals(app)
     app.post("/v1/chat/completions", response_model=None)(proxy.chat)
+    app.post("/v1/responses", response_model=None)(proxy.respond)
     app.get("/v1/models")(proxy.models)
+    app.get("/v1/models/{name:path}")(proxy.model)
     app.get("/health")(proxy.health)
     return app
 
@@ -82,24 +72,38 @@ class _Proxy:
 
     async def models(self) -> dict[str, Any]:
         """The one model."""
-        model = {"id": self._name, "object": "model", "created": self._started, "owned_by": "aspd"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [await self.model(self._name)]}
 
-    async def chat(self, body: ChatRequest) -> JSONResponse | StreamingResponse:
+    async def model(self, name: str) -> dict[str, Any]:
+        """The model, by its name."""
+        if name != self._name:
+            raise Refused(
+                404, f"there is no model {name!r} here, but {self._name!r}", INVALID, "model_not_found", "model"
+            )
+        return {"id": self._name, "object": "model", "created": self._started, "owned_by": "aspd"}
+
+    async def chat(self, body: ChatRequest) -> Response:
         """OpenAI's chat completions."""
-        if body.model != self._name:
-            raise _Refused(404, f"there is no model {body.model!r} here, but {self._name!r}")
+        return reply(await self._answer(body, [message.plain for message in body.messages]))
+
+    async def respond(self, body: ResponsesRequest) -> Response:
+        """OpenAI's responses."""
+        return reply_response(body, await self._answer(body, body.messages))
+
+    async def _answer(self, body: ChatRequest | ResponsesRequest, messages: list[dict[str, str]]) -> Answer:
+        await self.model(body.model)
         for field, given in (
-            ("n", (body.n or 1) > 1),
+            ("n", body.choices > 1),
             ("logprobs", body.alternatives is not None),
-            ("stop", body.stop is not None),
-            ("response_format", body.response_format is not None),
+            ("stop", bool(body.stop)),
+            ("response_format", body.answer_schema is not None),
             ("aspd.branch_format", body.aspd.branch_format is not None),
             ("aspd.content", body.aspd.content is not None),
+            ("stream_options.continuous_usage_stats", body.with_growing_usage),
         ):
             if given:
-                raise _Refused(400, f"{field}: the proxy does not have it")
-        prompt = await asyncio.to_thread(self._encode, [message.plain for message in body.messages])
+                raise Refused(400, f"{field}: the proxy does not have it", param=field)
+        prompt = await asyncio.to_thread(self._encode, messages)
         sampling = Sampling(
             1.0 if body.temperature is None else body.temperature,
             1.0 if body.top_p is None else body.top_p,
@@ -110,25 +114,24 @@ class _Proxy:
         events = self._answering.events(prompt, most, sampling, body.aspd.mode == "adaptive", answer)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
         if body.stream:
-            stream = self._stream(body, prompt, events, answer, head | {"object": "chat.completion.chunk"})
-            return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return self._stream(body, prompt, events, answer, head | {"object": "chat.completion.chunk"})
         try:
             async for _ in events:
                 pass
         except UpstreamError as error:
-            raise _Refused(502, str(error), "upstream_error") from None
+            raise Refused(502, str(error), "upstream_error") from None
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
         whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(prompt, answer, self._codec)}
-        return JSONResponse(whole | ({"aspd": [self._statistics(answer)]} if body.aspd.statistics else {}))
+        return whole | ({"aspd": [self._statistics(answer)]} if body.aspd.statistics else {})
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         if messages[-1]["role"] == "assistant":
-            raise _Refused(400, "the last message is an answer; a prompt ends with a message of the user")
+            raise Refused(400, "the last message is an answer; a prompt ends with a message of the user")
         try:
             ids, *stretches = encode_turns(self._tokenizer, self._codec.text, self._ends, messages, prompt=True)
         except Exception as error:  # such as a chat template that refuses the order of roles
-            raise _Refused(400, f"the prompt cannot be encoded: {error}") from None
+            raise Refused(400, f"the prompt cannot be encoded: {error}") from None
         answers = (message["content"] for message in messages if message["role"] == "assistant")
         for said, after in zip(answers, stretches, strict=True):
             ids = [*ids, *self._codec.text.encode(said), *after]
@@ -139,33 +142,29 @@ class _Proxy:
 
     async def _stream(
         self,
-        body: ChatRequest,
+        body: Common,
         prompt: list[int],
         events: AsyncGenerator[Event, None],
         answer: Proxied,
         head: dict[str, Any],
-    ) -> AsyncIterator[str]:
-        def sse(value: dict[str, Any]) -> str:
-            return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
+    ) -> Chunks:
         def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
             return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
 
         order = AsTheyCome() if body.aspd.stream == "branches" else ReadingOrder()
-        yield sse(chunk({"role": "assistant", "content": ""}))
+        yield [chunk({"role": "assistant", "content": ""})]
         try:
             async with aclosing(events):  # a client that goes away ends what the upstream does for it
                 async for event in events:
-                    for delta in order.take([event]):
-                        yield sse(chunk(_placed(delta)))
+                    if deltas := order.take([event]):
+                        yield [chunk(_placed(delta)) for delta in deltas]
         except UpstreamError as error:
-            yield sse(error_body(str(error), "upstream_error"))
+            yield [error_body(str(error), "upstream_error")]
             return
         last = chunk({}, answer.finish_reason)
-        yield sse(last | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {}))
-        if body.stream_options is not None and body.stream_options.include_usage:
-            yield sse({**head, "choices": [], "usage": usage(prompt, answer, self._codec)})
-        yield "data: [DONE]\n\n"
+        yield [last | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]
+        if body.with_usage:
+            yield [{**head, "choices": [], "usage": usage(prompt, answer, self._codec)}]
 
 
 def _placed(delta: Delta) -> dict[str, Any]:

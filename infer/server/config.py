@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ class ServerConfig:
         name: of the model, as clients ask for it.
         adapter_folder: whose folders clients may name as adapters that they want to ask for; empty: clients may not.
         keys: API keys, one of which every request has to bring; none: no key is asked for.
+        origins: origins whose pages may read responses in a browser (CORS), `*` for all; none: only the server's own.
         max_waiting: requests that may wait for a row of the cache; further ones get 429.
         max_body: bytes of a request, which have to be there within `body_timeout` seconds.
         max_choices: answers to one request (`n`).
@@ -33,6 +35,7 @@ class ServerConfig:
     name: str = "aspd"
     adapter_folder: str = ""
     keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     max_waiting: int = 64
     max_body: int = 1 << 20
     body_timeout: float = 20.0
@@ -52,5 +55,8 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
         if self.adapter_folder and not Path(self.adapter_folder).is_dir():
             raise ConfigError(f"adapter_folder: {self.adapter_folder} is no folder")
+        for origin in self.origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+", origin):
+                raise ConfigError(f"origins: expected * or scheme://host[:port], got {origin!r}")
         if not 0 <= self.port < 1 << 16:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")

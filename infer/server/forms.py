@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.answers.logprobs import TokenLogprob
 from infer.server.deltas import Delta
 
+# What is sent at a time of a stream; a whole completion, or its chunks.
+Chunks: TypeAlias = AsyncGenerator[list[dict[str, Any]], None]
+Answer: TypeAlias = dict[str, Any] | Chunks
+
 
 def usage(results: Sequence[Result]) -> dict[str, Any]:
     """Tokens, as a client counts them: of its prompt, and of the text that it gets."""
     prompt = results[0].stats.prompt_tokens if results else 0
+    cached = results[0].stats.reused_tokens if results else 0
     generated = sum(result.stats.content_tokens for result in results)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": results[0].stats.reused_tokens if results else 0},
-    }
+    return token_usage(prompt, generated) | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def token_usage(prompt: int, generated: int) -> dict[str, int]:
+    """Numbers of tokens, under OpenAI's names."""
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
 def statistics(result: Result, compiled: int) -> dict[str, Any]:
@@ -35,6 +44,37 @@ def statistics(result: Result, compiled: int) -> dict[str, Any]:
 def finish(result: Result) -> str:
     """In OpenAI's words."""
     return "length" if result.finish_reason == "length" else "stop"
+
+
+def reply(answer: Answer) -> Response:
+    """Return the reply that is a completion, whole or as a stream that ends with `[DONE]` unless it failed."""
+    return JSONResponse(answer) if isinstance(answer, dict) else stream(answer, data, "data: [DONE]\n\n")
+
+
+def stream(batches: Chunks, spell: Callable[[dict[str, Any]], str], end: str = "") -> Response:
+    """Return a stream of server-sent events.
+
+    Args:
+        batches: what is sent; the last one may be an error.
+        spell: spells each as an event.
+        end: what follows, unless there was an error.
+    """
+
+    async def events() -> AsyncIterator[str]:
+        failed = False
+        async with aclosing(batches):  # a client that goes away ends what is done for it
+            async for batch in batches:
+                failed |= any("error" in value for value in batch)
+                yield "".join(map(spell, batch))  # in one piece: each costs a write
+        if end and not failed:
+            yield end
+
+    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def data(value: dict[str, Any]) -> str:
+    """Spell a server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 class Form(Protocol):

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+import pydantic
+from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from infer.answers.logprobs import MOST_ALTERNATIVES
 from infer.request import Mode, SamplingParams
 from infer.server.config import ServerConfig
+from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault
 
-Temperature = Annotated[float, Field(ge=0, le=2)]
-Share = Annotated[float, Field(gt=0, le=1)]
+
+def _whole(value: Any) -> Any:
+    """A number such as 5.0, as some clients write integers, as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole), pydantic.Strict()]  # neither "5" nor true
+Float = Annotated[float, pydantic.Strict()]
+Temperature = Annotated[Float, Field(ge=0, le=2)]
+Share = Annotated[Float, Field(gt=0, le=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-TopLogprobs = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES)]
-
-
-class Strict(BaseModel):
-    """Unknown fields are refused, so that nobody believes in a setting that does nothing."""
-
-    model_config = ConfigDict(extra="forbid")
+TopLogprobs = Annotated[Int, Field(ge=0, le=MOST_ALTERNATIVES)]
+Limit = Annotated[Int, Field(ge=1, lt=1 << 31)]
 
 
 class PlainText(Strict):
@@ -78,73 +84,124 @@ class Aspd(Strict):
     content: Annotated[str, Field(min_length=1)] | None = None
 
 
+PART_KINDS = {
+    "image_url": "image", "input_image": "image", "image": "image", "input_audio": "audio", "audio_url": "audio",
+    "file": "file", "input_file": "file", "video_url": "video", "refusal": "refusal",
+}  # fmt: skip
+
+
 class Part(Strict):
     """A part of a message: text is all this server reads."""
 
-    type: Literal["text"]
+    neutral = PART
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind in PART_KINDS:
+            raise fault(f"{PART_KINDS[kind]} parts are not supported")
+        return data
 
-class Message(BaseModel):
+
+class Message(Strict):
     """A message of a conversation."""
 
-    model_config = ConfigDict(extra="ignore")
+    neutral = MESSAGE
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
-    name: str | None = None
+    content: str | list[Part] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_tools(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("role") in ("tool", "function"):
+            raise fault(f"{data['role']} messages are not supported")
+        return data
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise fault("expected a string or a list of parts, got null", "content")
+        return self
 
     @property
     def plain(self) -> dict[str, str]:
         """As the chat template takes it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class StreamOptions(Strict):
-    """See OpenAI."""
+    """See OpenAI; `continuous_usage_stats`, which is vLLM's, sends the usage so far with every chunk."""
 
     include_usage: StrictBool = False
     include_obfuscation: StrictBool = False
+    continuous_usage_stats: StrictBool = False
 
 
 class Common(Strict):
-    """Fields of both kinds of requests. Penalties must be 0; `repetition_penalty` is what there is."""
+    """Fields of all kinds of requests. Penalties must be 0; `repetition_penalty` is what there is."""
 
+    neutral: ClassVar = {**REQUEST, "top_k": Neutral((-1,))}
     model: str
     temperature: Temperature | None = 1.0
     top_p: Share | None = 1.0
-    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = 0.0
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = 0.0
+    top_k: Annotated[Int, Field(ge=0, lt=1 << 31)] = 0
+    min_p: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[Float, Field(gt=0, le=10)] = 1.0
+    frequency_penalty: Annotated[Float, Field(ge=0, le=0)] | None = 0.0
+    presence_penalty: Annotated[Float, Field(ge=0, le=0)] | None = 0.0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = 1
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    response_format: ResponseFormat | None = None
     aspd: Aspd = Aspd()
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
+            raise fault("needs stream: true", "stream_options")
         return self
 
     @model_validator(mode="after")
     def _content_in_serial_mode(self) -> Self:
-        if self.aspd.content and (self.aspd.mode != "serial" or self.stop or self.response_format):
-            raise ValueError("aspd.content needs aspd.mode: serial, and neither stop nor response_format")
+        if self.aspd.content and (self.aspd.mode != "serial" or self.stop or self.answer_schema):
+            raise fault("content needs mode: serial, and neither stop nor response_format beside it", "aspd")
         return self
 
     @property
+    @abstractmethod
     def limit(self) -> int | None:
         """Tokens that the answer may have, as a client counts them: those of its text."""
-        return self.max_tokens
+
+    @property
+    @abstractmethod
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema that the answer has to follow."""
+
+    @property
+    @abstractmethod
+    def alternatives(self) -> int | None:
+        """Likeliest tokens to show beside each; None: no log probabilities are wanted."""
+
+    @property
+    def with_growing_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def choices(self) -> int:
+        """Answers to the request."""
+        return 1
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def params(self, config: ServerConfig, choice: int) -> SamplingParams:
         """Of one of the answers; each has its own random stream. Without `aspd.content`, which has to be encoded."""
@@ -159,25 +216,53 @@ class Common(Strict):
             max_content_tokens=min(self.limit or config.max_new_tokens, config.max_new_tokens),
             stop=tuple(stop),
             seed=None if self.seed is None else (self.seed + choice) % (1 << 32),
-            json_schema=schema_of(self.response_format),
+            json_schema=self.answer_schema,
             branch_schema=schema_of(self.aspd.branch_format),
         )
 
 
-class ChatRequest(Common):
+class Completion(Common):
+    """Fields of both kinds of completions."""
+
+    max_tokens: Limit | None = None
+    n: Annotated[Int, Field(ge=1)] | None = 1
+    response_format: ResponseFormat | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """As in `Common`."""
+        return self.max_tokens
+
+    @property
+    def answer_schema(self) -> dict[str, Any] | None:
+        """As in `Common`."""
+        return schema_of(self.response_format)
+
+    @property
+    def choices(self) -> int:
+        """As in `Common`."""
+        return self.n or 1
+
+
+class ChatRequest(Completion):
     """`POST /v1/chat/completions`."""
 
+    neutral = Common.neutral | {
+        "add_generation_prompt": Neutral((True,)),
+        "add_special_tokens": Neutral((False,)),
+        "continue_final_message": Neutral((False,)),
+        "echo": Neutral((False,)),
+        "top_logprobs": Neutral((0,)),
+    }
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: StrictBool | None = False
     top_logprobs: TopLogprobs | None = None
-    store: StrictBool | None = None
-    metadata: dict[str, str] | None = None
 
     @model_validator(mode="after")
     def _alternatives_of_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise fault("needs logprobs: true", "top_logprobs")
         return self
 
     @property
@@ -187,24 +272,27 @@ class ChatRequest(Common):
 
     @property
     def alternatives(self) -> int | None:
-        """Likeliest tokens to show beside each; None: no log probabilities are wanted."""
+        """As in `Common`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(Common):
+class CompletionRequest(Completion):
     """`POST /v1/completions`."""
 
+    neutral = Common.neutral | {
+        "add_special_tokens": Neutral((True,)),
+        "logprobs": Neutral((False,)),
+        "suffix": Neutral(("",), reason="text between a prompt and a suffix is not supported"),
+    }
     prompt: (
-        str | list[Annotated[int, Field(ge=0, lt=1 << 31)]] | Annotated[list[str], Field(min_length=1, max_length=1)]
+        str | list[Annotated[Int, Field(ge=0, lt=1 << 31)]] | Annotated[list[str], Field(min_length=1, max_length=1)]
     )
     logprobs: TopLogprobs | None = None
     echo: Literal[False] | None = False
-    suffix: Literal[""] | None = None
-    best_of: Literal[1] | None = None
 
     @property
     def alternatives(self) -> int | None:
-        """As in `ChatRequest`."""
+        """As in `Common`."""
         return self.logprobs
 
     @property
@@ -226,8 +314,3 @@ class UnloadAdapter(Strict):
     """`POST /v1/unload_lora_adapter`."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
-
-
-def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """In OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,139 @@
+"""What every request goes through before an application sees it: identifiers, bounds of bodies, other origins."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+
+from infer.server.refusals import Refused
+
+log = logging.getLogger("aspd.server")
+REQUEST_ID = "x-request-id"
+_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def add_guard(
+    app: FastAPI,
+    max_body: int,
+    body_timeout: float,
+    origins: Sequence[str] = (),
+    check: Callable[[Request], None] = lambda _: None,
+    count: Callable[[str, int], None] = lambda _path, _status: None,
+) -> None:
+    """Put a guard before an application.
+
+    Args:
+        max_body: bytes of a request.
+        body_timeout: seconds in which they have to arrive.
+        origins: origins whose pages may read responses (CORS); `*`: all of them.
+        check: raises `Refused` for requests that are refused before they are read.
+        count: called with the path and the status of every response.
+    """
+    app.add_middleware(_Guard, max_body=max_body, body_timeout=body_timeout, check=check, count=count)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "retry-after"],
+        )  # fmt: skip
+
+
+class _Guard:
+    def __init__(
+        self,
+        app: Any,
+        max_body: int,
+        body_timeout: float,
+        check: Callable[[Request], None],
+        count: Callable[[str, int], None],
+    ) -> None:
+        self._app, self._max_body, self._body_timeout = app, max_body, body_timeout
+        self._check, self._count = check, count
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        given = request.headers.get(REQUEST_ID, "")
+        identifier = given if _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        method, path = scope["method"], scope["path"]
+        without_body = method == "HEAD"
+        status = 0
+
+        async def guarded(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = identifier
+                self._count(path, status)
+            elif without_body:
+                message = {**message, "body": b""}
+            await send(message)
+
+        if without_body:  # of any path that can be read
+            scope = {**scope, "method": "GET"}
+        try:
+            self._check(request)
+            if method == "POST":
+                receive = _then(await self._body(request, receive), receive)
+            await self._app(scope, receive, guarded)
+        except Refused as refused:
+            await refused.response(scope, receive, guarded)
+        except Exception:
+            log.exception("%s %r failed (request id %s)", method, path, identifier)
+            if status:
+                raise
+            message = f"the server failed on this request (request id {identifier})"
+            await Refused(500, message, "server_error").response(scope, receive, guarded)
+        if status >= 400:
+            log.info("%s %r: %d (request id %s)", method, path, status, identifier)
+
+    async def _body(self, request: Request, receive: Any) -> bytes:
+        """Return all of a body, whether its length is known before or it comes in chunks.
+
+        Raises:
+            Refused: it is too long, or did not arrive in time.
+        """
+        length = request.headers.get("content-length", "")
+        if length.isdigit():
+            self._bound(int(length), f"has {length} bytes")
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._body_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        break  # the client has gone
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    self._bound(size, "has more bytes")
+                    if not message.get("more_body"):
+                        return b"".join(parts)
+        except TimeoutError:
+            pass
+        raise Refused(408, "the request did not arrive in time", "timeout", "timeout")
+
+    def _bound(self, size: int, what: str) -> None:
+        if size > self._max_body:
+            raise Refused(413, f"the request {what}, expected at most {self._max_body}", code="request_too_large")
+
+
+def _then(body: bytes, receive: Any) -> Any:
+    """A `receive` that begins with a whole body."""
+    left = [body]
+
+    async def replaying() -> Any:
+        if left:
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        return await receive()
+
+    return replaying

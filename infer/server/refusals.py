@@ -1,0 +1,204 @@
+"""Errors for clients: in OpenAI's form, and in terms of their request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from infer.server.neutral import spell
+
+INVALID = "invalid_request_error"
+
+
+class Refused(HTTPException):
+    """An error for the client.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong, and where.
+        kind: type of the error, in OpenAI's words.
+        code: of the error, for programs.
+        param: field that it is about.
+        headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = INVALID,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.body = error_body(message, kind, code, param)
+
+    @property
+    def response(self) -> JSONResponse:
+        """The response that says so."""
+        return JSONResponse(self.body, self.status_code, self.headers)
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def add_refusals(app: FastAPI) -> None:
+    """Let an application, before it has routes, answer mistakes of clients in OpenAI's form."""
+
+    async def http_error(_: Request, error: Any) -> Response:
+        if isinstance(error, Refused):
+            return error.response
+        return JSONResponse(error_body(str(error.detail), INVALID), error.status_code, error.headers)
+
+    async def invalid(_: Request, error: Any) -> Response:
+        where, message = describe(error.errors(), error.body)
+        text = f"{where or 'the request'}: {message}"
+        return Refused(400, text, INVALID, "invalid_value", where or None).response
+
+    app.router.route_class = _JsonRoute
+    app.add_exception_handler(StarletteHTTPException, http_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return read_json(await self.body())
+
+
+class _JsonRoute(APIRoute):
+    """A route whose bodies are read by `read_json`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handler
+
+
+def read_json(raw: bytes) -> Any:
+    """Parse a body.
+
+    Raises:
+        Refused: it is not JSON, or holds text that is not Unicode.
+    """
+    try:
+        value = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
+    except UnicodeDecodeError as error:
+        raise Refused(400, f"the request: expected UTF-8, got byte {raw[error.start]:#04x} at {error.start}") from None
+    except RecursionError:
+        raise Refused(400, "the request: expected JSON, got objects or lists nested too deep") from None
+    except ValueError as error:
+        raise Refused(400, f"the request: expected JSON: {error}") from None
+    if b"\\" in raw:  # only an escape spells a surrogate
+        for where, text in _strings(value, ()):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                path = _spell_path(where)
+                message = f"{path or 'the request'}: expected Unicode text, got an unpaired surrogate"
+                raise Refused(400, message, INVALID, "invalid_value", path or None) from None
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _strings(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Yield every text with its place; the name of a field has the place of its object."""
+    if isinstance(value, str):
+        yield where, value
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _strings(item, (*where, number))
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield where, name
+            yield from _strings(item, (*where, name))
+
+
+def describe(errors: Sequence[Any], body: Any) -> tuple[str, str]:
+    """Return where the first mistake of a request is, and what it is.
+
+    Of alternatives for one value, the one that agrees with it furthest is meant.
+
+    Args:
+        errors: of pydantic, each with `type`, `loc`, `input` and `ctx`.
+        body: the request that they are about.
+    """
+    found = [(_path(error, body), error) for error in errors]
+    first = found[0][0]
+    path = max((path for path, _ in found if path[: len(first)] == first), key=len)
+    here = [error for where, error in found if where == path]
+    value = here[0]["input"]
+    exact = [error["ctx"]["message"] for error in here if error["type"] == "request"]
+    if exact:
+        return _spell_path(path), exact[0]
+    if here[0]["type"] == "missing":
+        return _spell_path(path), "a value is required"
+    if isinstance(value, bytes):
+        return "", "expected a JSON object with the header Content-Type: application/json"
+    expected = dict.fromkeys(_expected(error["type"], error.get("ctx", {})) for error in here)
+    return _spell_path(path), f"expected {' or '.join(expected)}, got {spell(value)}"
+
+
+def _path(error: Any, body: Any) -> tuple[Any, ...]:
+    """The place of an error in the request. What is not in the request is the name of an alternative."""
+    location = error["loc"][1:]  # after "body"
+    path: list[Any] = []
+    for number, part in enumerate(location, 1):
+        absent = error["type"] == "missing" and number == len(location)
+        if isinstance(body, dict) and (part in body or absent):
+            path.append(part)
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            path.append(part)
+            body = body[part]
+    field = error.get("ctx", {}).get("field") if error["type"] == "request" else ""
+    return (*path, *([field] if field else []))
+
+
+def _spell_path(path: Sequence[Any]) -> str:
+    """Spell a place as in `messages[0].content`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+_EXPECTED: Mapping[str, str] = {
+    "string": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "finite_number": "a finite number",
+    "bool": "true or false",
+    "list": "a list",
+    "dict": "an object",
+    "model": "an object",
+    "literal_error": "{expected}",
+    "union_tag_invalid": "an object with a type of {expected_tags}",
+    "union_tag_not_found": "an object with a type",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "string_too_short": "at least {min_length} characters",
+    "string_too_long": "at most {max_length} characters",
+    "too_short": "at least {min_length} entries",
+    "too_long": "at most {max_length} entries",
+}
+
+
+def _expected(kind: str, context: Mapping[str, Any]) -> str:
+    """What was expected where pydantic found an error of a kind."""
+    phrase = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0]) or "another value"
+    return phrase.format_map(context)
