@@ -101,6 +101,12 @@ def sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--min-p", type=float, default=0.0)
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--frequency-penalty", type=float, default=0.0)
+    parser.add_argument("--presence-penalty", type=float, default=0.0)
+    parser.add_argument(
+        "--logit-bias", action="append", default=[], metavar="ID=BIAS", help="added to a token's logit; may be repeated"
+    )
+    parser.add_argument("--min-tokens", type=int, default=0, help="minimum tokens of plain text of an answer")
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--max-branch-tokens", type=int, default=1024)
     parser.add_argument("--stop", action="append", default=[], help="string that ends its stretch; may be repeated")

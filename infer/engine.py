@@ -336,6 +336,7 @@ class Engine:
         prompt_layout(self.lm, self.config, ids)
         budget = min(params.max_new_tokens, room)
         self._check_script(params.script, budget)
+        self._check_ids(tuple(params.logit_bias), "logit_bias: ")
         seed = secrets.randbits(32) if params.seed is None else params.seed
         return Job(tuple(ids), params, mode, budget, seed, self.adapters.number(adapter))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, Literal
 
@@ -24,6 +24,10 @@ class SamplingParams:
         top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
         min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
         repetition_penalty: over what a stretch can see of the answer's plain text, a title of its titles; 1 is none.
+        frequency_penalty: subtracted from the logit of a token for each time that it stands in the same text; 0 is none.
+        presence_penalty: subtracted once if it stands there; 0 is none.
+        logit_bias: added to the logits of token ids, wherever they are sampled, -100 to 100; the grammar comes first.
+        min_tokens: the answer does not end by itself before its plain text has so many tokens; branches may.
         max_new_tokens: bound on all tokens of the answer: of all branches, tags and heads included.
         max_content_tokens: bound on the tokens of the plain text, which is what a client sees; None: no further bound.
         max_branch_tokens: bound on the tokens sampled in one branch, its closing tag included.
@@ -41,6 +45,10 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
     max_new_tokens: int = 256
     max_content_tokens: int | None = None
     max_branch_tokens: int = 1024
@@ -56,12 +64,17 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "script", tuple(tuple(stretch) for stretch in self.script))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        most = self.max_new_tokens if self.max_content_tokens is None else self.max_content_tokens
         for name, good, right in (
             ("temperature", isfinite(self.temperature) and self.temperature >= 0, "0 or more"),
             ("top_k", self.top_k >= 0, "0 (all) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("repetition_penalty", isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("min_tokens", 0 <= self.min_tokens <= most, f"between 0 and the limit of the answer, {most}"),
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("max_content_tokens", self.max_content_tokens is None or self.max_content_tokens >= 1, "at least 1"),
             ("max_branch_tokens", 1 <= self.max_branch_tokens < 1 << 24, "at least 1"),
@@ -75,6 +88,18 @@ class SamplingParams:
         """The same for an answer in serial mode that has these tokens, and ends with them."""
         budget = max(1, min(len(tokens), self.max_new_tokens))
         return replace(self, script=(tokens,), max_new_tokens=budget, stop=())
+
+
+def _biases(given: Mapping[Any, Any]) -> dict[int, float]:
+    """Biases by token id; JSON has strings for ids."""
+    try:
+        biases = {int(token): float(bias) for token, bias in dict(given).items()}
+    except (TypeError, ValueError):
+        raise RequestError(f"logit_bias: expected numbers by token id, got {given!r}") from None
+    for token, bias in biases.items():
+        if not -100 <= bias <= 100:
+            raise RequestError(f"logit_bias: expected -100 to 100, got {bias:g} for token {token}")
+    return biases
 
 
 def _spelled(name: str, schema: str | Mapping[str, Any] | None) -> str | None:

@@ -35,6 +35,9 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams], list[Any]]:
             top_k=(0, 12)[number % 3 == 1],
             top_p=(1.0, 0.9)[number % 3 == 2],
             repetition_penalty=(1.0, 1.3)[number % 4 == 3],
+            frequency_penalty=(0.0, 0.8)[number % 4 == 1],
+            logit_bias=({}, {4: 1.5, 0: -2.0})[number % 4 == 2],
+            min_tokens=number,
             max_new_tokens=60 + 15 * number,
             seed=number,
         )

@@ -70,7 +70,7 @@ def test_what_follows_is_in_the_same_state() -> None:
     engine = both[0].engine
     prompts = [[{"role": "user", "content": question.turns[0]}] for question in QUESTIONS[:3]]
     checked = [
-        engine.check(prompt, SamplingParams(temperature=0.5, seed=number, max_new_tokens=60))
+        engine.check(prompt, SamplingParams(temperature=0.5, seed=number, logit_bias={7: 0.5}, max_new_tokens=60))
         for number, prompt in enumerate(prompts)
     ]
     asked = [Asked(number, job, number == 0, 2 if number == 1 else None) for number, job in enumerate(checked)]

@@ -13,11 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from aspd_jax import LanguageModel
+from aspd_jax.errors import RequestError
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket
 from infer import Engine, SamplingParams
 from infer.decode.inputs import Lanes, next_inputs
-from infer.decode.sampling import _counted, _scattered, lane_keys, penalise_repetition, restrict, sample
+from infer.decode.sampling import _counted, _scattered, lane_keys, penalise, restrict, sample
 from infer.decode.state import TITLE, DecodeState, EngineConfig, Request
 from infer.request import Job
 from tests.answers import SEPARATOR
@@ -126,6 +127,10 @@ def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_
         top_p=jnp.array([top_p], jnp.float32),
         min_p=jnp.array([min_p], jnp.float32),
         repetition_penalty=jnp.ones(1),
+        frequency_penalty=jnp.zeros(1),
+        presence_penalty=jnp.zeros(1),
+        biased=jnp.zeros(1, bool),
+        min_tokens=jnp.zeros(1, jnp.int32),
         max_branch_tokens=jnp.ones(1, jnp.int32),
         constrained=jnp.zeros(1, bool),
         adapter=jnp.full(1, -1),
@@ -144,14 +149,19 @@ def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_
 def test_tokens_are_counted_as_they_are_scattered(slots: list[tuple[int, bool]], size: int) -> None:
     """Two lanes of three slots, a vocabulary that is no multiple of a group, and tokens beyond it."""
     tokens, seen = (np.array(field).reshape(2, 3) for field in zip(*slots, strict=True))
-    expected = np.array([[t in lane[mask] for t in range(size)] for lane, mask in zip(tokens, seen, strict=True)])
+    expected = np.array(
+        [[(lane[mask] == token).sum() for token in range(size)] for lane, mask in zip(tokens, seen, strict=True)]
+    )
     for form in (_counted, _scattered):
         np.testing.assert_array_equal(jax.jit(form, static_argnums=0)(size, tokens, seen), expected)
 
 
 def test_nothing_is_sorted(bare_lm: LanguageModel, config: EngineConfig) -> None:
     """Not on CPU, and for TPU there is no scatter either, whose indices XLA would sort."""
-    state = state_for(bare_lm, config, SamplingParams(temperature=1.0, top_k=3, repetition_penalty=1.1))
+    asked = SamplingParams(
+        temperature=1.0, top_k=3, repetition_penalty=1.1, frequency_penalty=1.0, logit_bias={3: 1.0}, min_tokens=4
+    )
+    state = state_for(bare_lm, config, asked)
     lanes, logits = serial_lanes(state, config), jnp.zeros((1, 24))
 
     def sampled(logits: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
@@ -171,34 +181,157 @@ def test_nothing_is_sorted(bare_lm: LanguageModel, config: EngineConfig) -> None
     assert scatters("cpu"), "negative control"
 
 
-def test_repetition_penalty_sees_what_the_row_sees(bare_lm: LanguageModel, config: EngineConfig) -> None:
-    """Tokens of the prompt and of siblings do not count; tokens before the block and of the branch itself do."""
-    state = state_for(bare_lm, config, SamplingParams(repetition_penalty=2.0))
-    #    prompt, serial, a title, heads of branches 1 and 2, and these; the last of each is looked from
-    tokens = [1, 2, 3, 4, 11, 9, 10, 5, 6, 7, 8]
-    kind = [OTHER] * 2 + [PLAIN_TEXT] * 2 + [TITLE_TEXT] + [OTHER] * 2 + [PLAIN_TEXT] * 4
-    blocks = [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1]
-    branch = [0, 0, 0, 0, 0, 1, 2, 1, 2, 1, 2]
-    positions = [0, 1, 2, 3, 4, 5, 5, 6, 6, 7, 7]
-    cache = state.cache
+def in_a_block(state: DecodeState) -> tuple[DecodeState, Lanes]:
+    """A state of one row with a block of two branches, and lanes that look from the end of each."""
+    #    prompt, serial, a title, heads of branches 1 and 2, and their texts; 5 and 6 stand twice in theirs
+    tokens = [1, 2, 3, 4, 11, 9, 10, 5, 6, 5, 6, 7, 8]
+    kind = [OTHER] * 2 + [PLAIN_TEXT] * 2 + [TITLE_TEXT] + [OTHER] * 2 + [PLAIN_TEXT] * 6
+    blocks = [0] * 5 + [1] * 8
+    branch = [0] * 5 + [1, 2] * 4
+    positions = [0, 1, 2, 3, 4, 5, 5, 6, 6, 7, 7, 8, 8]
+    cache, size = state.cache, len(tokens)
     put = [np.array(a) for a in (cache.tokens, cache.kind, *cache.layout)]
-    for array, values in zip(put, (tokens, kind, positions, [1] * 11, blocks, branch), strict=True):
-        array[0, :11] = values
-    layout = type(cache.layout)(*put[2:])
-    cache = cache._replace(tokens=put[0], kind=put[1], layout=layout, length=jnp.array([11]))
-    state = state._replace(cache=cache)
-    looking = type(layout)(*(jnp.asarray(field[0, 9:11]) for field in layout))
-    lanes = Lanes(jnp.array([0, 0]), jnp.array([1, 2]), looking)
+    for array, values in zip(put, (tokens, kind, positions, [1] * size, blocks, branch), strict=True):
+        array[0, :size] = values
+    layout = Layout(*(jnp.asarray(field) for field in put[2:]))
+    cache = cache._replace(
+        tokens=jnp.asarray(put[0]), kind=jnp.asarray(put[1]), layout=layout, length=jnp.array([size])
+    )
+    looking = Layout(*(field[0, size - 2 : size] for field in layout))
+    return state._replace(cache=cache), Lanes(jnp.array([0, 0]), jnp.array([1, 2]), looking)
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 1000),
+    repetition=st.sampled_from([1.0, 2.0, 0.5]),
+    frequency=st.sampled_from([0.0, 1.5, -0.5]),
+    presence=st.sampled_from([0.0, 0.75, -2.0]),
+)
+def test_penalties_see_what_the_row_sees(
+    bare_lm: LanguageModel, config: EngineConfig, seed: int, repetition: float, frequency: float, presence: float
+) -> None:
+    """Tokens of the prompt and of siblings do not count; tokens before the block and of the branch itself do."""
+    asked = SamplingParams(
+        repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence, max_new_tokens=50
+    )
+    state, lanes = in_a_block(state_for(bare_lm, config, asked))
+    logits = np.random.default_rng(seed).standard_normal((2, 24)).astype(np.float32)
+    logits[0, 3] = -np.inf
+
+    def expected(counts: list[dict[int, int]]) -> np.ndarray:
+        out = logits.astype(np.float64)
+        for lane, of_lane in enumerate(counts):
+            for token, count in of_lane.items():
+                value = out[lane, token]
+                value = value / repetition if value > 0 else value * repetition
+                out[lane, token] = value - frequency * count - presence
+        return out
+
     of_lanes = Request(*(field[lanes.row] for field in state.request))
-    logits = jnp.where(jnp.arange(24) % 2 == 0, 1.0, -1.0) * jnp.ones((2, 24))
-    out = np.asarray(penalise_repetition(logits, of_lanes, state, config, lanes))
-    for lane, seen in enumerate([{3, 4, 5, 7}, {3, 4, 6, 8}]):
-        expected = [(v / 2 if v > 0 else v * 2) if t in seen else v for t, v in enumerate(np.asarray(logits)[lane])]
-        np.testing.assert_allclose(out[lane], expected)
+    out = np.asarray(penalise(jnp.asarray(logits), of_lanes, state, config, lanes))
+    in_text = [{3: 1, 4: 1, 5: 2, 7: 1}, {3: 1, 4: 1, 6: 2, 8: 1}]
+    np.testing.assert_allclose(out, expected(in_text), rtol=1e-6, atol=1e-6)
     in_title = changed(state, phase=jnp.full_like(state.sequence.phase, TITLE))
-    out = np.asarray(penalise_repetition(logits, of_lanes, in_title, config, lanes))
-    np.testing.assert_allclose(out[:, 11], -2.0)
-    np.testing.assert_array_equal(np.delete(out, 11, 1), np.delete(logits, 11, 1))
+    out = np.asarray(penalise(jnp.asarray(logits), of_lanes, in_title, config, lanes))
+    np.testing.assert_allclose(out, expected([{11: 1}, {11: 1}]), rtol=1e-6, atol=1e-6)
+    if (repetition, frequency, presence) == (1.0, 0.0, 0.0):
+        np.testing.assert_array_equal(out, logits, "bit for bit")
+
+
+def test_bias_and_least_length_keep_to_the_grammar(bare_lm: LanguageModel, config: EngineConfig) -> None:
+    """Token 0 is end of text; a neighbour that asks for nothing keeps its logits."""
+    asked = SamplingParams(logit_bias={5: 100, 6: 100, 9: -100}, min_tokens=6)
+    state, block = in_a_block(state_for(bare_lm, config, asked, SamplingParams()))
+    logits = np.random.default_rng(3).standard_normal((2, 24)).astype(np.float32)
+    logits[:, 0], logits[:, 9], logits[0, 5] = 50.0, 40.0, -np.inf
+    serial = block._replace(branch=jnp.zeros(2, jnp.int32))
+    neighbour = serial._replace(row=jnp.array([0, 1]))
+
+    def picks(lanes: Lanes, logits: np.ndarray = logits) -> list[int]:
+        return sample(jnp.asarray(logits), state, config, lanes).tolist()
+
+    assert picks(serial) == [6, 5], "the grammar forbids 5 in the first lane"
+    assert picks(neighbour) == [6, 0]
+    free = state._replace(request=state.request._replace(biased=jnp.zeros(2, bool)))
+    assert sample(jnp.asarray(logits), free, config, serial).tolist() == [9, 9], "end of text is held back"
+    assert sample(jnp.asarray(logits), free, config, block).tolist() == [0, 0], "the end of a branch is not"
+    long_enough = free._replace(request=free.request._replace(min_tokens=jnp.array([5, 0])))
+    assert sample(jnp.asarray(logits), long_enough, config, serial).tolist() == [0, 0]
+    only_end = np.where(np.arange(24) == 0, 1.0, -np.inf).astype(np.float32) * np.ones((2, 1), np.float32)
+    assert picks(serial, only_end) == [0, 0], "the grammar leaves nothing else"
+
+
+def test_answers_follow_the_definitions(bare_lm: LanguageModel, engine: Engine) -> None:
+    """The engine beside full passes and NumPy, token by token; answers that ask for nothing stay as they were."""
+    prompt, size = [1, 2, 3], 24
+    asked = [
+        SamplingParams(max_new_tokens=size),
+        SamplingParams(max_new_tokens=size, frequency_penalty=1.5, presence_penalty=0.5, logit_bias={4: 2.0, 7: -3.0}),
+        SamplingParams(max_new_tokens=size, logit_bias={0: 100.0}, min_tokens=6),
+        SamplingParams(max_new_tokens=size, logit_bias={11: 100.0, 0: -100.0}),
+        SamplingParams(max_new_tokens=size, presence_penalty=-2.0, repetition_penalty=1.2, logit_bias={0: -100.0}),
+    ]
+
+    @jax.jit
+    def after(tokens: jax.Array, place: jax.Array) -> jax.Array:
+        layout = Layout(jnp.arange(32)[None], jnp.ones((1, 32), jnp.int32), *[jnp.zeros((1, 32), jnp.int32)] * 2)
+        return bare_lm.model.apply({"params": bare_lm.params}, tokens[None], layout)[0, place]  # type: ignore[index]
+
+    def expected(params: SamplingParams) -> list[int]:
+        said: list[int] = []
+        while len(said) < size and 0 not in said:
+            tokens = np.zeros(32, np.int32)
+            tokens[: len(prompt) + len(said)] = prompt + said
+            logits = np.asarray(after(tokens, len(prompt) + len(said) - 1), np.float64)[:24]
+            logits[17:23] = -np.inf
+            if len(said) < params.min_tokens:
+                logits[0] = -np.inf
+            for token, bias in params.logit_bias.items():
+                logits[token] += bias
+            for token in set(said):
+                value = logits[token] / params.repetition_penalty ** np.sign(logits[token])
+                logits[token] = value - params.frequency_penalty * said.count(token) - params.presence_penalty
+            said.append(int(np.argmax(logits)))
+        return said
+
+    said = [result.token_ids for result in engine.generate([prompt] * len(asked), asked, "serial")]
+    assert said == list(map(expected, asked))
+    assert said[2][-1] == 0 and len(said[2]) == 7 and said[3] == [11] * size
+    assert len({tuple(tokens) for tokens in said}) == len(said), "negative control: every parameter changes the answer"
+
+
+def test_a_bias_chooses_the_structure(engine: Engine) -> None:
+    """The id of a tag may be biased, too: a block wherever the grammar has room for one, or none at all."""
+    start = engine.config.special.title_start
+    params = [SamplingParams(max_new_tokens=60, seed=3, temperature=1.0, logit_bias={start: b}) for b in (100, -100)]
+    forks, serial = engine.generate([[1, 2, 3]] * 2, params)
+    assert forks.stats.blocks > 0 and forks.token_ids[0] == start
+    assert serial.stats.blocks == 0
+    short = [SamplingParams(temperature=1.0, seed=seed, logit_bias={0: 3.0, start: 3.0}) for seed in range(6)]
+    long = [replace(params, min_tokens=12) for params in short]
+    sizes = [
+        [result.stats.content_tokens for result in engine.generate([[1, 2, 3]] * 6, params)] for params in (short, long)
+    ]
+    assert min(sizes[0]) < 12 <= min(sizes[1])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"frequency_penalty": 2.1},
+        {"presence_penalty": float("nan")},
+        {"min_tokens": 300},
+        {"min_tokens": -1},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {3: 101}},
+        {"logit_bias": [3]},
+        {"logit_bias": {24: 1.0}},
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(engine: Engine, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"^(request 0: )?{next(iter(fields))}"):
+        engine.generate([[1]], SamplingParams(**fields))
 
 
 def test_samples_follow_the_distribution(bare_lm: LanguageModel, config: EngineConfig) -> None:

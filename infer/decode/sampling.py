@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, min-p and repetition penalty.
+"""From logits to tokens: logit bias, minimum length, penalties, temperature (0: greedy), top-k, top-p and min-p.
 
 L lanes, V vocabulary, C cache slots.
 
@@ -24,28 +24,51 @@ BITS = 2  # of a bound, found in one round over all logits
 LOWEST_TEMPERATURE = 1e-30  # greedy but for ties; logits of up to 1e8 stay finite
 
 
-def penalise_repetition(
+def visible_text(state: DecodeState, config: EngineConfig, lanes: Lanes, kind: jax.Array) -> jax.Array:
+    """Bool [L, C]: the tokens of the answer that each lane can see and that are of its `kind`, int32 [L]."""
+    cache = state.cache
+    seen_from = Layout(*(field[:, None] for field in lanes.layout))
+    keys = Layout(*(field[lanes.row] for field in cache.layout))
+    alike = cache.kind[lanes.row] == kind[:, None]
+    in_answer = jnp.arange(cache.tokens.shape[1])[None] >= state.sequence.prompt_length[lanes.row][:, None]
+    return visible(seen_from, keys, config.model.config.siblings)[:, 0] & alike & in_answer
+
+
+def hold_back_end(
     logits: jax.Array, request: Request, state: DecodeState, config: EngineConfig, lanes: Lanes
 ) -> jax.Array:
-    """Divide positive logits, and multiply negative ones, of tokens that the lane can see in the answer.
+    """Mask end of text in serial lanes until the answer has `min_tokens` tokens of plain text.
+
+    A lane in which the grammar leaves nothing else keeps it.
+    """
+    text = visible_text(state, config, lanes, jnp.full_like(lanes.row, PLAIN_TEXT))
+    too_short = (lanes.branch == 0) & (jnp.sum(text, axis=1) < request.min_tokens)
+    end = jnp.any(jnp.arange(logits.shape[-1])[:, None] == jnp.asarray(config.end, jnp.int32), axis=1)
+    others = jnp.where(end, -jnp.inf, logits)
+    return jnp.where((too_short & jnp.any(others > -jnp.inf, axis=1))[:, None], others, logits)
+
+
+def penalise(logits: jax.Array, request: Request, state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.Array:
+    """Apply the penalties of each lane to the tokens that it can see in the answer.
+
+    `repetition_penalty` divides positive logits and multiplies negative ones; then `frequency_penalty` is subtracted
+    for each occurrence, and `presence_penalty` once.
 
     Text is penalised for what text said, a title for what titles said, and tags for nothing: a penalty on them would
     end lists early, and a branch that may not say its title has nothing to say.
     """
-    cache, s = state.cache, state.sequence
-    seen_from = Layout(*(field[:, None] for field in lanes.layout))
-    of_lane = Layout(*(field[lanes.row] for field in cache.layout))
-    kind = jnp.where(s.phase[lanes.row] == TITLE, TITLE_TEXT, PLAIN_TEXT)
-    alike = cache.kind[lanes.row] == kind[:, None]
-    in_answer = jnp.arange(cache.tokens.shape[1])[None] >= s.prompt_length[lanes.row][:, None]
-    seen = visible(seen_from, of_lane, config.model.config.siblings)[:, 0] & alike & in_answer
-    present = _present(cache.tokens[lanes.row], seen, logits.shape[-1])
+    kind = jnp.where(state.sequence.phase[lanes.row] == TITLE, TITLE_TEXT, PLAIN_TEXT)
+    seen = visible_text(state, config, lanes, kind)
+    count = _count(state.cache.tokens[lanes.row], seen, logits.shape[-1])
     penalty = request.repetition_penalty[:, None]
-    return jnp.where(present, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    divided = jnp.where(logits > 0, logits / penalty, logits * penalty)
+    subtracted = request.frequency_penalty[:, None] * count + request.presence_penalty[:, None]
+    return jnp.where(count > 0, divided - subtracted, logits)
 
 
-def _present(tokens: jax.Array, seen: jax.Array, size: int) -> jax.Array:
-    """Which of `size` tokens are among those of `tokens`, int32 [L, C], that are `seen`, bool [L, C]: bool [L, V].
+def _count(tokens: jax.Array, seen: jax.Array, size: int) -> jax.Array:
+    """How often each of `size` tokens is among those of `tokens`, int32 [L, C], that are `seen`, bool [L, C]: float32
+    [L, V].
 
     XLA sorts all indices of a scatter for TPU, and writes one after another, so there they are counted by a product.
     """
@@ -54,8 +77,8 @@ def _present(tokens: jax.Array, seen: jax.Array, size: int) -> jax.Array:
 
 def _scattered(size: int, tokens: jax.Array, seen: jax.Array) -> jax.Array:
     lane = jnp.arange(tokens.shape[0])[:, None]
-    present = jnp.zeros((tokens.shape[0], size), bool)
-    return present.at[lane, jnp.where(seen, tokens, size)].set(True, mode="drop")
+    count = jnp.zeros((tokens.shape[0], size), jnp.float32)
+    return count.at[lane, jnp.where(seen, tokens, size)].add(1.0, mode="drop")
 
 
 def _counted(size: int, tokens: jax.Array, seen: jax.Array) -> jax.Array:
@@ -64,7 +87,7 @@ def _counted(size: int, tokens: jax.Array, seen: jax.Array) -> jax.Array:
     place = tokens[..., None] % GROUP == jnp.arange(GROUP)
     one_hot = group.astype(jnp.bfloat16), place.astype(jnp.bfloat16)
     count = jnp.einsum("lcg,lcp->lgp", *one_hot, preferred_element_type=jnp.float32)
-    return count.reshape(tokens.shape[0], -1)[:, :size] > 0
+    return count.reshape(tokens.shape[0], -1)[:, :size]
 
 
 def restrict(logits: jax.Array, request: Request) -> jax.Array:
@@ -144,12 +167,22 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
     request = request._replace(
         temperature=jnp.where(there, request.temperature, 0.0),
         repetition_penalty=jnp.where(there, request.repetition_penalty, 1.0),
+        frequency_penalty=jnp.where(there, request.frequency_penalty, 0.0),
+        presence_penalty=jnp.where(there, request.presence_penalty, 0.0),
+        biased=request.biased & there,
+        min_tokens=jnp.where(there, request.min_tokens, 0),
     )
-    logits = jax.lax.cond(
-        jnp.any(request.repetition_penalty != 1.0),
-        lambda: penalise_repetition(logits, request, state, config, lanes),
-        lambda: logits,
-    )
+    too_short = request.min_tokens > 0
+    penalised = (request.repetition_penalty != 1) | (request.frequency_penalty != 0) | (request.presence_penalty != 0)
+
+    def shape() -> jax.Array:
+        arguments = request, state, config, lanes
+        held = jax.lax.cond(jnp.any(too_short), lambda: hold_back_end(logits, *arguments), lambda: logits)
+        biased = jnp.where(request.biased[:, None], held + state.bias[lanes.row], held)
+        return jax.lax.cond(jnp.any(penalised), lambda: penalise(biased, *arguments), lambda: biased)
+
+    # One conditional: each copies the logits.
+    logits = jax.lax.cond(jnp.any(too_short | request.biased | penalised), shape, lambda: logits)
     logits = split_by_vocabulary(logits, config)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

@@ -164,6 +164,12 @@ def permit(
     return shard_state(state._replace(permitted=permitted), config.mesh)
 
 
+@partial(jax.jit, static_argnames="config", donate_argnames="state")
+def put_bias(state: DecodeState, row: jax.Array, bias: jax.Array, config: EngineConfig) -> DecodeState:
+    """Set what is added to the logits of a row, float32 [V]; a row past the end: none."""
+    return shard_state(state._replace(bias=state.bias.at[row].set(bias, mode="drop")), config.mesh)
+
+
 @partial(jax.jit, static_argnames=("config", "width"), donate_argnames="state")
 def occupy(state: DecodeState, config: EngineConfig, width: int, length: int) -> DecodeState:
     """A state whose sequences all decode so many branches (1: serially, 0: they are at rest), behind `length` tokens

@@ -100,6 +100,8 @@ class Request(NamedTuple):
     """What was asked for.
 
     Attributes:
+        biased: `DecodeState.bias` is added to the logits.
+        min_tokens: tokens of plain text before which the answer does not end.
         adapter: place among those of the parameters; negative: none.
         script: `SamplingParams.script`, its stretches one after the other.
         script_end: where each stretch ends there.
@@ -112,6 +114,10 @@ class Request(NamedTuple):
     top_p: Float32[Array, " B"]
     min_p: Float32[Array, " B"]
     repetition_penalty: Float32[Array, " B"]
+    frequency_penalty: Float32[Array, " B"]
+    presence_penalty: Float32[Array, " B"]
+    biased: Bool[Array, " B"]
+    min_tokens: Int32[Array, " B"]
     max_branch_tokens: Int32[Array, " B"]
     constrained: Bool[Array, " B"]
     adapter: Int32[Array, " B"]
@@ -205,6 +211,7 @@ class DecodeState(NamedTuple):
         request: changes when a row is given to another.
         permitted: tokens that may come next in each stretch of a constrained row, a bit for each: 0 the serial stretch,
             k branch k. Changes between passes, as the host follows the schemas.
+        bias: added to the logits of every token in rows that are `biased`; V logits. Changes as `request` does.
         sequence: changes in every pass.
         cache: grows in every pass: all tokens fed so far, prompt included.
     """
@@ -212,6 +219,7 @@ class DecodeState(NamedTuple):
     recogniser: Recogniser
     request: Request
     permitted: UInt32[Array, "B M W"]
+    bias: Float32[Array, "B V"]
     sequence: SequenceState
     cache: Cache
 
@@ -228,9 +236,11 @@ def empty_state(config: EngineConfig, cache: Cache, recogniser: Recogniser) -> D
     }
     sequence = zeros(SequenceState, sizes)
     sequence = sequence._replace(finish=sequence.finish + STOP, hide_from=sequence.hide_from + NOTHING)
-    words = -(-recogniser.marker.size // 32)
-    permitted = jnp.zeros((sizes["B"], sizes["M"], words), jnp.uint32)
-    return DecodeState(jax.tree.map(jnp.asarray, recogniser), zeros(Request, sizes), permitted, sequence, cache)
+    vocabulary = recogniser.marker.size
+    permitted = jnp.zeros((sizes["B"], sizes["M"], -(-vocabulary // 32)), jnp.uint32)
+    bias = jnp.zeros((sizes["B"], vocabulary), jnp.float32)
+    recogniser = jax.tree.map(jnp.asarray, recogniser)
+    return DecodeState(recogniser, zeros(Request, sizes), permitted, bias, sequence, cache)
 
 
 def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:

@@ -16,7 +16,7 @@ from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import empty_cache
 from aspd_jax.sizes import next_power
 from infer.decode.recogniser import Recogniser, of_tokens
-from infer.decode.slots import Admission, admit
+from infer.decode.slots import Admission, admit, put_bias
 from infer.decode.state import DecodeState, EngineConfig, Request, empty_state, settle
 from infer.request import Job
 
@@ -97,6 +97,10 @@ def begin(
         "top_p": np.float32(params.top_p),
         "min_p": np.float32(params.min_p),
         "repetition_penalty": np.float32(params.repetition_penalty),
+        "frequency_penalty": np.float32(params.frequency_penalty),
+        "presence_penalty": np.float32(params.presence_penalty),
+        "biased": np.bool_(params.logit_bias),
+        "min_tokens": np.int32(params.min_tokens),
         "max_branch_tokens": np.int32(params.max_branch_tokens),
         "adapter": np.int32(adapter),
         "script": np.pad(told, (0, state.cache.tokens.shape[1] - told.size)),
@@ -117,4 +121,8 @@ def begin(
         layout=Layout(*map(filled, layout)),
         **{name: np.int32(value) for name, value in numbers.items()},
     )
+    if params.logit_bias:
+        bias = np.zeros(state.bias.shape[1], np.float32)
+        bias[list(params.logit_bias)] = list(params.logit_bias.values())
+        state = put_bias(state, np.int32(row), bias, config)
     return admit(state, new, config)

@@ -19,7 +19,7 @@ from aspd_jax.processes import agreed
 from aspd_jax.sizes import powers
 from infer.answers.answer import read
 from infer.answers.logprobs import CHUNK, likeliest
-from infer.decode.slots import NO_CAP, copy_slots, occupy, permit, set_branch_cap, stop_stretches
+from infer.decode.slots import NO_CAP, copy_slots, occupy, permit, put_bias, set_branch_cap, stop_stretches
 from infer.decode.state import DecodeState, EngineConfig
 from infer.decode.step import Limits, report_of, run
 from infer.request import Job, SamplingParams
@@ -52,6 +52,7 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
     for size in powers(1, batch * state.permitted.shape[1]):
         bits = np.zeros((size, state.permitted.shape[2]), np.uint32)
         state = permit(state, np.full(size, batch, np.int32), np.zeros(size, np.int32), bits, config)
+    state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
     for rows in powers(1, batch):
         read(state, config, [0] * min(rows, batch))
     jax.block_until_ready(report_of(state, config))
