@@ -112,18 +112,23 @@ class Engine:
             self._remember, self._constrain, self.adapters.place, reader,
         )  # fmt: skip
 
-    def encode(self, prompt: Prompt, mode: Mode = "adaptive") -> list[int]:
+    def encode(
+        self, prompt: Prompt, mode: Mode = "adaptive", continue_final_message: bool = False
+    ) -> list[int]:
         """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are.
 
         Tags that text or messages spell are text; only ids can hold a block.
 
         With `text_tags`, messages ask for them first, in adaptive mode.
+
+        Args:
+            continue_final_message: the messages end with the beginning of an answer, which the answer goes on with.
         """
         if isinstance(prompt, str):
             return encode_prompt(self._tokenizer(), self.lm.codec.text, prompt)
         items = list(prompt)
         if items and all(isinstance(item, dict) for item in items):
-            return self._encode_messages(items, mode)  # type: ignore[arg-type]
+            return self._encode_messages(items, mode, continue_final_message)  # type: ignore[arg-type]
         if not all(isinstance(item, (int, np.integer)) for item in items):
             raise RequestError("a prompt is text, a list of {'role', 'content'} messages, or a list of token ids")
         ids = [int(item) for item in items]  # type: ignore[call-overload]
@@ -135,7 +140,9 @@ class Engine:
         if any(not 0 <= token < vocabulary for token in ids):
             raise RequestError(f"{where}token ids must be between 0 and {vocabulary - 1}")
 
-    def _encode_messages(self, messages: Sequence[dict[str, str]], mode: Mode) -> list[int]:
+    def _encode_messages(
+        self, messages: Sequence[dict[str, str]], mode: Mode, continue_final_message: bool
+    ) -> list[int]:
         """A conversation. Answers of this engine go in with the tokens they were decoded as, blocks included, so that a
         follow-up turn goes on with what the cache still holds; other answers go in as plain text.
         """
@@ -145,7 +152,9 @@ class Engine:
         for number, message in enumerate(messages):
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
                 raise RequestError(f"message {number}: 'role' and 'content' must be strings")
-        if messages[-1]["role"] == "assistant":
+        if continue_final_message != (messages[-1]["role"] == "assistant"):
+            if continue_final_message:
+                raise RequestError("continue_final_message: expected a last message of the assistant")
             raise RequestError("the last message is an answer; a prompt ends with a message of the user")
         if self.text_tags is not None and mode == "adaptive":
             number = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
@@ -228,13 +237,23 @@ class Engine:
         return self.scheduler.submit(self.check(prompt, params, mode, adapter), steps)
 
     def check(
-        self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", adapter: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        mode: Mode = "adaptive",
+        adapter: str = "",
+        continue_final_message: bool = False,
     ) -> Job:
         """A request that `scheduler.submit` takes; from any thread.
+
+        Args:
+            continue_final_message: see `encode`.
 
         Raises:
             RequestError: which limit it breaks.
         """
+        if continue_final_message:
+            prompt = self.encode(prompt, mode, continue_final_message)
         return self._job(prompt, params or SamplingParams(), mode, adapter)
 
     def step(self, steps: int = NO_LIMIT) -> bool:
@@ -321,20 +340,20 @@ class Engine:
             raise RequestError("stop strings need a tokenizer")
         if params.branch_schema and self.text_tags is not None:
             raise RequestError("branch_schema is for a model whose tags are special tokens")
-        mode = "serial" if params.json_schema else mode
-        if params.json_schema or params.branch_schema:
+        mode = "serial" if params.answer_grammar else mode
+        if params.answer_grammar or params.branch_schema:
             self._constrain(params)  # an error is told before anything waits
         ids = self.encode(prompt, mode)
         if not ids:
             raise RequestError("the prompt is empty; it needs at least one token")
         room = self.max_length - len(ids)
-        if room < 1:
+        if room < (params.max_content_tokens != 0):
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, which leaves no room for an answer: "
                 f"max_length (prompt and answer) is {self.max_length}"
             )
         prompt_layout(self.lm, self.config, ids)
-        budget = min(params.max_new_tokens, room)
+        budget = 0 if params.max_content_tokens == 0 else min(params.max_new_tokens, room)
         self._check_script(params.script, budget)
         self._check_ids(tuple(params.logit_bias), "logit_bias: ")
         seed = secrets.randbits(32) if params.seed is None else params.seed

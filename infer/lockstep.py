@@ -33,12 +33,14 @@ class Asked:
         job: what is asked.
         grows: whether its answer is looked at while it grows.
         alternatives: how many likeliest tokens its log probabilities come with; None: it has none.
+        echo: they begin with those of the prompt.
     """
 
     number: int
     job: Job
     grows: bool
     alternatives: int | None
+    echo: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Lockstep:
         self.handles: dict[int, Handle] = {}
         self.logprobs: dict[int, list[TokenLogprob] | None] = {}
         self.refused = ""
-        self._alternatives: dict[int, int] = {}
+        self._wanted: dict[int, Asked] = {}  # requests whose log probabilities are due
 
     def lead(self, command: StepCommand) -> None:
         """Obey a command, here and in the other processes."""
@@ -121,14 +123,14 @@ class Lockstep:
             if not self.engine.adapters.there(asked.job.adapter):  # it went between the check and now
                 scheduler.cancel(handle)
             if asked.alternatives is not None:
-                self._alternatives[asked.number] = asked.alternatives
+                self._wanted[asked.number] = asked
         self._change(*command.adapter)  # after the requests that have asked for what goes
         for number in command.cancelled:
             scheduler.cancel(self.handles[number])
-            self._alternatives.pop(number, None)
+            self._wanted.pop(number, None)
         self.engine.step(command.steps)
-        for number in [number for number in self._alternatives if self.handles[number].result is not None]:
-            self.logprobs[number] = self._of(self.handles[number], self._alternatives.pop(number))
+        for number in [number for number in self._wanted if self.handles[number].result is not None]:
+            self.logprobs[number] = self._of(self.handles[number], self._wanted.pop(number))
 
     def _change(self, name: str, folder: str) -> None:
         self.refused = ""
@@ -144,13 +146,15 @@ class Lockstep:
         """Nobody will ask for this request again."""
         self.handles.pop(number, None)
         self.logprobs.pop(number, None)
-        self._alternatives.pop(number, None)
+        self._wanted.pop(number, None)
 
-    def _of(self, handle: Handle, alternatives: int) -> list[TokenLogprob] | None:
-        assert handle.result is not None
+    def _of(self, handle: Handle, asked: Asked) -> list[TokenLogprob] | None:
+        assert handle.result is not None and asked.alternatives is not None
         try:
             adapter = self.engine.adapters.place(handle.job.adapter)
-            return token_logprobs(self.engine.lm, self.engine.config, handle.result, alternatives, adapter)
+            return token_logprobs(
+                self.engine.lm, self.engine.config, handle.result, asked.alternatives, adapter, asked.echo
+            )
         except Exception:
             log.exception("log probabilities of an answer")
             return None

@@ -12,6 +12,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.layout import check_choice
 
 Mode = Literal["adaptive", "serial"]
+GRAMMARS = ("json_schema", "regex", "choices", "grammar")  # fields that constrain a whole answer
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,19 @@ class SamplingParams:
         top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
         min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
         repetition_penalty: over what a stretch can see of the answer's plain text, a title of its titles; 1 is none.
-        frequency_penalty: subtracted from the logit of a token for each time that it stands in the same text; 0 is none.
-        presence_penalty: subtracted once if it stands there; 0 is none.
+        frequency_penalty: subtracted from the logit of a token for each occurrence in the same text; 0 is none.
+        presence_penalty: subtracted once from the logit of a token that occurs in it; 0 is none.
         logit_bias: added to the logits of token ids, wherever they are sampled, -100 to 100; the grammar comes first.
         min_tokens: the answer does not end by itself before its plain text has so many tokens; branches may.
         max_new_tokens: bound on all tokens of the answer: of all branches, tags and heads included.
-        max_content_tokens: bound on the tokens of the plain text, which is what a client sees; None: no further bound.
+        max_content_tokens: bound on the tokens of the plain text, which is what a client sees. None: no further bound;
+            0: no answer, for log probabilities of the prompt alone.
         max_branch_tokens: bound on the tokens sampled in one branch, its closing tag included.
         stop: strings that end the stretch they appear in: a branch, or in a serial stretch the answer.
         seed: of the random streams; None draws one.
         json_schema: the answer is one JSON value of this schema (text or a mapping), and does not fork.
+        regex, choices, grammar: the answer matches this regular expression (Rust's syntax), is one of these strings, or
+            follows this grammar (Lark or GBNF), and does not fork. At most one of these and `json_schema`.
         branch_schema: the text of every branch is one JSON value of this schema.
         script: token ids to take in place of sampled ones: of the serial stretch (titles and tags included), of the
             first branch, and so on; every block has the same. A stretch that has no more of them is sampled. Passes are
@@ -55,6 +59,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choices: Sequence[str] = ()
+    grammar: str | None = None
     branch_schema: str | Mapping[str, Any] | None = None
     script: Sequence[Sequence[int]] = ()
 
@@ -64,6 +71,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "script", tuple(tuple(stretch) for stretch in self.script))
+        object.__setattr__(self, "choices", tuple(self.choices))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         most = self.max_new_tokens if self.max_content_tokens is None else self.max_content_tokens
         for name, good, right in (
@@ -76,13 +84,24 @@ class SamplingParams:
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("min_tokens", 0 <= self.min_tokens <= most, f"between 0 and the limit of the answer, {most}"),
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("max_content_tokens", self.max_content_tokens is None or self.max_content_tokens >= 1, "at least 1"),
+            ("max_content_tokens", self.max_content_tokens is None or self.max_content_tokens >= 0, "at least 0"),
             ("max_branch_tokens", 1 <= self.max_branch_tokens < 1 << 24, "at least 1"),
+            ("choices", all(isinstance(text, str) and text for text in self.choices), "non-empty strings"),
             ("stop", all(isinstance(text, str) and text for text in stop), "non-empty strings"),
             ("seed", self.seed is None or 0 <= self.seed < 1 << 32, "between 0 and 2^32 - 1"),
         ):
             if not good:
                 raise RequestError(f"{name} must be {right}, got {getattr(self, name)!r}")
+        if len(named := [name for name in GRAMMARS if getattr(self, name)]) > 1:
+            raise RequestError(f"{' and '.join(named)}: expected one of them, got {len(named)}")
+
+    @property
+    def answer_grammar(self) -> tuple[str, str] | None:
+        """The field that constrains the whole answer, and its value as text."""
+        for name in GRAMMARS:
+            if value := getattr(self, name):
+                return name, json.dumps(value) if name == "choices" else value
+        return None
 
     def saying(self, tokens: Sequence[int]) -> SamplingParams:
         """The same for an answer in serial mode that has these tokens, and ends with them."""
@@ -138,5 +157,5 @@ class Job:
 
     @property
     def constrained(self) -> bool:
-        """Whether a schema says what its tokens may be."""
-        return bool(self.params.json_schema or self.params.branch_schema)
+        """Whether a schema or another grammar says what its tokens may be."""
+        return bool(self.params.answer_grammar or self.params.branch_schema)

@@ -27,27 +27,32 @@ MOST_ALTERNATIVES = 20  # computed whatever is asked for, so that passes of one 
 
 
 class TokenLogprob(NamedTuple):
-    """A token of the plain text, how likely it was, and the likeliest ones in its place, the likeliest first."""
+    """A token, how likely it was (None: nothing stands before it), and the likeliest ones in its place, in order."""
 
     token: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]]
 
 
 def token_logprobs(
-    lm: LanguageModel, config: EngineConfig, result: Result, alternatives: int, adapter: int = -1
+    lm: LanguageModel, config: EngineConfig, result: Result, alternatives: int, adapter: int = -1, echo: bool = False
 ) -> list[TokenLogprob]:
-    """Of every token of the plain text, in reading order.
+    """Return the log probabilities of the tokens of the plain text, in reading order.
 
     Args:
         alternatives: how many likeliest tokens to give, at most `MOST_ALTERNATIVES`.
         adapter: place of the adapter that the answer was decoded with; negative: none.
+        echo: begin with those of the prompt, and end with that of end of text if the answer has it.
     """
     prompt, ids = result.prompt_token_ids, result.token_ids
     whole = np.asarray([*prompt, *ids], np.int32)
     chosen, top, top_ids = likeliest(lm, config, whole, adapter)
     places = [len(prompt) + place for place in content_places(config, ids)]
-    return [
+    found: list[TokenLogprob] = []
+    if echo:
+        found = [TokenLogprob(prompt[0], None, [])]
+        places = [*range(1, len(prompt)), *places, *([whole.size - 1] if ids and ids[-1] in config.end else [])]
+    return found + [
         TokenLogprob(
             int(whole[at]),
             float(chosen[at - 1]),

@@ -23,7 +23,7 @@ from aspd_jax.sizes import next_power
 from infer.answers.answer import Answer, Reading, Result, look_at, read, readings, result
 from infer.decode.recogniser import TextReader
 from infer.decode.slots import NO_CAP, copy_slots, permit, set_branch_cap, stop_stretches
-from infer.decode.state import FORK, PARALLEL, PROMPT, RUNNING, SERIAL, DecodeState, EngineConfig
+from infer.decode.state import FORK, LENGTH, PARALLEL, PROMPT, RUNNING, SERIAL, DecodeState, EngineConfig
 from infer.decode.step import Report, report_of
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import Beginning, begin, new_state
@@ -120,7 +120,10 @@ class Scheduler:
     def submit(self, job: Job, steps: int = NO_LIMIT) -> Handle:
         """Queue a request; something has to `step` until it is done."""
         handle = Handle(self, job, steps)
-        self._waiting.append(handle)
+        if job.budget:
+            self._waiting.append(handle)
+        else:
+            self._end(handle, None)
         return handle
 
     def retry(self, handle: Handle) -> None:
@@ -446,7 +449,8 @@ class Scheduler:
         if reading is None:
             nothing = np.zeros(0, np.int32)
             none = Layout(*[nothing] * len(Layout._fields))
-            reading = Reading(Answer(nothing, (), SERIAL, RUNNING), 0, 0, nothing, none, 0, 0, 0)
+            finish = RUNNING if handle.job.budget else LENGTH
+            reading = Reading(Answer(nothing, (), SERIAL, finish), 0, 0, nothing, none, 0, 0, 0)
         made = result(reading, handle.job, self.codec, self._config, handle.reused, handle.seconds)
         return replace(made, finish_reason="cancelled") if handle.cancelled else made
 

@@ -15,13 +15,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from aspd_jax.errors import RequestError
 from infer.answers.answer import Result
 from infer.engine import Engine
-from infer.request import SamplingParams
+from infer.request import Job, SamplingParams
 from infer.server.config import ServerConfig
 from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
 from infer.server.driver import Broken, Busy, Driver, Ticket
@@ -127,15 +128,17 @@ class _Server:
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """OpenAI's chat completions."""
         messages = [message.plain for message in body.messages]
-        return reply(await self._answer(request, body, messages, Chat()))
+        return reply(await self._answer(request, body, [messages], Chat(), body.continue_final_message))
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """OpenAI's responses."""
-        return reply_response(body, await self._answer(request, body, body.messages, Chat()))
+        return reply_response(body, await self._answer(request, body, [body.messages], Chat()))
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """OpenAI's completions."""
-        return reply(await self._answer(request, body, body.text, Text()))
+        decode, prompts = self._engine.lm.codec.text.decode, body.prompts
+        texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if body.echo else []
+        return reply(await self._answer(request, body, prompts, Text(texts, body.choices)))
 
     async def stored(self, name: str) -> None:
         """Refuse what is about a stored response."""
@@ -210,17 +213,20 @@ class _Server:
         message = f"there is no model {name!r} here, but {', '.join(map(repr, self._names))}"
         return Refused(404, message, INVALID, "model_not_found", "model")
 
-    async def _answer(self, request: Request, body: Any, prompt: Any, form: Form) -> Answer:
+    async def _answer(
+        self, request: Request, body: Any, prompts: Sequence[Any], form: Form, continues: bool = False
+    ) -> Answer:
         adapter = self._adapter(body.model)
-        count = body.choices
-        if count > self._config.max_choices:
-            raise Refused(400, f"n: at most {self._config.max_choices} answers, got {count}", param="n")
+        count, most = body.candidates, self._config.max_choices
+        if count > most:
+            name = "n" if count == body.choices else "best_of"
+            raise Refused(400, f"{name}: at most {most} answers, got {count}", param=name)
+        room = self._engine.max_batch + self._config.max_waiting
+        if len(prompts) * count > room:
+            message = f"prompt: at most {room // count} prompts with {count} answers each, got {len(prompts)}"
+            raise Refused(400, message, param="prompt")
         try:
-            jobs = await asyncio.to_thread(
-                lambda: [
-                    self._engine.check(prompt, self._params(body, n), body.aspd.mode, adapter) for n in range(count)
-                ]
-            )
+            jobs = await asyncio.to_thread(self._jobs, body, prompts, adapter, continues)
         except RequestError as error:
             too_long = "leaves no room" in str(error)
             code = "context_length_exceeded" if too_long else None
@@ -229,7 +235,9 @@ class _Server:
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
         compiled_before = programs_compiled()
         try:
-            tickets = self._driver.submit(jobs, grows=bool(body.stream), alternatives=body.alternatives)
+            ranked = count > body.choices and body.alternatives is None
+            echo = isinstance(body, CompletionRequest) and body.echo
+            tickets = self._driver.submit(jobs, bool(body.stream), 0 if ranked else body.alternatives, echo)
         except Busy as busy:
             kind, wait = "rate_limit_exceeded", str(busy.seconds)
             raise Refused(429, str(busy), kind, "queue_full", headers={"Retry-After": wait}) from None
@@ -238,6 +246,18 @@ class _Server:
         if body.stream:
             return self._stream(body, tickets, form, head, deadline, compiled_before)
         return await self._whole(request, body, tickets, form, head, deadline, compiled_before)
+
+    def _jobs(self, body: Common, prompts: Sequence[Any], adapter: str, continues: bool) -> list[Job]:
+        """Requests for every prompt, one for each of its answers."""
+        jobs: list[Job] = []
+        for number, prompt in enumerate(prompts):
+            try:
+                for choice in range(body.candidates):
+                    params = self._params(body, choice)
+                    jobs.append(self._engine.check(prompt, params, body.aspd.mode, adapter, continues))
+            except RequestError as error:
+                raise RequestError(f"prompt[{number}]: {error}" if len(prompts) > 1 else str(error)) from None
+        return jobs
 
     def _params(self, body: Common, choice: int) -> SamplingParams:
         params = body.params(self._config, choice)
@@ -268,19 +288,41 @@ class _Server:
                 if not results.done() and await request.is_disconnected():
                     raise Refused(499, "the client has gone", "client_closed_request")
             found = results.result()
-            logprobs = [self._logprobs(form, ticket) for ticket in tickets]
+            chosen = self._best(body, tickets)
+            shown = [None if body.alternatives is None else self._logprobs(form, tickets[at]) for at in chosen]
         except Broken:
             raise Refused(500, "the server failed on this request", "server_error") from None
         finally:
             results.cancel()
             for ticket in tickets:
                 self._driver.cancel(ticket)
-        choices = [form.choice(number, *of) for number, of in enumerate(zip(found, logprobs, strict=True))]
-        answer = {**head, "object": form.whole, "choices": choices, "usage": usage(found)}
+        choices = [
+            form.choice(number, found[at], logprobs)
+            for number, (at, logprobs) in enumerate(zip(chosen, shown, strict=True))
+        ]
+        answer = {**head, "object": form.whole, "choices": choices, "usage": usage(found, body.candidates)}
         if body.aspd.statistics:
             compiled = programs_compiled() - compiled_before
-            answer["aspd"] = [statistics(result, compiled) for result in found]
+            answer["aspd"] = [statistics(found[at], compiled) for at in chosen]
         return answer
+
+    @staticmethod
+    def _best(body: Common, tickets: Sequence[Ticket]) -> list[int]:
+        """Which answers the client gets: of each prompt's candidates the n likeliest, by the mean over their tokens."""
+        n, candidates = body.choices, body.candidates
+        if candidates == n:
+            return list(range(len(tickets)))
+
+        def mean(ticket: Ticket) -> float:
+            if ticket.logprobs is None:
+                raise Broken
+            of_answer = ticket.logprobs[len(ticket.job.prompt) if ticket.echo else 0 :]
+            return float(np.mean([of.logprob for of in of_answer])) if of_answer else 0.0
+
+        chosen: list[int] = []
+        for start in range(0, len(tickets), candidates):
+            chosen += sorted(range(start, start + candidates), key=lambda at: mean(tickets[at]), reverse=True)[:n]
+        return chosen
 
     async def _results(self, tickets: Sequence[Ticket]) -> list[Result]:
         return [await self._result(ticket) for ticket in tickets]
@@ -316,7 +358,8 @@ class _Server:
                 if isinstance(end, Broken):
                     raise end
                 if body.with_growing_usage:
-                    extra = {"usage": token_usage(len(tickets[0].job.prompt), sum(tokens))}
+                    prompts = sum(len(ticket.job.prompt) for ticket in tickets[:: body.candidates])
+                    extra = {"usage": token_usage(prompts, sum(tokens))}
                 events = [{**head, "choices": [form.delta(number, delta)], **extra} for delta in deltas]
                 if end is not None:
                     results[number] = end
@@ -328,7 +371,7 @@ class _Server:
                     yield events
             if body.with_usage:
                 every = [results[number] for number in range(len(tickets))]
-                yield [{**head, "choices": [], "usage": usage(every)}]
+                yield [{**head, "choices": [], "usage": usage(every, body.candidates)}]
         except TimeoutError:
             yield [error_body(f"no answer within {self._config.timeout:g} s", "timeout", "timeout")]
         except Broken:
@@ -360,5 +403,5 @@ class _Server:
             return None
         if ticket.logprobs is None:
             raise Broken
-        decode = self._engine.lm.codec.text.decode
-        return form.logprobs(ticket.logprobs, lambda id: decode([id]))
+        prompt = len(ticket.job.prompt) if ticket.echo else 0
+        return form.logprobs(ticket.logprobs, self._engine.lm.codec.text, prompt)

@@ -44,15 +44,15 @@ class Ticket:
 
     Args:
         grows: whether events are wanted while the answer grows; looking costs time.
-        alternatives: see `infer.lockstep.Asked`.
+        alternatives, echo: see `infer.lockstep.Asked`.
 
     Attributes:
         number: that no other ticket has, once the engine has it.
         logprobs: where they were asked for, and could be computed; there before the end is told.
     """
 
-    def __init__(self, job: Job, grows: bool, alternatives: int | None = None) -> None:
-        self.job, self.grows, self.alternatives = job, grows, alternatives
+    def __init__(self, job: Job, grows: bool, alternatives: int | None = None, echo: bool = False) -> None:
+        self.job, self.grows, self.alternatives, self.echo = job, grows, alternatives, echo
         self.number = 0
         self.logprobs: list[TokenLogprob] | None = None
         self.events: asyncio.Queue[list[Event] | None] = asyncio.Queue()
@@ -157,8 +157,8 @@ class Driver:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, jobs: list[Job], grows: bool, alternatives: int | None = None) -> list[Ticket]:
-        """Queue requests, all or none; `grows`, `alternatives`: see `Ticket`.
+    def submit(self, jobs: list[Job], grows: bool, alternatives: int | None = None, echo: bool = False) -> list[Ticket]:
+        """Queue requests, all or none; `grows`, `alternatives`, `echo`: see `Ticket`.
 
         Raises:
             Busy: more would wait than may.
@@ -167,7 +167,7 @@ class Driver:
             if self._admitted + len(jobs) > self.engine.max_batch + self._config.max_waiting:
                 raise Busy(1 + (self._admitted - self.engine.max_batch) // self.engine.max_batch)
             self._admitted += len(jobs)
-        tickets = [Ticket(job, grows, alternatives) for job in jobs]
+        tickets = [Ticket(job, grows, alternatives, echo) for job in jobs]
         for ticket in tickets:
             self._inbox.put(ticket)
         return tickets
@@ -236,7 +236,9 @@ class Driver:
         for ticket in new:
             ticket.number = next(self._numbers)
         self._live += new
-        asked = tuple(Asked(ticket.number, ticket.job, ticket.grows, ticket.alternatives) for ticket in new)
+        asked = tuple(
+            Asked(ticket.number, ticket.job, ticket.grows, ticket.alternatives, ticket.echo) for ticket in new
+        )
         cancelled = tuple(ticket.number for ticket in self._live if ticket.cancelled)
         adapter = (change.name, change.folder) if change else ("", "")
         try:

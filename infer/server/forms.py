@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from aspd_jax.structure import to_json
+from aspd_jax.tokens import TextCodec
 from infer.answers.answer import Result
 from infer.answers.logprobs import TokenLogprob
 from infer.server.deltas import Delta
@@ -20,10 +20,10 @@ Chunks: TypeAlias = AsyncGenerator[list[dict[str, Any]], None]
 Answer: TypeAlias = dict[str, Any] | Chunks
 
 
-def usage(results: Sequence[Result]) -> dict[str, Any]:
-    """Tokens, as a client counts them: of its prompt, and of the text that it gets."""
-    prompt = results[0].stats.prompt_tokens if results else 0
-    cached = results[0].stats.reused_tokens if results else 0
+def usage(results: Sequence[Result], answers: int) -> dict[str, Any]:
+    """Tokens, as a client counts them: of its prompts, each of which has so many answers, and of all their texts."""
+    prompt = sum(result.stats.prompt_tokens for result in results[::answers])
+    cached = sum(result.stats.reused_tokens for result in results[::answers])
     generated = sum(result.stats.content_tokens for result in results)
     return token_usage(prompt, generated) | {"prompt_tokens_details": {"cached_tokens": cached}}
 
@@ -92,7 +92,7 @@ class Form(Protocol):
 
     def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]: ...
 
-    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any: ...
+    def logprobs(self, found: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any: ...
 
 
 class Chat:
@@ -112,22 +112,32 @@ class Chat:
     def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
         return {"index": number, "delta": {}, "finish_reason": finish(result), "logprobs": logprobs}
 
-    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any:
-        def one(id: int, logprob: float) -> dict[str, Any]:
-            return {"token": text(id), "logprob": logprob, "bytes": list(text(id).encode())}
+    def logprobs(self, found: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
+        def one(id: int, logprob: float | None) -> dict[str, Any]:
+            text = codec.decode([id])
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
         content = [one(of.token, of.logprob) | {"top_logprobs": [one(*top) for top in of.top]} for of in found]
         return {"content": content, "refusal": None}
 
 
 class Text:
+    """Args: prompts: texts that answers begin with, if any do; answers: of each prompt."""
+
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, prompts: Sequence[str], answers: int) -> None:
+        self._prompts, self._answers = prompts, answers
+
+    def _echo(self, number: int) -> str:
+        return self._prompts[number // self._answers] if self._prompts else ""
+
     def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
-        return {"index": number, "text": result.text, "finish_reason": finish(result), "logprobs": logprobs}
+        text = self._echo(number) + result.text
+        return {"index": number, "text": text, "finish_reason": finish(result), "logprobs": logprobs}
 
     def opening(self, number: int) -> list[dict[str, Any]]:
-        return []
+        return [self.delta(number, Delta(self._echo(number)))] if self._prompts else []
 
     def delta(self, number: int, delta: Delta) -> dict[str, Any]:
         place = {} if delta.place is None else {"aspd": delta.place}
@@ -136,12 +146,33 @@ class Text:
     def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
         return {"index": number, "text": "", "finish_reason": finish(result), "logprobs": logprobs}
 
-    def logprobs(self, found: Sequence[TokenLogprob], text: Any) -> Any:
-        tokens = [text(of.token) for of in found]
-        offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
+    def logprobs(self, found: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
+        def text(id: int) -> str:
+            return codec.decode([id]) or codec.spell([id])
+
+        def top(of: TokenLogprob) -> dict[str, float] | None:
+            if of.logprob is None:
+                return None
+            # The token itself is among them, and of several with one text the likeliest counts.
+            own = of.top and (of.token, of.logprob) not in of.top
+            pairs = [*of.top, *([(of.token, of.logprob)] if own else [])]
+            return {text(id): value for id, value in reversed(pairs)}
+
+        ids = [of.token for of in found]
+        offsets = text_offsets(codec, ids[:prompt], 0)
+        offsets += text_offsets(codec, ids[prompt:], len(codec.decode(ids[:prompt])))
         return {
-            "tokens": tokens,
+            "tokens": list(map(text, ids)),
             "token_logprobs": [of.logprob for of in found],
-            "top_logprobs": [{text(id): value for id, value in of.top} for of in found],
+            "top_logprobs": list(map(top, found)),
             "text_offset": offsets,
         }
+
+
+def text_offsets(codec: TextCodec, ids: Sequence[int], start: int) -> list[int]:
+    """Return where the text of each token begins; those of one character begin where it does."""
+    stream, offsets = codec.stream(), []
+    for number in range(len(ids)):
+        offsets.append(start + len(stream.text))
+        stream.extend(ids[: number + 1])
+    return offsets

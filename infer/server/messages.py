@@ -14,6 +14,9 @@ from infer.server.config import ServerConfig
 from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault
 
 
+MOST_STOPS = 64  # stop strings; OpenAI has 4, evaluation harnesses send more
+
+
 def _whole(value: Any) -> Any:
     """A number such as 5.0, as some clients write integers, as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -22,8 +25,10 @@ def _whole(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_whole), pydantic.Strict()]  # neither "5" nor true
 Float = Annotated[float, pydantic.Strict()]
 Temperature = Annotated[Float, Field(ge=0, le=2)]
+Penalty = Annotated[Float, Field(ge=-2, le=2)]
 Share = Annotated[Float, Field(gt=0, le=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
 TopLogprobs = Annotated[Int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Limit = Annotated[Int, Field(ge=1, lt=1 << 31)]
 
@@ -64,6 +69,22 @@ def schema_of(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any
     if isinstance(form, JsonSchema):
         return form.json_schema.schema_
     return {"type": "object"} if isinstance(form, JsonObject) else None
+
+
+class StructuredOutputs(Strict):
+    """What an answer has to match, as vLLM has it; one of these.
+
+    Attributes:
+        json_: a JSON schema, as text or as an object.
+        json_object: any JSON object.
+        regex, choice, grammar: a regular expression, strings, a Lark or GBNF grammar.
+    """
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    json_object: StrictBool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
 
 
 class Aspd(Strict):
@@ -143,7 +164,7 @@ class StreamOptions(Strict):
 
 
 class Common(Strict):
-    """Fields of all kinds of requests. Penalties must be 0; `repetition_penalty` is what there is."""
+    """Fields of all kinds of requests."""
 
     neutral: ClassVar = {**REQUEST, "top_k": Neutral((-1,))}
     model: str
@@ -152,11 +173,13 @@ class Common(Strict):
     top_k: Annotated[Int, Field(ge=0, lt=1 << 31)] = 0
     min_p: Annotated[Float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[Float, Field(gt=0, le=10)] = 1.0
-    frequency_penalty: Annotated[Float, Field(ge=0, le=0)] | None = 0.0
-    presence_penalty: Annotated[Float, Field(ge=0, le=0)] | None = 0.0
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    logit_bias: dict[str, Annotated[Float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    min_tokens: Annotated[Int, Field(ge=0, lt=1 << 31)] = 0
+    ignore_eos: StrictBool = False
     seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     aspd: Aspd = Aspd()
@@ -169,7 +192,7 @@ class Common(Strict):
 
     @model_validator(mode="after")
     def _content_in_serial_mode(self) -> Self:
-        if self.aspd.content and (self.aspd.mode != "serial" or self.stop or self.answer_schema):
+        if self.aspd.content and (self.aspd.mode != "serial" or self.stop or self.grammar):
             raise fault("content needs mode: serial, and neither stop nor response_format beside it", "aspd")
         return self
 
@@ -180,8 +203,8 @@ class Common(Strict):
 
     @property
     @abstractmethod
-    def answer_schema(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer has to follow."""
+    def grammar(self) -> dict[str, Any]:
+        """What the answer has to follow: a field of `SamplingParams` and its value; empty: nothing."""
 
     @property
     @abstractmethod
@@ -195,7 +218,7 @@ class Common(Strict):
 
     @property
     def choices(self) -> int:
-        """Answers to the request."""
+        """Answers to each prompt of the request."""
         return 1
 
     @property
@@ -203,21 +226,31 @@ class Common(Strict):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def candidates(self) -> int:
+        """Answers to decode for each prompt, of which `choices` are sent."""
+        return self.choices
+
     def params(self, config: ServerConfig, choice: int) -> SamplingParams:
         """Of one of the answers; each has its own random stream. Without `aspd.content`, which has to be encoded."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        limit = config.max_new_tokens if self.limit is None else min(self.limit, config.max_new_tokens)
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=self.logit_bias,
+            min_tokens=limit if self.ignore_eos else self.min_tokens,
             max_new_tokens=config.max_new_tokens,
-            max_content_tokens=min(self.limit or config.max_new_tokens, config.max_new_tokens),
+            max_content_tokens=limit,
             stop=tuple(stop),
             seed=None if self.seed is None else (self.seed + choice) % (1 << 32),
-            json_schema=self.answer_schema,
             branch_schema=schema_of(self.aspd.branch_format),
+            **self.grammar,
         )
 
 
@@ -227,16 +260,44 @@ class Completion(Common):
     max_tokens: Limit | None = None
     n: Annotated[Int, Field(ge=1)] | None = 1
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> Self:
+        if len(named := list(self._grammars())) > 1:
+            raise fault(f"expected one of {' and '.join(named)}, got {len(named)}", named[-1].partition(".")[0])
+        return self
+
+    def _grammars(self) -> dict[str, tuple[str, Any]]:
+        """Fields of the request that constrain the answer, with the field of `SamplingParams` and the value of each."""
+        own = self.structured_outputs or StructuredOutputs()
+        every = {
+            "response_format": ("json_schema", schema_of(self.response_format)),
+            "guided_json": ("json_schema", self.guided_json),
+            "guided_regex": ("regex", self.guided_regex),
+            "guided_choice": ("choices", self.guided_choice),
+            "guided_grammar": ("grammar", self.guided_grammar),
+            "structured_outputs.json": ("json_schema", own.json_),
+            "structured_outputs.json_object": ("json_schema", {"type": "object"} if own.json_object else None),
+            "structured_outputs.regex": ("regex", own.regex),
+            "structured_outputs.choice": ("choices", own.choice),
+            "structured_outputs.grammar": ("grammar", own.grammar),
+        }
+        return {name: pair for name, pair in every.items() if pair[1] is not None}
+
+    @property
+    def grammar(self) -> dict[str, Any]:
+        """As in `Common`."""
+        return dict(self._grammars().values())
 
     @property
     def limit(self) -> int | None:
         """As in `Common`."""
         return self.max_tokens
-
-    @property
-    def answer_schema(self) -> dict[str, Any] | None:
-        """As in `Common`."""
-        return schema_of(self.response_format)
 
     @property
     def choices(self) -> int:
@@ -248,16 +309,26 @@ class ChatRequest(Completion):
     """`POST /v1/chat/completions`."""
 
     neutral = Common.neutral | {
-        "add_generation_prompt": Neutral((True,)),
         "add_special_tokens": Neutral((False,)),
-        "continue_final_message": Neutral((False,)),
         "echo": Neutral((False,)),
         "top_logprobs": Neutral((0,)),
     }
     messages: Annotated[list[Message], Field(min_length=1)]
+    continue_final_message: StrictBool = False
+    add_generation_prompt: StrictBool = True
     max_completion_tokens: Limit | None = None
     logprobs: StrictBool | None = False
     top_logprobs: TopLogprobs | None = None
+
+    @model_validator(mode="after")
+    def _continues_or_begins(self) -> Self:
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise fault("needs a last message of the assistant", "continue_final_message")
+        if self.continue_final_message == self.add_generation_prompt:
+            expected = str(not self.continue_final_message).lower()
+            beside = str(self.continue_final_message).lower()
+            raise fault(f"expected {expected} beside continue_final_message: {beside}", "add_generation_prompt")
+        return self
 
     @model_validator(mode="after")
     def _alternatives_of_logprobs(self) -> Self:
@@ -284,11 +355,24 @@ class CompletionRequest(Completion):
         "logprobs": Neutral((False,)),
         "suffix": Neutral(("",), reason="text between a prompt and a suffix is not supported"),
     }
-    prompt: (
-        str | list[Annotated[Int, Field(ge=0, lt=1 << 31)]] | Annotated[list[str], Field(min_length=1, max_length=1)]
-    )
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: Annotated[Int, Field(ge=0, lt=1 << 31)] = 16
     logprobs: TopLogprobs | None = None
-    echo: Literal[False] | None = False
+    echo: StrictBool = False
+    best_of: Annotated[Int, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _best_of_more(self) -> Self:
+        if self.candidates < self.choices:
+            raise fault(f"expected at least n = {self.choices}, got {self.best_of}", "best_of")
+        if self.candidates > self.choices and self.stream:
+            raise fault("expected n in a stream, got more; the best answers are not known before their end", "best_of")
+        return self
+
+    @property
+    def candidates(self) -> int:
+        """As in `Common`."""
+        return self.best_of or self.choices
 
     @property
     def alternatives(self) -> int | None:
@@ -296,11 +380,10 @@ class CompletionRequest(Completion):
         return self.logprobs
 
     @property
-    def text(self) -> Any:
-        """The prompt, as the engine takes it."""
-        if isinstance(self.prompt, list) and len(self.prompt) == 1 and isinstance(self.prompt[0], str):
-            return self.prompt[0]
-        return self.prompt
+    def prompts(self) -> list[Any]:
+        """The prompts, as the engine takes them."""
+        several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+        return list(self.prompt) if several else [self.prompt]
 
 
 class LoadAdapter(Strict):

@@ -93,7 +93,6 @@ REQUEST: Mapping[str, Neutral] = {
     "use_beam_search": _FALSE,
     "length_penalty": _ONE,
     "early_stopping": _FALSE,
-    "ignore_eos": _FALSE,
     "skip_special_tokens": Neutral((True,), reason="special tokens are never part of the text"),
     "spaces_between_special_tokens": _EITHER,
     "include_stop_str_in_output": _FALSE,

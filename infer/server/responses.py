@@ -82,10 +82,12 @@ class ResponsesRequest(Common):
         return self.max_output_tokens
 
     @property
-    def answer_schema(self) -> dict[str, Any] | None:
+    def grammar(self) -> dict[str, Any]:
         """As in `Common`."""
         form = self.text.format
-        return form.schema_ if isinstance(form, FlatSchema) else {"type": "object"} if form.type != "text" else None
+        if form.type == "text":
+            return {}
+        return {"json_schema": form.schema_ if isinstance(form, FlatSchema) else {"type": "object"}}
 
     @property
     def alternatives(self) -> int | None:
