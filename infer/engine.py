@@ -112,9 +112,7 @@ class Engine:
             self._remember, self._constrain, self.adapters.place, reader,
         )  # fmt: skip
 
-    def encode(
-        self, prompt: Prompt, mode: Mode = "adaptive", continue_final_message: bool = False
-    ) -> list[int]:
+    def encode(self, prompt: Prompt, mode: Mode = "adaptive", continue_final_message: bool = False) -> list[int]:
         """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are.
 
         Tags that text or messages spell are text; only ids can hold a block.

@@ -13,7 +13,6 @@ from infer.request import Mode, SamplingParams
 from infer.server.config import ServerConfig
 from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault
 
-
 MOST_STOPS = 64  # stop strings; OpenAI has 4, evaluation harnesses send more
 
 
