@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aspd.options import command, mesh_of, model_name, model_options, positive, sampling_options
-from aspd_jax.errors import RequestError
+from aspd_jax.errors import DataError, RequestError
 
 # Asked in the demo of a chat model; of its training questions none is among them.
 QUESTIONS = (
@@ -124,20 +124,19 @@ def run_generate(options: argparse.Namespace) -> None:
 
 
 def _read_messages(name: str) -> list[dict[str, str]]:
+    from aspd_jax.jsonl import parse_json
+    from aspd_jax.pipeline.sources import parse_messages
+
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise RequestError(f"{name}: {error.strerror}") from None
+    try:
+        messages = [{"role": role, "content": text} for role, text, _ in parse_messages(parse_json(data), "messages")]
+    except DataError as error:
         raise RequestError(f"{name}: {error}") from None
-    try:
-        messages = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{name}, line {error.lineno}: {error.msg}") from None
-    if not isinstance(messages, list) or not messages:
+    if not messages:
         raise RequestError(f'{name} must hold a list of {{"role", "content"}} messages')
-    for number, message in enumerate(messages):
-        for key in ("role", "content"):
-            if not isinstance(message, dict) or not isinstance(message.get(key), str):
-                raise RequestError(f"{name}, message {number}: {key!r} must be a string")
     return messages
 
 

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from aspd.options import answer_structures, positive, shape_options, where
+from aspd.options import answer_structures, positive, print_left_out, shape_options, where
 from aspd_jax.errors import RequestError
 from aspd_jax.files import write_whole
 
@@ -246,7 +246,10 @@ def run_bench_serve(options: argparse.Namespace) -> None:
         problems = (problem(n, True, *kinds[n % len(kinds)]) for n in count())
         questions = [p.question for p in islice((p for p in problems if p.branches >= options.least_branches), 48)]
     else:
-        questions = [question.turns[0] for question in read_questions(BenchmarkSection(file=str(options.questions)))]
+        left_out: list[str] = []
+        section = BenchmarkSection(file=str(options.questions))
+        questions = [question.turns[0] for question in read_questions(section, left_out)]
+        print_left_out(left_out)
     modes: tuple[Mode, ...] = ("serial", "adaptive")
     key = os.environ.get("ASPD_API_KEY", "")
     found = []

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, positive
+from aspd.options import command, positive, print_left_out
 from aspd_jax.errors import RequestError
 
 
@@ -85,10 +85,12 @@ def run_show(options: argparse.Namespace) -> None:
     from aspd_jax.pipeline.show import find, read_structured, records_page, show
 
     positive(options, "records")
+    left_out: list[str] = []
     if options.id is not None:
-        records = [find(options.file, options.id)]
+        records = [find(options.file, options.id, left_out)]
     else:
-        records = list(islice(read_structured(options.file), options.records))
+        records = list(islice(read_structured(options.file, left_out), options.records))
+    print_left_out(left_out)
     if options.html is not None:
         options.html.write_text(records_page(records, options.file.name))
         return
@@ -107,15 +109,16 @@ def run_stats(options: argparse.Namespace) -> None:
     from aspd_jax.pipeline.work import counter
     from aspd_jax.structure import plain_text
 
-    count = counter(options.tokenizer)
+    count, left_out = counter(options.tokenizer), list[str]()
     found = statistics(
         [
             measure(plain_text(structure), spans_of(structure), count)
             for file in options.files
-            for record in read_structured(file)
+            for record in read_structured(file, left_out)
             for _, structure in record["answers"]
         ]
     )
+    print_left_out(left_out)
     print(json.dumps(found, indent=1) if options.json else "\n".join(statistics_table(found)))
 
 
@@ -124,12 +127,14 @@ def run_questions(options: argparse.Namespace) -> None:
     from aspd_jax.configuration import read_config
     from aspd_jax.files import write_whole
     from aspd_jax.pipeline.compose import Questions, compose, go_on
-    from aspd_jax.pipeline.sources import Conversation, read_records
+    from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
 
     positive(options, "count")
     config, made = read_config(Questions, options.config), list[dict[str, object]]()
     if options.after:
-        answered = [record for record in read_records(options.after) if isinstance(record, Conversation)]
+        records = list(read_records(options.after))
+        answered = [record for record in records if isinstance(record, Conversation)]
+        print_left_out([f"{options.after}, line {r.number}: {r.reason}" for r in records if isinstance(r, Unreadable)])
         for number, messages in enumerate(go_on(config, answered, options.count, options.seed), 1):
             made.append({"id": f"follow-up {number}", "kind": "follow-up", "messages": messages})
     else:

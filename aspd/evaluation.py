@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, config_options
+from aspd.options import command, config_options, print_left_out
 from aspd_jax.errors import RequestError
 
 SYNTHETIC = 240  # problems, where no limit is given
@@ -42,7 +42,10 @@ def run_eval(options: argparse.Namespace) -> None:
     from infer.evaluation.run import run
 
     config = read_config(EvalConfig, options.config, options.overrides)
-    run(config, _questions(config), options.output)
+    left_out: list[str] = []
+    questions = _questions(config, left_out)
+    print_left_out(left_out)
+    run(config, questions, options.output, left_out)
     _report(options.output)
 
 
@@ -81,14 +84,14 @@ def _report(folder: Path) -> None:
     print(f"report written to {folder / 'report.md'}, {folder / 'report.html'} and {folder / 'report.json'}")
 
 
-def _questions(config: Any) -> dict[str, Any]:
-    """Of every benchmark."""
+def _questions(config: Any, left_out: list[str] | None = None) -> dict[str, Any]:
+    """Of every benchmark; `left_out` takes the lines that hold none."""
     from infer.evaluation.questions import read_questions
 
     return {
         name: synthetic_questions(section.limit or SYNTHETIC, section.kind == "synthetic-long")
         if section.synthetic
-        else read_questions(section)
+        else read_questions(section, [] if left_out is None else left_out)
         for name, section in config.benchmarks.items()
     }
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from aspd_jax.errors import CheckpointError, RequestError
 
+LEFT_OUT = 10  # lines that are named one by one
+
 
 def command(commands: Any, name: str, run: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
     """Add a command."""
@@ -123,6 +125,14 @@ def positive(options: argparse.Namespace, *names: str) -> None:
         value = getattr(options, name)
         if min(value if isinstance(value, list) else [value], default=1) < 1:
             raise RequestError(f"--{name} must be at least 1, got {value}")
+
+
+def print_left_out(lines: Sequence[str]) -> None:
+    """Name what was left out of an input, the first few lines of it, on standard error."""
+    for line in lines[:LEFT_OUT]:
+        print(f"left out: {line}", file=sys.stderr)
+    if len(lines) > LEFT_OUT:
+        print(f"left out: {len(lines) - LEFT_OUT} more", file=sys.stderr)
 
 
 def where() -> str:

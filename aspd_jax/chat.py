@@ -1,4 +1,4 @@
-"""Conversations through a chat template, answers kept apart: as they are trained on, so they are prompted with.
+"""Conversations through a chat template, answers kept apart: training and prompting share one rendering.
 
 Text is text: what messages spell never becomes a special token (protocol, section 2). Only a template writes these.
 """
@@ -9,10 +9,175 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aspd_jax.errors import ConfigError
+from aspd_jax.errors import ConversationError
 from aspd_jax.tokens import TAGS, TextCodec
 
 _TAG = re.compile("({})".format("|".join(map(re.escape, TAGS.values()))))
+
+
+class Chat:
+    """A conversation and the template that renders it, as text around placeholders for the answers.
+
+    Every rendering is of the messages before one answer, with a generation prompt: the prompt that asks for the answer.
+
+    Args:
+        codec: codec of the tokenizer.
+        ends: ids that end an answer; the first stands in where the template has none of them.
+        messages: `role` and `content`, both strings.
+
+    Raises:
+        ConversationError: a message is not valid Unicode.
+    """
+
+    def __init__(
+        self, tokenizer: Any, codec: TextCodec, ends: Sequence[int], messages: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._tokenizer, self._codec, self._ends, self._messages = tokenizer, codec, ends, messages
+        self._sign = "\ue000"  # grows until no message holds it
+        for number, message in enumerate(messages):
+            said = "".join(text for text in message.values() if isinstance(text, str))
+            try:
+                said.encode()
+            except UnicodeEncodeError:
+                raise ConversationError(
+                    f"messages[{number}] is not valid Unicode: it holds half a surrogate pair"
+                ) from None
+            while self._sign in said:
+                self._sign += "\ue000"
+        self._spelt: list[str] = []
+        self._shown = [self._placeholder(number, message) for number, message in enumerate(messages)]
+
+    def _placeholder(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
+        if message["role"] == "assistant":
+            return {"role": "assistant", "content": self._mark(number)}
+
+        def hide(found: re.Match[str]) -> str:
+            self._spelt.append(found[0])
+            return f"{self._sign}s{len(self._spelt) - 1}\ue001"
+
+        return {
+            key: self._codec.special.sub(hide, text) if isinstance(text, str) else text for key, text in message.items()
+        }
+
+    def _mark(self, place: int) -> str:
+        return f"{self._sign}{place}\ue001"
+
+    def _places(self, stop: int) -> list[int]:
+        return [place for place in range(stop) if self._messages[place]["role"] == "assistant"]
+
+    def prompt(self, stop: int) -> list[str]:
+        """Return the prompt that asks for message `stop`, as the text around its earlier answers.
+
+        Special tokens that messages spell are placeholders in it.
+
+        Raises:
+            ConversationError: the template refuses the conversation or leaves an answer out.
+        """
+        return self._split(self._render(self._shown[:stop], True), stop)
+
+    def answers(self, stop: int) -> list[str]:
+        """Return the answers before message `stop` as a prompt holds them.
+
+        Some templates drop a part of earlier answers, such as a thought. White space around an answer stays as it is,
+        whatever the template does to it, so that the tokens of a decoded answer stay the same.
+
+        Raises:
+            ConversationError: see `prompt`.
+        """
+        places = self._places(stop)
+        if not places:
+            return []
+        said = {place: self._messages[place]["content"] for place in places}
+        bare = {place: content.strip() for place, content in said.items()}
+        marked = self._render(self._shown[:stop], True)
+        if self._render(self._with(bare, stop), True) == self._fill(marked, bare):
+            return list(said.values())
+        shown = []
+        for place in places:
+            before, _, after = marked.partition(self._mark(place))
+            whole = self._render(self._with({place: bare[place]}, stop), True)
+            middle = whole[len(before) : len(whole) - len(after)]
+            if before + middle + after != whole:
+                raise ConversationError(
+                    f"messages[{place}]: the chat template writes other text around this answer than around others; "
+                    "use another chat_template"
+                )
+            shown.append(said[place] if middle.strip() == bare[place] else middle)
+        return shown
+
+    def continuation(self) -> tuple[list[str], str]:
+        """Return the prompt that the last answer begins in, as the text around its earlier answers, and that answer.
+
+        It is the text that `apply_chat_template(continue_final_message=True)` renders: white space that the template
+        leaves out around an answer is left out here, too.
+
+        Raises:
+            ConversationError: see `prompt`.
+        """
+        last = len(self._messages) - 1
+        text, mark = self._messages[last]["content"], self._mark(last)
+        marked = self._render(self._shown, False)
+        begins, ends = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+        if self._render(self._with({last: begins + mark}, last + 1), False) == marked:
+            text = text.lstrip()
+        if self._render(self._with({last: mark + ends}, last + 1), False) == marked:
+            text = text.rstrip()
+        return self._split(marked, last + 1)[:-1], text
+
+    def end(self, place: int) -> int:
+        """Return the token that ends the answer at `place`: what the template writes behind it, if it ends answers."""
+        *_, rest = self._split(self._render(self._shown[: place + 1], False), place + 1)
+        return self._ended(self.encode(rest))[0]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a stretch of a prompt."""
+        parts = re.split(f"{self._sign}s([0-9]+)\ue001", text)
+        spelt = [self._spelt[int(part)] if number % 2 else part for number, part in enumerate(parts)]
+        return _encode_alternating(self._tokenizer, self._codec, spelt)
+
+    def encode_stretches(self, stretches: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of a prompt; each stretch but the first begins with the end of the answer before it."""
+        first, *others = map(self.encode, stretches)
+        return [first, *map(self._ended, others)]
+
+    def _ended(self, stretch: list[int]) -> list[int]:
+        return stretch if stretch and stretch[0] in self._ends else [self._ends[0], *stretch]
+
+    def _with(self, contents: Mapping[int, str], stop: int) -> list[dict[str, Any]]:
+        return [
+            {"role": "assistant", "content": contents[place]} if place in contents else message
+            for place, message in enumerate(self._shown[:stop])
+        ]
+
+    def _fill(self, text: str, contents: Mapping[int, str]) -> str:
+        for place, content in contents.items():
+            text = text.replace(self._mark(place), content, 1)
+        return text
+
+    def _split(self, text: str, stop: int) -> list[str]:
+        stretches, rest = [], text
+        for place in self._places(stop):
+            stretch, found, rest = rest.partition(self._mark(place))
+            if not found:
+                raise ConversationError(
+                    f"messages[{place}]: the chat template does not show this answer as it stands; "
+                    "use another chat_template"
+                )
+            stretches.append(stretch)
+        return [*stretches, rest]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
+        if not messages:
+            raise ConversationError("messages[0]: no message asks for this answer")
+        try:
+            rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+        except Exception as error:  # a template is a program: it raises on purpose, or where it expects another message
+            kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
+            roles = ", ".join(str(message["role"]) for message in messages[:8]) + (", …" if len(messages) > 8 else "")
+            raise ConversationError(
+                f"messages: the chat template refuses a conversation of {roles}: {kind}{error}"
+            ) from None
+        return str(rendered)
 
 
 def encode_turns(
@@ -20,70 +185,56 @@ def encode_turns(
 ) -> list[list[int]]:
     """Token ids of what stands around the answers of a conversation: one stretch more than there are answers.
 
-    The template is rendered around placeholders, so that answers are encoded stretch by stretch (protocol, section 2),
-    and what stands before an answer is what the engine is prompted with. Every stretch but the first begins with the
-    end of text that ends the answer before it. Special tokens that other messages spell have placeholders too, and are
-    encoded as text.
+    The template is rendered around placeholders, so that answers are encoded stretch by stretch (protocol, section 2).
+    Every stretch but the first begins with the end of text that ends the answer before it.
 
     Args:
-        codec: of the tokenizer.
+        codec: codec of the tokenizer.
         ends: ids that end an answer; the first stands in where the template has none of them.
-        messages: `role`, and `content` of all that are no assistant's.
-        prompt: the conversation goes on with an answer. Otherwise the last stretch is an end of text and nothing else.
+        messages: `role` and `content`.
+        prompt: the conversation goes on with an answer. Otherwise it ends with one, behind the prompt that asks for it;
+            the last stretch is an end of text and nothing else.
 
     Raises:
-        ConfigError: the chat template does not put answers into the text as they stand.
+        ConversationError: the chat template refuses the conversation, or does not show every answer as it stands.
     """
-    sign = "\ue000"  # grows until nobody has written it
-    while any(sign in message.get("content", "") for message in messages):
-        sign += "\ue000"
-    marks = [f"{sign}{number}\ue001" for number, message in enumerate(messages) if message["role"] == "assistant"]
-    left = iter(marks)
-    spelt: list[str] = []
+    chat = Chat(tokenizer, codec, ends, messages)
+    if prompt:
+        return chat.encode_stretches(chat.prompt(len(messages)))
+    last = len(messages) - 1
+    return [*chat.encode_stretches(chat.prompt(last)), [chat.end(last)]]
 
-    def hide(found: re.Match[str]) -> str:
-        spelt.append(found[0])
-        return f"{sign}s{len(spelt) - 1}\ue001"
 
-    def show(message: Mapping[str, Any]) -> dict[str, Any]:
-        if message["role"] == "assistant":
-            return {"role": "assistant", "content": next(left)}
-        return {key: codec.special.sub(hide, text) if isinstance(text, str) else text for key, text in message.items()}
+def encode_history(
+    tokenizer: Any,
+    codec: TextCodec,
+    ends: Sequence[int],
+    messages: Sequence[Mapping[str, Any]],
+    continues: bool = False,
+) -> tuple[list[list[int]], list[str]]:
+    """Return the stretches of a prompt, and the answers between them as the prompt holds them (`Chat.answers`).
 
-    shown = list(map(show, messages))
-
-    def encode(text: str) -> list[int]:
-        parts = re.split(f"{sign}s([0-9]+)\ue001", text)
-        return _encode_alternating(tokenizer, codec, [spelt[int(p)] if n % 2 else p for n, p in enumerate(parts)])
-
-    def render(some: Sequence[Mapping[str, Any]], going_on: bool) -> str:
-        return str(tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=going_on))
-
-    rest = render(shown, prompt)
-    pieces = []
-    for mark in marks:
-        piece, found, rest = rest.partition(mark)
-        if not found:
-            raise ConfigError("the chat template does not show every answer as it stands; use another chat_template")
-        pieces.append(piece)
-    if pieces:
-        place = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
-        begun = render(shown[:place], True)
-        if not pieces[0].startswith(begun):
-            raise ConfigError(
-                "the chat template's generation prompt is not how it begins an answer; use another chat_template"
-            )
-        extra = pieces[0][len(begun) :]  # such as an empty thought, which the engine is not prompted with
-        pieces = [piece.removesuffix(extra) for piece in pieces]
-    first, *others = map(encode, [*pieces, rest])
-    others = [_ended(stretch, ends) for stretch in others]
-    if others and not prompt:
-        others[-1] = others[-1][:1]
-    return [first, *others]
+    Args:
+        continues: the last message is the beginning of an answer; the last stretch behind it is empty.
+    """
+    chat = Chat(tokenizer, codec, ends, messages)
+    stop = len(messages)
+    if continues:
+        stretches, beginning = chat.continuation()
+        return [*chat.encode_stretches(stretches), []], [*chat.answers(stop - 1), beginning]
+    return chat.encode_stretches(chat.prompt(stop)), chat.answers(stop)
 
 
 def encode_prompt(tokenizer: Any, codec: TextCodec, text: str) -> list[int]:
-    """Token ids of a prompt in plain text: the tokenizer's own, but that tags of branches in it are text."""
+    """Token ids of a prompt in plain text: the tokenizer's own, but that tags of branches in it are text.
+
+    Raises:
+        ConversationError: the text is not valid Unicode.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConversationError("the prompt is not valid Unicode: it holds half a surrogate pair") from None
     first, *others = _TAG.split(text)
     return [*tokenizer(first)["input_ids"], *_encode_alternating(tokenizer, codec, ["", *others])]
 
@@ -95,8 +246,3 @@ def _encode_alternating(tokenizer: Any, codec: TextCodec, parts: Sequence[str]) 
         if part:
             ids += codec.encode(part) if number % 2 else tokenizer.encode(part, add_special_tokens=False)
     return ids
-
-
-def _ended(stretch: list[int], ends: Sequence[int]) -> list[int]:
-    """A stretch that begins with an end of text."""
-    return stretch if stretch and stretch[0] in ends else [ends[0], *stretch]

@@ -27,3 +27,7 @@ class DataError(AspdError, ValueError):
 
 class RequestError(AspdError, ValueError):
     """A decoding request breaks a limit of the engine."""
+
+
+class ConversationError(DataError, RequestError):
+    """A chat template cannot render a conversation: a fault of the record or the request that holds it."""

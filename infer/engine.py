@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from aspd_jax.chat import encode_prompt, encode_turns
+from aspd_jax.chat import encode_history, encode_prompt
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import SpecialTokens
@@ -159,14 +159,14 @@ class Engine:
             asking = dict(messages[number])
             asking["content"] = f"{self.text_tags.instruction}\n\n{asking['content']}"
             messages = [*messages[:number], asking, *messages[number + 1 :]]
-        answers = [message["content"] for message in messages if message["role"] == "assistant"]
         ends = self.lm.end_ids
-        if answers and not ends:
+        if not ends and any(message["role"] == "assistant" for message in messages):
             raise RequestError("this model names no end of text, so a conversation cannot go on after an answer")
-        ids, *stretches = encode_turns(tokenizer, self.lm.codec.text, ends, messages, prompt=True)
+        codec = self.lm.codec.text
+        (ids, *stretches), answers = encode_history(tokenizer, codec, ends, messages, continue_final_message)
         for answer, after in zip(answers, stretches, strict=True):
             known = self._answers.get((tuple(ids), answer))
-            ids = [*ids, *(self.lm.codec.text.encode(answer) if known is None else known), *after]
+            ids = [*ids, *(codec.encode(answer) if known is None else known), *after]
         return ids
 
     def _constrain(self, params: SamplingParams) -> Constraint:

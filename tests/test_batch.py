@@ -38,7 +38,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def records(file: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    found = [json.loads(line) for line in file.read_text().split("\n") if line]
     for record in found:
         record.get("stats", {}).pop("seconds", None)
         record.get("stats", {}).pop("reused_tokens", None)
@@ -111,13 +111,31 @@ def test_kill_9(lm: LanguageModel, source: Path, tmp_path: Path) -> None:
     assert records(cut) == records(tmp_path / "whole.jsonl") and len(records(cut)) == 8
 
 
-def test_bad_lines_are_named_before_anything_is_decoded(tmp_path: Path) -> None:
+def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
-    file.write_text('{"prompt": "a"}\n{"prompt": 1}\n\n{"prompt": "b"\n[]\n')
-    with pytest.raises(
-        DataError, match=r'bad.jsonl, line 2: it must hold "prompt".*line 4: not JSON.*line 5: not a JSON object'
-    ):
-        read_prompts(file, chat=False)
+    parts = [{"type": "text", "text": None}]
+    lines = [
+        b'\xef\xbb\xbf{"prompt": "a\xe2\x80\xa8b", "id": [1]}', b'{"prompt": 1, "id": "one"}', b"", b'{"prompt": "b"',
+        b"[]",         b'{"prompt": "\\ud83d"}', b'{"prompt": "\xe9"}', b"[" * 100_000, b'{"prompt": NaN}',
+        b'{"id": %s}' % (b"9" * 5000),
+        json.dumps({"messages": [{"role": "user", "content": parts}]}).encode(),
+        json.dumps({"messages": [{"role": "alien", "content": "x"}]}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}).encode(),
+        b'{"prompt": "c"}\r',
+    ]  # fmt: skip
+    file.write_bytes(b"\n".join(lines))
+    assert generate_file(own, file, tmp_path / "out.jsonl", PARAMS, "adaptive", False, progress=False) == (13, 0, 11)
+    found = records(tmp_path / "out.jsonl")
+    assert [record["id"] for record in found] == [1, "one", *range(4, 15)]
+    assert found[0]["prompt"] == "a\u2028b" and found[-1]["prompt"] == "c" and "text" in found[-1]
+    reasons = [
+        'it must hold "prompt"', "not JSON", "not a JSON object", "not JSON", "not UTF-8: byte 12", "recursion limit",
+        "not JSON", "number out of range", "messages[0].content[0].text: expected a string, got null",
+        'the role "alien"', "the last message is an answer",
+    ]  # fmt: skip
+    numbers = [2, *range(4, 14)]
+    for number, record, reason in zip(numbers, found[1:-1], reasons, strict=True):
+        assert record["error"].startswith(f"{file}, line {number}: ") and reason in record["error"]
     file.write_text("\n")
     with pytest.raises(DataError, match="holds no prompt"):
         read_prompts(file, chat=False)

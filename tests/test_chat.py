@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,11 +10,12 @@ from hypothesis import strategies as st
 
 from aspd_jax.chat import encode_prompt, encode_turns
 from aspd_jax.language_model import LanguageModel, load_model
+from aspd_jax.pipeline.sources import Conversation, conversation
 from aspd_jax.tokens import TAGS, Codec
 from infer.engine import Engine
 from infer.scheduling.admission import prompt_layout
 from tests.test_tokens import byte_level, sentencepiece_like, vicuna_like
-from train.records import encode_conversation, parse_record
+from train.records import encode_conversation
 
 BLOCK = "<|title|>A<|/title|><|title|>B<|/title|><|para|><|branch|>A: x<|/branch|><|branch|>B: y<|/branch|><|/para|>"
 TEMPLATE = (
@@ -125,7 +125,9 @@ def test_training_takes_a_typed_block_for_text(demo: LanguageModel) -> None:
         {"title": "A", "text": "x"}, {"title": "B", "text": "<|/branch|>"}]}]  # fmt: skip
     line = {"messages": [{"role": "user", "content": BLOCK}, {"role": "assistant", "structure": structure}]}
 
-    item = encode_conversation(demo, parse_record(json.dumps(line)), structured=True, fed_loss=False)
+    record = conversation(line, 1)
+    assert isinstance(record, Conversation)
+    (item,), _ = encode_conversation(demo, record, structured=True, fed_loss=False)
     special = demo.codec.special
     assert (item.tokens == special.parallel_start).sum() == 1 and (item.tokens == special.branch_end).sum() == 2
     assert bare(BLOCK) in bare(demo.tokenizer.decode(item.tokens[: int(item.loss.argmax())]))

@@ -61,7 +61,8 @@ def test_generate_json(capsys: Any, tmp_path: Path, answer: Result) -> None:
 
 
 def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Result) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps([{"role": "user", "content": PROBLEM.question}])))
+    text = json.dumps([{"role": "user", "content": PROBLEM.question}])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     assert run(capsys, "generate", *DEMO, "--messages", "-")[1] == answer.text + "\n"
 
 
@@ -107,10 +108,10 @@ def test_mistakes_get_one_line_and_no_traceback(capsys: Any, arguments: list[str
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "messages.json, line 1: "),
+        ("{", "messages.json: not JSON: EOF while parsing an object at column 1"),
         ("[]", "must hold a list of"),
-        ('[{"role": "user"}]', "message 0: 'content' must be a string"),
-        ('[{"role": "user", "content": "a"}, 3]', "message 1: 'role' must be a string"),
+        ('[{"role": "user"}]', "messages[0].content: expected a string or a list of text parts, got null"),
+        ('[{"role": "user", "content": "a"}, 3]', "messages[1] must be an object with a role and a content, got 3"),
     ],
 )
 def test_bad_message_files_say_where(capsys: Any, tmp_path: Path, text: str, message: str) -> None:

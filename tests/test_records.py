@@ -15,12 +15,13 @@ import train.records
 from aspd_jax import LanguageModel
 from aspd_jax.errors import ConfigError, DataError
 from aspd_jax.layout import Layout, build_layout
-from aspd_jax.structure import plain_text, to_json
+from aspd_jax.pipeline.sources import Conversation, conversation
+from aspd_jax.structure import from_json, plain_text, to_json
 from aspd_jax.tokens import add_special_tokens
 from tests.conftest import SHARED
 from train.batches import RecordBatches, pack, record_held_out, record_steps
 from train.config import DataSection, TrainConfig
-from train.records import Records, encode_conversation, parse_record, reread
+from train.records import Example, Records, encode_conversation, reread
 from train.tasks import problem
 
 STRUCTURE = [
@@ -52,8 +53,21 @@ CONVERSATION = {
 }
 
 
+def record_of(row: Any) -> Conversation:
+    found = conversation(row, 1)
+    assert isinstance(found, Conversation)
+    return found
+
+
+def encoded(lm: LanguageModel, row: Any = None, structured: bool = True, fed_loss: bool = False) -> Example:
+    """The only example of a record, of which nothing is left out."""
+    (item,), skipped = encode_conversation(lm, record_of(row or CONVERSATION), structured, fed_loss)
+    assert not skipped
+    return item
+
+
 def test_every_turn_is_kept_and_loss_lies_on_answers(lm: LanguageModel) -> None:
-    item = encode_conversation(lm, parse_record(json.dumps(CONVERSATION)), structured=True, fed_loss=False)
+    item = encoded(lm)
     end = lm.end_ids[0]
     text = lm.codec.text
     prompt = lm.tokenizer.apply_chat_template(
@@ -61,19 +75,19 @@ def test_every_turn_is_kept_and_loss_lies_on_answers(lm: LanguageModel) -> None:
     )
     first, second = (
         text.encode("Yes, one."),
-        lm.codec.linearise(parse_record(json.dumps(CONVERSATION))[-1]["structure"]),
+        lm.codec.linearise(from_json(STRUCTURE)),
     )
     between = lm.tokenizer.encode("<|user|>Two?<|assistant|>", add_special_tokens=False)
     assert item.tokens.tolist() == [*prompt, *first, end, *between, *second.tokens, end]
     learned = [*[False] * len(prompt), *[True] * (len(first) + 1), *[False] * len(between), *~second.fed, True]
     assert item.loss.tolist() == learned
-    everything = encode_conversation(lm, parse_record(json.dumps(CONVERSATION)), structured=True, fed_loss=True)
+    everything = encoded(lm, fed_loss=True)
     assert everything.loss.sum() - item.loss.sum() == second.fed.sum()
 
 
 def test_plain_answers_read_as_the_template_renders_them(lm: LanguageModel) -> None:
-    item = encode_conversation(lm, parse_record(json.dumps(CONVERSATION)), structured=False, fed_loss=False)
-    answer = plain_text(parse_record(json.dumps(CONVERSATION))[-1]["structure"])
+    item = encoded(lm, structured=False)
+    answer = plain_text(from_json(STRUCTURE))
     whole = [*CONVERSATION["messages"], {"role": "assistant", "content": answer}]
     assert lm.tokenizer.decode(item.tokens) == lm.tokenizer.apply_chat_template(whole, tokenize=False)
 
@@ -102,8 +116,7 @@ def test_rereading_learns_what_an_upstream_computes(lm: LanguageModel) -> None:
     follows with all branches in order; and over the blocks, every token is.
     """
     special = lm.codec.special
-    record = parse_record(json.dumps({"messages": CONVERSATION["messages"], "structure": BLOCKS}))
-    item = encode_conversation(lm, record, structured=True, fed_loss=False)
+    item = encoded(lm, {"messages": CONVERSATION["messages"], "structure": BLOCKS})
     block, branch = (field[0] for field in build_layout(item.tokens[None], special)[2:])
     whole = upstream_logits(lm, item.tokens)
     learned: list[int] = []
@@ -130,7 +143,7 @@ def test_rereading_learns_what_an_upstream_computes(lm: LanguageModel) -> None:
 
 
 def test_rereading_leaves_plain_answers_as_they_are(lm: LanguageModel) -> None:
-    item = encode_conversation(lm, parse_record(json.dumps(CONVERSATION)), structured=False, fed_loss=False)
+    item = encoded(lm, structured=False)
     assert reread(item, lm.codec.special, 3) is item
 
 
@@ -143,8 +156,7 @@ def test_a_real_chat_template(lm: LanguageModel, tmp_path: Path) -> None:
     special = add_special_tokens(tokenizer)
     real = replace(lm, tokenizer=tokenizer, special_tokens=special, end_ids=(tokenizer.eos_token_id,))
     real.__dict__.pop("codec", None)
-    messages = parse_record(json.dumps(CONVERSATION))
-    item = encode_conversation(real, messages, structured=True, fed_loss=False)
+    item = encoded(real)
     prompt = tokenizer.apply_chat_template(CONVERSATION["messages"][:2], add_generation_prompt=True, return_dict=False)
     assert item.tokens[: len(prompt)].tolist() == list(prompt) and not item.loss[: len(prompt)].any()
     assert (item.tokens[item.loss] == tokenizer.eos_token_id).sum() == 2
@@ -172,13 +184,17 @@ def test_what_cannot_be_used_is_named_with_its_line(lm: LanguageModel, tmp_path:
     assert len(records) == 2
     found = {(p.line, p.kind) for p in records.problems}
     assert found == {
-        (2, "malformed"), (3, "empty"), (4, "malformed"), (5, "empty"), (6, "over-long"), (7, "malformed"),
-        (8, "malformed"), (10, "malformed"),
+        (2, "malformed"), (4, "malformed"), (5, "malformed"), (6, "over-long"), (7, "malformed"), (8, "malformed"),
+        (10, "malformed"),
     }  # fmt: skip
     reasons = {p.line: p.reason for p in records.problems}
-    assert "not JSON" in reasons[2] and "not an answer" in reasons[4] and "data.length is 256" in reasons[6]
-    assert 'message 0: "content" must be a string' in reasons[7] and "item 0" in reasons[8]
-    assert "10 records, 2 used" in records.report() and "data.jsonl, line 2" in records.report()
+    assert (
+        "not JSON" in reasons[2]
+        and reasons[4] == reasons[5] == "it holds no answer"
+        and "data.length is 256" in reasons[6]
+    )
+    assert "messages[0].content: expected a string" in reasons[7] and "item 0" in reasons[8]
+    assert "9 records, 2 used" in records.report() and "data.jsonl, line 2" in records.report()
     with pytest.raises(DataError, match=r"data.jsonl, line 2: not JSON"):
         Records(lm, [file], replace(DATA, strict=True), tmp_path / "cache")
 
@@ -187,7 +203,9 @@ def test_nothing_usable_and_missing_files_are_errors(lm: LanguageModel, tmp_path
     with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
         Records(lm, [str(tmp_path / "none.jsonl")], DATA, tmp_path / "cache")
     file = write(tmp_path / "bad.jsonl", ["[]"])
-    with pytest.raises(DataError, match='no record can be used; the first: "messages" must be a list'):
+    with pytest.raises(
+        DataError, match=r"no record can be used; the first: .*bad\.jsonl, line 1: it must be an object"
+    ):
         Records(lm, [file], DATA, tmp_path / "cache")
     bare = replace(lm, end_ids=())
     with pytest.raises(ConfigError, match="names no end-of-text token"):
@@ -197,7 +215,7 @@ def test_nothing_usable_and_missing_files_are_errors(lm: LanguageModel, tmp_path
 def test_tokenised_once(lm: LanguageModel, tmp_path: Path, monkeypatch: Any) -> None:
     file = write(tmp_path / "data.jsonl", synthetic(6))
     before = Records(lm, [file], DATA, tmp_path / "cache")
-    monkeypatch.setattr(train.records, "parse_record", lambda line: pytest.fail("tokenised again"))
+    monkeypatch.setattr(train.records, "read_records", lambda file: pytest.fail("tokenised again"))
     after = Records(lm, [file], DATA, tmp_path / "cache")
     assert len(after) == len(before) > 2
     for index in range(len(before)):

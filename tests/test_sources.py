@@ -45,8 +45,11 @@ def test_history_and_input_come_first() -> None:
         ({}, "no question and answer"),
         ({"question": "q"}, "no question and answer"),
         ({"question": "q", "answer": " "}, "no answer"),
-        ({"messages": [{"role": "alien", "content": ""}]}, "role 'alien'"),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\] has no text"),
+        ({"messages": [{"role": "alien", "content": ""}]}, 'role "alien"'),
+        (
+            {"messages": [{"role": "user"}]},
+            r"messages\[0\].content: expected a string or a list of text parts, got null",
+        ),
         ({"question": "q", "answer": "\ud800"}, "surrogate"),
         ({"history": [1], "question": "q", "answer": "a"}, r"history\[0\]"),
     ],

@@ -1,30 +1,47 @@
-"""Records of conversations in JSONL -> tokenised examples, once, with every record that cannot be used accounted for.
+"""Records of conversations -> tokenised examples, once, with every record and turn that cannot be used accounted for.
 
-A line is `{"messages": [...]}`. An assistant message holds `content`, its plain text, or `structure`, the JSON form of
-a structured answer. The last answer may stand outside: `{"messages": [...], "structure": [...]}` or `"answer": "..."`.
+Records have the shapes that `aspd_jax.pipeline.sources` reads. An answer is learned behind exactly the prompt that asks
+for it. Turns share an example as long as the chat template renders the later prompt as a continuation of the earlier
+one; templates that render earlier answers differently give an example for each turn.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
+from datasets.arrow_writer import ArrowWriter
+from tqdm import tqdm
 
-from aspd_jax.chat import encode_turns
+from aspd_jax.chat import Chat
 from aspd_jax.errors import AspdError, ConfigError, DataError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import build_layout
-from aspd_jax.structure import Serial, from_json, plain_text
+from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
+from aspd_jax.structure import Serial, Structure, plain_text
 from aspd_jax.tokens import SpecialTokens
 from train.config import DataSection
 
 SHOWN = 5  # problems that are printed; all of them go to the report
+VERSION = 2  # of tokenised records; files of another one are made again
+FEATURES = datasets.Features(
+    {
+        "tokens": datasets.List(datasets.Value("int32")),
+        "loss": datasets.List(datasets.Value("bool")),
+        "flat": datasets.List(datasets.Value("bool")),
+        "size": datasets.Value("int32"),
+        "line": datasets.Value("int64"),
+        "kind": datasets.Value("string"),
+        "reason": datasets.Value("string"),
+    }
+)
+_OPENED = re.compile(r"<\w+>\s*$")
 
 
 class Example(NamedTuple):
@@ -42,7 +59,7 @@ class Example(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A record that was left out: where it stands, which kind of problem it has, and what it is."""
+    """A record or a turn that was left out: where it stands, which kind of problem it has, and what it is."""
 
     file: str
     line: int
@@ -50,65 +67,97 @@ class Problem(NamedTuple):
     reason: str
 
 
-def parse_record(line: str) -> list[dict[str, Any]]:
-    """Messages of a line; answers as `structure` (`aspd_jax.structure`), everything else as `content`.
+class _Turns:
+    """Consecutive answers that share an example: each prompt continues the one before.
 
-    Raises:
-        AspdError: what is wrong with it.
+    Attributes:
+        stretches: text around the answers, up to the last one.
+        answers: the answers as the last prompt holds them, and the last one.
+        learned: places of the answers with loss, among `answers`.
     """
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"not JSON: {error.msg} at column {error.colno}") from None
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise DataError('"messages" must be a list of {"role", "content"} objects')
-    messages = list(messages)
-    if "structure" in record:
-        messages.append({"role": "assistant", "structure": record["structure"]})
-    elif "answer" in record:
-        messages.append({"role": "assistant", "content": record["answer"]})
-    parsed: list[dict[str, Any]] = []
-    for number, message in enumerate(messages):
-        where = f"message {number}"
-        role = message.get("role") if isinstance(message, dict) else None
-        if not isinstance(role, str):
-            raise DataError(f'{where}: "role" must be a string')
-        if role == "assistant" and "structure" in message:
-            parsed.append({"role": role, "structure": from_json(message["structure"])})
-            continue
-        if not isinstance(message.get("content"), str):
-            raise DataError(f'{where}: "content" must be a string')
-        content = message["content"]
-        parsed.append(
-            {"role": role, "structure": (Serial(content),)}
-            if role == "assistant"
-            else {"role": role, "content": content}
+
+    def __init__(self) -> None:
+        self.stretches: list[str] = []
+        self.answers: list[Structure] = []
+        self.learned: set[int] = set()
+        self.end = 0
+
+    def continues(self, stretches: Sequence[str], history: Sequence[Structure]) -> bool:
+        """Return whether a prompt begins with this example."""
+        count = len(self.answers)
+        return (
+            count > 0
+            and list(stretches[:count]) == self.stretches
+            and list(map(plain_text, history[:count])) == list(map(plain_text, self.answers))
         )
-    if parsed[-1]["role"] != "assistant":
-        raise DataError('the last message is not an answer; add an assistant message, "structure" or "answer"')
-    return parsed
 
 
 def encode_conversation(
-    lm: LanguageModel, messages: Sequence[dict[str, Any]], structured: bool, fed_loss: bool
-) -> Example:
-    """Tokens of a conversation, every turn kept; loss on the answers and on what ends them.
+    lm: LanguageModel, record: Conversation, structured: bool, fed_loss: bool
+) -> tuple[list[Example], dict[int, str]]:
+    """Return the examples of a conversation, with loss on its answers and on what ends them, and the turns left out.
 
-    Raises:
-        ConfigError: the chat template does not put answers into the text as they stand.
-        DataError: an answer is empty.
+    Every answer stands behind the prompt that the engine has for the messages before it.
+
+    Returns:
+        Examples, and for each answer that is in none of them its place and the reason.
     """
-    first, *others = encode_turns(lm.tokenizer, lm.codec.text, lm.end_ids, messages, prompt=False)
+    messages = [{"role": role, "content": content} for role, content in record.messages]
+    skipped: dict[int, str] = {}
+    examples: list[_Turns] = []
+    chat = Chat(lm.tokenizer, lm.codec.text, lm.end_ids, messages)
+    for place in record.answers:
+        try:
+            if not messages[place]["content"].strip():
+                raise DataError("the answer is empty")
+            stretches, shown, end = chat.prompt(place), chat.answers(place), chat.end(place)
+        except AspdError as error:
+            skipped[place] = str(error)
+            continue
+        whole = [record.structure(earlier) for earlier in record.answers if earlier < place]
+        history = [_end_of(structure, text) for structure, text in zip(whole, shown, strict=True)]
+        if not (examples and examples[-1].continues(stretches, history)):
+            examples.append(_Turns())
+        turns = examples[-1]
+        turns.learned.add(len(history))
+        turns.stretches, turns.end = stretches, end
+        turns.answers = [*history, _behind(stretches[-1], record.structure(place))]
+    made = []
+    for turns in examples:
+        try:
+            made.append(_example(lm, chat, turns, structured, fed_loss))
+        except AspdError as error:  # an answer that the tokenizer cannot represent
+            skipped |= {record.answers[number]: str(error) for number in turns.learned}
+    return made, skipped
+
+
+def _example(lm: LanguageModel, chat: Chat, turns: _Turns, structured: bool, fed_loss: bool) -> Example:
+    first, *others = [*chat.encode_stretches(turns.stretches), [turns.end]]
     tokens, loss = list(first), [False] * len(first)
-    answers = [(n, message["structure"]) for n, message in enumerate(messages) if message["role"] == "assistant"]
-    for (number, structure), after in zip(answers, others, strict=True):
+    for number, (structure, after) in enumerate(zip(turns.answers, others, strict=True)):
         answer = lm.codec.linearise(structure if structured else (Serial(plain_text(structure)),))
-        if not answer.tokens.size:
-            raise DataError(f"message {number}: the answer is empty")
+        learned = number in turns.learned
         tokens += [*answer.tokens.tolist(), *after]
-        loss += [*(~answer.fed | fed_loss).tolist(), True, *[False] * (len(after) - 1)]
+        loss += [*((~answer.fed | fed_loss) & learned).tolist(), learned, *[False] * (len(after) - 1)]
     return Example(np.asarray(tokens, np.int32), np.asarray(loss, bool), np.zeros(len(tokens), bool))
+
+
+def _end_of(structure: Structure, text: str) -> Structure:
+    """Return the structure that is left where a template shows only the end of an answer."""
+    whole = plain_text(structure)
+    dropped = len(whole) - len(text)
+    first = structure[0] if structure else Serial("")
+    if isinstance(first, Serial) and len(first.text) >= dropped and whole.endswith(text):
+        return (Serial(first.text[dropped:]), *structure[1:])
+    return (Serial(text),)
+
+
+def _behind(prompt: str, structure: Structure) -> Structure:
+    """Return what is left to write of an answer whose first tag, such as `<think>`, its prompt ends with."""
+    opened, text = _OPENED.search(prompt), plain_text(structure).lstrip()
+    if opened is None or not text.startswith(opened[0].rstrip()):
+        return structure
+    return _end_of(structure, text.removeprefix(opened[0].rstrip()).lstrip())
 
 
 def reread(example: Example, special: SpecialTokens, chosen: int) -> Example:
@@ -136,10 +185,10 @@ def reread(example: Example, special: SpecialTokens, chosen: int) -> Example:
 
 
 class Records:
-    """Tokenised records of some files, by index; those that cannot be used are in `problems`.
+    """Examples of some files, by index; records and turns that cannot be used are in `problems`.
 
     Args:
-        files: JSONL.
+        files: of any kind that `read_records` reads.
         cache: folder in which tokenised records are kept, under a name made of everything that they depend on.
 
     Raises:
@@ -153,25 +202,28 @@ class Records:
         if not lm.end_ids:
             raise ConfigError("the checkpoint names no end-of-text token; set eos_token_id in its config.json")
         self.problems: list[Problem] = []
+        self._total = self._used = 0
         tables, places = [], []
         for file in files:
             if not Path(file).is_file():
                 raise DataError(f"{file} does not exist; data files are JSONL")
             table = _tokenised(lm, Path(file), data, cache)
-            sizes = np.asarray(table["size"])
-            for line in np.flatnonzero((sizes == 0) | (sizes > data.length)):
-                row = table[int(line)]
+            sizes, lines = np.asarray(table["size"], int), np.asarray(table["line"], int)
+            fits = (sizes > 0) & (sizes <= data.length)
+            for index in np.flatnonzero(~fits):
+                row = table[int(index)]
                 reason = row["reason"] or f"{row['size']} tokens, data.length is {data.length}"
-                kind = row["kind"] or "over-long"
-                self.problems.append(Problem(file, int(line) + 1, kind, reason))
+                self.problems.append(Problem(file, int(row["line"]), row["kind"] or "over-long", reason))
                 if data.strict:
-                    raise DataError(f"{file}, line {line + 1}: {reason}")
-            places.append(np.flatnonzero((sizes > 0) & (sizes <= data.length)))
+                    raise DataError(f"{file}, line {row['line']}: {reason}")
+            self._total += np.unique(lines).size
+            self._used += np.unique(lines[fits]).size
+            places.append(np.flatnonzero(fits))
             tables.append(table)
         starts = np.cumsum([0, *[len(table) for table in tables]])
         self._rows = np.concatenate([place + start for place, start in zip(places, starts, strict=False)])
         if not self._rows.size:
-            first = f"; the first: {self.problems[0].reason}" if self.problems else ""
+            first = f"; the first: {_where(self.problems[0])}" if self.problems else ""
             raise DataError(f"{', '.join(files)}: no record can be used{first}")
         whole = datasets.concatenate_datasets(tables)
         self.sizes = np.asarray(whole["size"])[self._rows]
@@ -188,59 +240,61 @@ class Records:
 
     def report(self) -> str:
         """What was left out, and where."""
-        total = len(self) + len(self.problems)
         if not self.problems:
-            return f"{total} records, all used"
+            return f"{self._total} records, all used"
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(p.kind for p in self.problems).items()))
-        lines = [f"{total} records, {len(self)} used; left out: {counts}"]
-        lines += [f"  {p.file}, line {p.line}: {p.reason}" for p in self.problems[:SHOWN]]
+        lines = [f"{self._total} records, {self._used} used; left out: {counts}"]
+        lines += [f"  {_where(problem)}" for problem in self.problems[:SHOWN]]
         if len(self.problems) > SHOWN:
             lines.append(f"  … and {len(self.problems) - SHOWN} more, in left_out.jsonl")
         return "\n".join(lines)
 
 
+def _where(problem: Problem) -> str:
+    return f"{problem.file}, line {problem.line}: {problem.reason}"
+
+
 def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) -> datasets.Dataset:
-    """One row per line: an example, its size, and for a line that cannot be used its kind of problem and the reason."""
-    key = hashlib.sha256(file.read_bytes())
+    """Return the rows of a file: examples, and with size 0 what is left out, with kind of problem and reason."""
+    with file.open("rb") as content:
+        key = hashlib.file_digest(content, "sha256")
     settings = (data.structured, data.plain_every, data.fed_loss, data.reread, lm.end_ids, lm.tokenizer.chat_template)
-    key.update(repr(settings).encode())
+    key.update(repr((VERSION, file.suffix, *settings)).encode())
     key.update(lm.tokenizer.backend_tokenizer.to_str().encode())
-    name = key.hexdigest()[:20]
-    cache.mkdir(parents=True, exist_ok=True)
+    cached = cache / f"{file.stem}-{key.hexdigest()[:20]}.arrow"
+    if not cached.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = cached.with_name(f".{cached.name}.partial")
+        with ArrowWriter(path=str(partial), features=FEATURES) as writer:
+            for record in tqdm(read_records(str(file)), desc=f"tokenising {file.name}", unit="record"):
+                for row in _rows(lm, record, data):
+                    writer.write(row)
+            writer.finalize()
+        partial.replace(cached)
+    return datasets.Dataset.from_file(str(cached))
 
-    def tokenise(row: dict[str, Any], index: int) -> dict[str, Any]:
-        plain = data.structured and data.plain_every and index % data.plain_every == data.plain_every - 1
-        nothing = Example(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, bool))
-        none: dict[str, Any] = nothing._asdict() | {"size": 0}
-        if not row["text"].strip():
-            return none | {"kind": "empty", "reason": "the line is empty"}
-        try:
-            messages = parse_record(row["text"])
-            if not any(plain_text(m["structure"]) for m in messages if m["role"] == "assistant"):
-                return none | {"kind": "empty", "reason": "the answer is empty"}
-            made = encode_conversation(lm, messages, data.structured and not plain, data.fed_loss)
-            made = reread(made, lm.codec.special, index) if data.reread else made
-        except AspdError as error:
-            return none | {"kind": "malformed", "reason": str(error)}
-        return made._asdict() | {"size": len(made.tokens), "kind": "", "reason": ""}
 
-    lines = datasets.load_dataset("text", data_files=str(file), split="train", cache_dir=str(cache))
-    return lines.map(
-        tokenise,
-        with_indices=True,
-        remove_columns=["text"],
-        features=datasets.Features(
-            {
-                "tokens": datasets.List(datasets.Value("int32")),
-                "loss": datasets.List(datasets.Value("bool")),
-                "flat": datasets.List(datasets.Value("bool")),
-                "size": datasets.Value("int32"),
-                "kind": datasets.Value("string"),
-                "reason": datasets.Value("string"),
-            }
-        ),
-        cache_file_name=str(cache / f"{file.stem}-{name}.arrow"),
-        new_fingerprint=name,
-        load_from_cache_file=True,
-        desc=f"tokenising {file.name}",
-    )
+def _rows(lm: LanguageModel, record: Conversation | Unreadable, data: DataSection) -> Iterator[dict[str, Any]]:
+    nothing = Example(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, bool))
+    left_out = nothing._asdict() | {"size": 0, "line": record.number}
+    if isinstance(record, Unreadable):
+        yield left_out | {"kind": "malformed", "reason": record.reason}
+        return
+    index = record.number - 1
+    plain = data.plain_every and index % data.plain_every == data.plain_every - 1
+    examples, skipped = encode_conversation(lm, record, data.structured and not plain, data.fed_loss)
+    for example in examples:
+        made = reread(example, lm.codec.special, index) if data.reread else example
+        yield made._asdict() | {"size": len(made.tokens), "line": record.number, "kind": "", "reason": ""}
+    if not examples:
+        yield left_out | {"kind": "malformed", "reason": "; ".join(dict.fromkeys(map(_turn, skipped.items())))}
+        return
+    if record.unanswered:
+        skipped[len(record.messages)] = "no answer follows"
+    for turn in skipped.items():
+        yield left_out | {"kind": "turn", "reason": _turn(turn)}
+
+
+def _turn(turn: tuple[int, str]) -> str:
+    place, reason = turn
+    return reason if reason.startswith("messages") else f"messages[{place}]: {reason}"

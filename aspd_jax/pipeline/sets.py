@@ -73,6 +73,8 @@ class _Sets:
             report.unfit += 1
             put("rejected", base | {"stage": "record", "reason": unfit})
             return
+        if record.unanswered:
+            put("rejected", base | {"message": len(record.messages), "stage": "read", "reason": "no answer follows"})
         plain: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in record.messages]
         structured = list(plain)
         details, forked = [], False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -12,40 +11,45 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from aspd_jax.errors import AspdError, DataError
+from aspd_jax.errors import DataError
+from aspd_jax.jsonl import read_lines
 from aspd_jax.pictures import answer_html, branch_colour, page
-from aspd_jax.structure import Serial, Structure, from_json
+from aspd_jax.pipeline.sources import Unreadable, conversation
+from aspd_jax.structure import Serial, Structure
 
 
-def read_structured(file: Path) -> Iterator[dict[str, Any]]:
+def read_structured(file: Path, left_out: list[str]) -> Iterator[dict[str, Any]]:
     """Records of a file of `aspd data build`, or of any JSONL that `aspd train` reads.
 
+    Args:
+        left_out: takes file, line and reason of each line that is no conversation.
+
+    Returns:
+        Of each record its fields; `messages` of `role` and `content`; and `answers`, place and structure of each.
+
     Raises:
-        DataError: line and problem.
+        DataError: the file cannot be read.
     """
-    if not file.is_file():
-        raise DataError(f"{file} does not exist")
-    with file.open() as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                record = json.loads(line)
-                record["answers"] = [
-                    (place, from_json(m["structure"])) if "structure" in m else (place, (Serial(m["content"]),))
-                    for place, m in enumerate(record["messages"])
-                    if m["role"] == "assistant"
-                ]
-            except (AspdError, ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{file}, line {number}: no structured record: {error!r}") from None
-            yield record
+    for number, value, reason in read_lines(file):
+        found = Unreadable(number, "", reason) if reason else conversation(value, number)
+        if isinstance(found, Unreadable):
+            left_out.append(f"{file}, line {number}: {found.reason}")
+            continue
+        messages = [{"role": role, "content": content} for role, content in found.messages]
+        answers = [(place, found.structure(place)) for place in found.answers]
+        details = value.get("pipeline")
+        if not (isinstance(details, list) and all(isinstance(of, dict) and "message" in of for of in details)):
+            details = []
+        yield value | {"messages": messages, "answers": answers, "pipeline": details}
 
 
-def find(file: Path, name: str) -> dict[str, Any]:
-    """The record with an id.
+def find(file: Path, name: str, left_out: list[str]) -> dict[str, Any]:
+    """The record with an id; `left_out` as in `read_structured`.
 
     Raises:
         DataError: there is none.
     """
-    for record in read_structured(file):
+    for record in read_structured(file, left_out):
         if str(record.get("id")) == name:
             return record
     raise DataError(f"{file} holds no record with id {name!r}")

@@ -2,42 +2,65 @@
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from aspd_jax.errors import AspdError, DataError
-from aspd_jax.structure import from_json, plain_text
+from aspd_jax.jsonl import BOM, parse_json, read_lines
+from aspd_jax.structure import Serial, Structure, from_json, plain_text
 
 ROLES = {
     "human": "user", "user": "user", "prompter": "user", "system": "system", "developer": "system",
     "gpt": "assistant", "assistant": "assistant", "model": "assistant", "chatgpt": "assistant", "bot": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
+TEXT_PARTS = ("text", "input_text", "output_text")
+# Fields that change what a message says, or whether it is learned. The core has no form for them.
+UNSUPPORTED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "audio")
 QUESTIONS = ("question", "prompt", "instruction", "query", "input", "user", "problem")
 ANSWERS = ("answer", "response", "output", "completion", "chosen", "assistant", "solution", "text")
 IDS = ("id", "question_id", "uuid", "conversation_id")
+LONGEST_REASON = 300  # characters
+
+
+class Message(NamedTuple):
+    """A message; `structure` where an answer came with one."""
+
+    role: str
+    content: str
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A record: messages of `role` and `content`; at least one is an assistant's.
+    """A record: messages of `role` and `content`, the last one an assistant's.
 
     Attributes:
         number: which record of its file it is, from 1; the line, for JSONL.
         id: its own name, or else its number.
+        structures: of the answers that came with one, by place.
+        unanswered: number of messages behind the last answer, which are dropped.
     """
 
     number: int
     id: str
     messages: tuple[tuple[str, str], ...]
+    structures: Mapping[int, Structure] = field(default_factory=dict, compare=False)
+    unanswered: int = 0
 
     @property
     def answers(self) -> list[int]:
         """Places of the assistant's messages."""
         return [place for place, (role, _) in enumerate(self.messages) if role == "assistant"]
+
+    def structure(self, place: int) -> Structure:
+        """Return the structure of an answer; one serial stretch where it came without."""
+        return self.structures.get(place, (Serial(self.messages[place][1]),))
 
 
 @dataclass(frozen=True)
@@ -50,46 +73,87 @@ class Unreadable:
 
 
 def read_records(source: str) -> Iterator[Conversation | Unreadable]:
-    """Records of a JSONL file, or of anything `datasets` reads: a JSON, CSV or Parquet file, a folder, or a name.
+    """Records of a JSONL, JSON or CSV file, or of what `datasets` reads: a Parquet file, a folder, or a name.
 
     Raises:
         DataError: there is no such file or dataset.
     """
     path = Path(source)
     if path.suffix in (".jsonl", ".ndjson"):
-        yield from _read_lines(path)
-        return
-    for number, row in enumerate(_dataset(source), 1):
-        yield conversation(row, number)
-
-
-def _read_lines(path: Path) -> Iterator[Conversation | Unreadable]:
-    if not path.is_file():
-        raise DataError(f"{path} does not exist")
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
+        yield from _read_jsonl(path)
+    elif path.suffix == ".json" and (values := _json_values(path)) is not None:
+        for number, value in enumerate(values, 1):
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                yield Unreadable(number, str(number), f"not JSON: {error.msg} at column {error.colno}")
-            except UnicodeDecodeError as error:
-                yield Unreadable(number, str(number), f"not UTF-8: byte {error.start} of the line")
+                yield conversation(parse_json(json.dumps(value).encode()), number)
+            except (DataError, RecursionError) as error:
+                yield Unreadable(number, str(number), str(error))
+    elif path.suffix == ".json":
+        yield from _read_jsonl(path)
+    elif path.suffix == ".csv":
+        yield from _read_csv(path)
+    else:
+        rows = _dataset(source)
+        for number in range(1, len(rows) + 1):
+            try:
+                row = rows[number - 1]
+            except Exception as error:  # a column of this row that cannot be decoded
+                yield Unreadable(number, str(number), f"the row cannot be read: {error}"[:LONGEST_REASON])
             else:
                 yield conversation(row, number)
+
+
+def _read_jsonl(path: Path) -> Iterator[Conversation | Unreadable]:
+    for number, value, reason in read_lines(path):
+        yield Unreadable(number, str(number), reason) if reason else conversation(value, number)
+
+
+def _json_values(path: Path) -> list[Any] | None:
+    """Elements of a file that is one JSON array or object; None: it is not, so it may be JSONL."""
+    try:
+        value = json.loads(path.read_bytes().removeprefix(BOM).decode(errors="surrogateescape"))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, list) else [value]
+
+
+def _read_csv(path: Path) -> Iterator[Conversation | Unreadable]:
+    csv.field_size_limit(1 << 30)
+    try:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            rows = csv.DictReader(file)
+            for number, row in enumerate(_csv_rows(rows), 1):
+                if isinstance(row, str) or None in row:
+                    reason = row if isinstance(row, str) else f"expected {len(rows.fieldnames or ())} fields, got more"
+                    yield Unreadable(number, str(number), reason)
+                else:
+                    yield conversation(row, number)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None
+
+
+def _csv_rows(rows: Iterator[dict[Any, Any]]) -> Iterator[dict[Any, Any] | str]:
+    """Rows, or the reason why one cannot be read."""
+    while True:
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield f"not CSV: {error}"
 
 
 def _dataset(source: str) -> Any:
     import datasets
 
     path = Path(source)
-    kinds = {".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+    kinds = {".parquet": "parquet", ".arrow": "arrow"}
     try:
         if path.is_file():
             kind = kinds.get(path.suffix)
             if kind is None:
-                raise DataError(f"{source}: files may be .jsonl, {', '.join(kinds)}")
+                raise DataError(f"{source}: files may be .jsonl, .ndjson, .json, .csv, {', '.join(kinds)}")
             return datasets.load_dataset(kind, data_files=source, split="train")
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(source)
@@ -103,68 +167,137 @@ def _dataset(source: str) -> Any:
 def conversation(row: Any, number: int) -> Conversation | Unreadable:
     """A record as a conversation: chat messages, ShareGPT, Alpaca, FastChat answers, or question and answer."""
     own = next((row[key] for key in IDS if row.get(key) is not None), number) if isinstance(row, Mapping) else number
+    name = str(own).encode(errors="replace").decode()
     try:
         if not isinstance(row, Mapping):
             raise DataError(f"it must be an object, got {type(row).__name__}")
-        messages = tuple(_messages(row))
-        if not any(role == "assistant" and content.strip() for role, content in messages):
+        messages = _with_structure(list(_messages(row)), row.get("structure"))
+        for place, (_, content, _) in enumerate(messages):
+            check_text(content, f"messages[{place}]")
+        last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=-1)
+        kept = messages[: last + 1]
+        if not any(message.role == "assistant" and message.content.strip() for message in kept):
             raise DataError("it holds no answer")
+        if not any(message.role == "user" for message in kept):
+            raise DataError("it holds no question before its answer")
         if row.get("finish_reason") == "length":
             raise DataError('its answer was cut off: "finish_reason" is "length"')
-        for _, content in messages:
-            content.encode()  # lone surrogates, which JSON can hold and no file can
-    except UnicodeEncodeError:
-        return Unreadable(number, str(own), "it holds half a surrogate pair, which is no text")
     except AspdError as error:
-        return Unreadable(number, str(own), str(error))
-    return Conversation(number, str(own), messages)
+        return Unreadable(number, name, str(error)[:LONGEST_REASON])
+    structures = {place: message.structure for place, message in enumerate(kept) if message.structure is not None}
+    texts = tuple((message.role, message.content) for message in kept)
+    return Conversation(number, name, texts, structures, len(messages) - len(kept))
 
 
-def _messages(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _with_structure(messages: list[Message], value: Any) -> list[Message]:
+    """Add the structure beside a conversation: the last answer, or its structure (`aspd generate` writes both)."""
+    if value is None or not messages:
+        return messages
+    *others, last = messages
+    if last.role != "assistant":
+        structure = from_json(value)
+        return [*messages, Message("assistant", plain_text(structure), structure)]
+    if last.structure is None and plain_text(structure := from_json(value)) == last.content:
+        return [*others, last._replace(structure=structure)]
+    return messages
+
+
+def _messages(row: Mapping[str, Any]) -> Iterator[Message]:
     for key in ("messages", "conversations", "conversation"):
-        if isinstance(row.get(key), list):
-            messages = [_message(turn, f"{key}[{place}]") for place, turn in enumerate(row[key])]
+        if row.get(key) is not None:
+            messages = parse_messages(row[key], key)
             yield from messages
-            if messages and messages[-1][0] == "assistant":  # `aspd generate` writes the last answer here, too
-                return
-            if key == "messages" and "structure" in row:
-                yield "assistant", plain_text(from_json(row["structure"]))
-            elif key == "messages" and isinstance(row.get("answer"), str):
-                yield "assistant", row["answer"]
+            answer = row.get("answer")
+            if messages and messages[-1].role != "assistant" and isinstance(answer, str):
+                yield Message("assistant", answer)
             return
     if isinstance(row.get("system"), str) and row["system"].strip():
-        yield "system", row["system"]
-    for place, pair in enumerate(row.get("history") or []):
+        yield Message("system", row["system"])
+    history = row.get("history") or []
+    if not isinstance(history, (list, tuple)):
+        raise DataError('"history" must be a list of pairs of a question and an answer')
+    for place, pair in enumerate(history):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             raise DataError(f"history[{place}] must be a pair of a question and an answer")
-        yield "user", pair[0]
-        yield "assistant", pair[1]
+        yield Message("user", pair[0])
+        yield Message("assistant", pair[1])
     question = next((key for key in QUESTIONS if isinstance(row.get(key), str) and row[key].strip()), None)
     answer = next((key for key in ANSWERS if isinstance(row.get(key), str) and key != question), None)
     if question is None or answer is None:
         raise DataError(
-            f'no question and answer among its keys ({", ".join(map(str, row)) or "none"}); it needs "messages", '
-            '"conversations", "instruction" and "output", or "question" and "answer"'
+            f"no question and answer among its keys ({', '.join(map(str, islice(row, 9))) or 'none'}); it needs "
+            '"messages", "conversations", "instruction" and "output", or "question" and "answer"'
         )
     text = row[question]
     if question == "instruction" and answer != "input" and isinstance(row.get("input"), str) and row["input"].strip():
         text += f"\n\n{row['input']}"
-    yield "user", text
-    yield "assistant", row[answer]
+    yield Message("user", text)
+    yield Message("assistant", row[answer])
 
 
-def _message(turn: Any, where: str) -> tuple[str, str]:
+def parse_messages(value: Any, where: str) -> list[Message]:
+    """Messages of a conversation, in OpenAI's form (`role`, `content`) or ShareGPT's (`from`, `value`).
+
+    Raises:
+        DataError: which message cannot be read, and why.
+    """
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+        raise DataError(f'"{where}" must be a list of {{"role", "content"}} objects, got {_shown(value)}')
+    return [_message(turn, f"{where}[{place}]") for place, turn in enumerate(value)]
+
+
+def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping):
-        raise DataError(f"{where} must be an object with a role and a content")
+        raise DataError(f"{where} must be an object with a role and a content, got {_shown(turn)}")
     name = turn.get("role", turn.get("from"))
-    role = ROLES.get(str(name).lower())
+    role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        raise DataError(f"{where} has the role {name!r}; known are {', '.join(sorted(ROLES))}")
-    if role == "assistant" and "structure" in turn:
-        return role, plain_text(from_json(turn["structure"]))
-    content = turn.get("content", turn.get("value"))
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str):
-        raise DataError(f"{where} has no text")
-    return role, content
+        raise DataError(f"{where} has the role {_shown(name)}; known are {', '.join(sorted(ROLES))}")
+    for key in UNSUPPORTED:
+        if turn.get(key):
+            raise DataError(f"{where}.{key} is not supported")
+    if turn.get("weight") not in (None, 1):
+        raise DataError(f"{where}.weight: expected 1, got {_shown(turn['weight'])}; every answer is learned")
+    if role == "assistant" and turn.get("structure") is not None:
+        structure = from_json(turn["structure"])
+        return Message(role, plain_text(structure), structure)
+    return Message(role, text_content(turn.get("content", turn.get("value")), where))
+
+
+def text_content(content: Any, where: str) -> str:
+    """Text of a message's `content`: a string, or a list of text parts.
+
+    Raises:
+        DataError: it is none, or a part is no text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise DataError(f"{where}.content: expected a string or a list of text parts, got {_shown(content)}")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in TEXT_PARTS:
+            raise DataError(f'{where}.content[{number}]: expected a part of type "text", got {_shown(kind or part)}')
+        if not isinstance(part.get("text"), str):
+            raise DataError(f"{where}.content[{number}].text: expected a string, got {_shown(part.get('text'))}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse text that no file and no tokenizer can hold.
+
+    Raises:
+        DataError: it holds a lone surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{where} is not valid Unicode: it holds half a surrogate pair") from None
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON has it, shortened."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 60 else f"{text[:60]}…"

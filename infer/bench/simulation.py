@@ -93,8 +93,8 @@ def shapes_of(lm: LanguageModel, file: Path, most: int) -> list[AnswerShape]:
     if lm.tokenizer is None:
         raise RequestError("answers are counted in tokens, and this model has no tokenizer")
     found = []
-    for record in islice((record for record in read_structured(file) if record["answers"]), most):
-        place, items = record["answers"][0]
+    for record in islice(read_structured(file, []), most):
+        place, items = next(answer for answer in record["answers"] if answer[0])
         prompt, *_ = encode_turns(lm.tokenizer, lm.codec.text, lm.end_ids, record["messages"][:place], prompt=True)
         found.append(_shape(lm, len(prompt), items))
     if not found:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from aspd_jax.errors import RequestError
+from aspd_jax.errors import AspdError
 from aspd_jax.files import write_whole
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
@@ -43,7 +43,10 @@ def answer_questions(
     waiting = [(place, q) for place, q in enumerate(questions) if q.id not in done][::-1]
     running: list[_Conversation] = []
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as log, tqdm(total=len(questions), initial=len(questions) - len(waiting), desc=title) as bar:
+    with (
+        file.open("a", encoding="utf-8") as log,
+        tqdm(total=len(questions), initial=len(questions) - len(waiting), desc=title) as bar,
+    ):
         while waiting or running:
             # No more than there are rows: a first turn would take the row that a second turn goes on in.
             while waiting and len(running) < engine.max_batch:
@@ -101,7 +104,7 @@ class _Conversation:
         self._messages.append({"role": "user", "content": self._question.turns[len(self._turns)]})
         try:
             self._handle = self._engine.submit(self._messages, self._params, self._mode)
-        except RequestError as error:
+        except AspdError as error:
             self._error = str(error)
 
 

@@ -55,9 +55,9 @@ def read_prompts(file: str) -> dict[str, Prompt]:
     """
     where = file or "the project's judge prompts"
     try:
-        text = Path(file).read_text() if file else (files(__package__) / "judge_prompts.jsonl").read_text()
+        text = Path(file).read_bytes() if file else (files(__package__) / "judge_prompts.jsonl").read_bytes()
         found = {}
-        for line in text.splitlines():
+        for line in text.split(b"\n"):
             if line.strip():
                 record = json.loads(line)
                 form = WINNER if record["name"].startswith("pair") else RATING

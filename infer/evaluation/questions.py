@@ -6,13 +6,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 from aspd_jax.errors import DataError
+from aspd_jax.jsonl import read_lines
 from infer.evaluation.config import BenchmarkSection, Kind
-from infer.offline.jsonl import objects, refuse
 
 MATHS = "\n\nThink step by step, and put your final answer within \\boxed{}."
 CHOICE = "\n\nEnd your answer with a line that says: Answer: LETTER"
@@ -43,46 +44,63 @@ class Question:
     forks: bool | None = None
 
 
-def read_questions(section: BenchmarkSection) -> list[Question]:
+def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Question]:
     """The questions of a benchmark.
 
+    Args:
+        left_out: takes file, line and reason of each line that is no question, or repeats the id of an earlier one.
+
     Raises:
-        DataError: every line that is no question (the first few), with its number; ids that occur twice.
+        DataError: a file cannot be read, or holds no question.
     """
     file = Path(section.file)
-    references = read_references(Path(section.references)) if section.references else {}
+    references = read_references(Path(section.references), left_out) if section.references else {}
     found: dict[str | int, Question] = {}
-    problems: list[str] = []
-    for number, record in objects(file, problems):
+    before = len(left_out)
+    for number, record, reason in read_lines(file):
         try:
-            question = _question(record, number, section.kind, references)
+            question = _question(_object(record, reason), number, section.kind, references)
             if question.id in found:
                 raise DataError(f"question {question.id!r} occurs twice")
             found[question.id] = question
         except DataError as error:
-            problems.append(f"line {number}: {error}")
-    refuse(file, problems)
+            left_out.append(f"{file}, line {number}: {error}")
     if not found:
-        raise DataError(f"{file} holds no question")
+        first = f"; the first: {left_out[before]}" if len(left_out) > before else ""
+        raise DataError(f"{file} holds no question{first}")
     return spread(found.values(), section.limit)
 
 
-def read_references(file: Path) -> dict[str | int, tuple[str, ...]]:
+def read_references(file: Path, left_out: list[str]) -> dict[str | int, tuple[str, ...]]:
     """Answers by question id, of FastChat's model_answer form.
 
-    Raises:
-        DataError: every line that is none, with its number.
+    Args:
+        left_out: takes file, line and reason of each line that holds none.
     """
     found: dict[str | int, tuple[str, ...]] = {}
-    problems: list[str] = []
-    for number, record in objects(file, problems):
+    for number, record, reason in read_lines(file):
         try:
-            turns = record["choices"][0]["turns"]
-            found[record["question_id"]] = tuple(map(str, turns))
+            answer = _object(record, reason)
+            found[answer["question_id"]] = _texts(answer["choices"][0]["turns"])
+        except DataError as error:
+            left_out.append(f"{file}, line {number}: {error}")
         except (KeyError, IndexError, TypeError):
-            problems.append(f'line {number}: no "question_id" and "choices" with "turns"')
-    refuse(file, problems)
+            left_out.append(f'{file}, line {number}: no "question_id" and "choices" with "turns"')
     return found
+
+
+def _object(value: Any, reason: str) -> dict[str, Any]:
+    if reason or not isinstance(value, dict):
+        raise DataError(reason or "not a JSON object")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """Answers: one text or number, or a list of them."""
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, (str, int, float)) for item in values):
+        raise DataError("an answer must be a text or a number")
+    return tuple(map(str, values))
 
 
 def spread(questions: Iterable[Question], limit: int) -> list[Question]:
@@ -110,13 +128,13 @@ def _question(
     if documents is not None:
         turns = (f"{_documents(documents)}\n\n{turns[0]}", *turns[1:])
     own = record.get("reference", record.get("answer", record.get("solution")))
-    given = tuple(map(str, own)) if isinstance(own, list) else () if own is None else (str(own),)
+    given = () if own is None else _texts(own)
     temperature = record.get("required_temperature")
-    if temperature is not None and not isinstance(temperature, (int, float)):
-        raise DataError('"required_temperature" must be a number')
+    if temperature is not None and not (isinstance(temperature, (int, float)) and 0 <= temperature < inf):
+        raise DataError('"required_temperature" must be a number from 0')
     question = Question(
         id=id,
-        category=str(record.get("category", record.get("subject", "all"))),
+        category=str(record.get("category") or record.get("subject") or "all"),
         turns=turns,
         references=references.get(id, given),
         scoring=kind,
@@ -156,7 +174,7 @@ def _with_answer(question: Question, answer: str, asking: str) -> Question:
 
 def _choice(question: Question, record: dict[str, Any]) -> Question:
     choices = record.get("choices", record.get("options"))
-    if not isinstance(choices, list) or not 2 <= len(choices) <= len(ascii_uppercase):
+    if not isinstance(choices, list) or not 2 <= len(_texts(choices)) <= len(ascii_uppercase):
         raise DataError('"choices" must be a list of 2 to 26 texts')
     letters = ascii_uppercase[: len(choices)]
     right = record.get("answer")

@@ -130,6 +130,8 @@ def markdown(
                 lines += [f"### {name}, by category", ""] + _category_table(system["categories"]) + [""]
         lines += [line for file in plots.get(bench, ()) for line in (f"![{Path(file).stem}]({file})", "")]
         lines += _published(bench)
+    if environment.get("left_out"):
+        lines += ["## Lines that hold no question", "", *(f"* {line}" for line in environment["left_out"]), ""]
     lines += _repeat(environment)
     return "\n".join(lines).rstrip()
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.endpoint import outside_event_loop
-from aspd_jax.errors import CheckpointError, ConfigError, RequestError
+from aspd_jax.errors import AspdError, CheckpointError, ConfigError
 from aspd_jax.files import write_whole
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.layout import Layout
@@ -39,17 +39,20 @@ from infer.offline.jsonl import append, read_journal
 PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy", "scipy", "math-verify")
 
 
-def run(config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path) -> None:
+def run(
+    config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path, left_out: Sequence[str] = ()
+) -> None:
     """Answer, time and score everything that is not there yet.
 
     Args:
         questions: of every benchmark.
+        left_out: lines of question files that hold no question, for the report.
 
     Raises:
         ConfigError: the folder holds another evaluation.
         AspdError: what cannot work; what is done is kept.
     """
-    _claim(config, questions, output)
+    _claim(config, questions, output, left_out)
     for name, section in config.models.items():
         todo = [(system, bench) for system in config.systems if system.model == name for bench in questions]
         lm = load(section)
@@ -145,10 +148,12 @@ def read_run(output: Path) -> tuple[EvalConfig, dict[str, Any]]:
     )
 
 
-def _claim(config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path) -> None:
+def _claim(
+    config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path, left_out: Sequence[str]
+) -> None:
     """Write down what is evaluated, or check that it is what the folder holds."""
     hashes = {bench: digest(asked) for bench, asked in questions.items()}
-    here = environment() | {"questions": hashes}
+    here = environment() | {"questions": hashes, "left_out": list(left_out)}
     settings = json.loads(json.dumps(asdict(config)))
     if (output / "config.json").exists():
         there, at = read_run(output)
@@ -221,13 +226,13 @@ def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question]
     if not todo:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as log:
+    with file.open("a", encoding="utf-8") as log:
         for question in tqdm(todo, desc="likelihood of references", unit="reference"):
             try:
                 prompt = engine.encode([{"role": "user", "content": question.turns[0]}])
-            except RequestError:
+                answer = lm.codec.text.encode(question.references[0])
+            except AspdError:
                 continue
-            answer = lm.codec.text.encode(question.references[0])
             ids = [*prompt, *answer]
             if not answer or len(ids) > engine.max_length:
                 continue

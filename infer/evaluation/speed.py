@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from aspd_jax.errors import RequestError
+from aspd_jax.errors import AspdError, RequestError
 from infer.answers.answer import Result, content_ids
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, SpeedSection, System
@@ -45,7 +45,7 @@ def time_questions(
     done = {record["question_id"]: record for record in read_journal(file)}
     file.parent.mkdir(parents=True, exist_ok=True)
     places = {question.id: place for place, question in enumerate(questions)}
-    with file.open("a") as log:
+    with file.open("a", encoding="utf-8") as log:
         for question in tqdm([q for q in chosen if q.id not in done], desc=title, unit="question"):
             params = decoding.params(question.temperature, places[question.id])
             record = _time(engine, system, question, params, speed.repeats)
@@ -63,7 +63,7 @@ def _time(engine: Engine, system: System, question: Question, params: Any, repea
             if system.mode == "adaptive":
                 content = [content_ids(engine.config, result) for result in runs[-1]]
                 serial_runs.append(list(_converse(engine, "serial", question, params, content)))
-    except RequestError as error:
+    except AspdError as error:
         return {"question_id": question.id, "category": question.category, "turns": [], "error": str(error)}
     turns = []
     for number in range(len(question.turns)):

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from aspd_jax.errors import DataError, RequestError
+from aspd_jax.errors import AspdError, DataError, RequestError
 from aspd_jax.files import replacing
+from aspd_jax.jsonl import Line, read_lines
+from aspd_jax.pipeline.sources import parse_messages
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.engine import Engine, Prompt
-from infer.offline.jsonl import append, objects, read_journal, refuse
+from infer.offline.jsonl import append, read_journal
 from infer.request import Mode, SamplingParams
 from infer.scheduling.handle import Handle
 
@@ -28,12 +30,21 @@ STEPS = 256  # passes between two looks at who has ended
 
 
 class Item(NamedTuple):
-    """A line of the input: its number, what it is called, the prompt, and what the line calls it."""
+    """A line of the input.
+
+    Attributes:
+        line: its number.
+        id: its own, or else the number.
+        prompt: text or messages; None where the line holds neither.
+        source: what the answer's record repeats of the line.
+        error: why there is no prompt.
+    """
 
     line: int
-    id: Any
-    prompt: Prompt
+    id: str | int
+    prompt: Prompt | None
     source: dict[str, Any]
+    error: str = ""
 
 
 class Outcome(NamedTuple):
@@ -51,38 +62,47 @@ def read_prompts(file: Path, chat: bool) -> list[Item]:
         chat: a `prompt` is a message of the user, and goes through the chat template.
 
     Raises:
-        DataError: every line that is no such record (the first few), with its number.
+        DataError: the file cannot be read, or has no line that is not blank.
     """
-    items: list[Item] = []
-    problems: list[str] = []
-    for number, record in objects(file, problems):
-        prompt, messages = record.get("prompt"), record.get("messages")
-        if isinstance(prompt, str) and messages is None:
-            whole: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
-        elif isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages) and prompt is None:
-            whole = messages
-        else:
-            problems.append(f'line {number}: it must hold "prompt", a string, or "messages", a list of messages')
-            continue
-        source = {"prompt": prompt} if messages is None else {"messages": messages}
-        items.append(Item(number, record.get("id", number), whole, source))
-    refuse(file, problems)
+    items = [_item(line, chat) for line in read_lines(file)]
     if not items:
         raise DataError(f"{file} holds no prompt")
     return items
 
 
+def _item(line: Line, chat: bool) -> Item:
+    number, record, reason = line
+    if reason:
+        return Item(number, number, None, {}, reason)
+    if not isinstance(record, dict):
+        return Item(number, number, None, {}, "not a JSON object")
+    own = record.get("id")
+    name = own if isinstance(own, (str, int)) else number
+    prompt, messages = record.get("prompt"), record.get("messages")
+    if isinstance(prompt, str) and messages is None:
+        whole: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
+        return Item(number, name, whole, {"prompt": prompt})
+    if messages is None or messages == [] or prompt is not None:
+        reason = 'it must hold "prompt", a string, or "messages", a list of messages'
+        return Item(number, name, None, {}, reason)
+    try:
+        said = [{"role": role, "content": content} for role, content, _ in parse_messages(messages, "messages")]
+    except AspdError as error:
+        return Item(number, name, None, {}, str(error))
+    return Item(number, name, said, {"messages": said})
+
+
 def generate_file(
     engine: Engine, source: Path, output: Path, params: SamplingParams, mode: Mode, chat: bool, progress: bool = True
 ) -> Outcome:
-    """Answer every prompt of a file. Prompts that break a limit get an `error` in place of an answer.
+    """Answer every prompt of a file. A line that holds no prompt, or one that breaks a limit, gets an `error`.
 
     Args:
         params: of all; the seed of a line is `params.seed` (0 if none is given) plus its number, so that answers do
             not depend on where a job was interrupted.
 
     Raises:
-        DataError: the input is no JSONL file of prompts.
+        DataError: the input cannot be read, or is empty.
         RequestError: the output holds answers to another input or with other settings.
     """
     items = read_prompts(source, chat)
@@ -97,7 +117,7 @@ def generate_file(
     waiting = [item for item in items if item.line not in done][::-1]
     running: list[tuple[Item, Handle]] = []
     with (
-        journal.open("a") as log,
+        journal.open("a", encoding="utf-8") as log,
         tqdm(total=len(items), initial=resumed, unit="answer", disable=not progress) as bar,
     ):
         if not resumed and journal.stat().st_size == 0:
@@ -112,10 +132,12 @@ def generate_file(
             while waiting and len(running) < 2 * engine.max_batch:
                 item = waiting.pop()
                 try:
+                    if item.prompt is None:
+                        raise DataError(item.error)
                     asked = replace(params, seed=(seed + item.line) % (1 << 32))
                     running.append((item, engine.submit(item.prompt, asked, mode)))
-                except RequestError as error:
-                    note(item, {"id": item.id, "error": str(error)})
+                except AspdError as error:
+                    note(item, {"id": item.id, "error": f"{source}, line {item.line}: {error}"})
             engine.step(STEPS)
             for item, handle in running:
                 if handle.result is not None:

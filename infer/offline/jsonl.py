@@ -1,47 +1,13 @@
-"""JSONL: files of users, whose mistakes are named by line; and journals, which grow by lines and survive kill -9."""
+"""Journals in JSONL: files that grow by lines and survive kill -9."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from aspd_jax.errors import DataError
-
-SHOWN = 5  # problems that are told at once
-
-
-def objects(file: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbered JSON objects of a file of a user's; a line that is none is added to the problems.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            problems.append(f"line {number}: not JSON: {error.msg} at column {error.colno}")
-            continue
-        if isinstance(record, dict):
-            yield number, record
-        else:
-            problems.append(f"line {number}: not a JSON object")
-
-
-def refuse(file: Path, problems: Sequence[str]) -> None:
-    """Raise DataError where there are problems: the first few of them."""
-    if problems:
-        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        raise DataError(f"{file}, " + "; ".join(problems[:SHOWN]) + more)
 
 
 def read_journal(file: Path) -> list[Any]:
@@ -53,14 +19,13 @@ def read_journal(file: Path) -> list[Any]:
     if not file.exists():
         return []
     found, size = [], 0
-    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
+    *whole, _ = file.read_bytes().split(b"\n")
+    for number, line in enumerate(whole, 1):
         try:
             found.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise DataError(f"{file}, line {number}: not JSON; delete the line, and it is made again") from None
-        size += len(line)
+        size += len(line) + 1
     os.truncate(file, size)
     return found
 

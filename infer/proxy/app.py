@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from aspd_jax.chat import encode_turns
+from aspd_jax.chat import encode_history
 from aspd_jax.structure import canonical, to_json
 from aspd_jax.tokens import Codec
 from infer.answers.events import Event
@@ -135,10 +135,9 @@ class _Proxy:
         if messages[-1]["role"] == "assistant":
             raise Refused(400, "the last message is an answer; a prompt ends with a message of the user")
         try:
-            ids, *stretches = encode_turns(self._tokenizer, self._codec.text, self._ends, messages, prompt=True)
+            (ids, *stretches), answers = encode_history(self._tokenizer, self._codec.text, self._ends, messages)
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
-        answers = (message["content"] for message in messages if message["role"] == "assistant")
         for said, after in zip(answers, stretches, strict=True):
             ids = [*ids, *self._codec.text.encode(said), *after]
         return ids

@@ -1,0 +1,74 @@
+"""JSONL: the value of each line, or the reason why it has none. Every command reads its files of records here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+
+from aspd_jax.errors import DataError
+
+BOM = b"\xef\xbb\xbf"
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
+MAX_LINE = 1 << 26
+
+
+class Line(NamedTuple):
+    """A line that is not blank.
+
+    Attributes:
+        number: from 1, blank lines included.
+        value: of the JSON text; None where it is none.
+        reason: why the line has no value; empty where it has one.
+    """
+
+    number: int
+    value: Any
+    reason: str = ""
+
+
+def read_lines(file: Path) -> Iterator[Line]:
+    r"""Read a file of JSON values, one a line. Only `\n` ends a line; a byte order mark and `\r\n` are accepted.
+
+    Raises:
+        DataError: the file cannot be opened or read.
+    """
+    number = 0
+    try:
+        with file.open("rb") as lines:
+            while line := lines.readline(MAX_LINE + 1):
+                number += 1
+                too_long = len(line) > MAX_LINE
+                part = line
+                while too_long and part and not part.endswith(b"\n"):
+                    part = lines.readline(MAX_LINE)
+                line = line.strip(b" \t\r\n")
+                if too_long:
+                    yield Line(number, None, f"expected at most {MAX_LINE} bytes in a line")
+                elif number == 1 and line.startswith(UTF16):
+                    yield Line(number, None, "not UTF-8: the file is UTF-16; convert it to UTF-8")
+                elif line.removeprefix(BOM):
+                    try:
+                        yield Line(number, parse_json(line))
+                    except DataError as error:
+                        yield Line(number, None, str(error))
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}") from None
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse one JSON text by RFC 8259: UTF-8, whole surrogate pairs, no NaN, at most 200 levels. A BOM is accepted.
+
+    Raises:
+        DataError: the kind of fault, and its place.
+    """
+    data = data.removeprefix(BOM)
+    try:
+        data.decode()
+        return from_json(data, allow_inf_nan=False)
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8: byte {error.start}") from None
+    except ValueError as error:
+        raise DataError(f"not JSON: {error}".replace(" line 1 column", " column")) from None
