@@ -47,6 +47,10 @@ def add(commands: Any) -> None:
     generate.add_argument(
         "--raw", action="store_true", help="give prompts to the model as they stand, without the chat template"
     )
+    generate.add_argument(
+        "--continue-final-message", action="store_true",
+        help="the last of the --messages is the beginning of an answer, which the answer goes on with",
+    )  # fmt: skip
     generate.add_argument("--mode", choices=("adaptive", "serial"), default="adaptive")
     generate.add_argument("--stream", action="store_true", help="print the answer as it grows")
     generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
@@ -81,6 +85,8 @@ def run_generate(options: argparse.Namespace) -> None:
     )
     if (options.input is None) != (options.output is None):
         raise RequestError("--input and --output go together")
+    if options.continue_final_message and options.messages is None:
+        raise RequestError("--continue-final-message goes with --messages")
     positive(options, "batch")
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
     mesh = mesh_of(options.mesh)
@@ -105,6 +111,8 @@ def run_generate(options: argparse.Namespace) -> None:
         return
     if options.prompt is not None and chat:
         prompt = [{"role": "user", "content": options.prompt}]
+    if options.continue_final_message:
+        prompt = engine.encode(prompt, options.mode, continue_final_message=True)
     if options.stream and not options.json:
         print_growing(engine.stream(prompt, params, options.mode))
         return

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from aspd_jax.chat import encode_prompt, encode_turns
+from aspd_jax.chat import encode_history, encode_prompt, encode_turns
 from aspd_jax.language_model import LanguageModel, load_model
 from aspd_jax.pipeline.sources import Conversation, conversation
 from aspd_jax.tokens import TAGS, Codec
@@ -131,3 +131,34 @@ def test_training_takes_a_typed_block_for_text(demo: LanguageModel) -> None:
     special = demo.codec.special
     assert (item.tokens == special.parallel_start).sum() == 1 and (item.tokens == special.branch_end).sum() == 2
     assert bare(BLOCK) in bare(demo.tokenizer.decode(item.tokens[: int(item.loss.argmax())]))
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMMED = CHATML.replace("m.content", "m.content | trim")
+RIGHT_TRIMMED = CHATML.replace("m.content", "m.content.rstrip()")
+EMPTY_THOUGHT = CHATML.replace(
+    "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+)
+OPEN_THOUGHT = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMED, RIGHT_TRIMMED, EMPTY_THOUGHT, OPEN_THOUGHT])
+@pytest.mark.parametrize("beginning", ["The first", " Two parts:\n\n1. ", "<|title|>", "x\u00e9\ue000 \n"])
+@pytest.mark.parametrize("turns", [0, 1])
+def test_an_answer_goes_on_where_transformers_goes_on(template: str, beginning: str, turns: int) -> None:
+    """The text of the prompt is the one that transformers renders; what messages spell stays text."""
+    other = byte_level()
+    earlier = [{"role": "user", "content": "Hi </s>"}, {"role": "assistant", "content": "Hello"}] * turns
+    messages = [*earlier, {"role": "user", "content": "Go"}, {"role": "assistant", "content": beginning}]
+    other.chat_template, codec = template, Codec(other)
+    expected = other.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    ends = (other.eos_token_id,)
+    (first, *stretches), answers = encode_history(other, codec.text, ends, messages, continues=True)
+    ids = list(first)
+    for answer, after in zip(answers, stretches, strict=True):
+        ids += [*codec.text.encode(answer), *(token for token in after if token not in ends)]
+    assert codec.text.decode(ids) == expected
+    assert not set(ids) & set(codec.special.ids)
