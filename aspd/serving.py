@@ -61,10 +61,9 @@ def add(commands: Any) -> None:
     serve.add_argument("--drain", type=float, default=30.0, help="seconds for requests under way when told to stop")
     process_options(serve)
     serve.add_argument(
-        "--warm-up",
-        action="store_true",
-        help="compile all programs before the server says that it is ready",
-    )
+        "--warm-up", nargs="?", choices=("none", "first", "all"), const="all", default="first",
+        help="programs to compile before the server is ready: none, those of requests that come one at a time, or all",
+    )  # fmt: skip
 
     proxy = command(
         commands,

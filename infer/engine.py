@@ -263,9 +263,13 @@ class Engine:
         self._answers.clear()
         self.scheduler.forget()
 
-    def warm_up(self) -> float:
-        """Compile what requests may need, and measure what a pass costs; returns the seconds it took."""
-        return self.scheduler.warm_up()
+    def warm_up(self, alone: bool = False) -> float:
+        """Compile what requests may need, and measure what a pass costs; return the seconds it took.
+
+        Args:
+            alone: only for one request at a time.
+        """
+        return self.scheduler.warm_up(alone)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", steps: int = 1

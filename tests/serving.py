@@ -20,7 +20,7 @@ from infer.server.config import ServerConfig
 from infer.server.driver import Driver
 
 # A server of the embedded model in a process of its own, on a port that it chooses.
-SERVE = (sys.executable, "-m", "aspd", "serve", "--model", "demo", "--port", "0")
+SERVE = (sys.executable, "-m", "aspd", "serve", "--model", "demo", "--port", "0", "--warm-up", "none")
 QUESTIONS = [question for question in synthetic_questions(12) if question.forks]
 
 
@@ -66,7 +66,7 @@ def wait_for(holds: Any, seconds: float = 120) -> bool:
 
 @contextmanager
 def serving(engine: Engine, **changes: Any) -> Iterator[Running]:
-    settings: dict[str, Any] = {"name": "demo", "warm_up": False, "max_new_tokens": 400} | changes
+    settings: dict[str, Any] = {"name": "demo", "warm_up": "none", "max_new_tokens": 400} | changes
     with Running(engine, ServerConfig(**settings)) as running:
         yield running
         assert wait_for(lambda: running.driver.occupancy == (0, 0))

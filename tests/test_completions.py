@@ -167,13 +167,14 @@ def test_answers_follow_their_grammar(server: Running, fields: dict[str, Any], p
         {"guided_json": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}},
         {"guided_json": '{"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}'},
         {"structured_outputs": {"json": {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}}},
-        {"structured_outputs": {"json_object": True}, "max_tokens": 200},
-        {"response_format": {"type": "json_object"}, "max_tokens": 200},
+        {"structured_outputs": {"json_object": True}},
+        {"response_format": {"type": "json_object"}},
     ],
 )
 def test_answers_are_json(server: Running, fields: dict[str, Any]) -> None:
-    message = {"role": "user", "content": "x"}
-    answer = post(server, "chat/completions", **{"messages": [message], "max_tokens": 60} | fields)["choices"][0]
+    (brace,) = server.engine.lm.codec.text.encode("}")
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 60, "logit_bias": {brace: 100}} | fields
+    answer = post(server, "chat/completions", **asked)["choices"][0]
     assert answer["finish_reason"] == "stop" and isinstance(json.loads(answer["message"]["content"]), dict)
 
 
@@ -209,7 +210,7 @@ def test_an_answer_goes_on(server: Running) -> None:
         ("completions", {"prompt": "x", "guided_regex": "a("}, "regex: "),
         ("completions", {"prompt": "x", "guided_grammar": "root ::= ("}, "grammar: "),
         ("completions", {"prompt": "x", "guided_choice": []}, "guided_choice"),
-        ("completions", {"prompt": "x", "guided_regex": "a", "guided_choice": ["a"]}, "expected one of guided_regex and"),
+        ("completions", {"prompt": "x", "guided_regex": "a", "guided_choice": ["a"]}, "expected one of guided_regex"),
         ("completions", {"prompt": "x", "structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
         ("chat/completions", {"messages": ask()["messages"], "continue_final_message": True}, "continue_final_message"),
         ("chat/completions", {"messages": ask()["messages"], "add_generation_prompt": False}, "add_generation_prompt"),

@@ -499,26 +499,72 @@ def test_a_state_is_asked_once_what_it_needs(engine: Engine, monkeypatch: Any) -
     assert len(asked) == 2
 
 
-def test_warm_up_leaves_nothing_to_compile(bare_lm: LanguageModel) -> None:
-    own = Engine(bare_lm, max_length=128, max_batch=1, max_branches=2, max_title_tokens=1, separator_ids=())
+def programs_compiled(names: list[str]) -> int:
+    return sum("backend_compile" in name for name in names)
+
+
+def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
+    """For no kind of request, alone or beside others."""
+    own = Engine(lm, max_length=128, max_batch=2, max_branches=2, max_title_tokens=1)
     assert own.warm_up() > 0
     assert own.scheduler.cost is not None and own.scheduler.cost.milliseconds(1, 128) > 0
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
-    params = [SamplingParams(temperature=t, seed=s) for t in (0.0, 9.0) for s in range(3)]
-    results = own.generate([[1] * size for size in (1, 2, 5, 40, 90, 3)], params)
-    for result, alternatives in zip(results, (0, 1, 3, 5, 20, 0), strict=True):
-        token_logprobs(own.lm, own.config, result, alternatives)
-    assert not [name for name in compiled if "backend_compile" in name]
+    hot = {"temperature": 9.0, "max_new_tokens": 30}
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0, "max_new_tokens": 100},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+        {"logit_bias": {5: 2.0}, "frequency_penalty": 1.0, "presence_penalty": 1.0, "min_tokens": 4},
+        {"stop": ("e", "th")},
+        {"json_schema": {"type": "object"}},
+        {"choices": ("yes", "no")},
+        {"branch_schema": {"type": "integer"}},
+        {"script": ((40, 41, 42),)},
+        {"max_content_tokens": 0},
+        {"logit_bias": {own.config.special.title_start: 100.0}},
+    ]
+    params = [SamplingParams(**{**hot, "seed": number} | kind) for number, kind in enumerate(kinds)]
+    prompts = [[40 + n % 50 for n in range(size)] for size in (1, 2, 5, 40, 90, 3, 33, 64, 7, 20, 4)]
+    results = own.generate(prompts, params)
+    for number, kind in enumerate(params):
+        results += own.generate([prompts[number]], kind)
+    for number, result in enumerate(results):
+        token_logprobs(own.lm, own.config, result, number, echo=number % 2 == 0)
+    turn = [*results[0].prompt_token_ids, *results[0].token_ids, 50]
+    results += own.generate([turn, [*prompts[4], 50], [*prompts[4], 51, 52]], params[0])
+    handles = [own.submit(prompt, params[0], steps=2) for prompt in prompts[2:6]]
+    for handle in handles:
+        handle.wanted = True
+    while any(handle.result is None for handle in handles):
+        own.step(1)
+        if handles[3].result is None and handles[0].result is not None:
+            handles[3].partial()
+            handles[3].cancel()
+    assert any(result.stats.blocks for result in results) and any(result.stats.reused_tokens for result in results)
+    assert not programs_compiled(compiled)
     jax.block_until_ready(jax.jit(lambda x: x * len(compiled))(1.0))
-    assert [name for name in compiled if "backend_compile" in name], "negative control: it is heard of"
-    assert any(result.stats.blocks for result in results)
-    handle = own.submit([1])
+    assert programs_compiled(compiled), "negative control: it is heard of"
+    handle = own.submit([40])
     own.step(1)
     if handle.result is None:
         with pytest.raises(RequestError, match="engine at rest"):
             own.warm_up()
         handle.cancel()
+
+
+def test_the_first_answer_compiles_nothing_after_a_warm_up_for_one(lm: LanguageModel) -> None:
+    own = Engine(lm, max_length=128, max_batch=2, max_branches=3, max_title_tokens=1)
+    own.warm_up(alone=True)
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
+    params = SamplingParams(temperature=9.0, seed=1, max_new_tokens=30)
+    for size in (1, 30, 90):
+        (result,) = own.generate([[40 + n % 50 for n in range(size)]], params)
+        token_logprobs(own.lm, own.config, result, 2)
+    assert not programs_compiled(compiled)
+    own.generate([[40], [41]], params)
+    assert programs_compiled(compiled), "negative control: two at a time have other programs"
 
 
 def test_warm_up_forgets_what_rows_held(bare_lm: LanguageModel) -> None:

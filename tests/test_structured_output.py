@@ -124,7 +124,7 @@ def test_a_schema_needs_a_tokenizer(bare_lm: LanguageModel) -> None:
 
 
 def test_the_interface_has_response_format(engine: Engine) -> None:
-    app = make_app(engine, ServerConfig(name="m", max_new_tokens=200))
+    app = make_app(engine, ServerConfig(name="m", max_new_tokens=200, warm_up="none"))
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 1, "seed": 5}
     named = {"name": "verdict", "strict": True, "schema": SCHEMAS["verdict"]}
     with TestClient(app) as client:

@@ -188,15 +188,19 @@ class Scheduler:
                 if row.handle is None:
                     row.memory = RowMemory()
 
-    def warm_up(self) -> float:
+    def warm_up(self, alone: bool = False) -> float:
         """See `Engine.warm_up`."""
         with self._lock:
             if any(row.handle for row in self._rows):
                 raise RequestError("warm_up is for an engine at rest; requests are under way")
             before = self.now()
             self.forget()  # passes that are timed write over what rows hold
-            state = compile_all(self._lm, self._config, self._state_now(), self.runner.buckets)
-            state, self.cost = measure_cost(self._lm, self._config, state, self.runner.buckets)
+            buckets = self.runner.buckets
+            least = min(bucket.rows for bucket in buckets.every)
+            programs = [bucket for bucket in buckets.every if bucket.rows == least or not alone]
+            state = compile_all(self._lm, self._config, self._state_now(), programs)
+            if not alone:
+                state, self.cost = measure_cost(self._lm, self._config, state, buckets)
             self._change(state)
             return self.now() - before
 

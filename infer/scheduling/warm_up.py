@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -34,15 +35,15 @@ TIMED_TOKENS = (1, 4, 16)  # of a row, in the passes that are timed
 NO_PASS = Limits(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False))
 
 
-def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Buckets) -> DecodeState:
-    """Compile every program of passes, what is done to rows between passes, and log probabilities of answers."""
+def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket]) -> DecodeState:
+    """Compile programs of passes, what is done to rows between passes, and log probabilities of answers."""
     batch, capacity = state.cache.tokens.shape
     begun, drafts = time.perf_counter(), sorted({False, config.draft_tokens > 0})
-    for number, bucket in enumerate(buckets.every, 1):
+    for number, bucket in enumerate(buckets, 1):
         for drafting in drafts:
             state, _ = run(lm.params, state, NO_PASS, config, bucket, drafting)
         spent = time.perf_counter() - begun
-        log.info("program %d of %d: %s, %.0f s", number, len(buckets.every), bucket, spent)
+        log.info("program %d of %d: %s, %.0f s", number, len(buckets), bucket, spent)
     for size in powers(LEAST_PROMPT, capacity):
         job = Job((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
         state = begin(lm, config, state, job, batch)  # a row past the end: none

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from aspd_jax.configuration import at_least
 from aspd_jax.errors import ConfigError
+from aspd_jax.layout import check_choice
+
+WarmUp = Literal["none", "first", "all"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class ServerConfig:
         timeout: seconds from request to last token.
         chunk: seconds between two looks at growing answers, as near as whole passes come.
         drain: seconds that requests under way have to end when the server is told to stop.
-        warm_up: compile all programs before the server says that it is ready.
+        warm_up: programs that are compiled before the server says that it is ready: `none`, those of the `first` answer
+            and of all that come one at a time, or `all`.
     """
 
     host: str = "127.0.0.1"
@@ -44,9 +49,10 @@ class ServerConfig:
     timeout: float = 300.0
     chunk: float = 0.03
     drain: float = 30.0
-    warm_up: bool = False
+    warm_up: WarmUp = "first"
 
     def __post_init__(self) -> None:
+        check_choice("warm_up", self.warm_up, WarmUp)
         for name in ("max_body", "max_choices", "max_new_tokens"):
             at_least(name, getattr(self, name), 1)
         at_least("max_waiting", self.max_waiting, 0)

@@ -184,8 +184,8 @@ class Driver:
 
     def _run(self) -> None:
         try:
-            if self._config.warm_up:
-                log.info("warmed up in %.1f s", self.engine.warm_up())
+            if self._config.warm_up != "none":
+                log.info("warmed up in %.1f s", self.engine.warm_up(alone=self._config.warm_up == "first"))
             self.ready.set()
             while self._turn():
                 pass

@@ -21,8 +21,8 @@ def follow(engine: Engine, config: ServerConfig) -> None:
     """Do what the first of several processes does, until it has drained; that one gets the signals."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    if config.warm_up:
-        engine.warm_up()
+    if config.warm_up != "none":
+        engine.warm_up(alone=config.warm_up == "first")
     Lockstep(engine).follow()
 
 
