@@ -86,6 +86,8 @@ class SamplingParams:
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("max_content_tokens", self.max_content_tokens is None or self.max_content_tokens >= 0, "at least 0"),
             ("max_branch_tokens", 1 <= self.max_branch_tokens < 1 << 24, "at least 1"),
+            ("regex", self.regex != "", "a regular expression"),
+            ("grammar", self.grammar != "", "a Lark or GBNF grammar"),
             ("choices", all(isinstance(text, str) and text for text in self.choices), "non-empty strings"),
             ("stop", all(isinstance(text, str) and text for text in stop), "non-empty strings"),
             ("seed", self.seed is None or 0 <= self.seed < 1 << 32, "between 0 and 2^32 - 1"),

@@ -327,6 +327,10 @@ def test_a_bias_chooses_the_structure(engine: Engine) -> None:
         {"logit_bias": {3: 101}},
         {"logit_bias": [3]},
         {"logit_bias": {24: 1.0}},
+        {"regex": ""},
+        {"grammar": ""},
+        {"choices": ("a", "")},
+        {"regex": "a", "grammar": "start: /a/"},
     ],
 )
 def test_values_out_of_range_are_refused_by_name(engine: Engine, fields: dict[str, Any]) -> None:

@@ -169,7 +169,7 @@ def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
     [
         ("chat/completions", ask() | {"model": "x"}, 404, "there is no model 'x' here, but 'demo'"),
         ("chat/completions", ask(temperature=3), 400, "temperature: Input should be less than or equal to 2"),
-        ("chat/completions", ask(presence_penalty=1), 400, "presence_penalty"),
+        ("chat/completions", ask(presence_penalty=3), 400, "presence_penalty"),
         ("chat/completions", ask(tools=[]), 400, "tools: Extra inputs are not permitted"),
         ("chat/completions", ask(n=99), 400, "n: at most 8 answers"),
         ("chat/completions", ask(max_tokens=0), 400, "max_tokens"),

@@ -28,6 +28,7 @@ Penalty = Annotated[Float, Field(ge=-2, le=2)]
 Share = Annotated[Float, Field(gt=0, le=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
+Pattern = Annotated[str, Field(min_length=1)]  # a regular expression or a grammar
 TopLogprobs = Annotated[Int, Field(ge=0, le=MOST_ALTERNATIVES)]
 Limit = Annotated[Int, Field(ge=1, lt=1 << 31)]
 
@@ -81,9 +82,9 @@ class StructuredOutputs(Strict):
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     json_object: StrictBool | None = None
-    regex: str | None = None
+    regex: Pattern | None = None
     choice: Annotated[list[str], Field(min_length=1)] | None = None
-    grammar: str | None = None
+    grammar: Pattern | None = None
 
 
 class Aspd(Strict):
@@ -261,9 +262,9 @@ class Completion(Common):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
+    guided_regex: Pattern | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
-    guided_grammar: str | None = None
+    guided_grammar: Pattern | None = None
 
     @model_validator(mode="after")
     def _one_grammar(self) -> Self:
