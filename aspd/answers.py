@@ -102,7 +102,7 @@ def run_generate(options: argparse.Namespace) -> None:
     if options.prompt is not None and chat:
         prompt = [{"role": "user", "content": options.prompt}]
     if options.stream and not options.json:
-        print_growing(engine.stream(prompt, params, options.mode))
+        print_growing(engine, prompt, params, options.mode)
         return
     result = engine.generate([prompt], params, options.mode)[0]
     if not options.json:

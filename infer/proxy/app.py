@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -17,10 +17,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from aspd_jax.chat import encode_turns
 from aspd_jax.structure import canonical, to_json
 from aspd_jax.tokens import Codec
-from infer.answers.events import Event
+from infer.answers.events import Event, StopFilter
 from infer.proxy.answering import Answering, Proxied, usage
 from infer.proxy.upstream import Sampling, Upstream, UpstreamConfig, UpstreamError
-from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
+from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.messages import ChatRequest, error_body
 
 INVALID = "invalid_request_error"
@@ -92,7 +92,6 @@ class _Proxy:
         for field, given in (
             ("n", (body.n or 1) > 1),
             ("logprobs", body.alternatives is not None),
-            ("stop", body.stop is not None),
             ("response_format", body.response_format is not None),
             ("aspd.branch_format", body.aspd.branch_format is not None),
             ("aspd.content", body.aspd.content is not None),
@@ -106,8 +105,10 @@ class _Proxy:
             body.top_k, body.min_p, body.repetition_penalty, body.seed,
         )  # fmt: skip
         answer = Proxied()
-        most = min(body.limit or self._most, self._most)
-        events = self._answering.events(prompt, most, sampling, body.aspd.mode == "adaptive", answer)
+        most, stop = min(body.limit or self._most, self._most), body.stop_strings
+        in_order = bool(stop) or body.aspd.stream == "text"
+        growing = self._answering.events(prompt, most, sampling, body.aspd.mode == "adaptive", answer, in_order)
+        events = _until(growing, stop, answer)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
         if body.stream:
             stream = self._stream(body, prompt, events, answer, head | {"object": "chat.completion.chunk"})
@@ -151,12 +152,12 @@ class _Proxy:
         def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
             return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
 
-        order = AsTheyCome() if body.aspd.stream == "branches" else ReadingOrder()
+        deltas_of = branch_deltas if body.aspd.stream == "branches" else text_deltas
         yield sse(chunk({"role": "assistant", "content": ""}))
         try:
             async with aclosing(events):  # a client that goes away ends what the upstream does for it
                 async for event in events:
-                    for delta in order.take([event]):
+                    for delta in deltas_of([event]):
                         yield sse(chunk(_placed(delta)))
         except UpstreamError as error:
             yield sse(error_body(str(error), "upstream_error"))
@@ -166,6 +167,22 @@ class _Proxy:
         if body.stream_options is not None and body.stream_options.include_usage:
             yield sse({**head, "choices": [], "usage": usage(prompt, answer, self._codec)})
         yield "data: [DONE]\n\n"
+
+
+async def _until(
+    events: AsyncGenerator[Event, None], stop: Sequence[str], answer: Proxied
+) -> AsyncGenerator[Event, None]:
+    """Yield the events before the first stop string, and end the answer there."""
+    passing = StopFilter(stop)
+    async with aclosing(events):
+        async for event in events:
+            for one in passing.take([event], ended=False):
+                yield one
+            if passing.matched:
+                break
+    for one in passing.take([], ended=True):
+        yield one
+    answer.end_before(stop)
 
 
 def _placed(delta: Delta) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from infer.answers.answer import Result
 from infer.engine import Engine
 from infer.request import SamplingParams
 from infer.server.config import ServerConfig
-from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
+from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.driver import Broken, Busy, Driver, Ticket
 from infer.server.forms import Chat, Form, Text, statistics, usage
 from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter, error_body
@@ -315,7 +315,7 @@ class _Server:
             raise Refused(400, f"the prompt cannot be encoded: {error}", "invalid_request_error") from None
         compiled_before = programs_compiled()
         try:
-            tickets = self._driver.submit(jobs, grows=bool(body.stream), alternatives=body.alternatives)
+            tickets = self._driver.submit(jobs, body.aspd.stream if body.stream else None, body.alternatives)
         except Busy as busy:
             kind, wait = "rate_limit_exceeded", str(busy.seconds)
             raise Refused(429, str(busy), kind, "queue_full", **{"Retry-After": wait}) from None
@@ -428,12 +428,12 @@ class _Server:
                 task.cancel()
 
     async def _follow(self, number: int, ticket: Ticket, body: Common, news: asyncio.Queue[News]) -> None:
-        order = AsTheyCome() if body.aspd.stream == "branches" else ReadingOrder()
+        deltas_of = branch_deltas if body.aspd.stream == "branches" else text_deltas
         try:
             async for events in ticket.listen():
                 if (result := events[-1].result) is not None:
                     self._note(ticket, result)
-                news.put_nowait((number, order.take(events), result))
+                news.put_nowait((number, deltas_of(events), result))
         except Broken as broken:
             news.put_nowait((number, [], broken))
 

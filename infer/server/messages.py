@@ -146,9 +146,13 @@ class Common(Strict):
         """Tokens that the answer may have, as a client counts them: those of its text."""
         return self.max_tokens
 
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end the answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
     def params(self, config: ServerConfig, choice: int) -> SamplingParams:
         """Of one of the answers; each has its own random stream. Without `aspd.content`, which has to be encoded."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k,
@@ -157,7 +161,7 @@ class Common(Strict):
             repetition_penalty=self.repetition_penalty,
             max_new_tokens=config.max_new_tokens,
             max_content_tokens=min(self.limit or config.max_new_tokens, config.max_new_tokens),
-            stop=tuple(stop),
+            stop=self.stop_strings,
             seed=None if self.seed is None else (self.seed + choice) % (1 << 32),
             json_schema=schema_of(self.response_format),
             branch_schema=schema_of(self.aspd.branch_format),
