@@ -114,7 +114,7 @@ def run_generate(options: argparse.Namespace) -> None:
     if options.continue_final_message:
         prompt = engine.encode(prompt, options.mode, continue_final_message=True)
     if options.stream and not options.json:
-        print_growing(engine.stream(prompt, params, options.mode))
+        print_growing(engine, prompt, params, options.mode)
         return
     result = engine.generate([prompt], params, options.mode)[0]
     if not options.json:

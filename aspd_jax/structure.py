@@ -77,6 +77,27 @@ def canonical(items: Iterable[Item]) -> Structure:
     return tuple(result)
 
 
+def beginning(items: Iterable[Item], size: int) -> Structure:
+    """Return the structure of the first `size` characters of the plain text.
+
+    Later branches of the block in which they end stay, without text.
+    """
+    kept: list[Item] = []
+    for item in items:
+        if size <= 0:
+            break
+        if isinstance(item, Serial):
+            kept.append(Serial(item.text[:size]))
+            size -= len(item.text)
+            continue
+        branches = []
+        for branch in item.branches:
+            branches.append(Branch(branch.title, branch.text[: max(0, size)]))
+            size -= len(branch.text)
+        kept.append(Parallel(branches))
+    return tuple(kept)
+
+
 def to_json(items: Sequence[Item]) -> list[dict[str, Any]]:
     """JSON form: `{"type": "serial", "text"}` and `{"type": "parallel", "branches": [{"title", "text"}]}`."""
     return [

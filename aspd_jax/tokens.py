@@ -257,6 +257,22 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
     return tuple(items)
 
 
+def join(items: Iterable[ItemIds], special: SpecialTokens) -> np.ndarray:
+    """Return the linearisation int32 [T] of items: the inverse of `split`."""
+    tokens: list[int] = []
+    for item in items:
+        if isinstance(item, SerialIds):
+            tokens.extend(item.ids)
+            continue
+        for title in item.titles:
+            tokens += (special.title_start, *title, special.title_end)
+        tokens.append(special.parallel_start)
+        for branch in item.branches:
+            tokens += (special.branch_start, *branch, special.branch_end)
+        tokens.append(special.parallel_end)
+    return np.asarray(tokens, np.int32)
+
+
 class Codec:
     """Structured answers <-> token ids for one tokenizer."""
 

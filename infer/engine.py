@@ -20,7 +20,7 @@ from infer.request import Job, Mode, SamplingParams
 from infer.scheduling.adapters import Adapters
 from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import capacity_for
-from infer.scheduling.handle import NO_LIMIT, Handle
+from infer.scheduling.handle import NO_LIMIT, Handle, Stream
 from infer.scheduling.policy import Policy
 from infer.scheduling.replay import Trace, replay
 from infer.scheduling.scheduler import Scheduler
@@ -221,18 +221,20 @@ class Engine:
         mode: Mode = "adaptive",
         steps: int = NO_LIMIT,
         adapter: str = "",
+        stream: Stream = None,
     ) -> Handle:
         """Queue a request, whatever else is under way.
 
         Args:
             steps: forward passes between two looks at the answer, when its events are iterated over.
+            stream: events while the answer grows: `text`: in reading order; `branches`: all branches as they grow.
 
         Raises:
             RequestError: which limit it breaks.
         """
         if steps < 1:
             raise RequestError(f"steps must be at least 1, got {steps}")
-        return self.scheduler.submit(self.check(prompt, params, mode, adapter), steps)
+        return self.scheduler.submit(self.check(prompt, params, mode, adapter), steps, stream)
 
     def check(
         self,

@@ -19,7 +19,7 @@ from aspd_jax.processes import tell_all
 from infer.answers.logprobs import TokenLogprob, token_logprobs
 from infer.engine import Engine
 from infer.request import Job, SamplingParams
-from infer.scheduling.handle import Handle
+from infer.scheduling.handle import Handle, Stream
 
 log = logging.getLogger("aspd.server")
 
@@ -31,14 +31,14 @@ class Asked:
     Attributes:
         number: that no other request has.
         job: what is asked.
-        grows: whether its answer is looked at while it grows.
+        stream: how its answer is read while it grows (`infer.scheduling.handle.Handle`).
         alternatives: how many likeliest tokens its log probabilities come with; None: it has none.
         echo: they begin with those of the prompt.
     """
 
     number: int
     job: Job
-    grows: bool
+    stream: Stream
     alternatives: int | None
     echo: bool = False
 
@@ -118,8 +118,7 @@ class Lockstep:
         """Obey a command here."""
         scheduler = self.engine.scheduler
         for asked in command.asked:
-            handle = self.handles[asked.number] = scheduler.submit(asked.job)
-            handle.wanted = asked.grows
+            handle = self.handles[asked.number] = scheduler.submit(asked.job, stream=asked.stream)
             if not self.engine.adapters.there(asked.job.adapter):  # it went between the check and now
                 scheduler.cancel(handle)
             if asked.alternatives is not None:

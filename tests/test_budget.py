@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+import infer.answers.answer
 from aspd_jax import LanguageModel
 from infer import Engine, Result, SamplingParams
+from infer.answers.answer import content_places
 from infer.scheduling.policy import Policy
 from tests.answers import SEPARATOR
+from tests.test_grammar import well_formed
 
 WAVE = 48
 
@@ -29,34 +33,81 @@ def answers(engine: Engine, content: list[int | None], **changes: int) -> list[R
     return engine.generate([[1, 2, 3]] * len(content), params)
 
 
-def test_the_budget_of_text_is_never_exceeded(bare_lm: LanguageModel) -> None:
-    engine = engine_of(bare_lm)
-    random = np.random.default_rng(0)
-    limits = [int(n) for n in random.integers(1, 40, WAVE)]
-    free, bound = answers(engine, [None] * WAVE), answers(engine, list(limits))
-    used_up = 0
+def content(engine: Engine, result: Result) -> list[int]:
+    """Tokens of the plain text in reading order, without end of text."""
+    return [result.token_ids[place] for place in content_places(engine.config, result.token_ids)]
+
+
+@pytest.fixture(scope="module")
+def own(bare_lm: LanguageModel) -> Engine:
+    return engine_of(bare_lm)
+
+
+def test_a_limit_of_text_keeps_the_first_tokens_in_reading_order(own: Engine) -> None:
+    """With `max_content_tokens = n` the answer is the first n tokens of the one without a limit, blocks included."""
+    limits = [int(n) for n in np.random.default_rng(0).integers(1, 40, WAVE)]
+    free, bound = answers(own, [None] * WAVE), answers(own, list(limits))
+    in_block = 0
     for limit, unbound, result in zip(limits, free, bound, strict=True):
-        assert result.stats.content_tokens <= limit
-        if unbound.stats.content_tokens < limit:
-            assert result.token_ids == unbound.token_ids, "a bound that is not reached changes nothing"
-        if result.stats.content_tokens == limit:
+        whole = content(own, unbound)
+        assert content(own, result) == whole[:limit] and result.stats.content_tokens == min(limit, len(whole))
+        assert well_formed(own, result.token_ids)
+        if limit < len(whole):
             assert result.finish_reason == "length"
-            used_up += 1
-    assert used_up > WAVE // 3
-    assert sum(result.stats.blocks for result in bound) > 5
-    # Titles, heads and tags are none of it: as many tokens in all would leave less text.
-    in_all = answers(engine, [None] * WAVE, max_new_tokens=20)
-    of_text = answers(engine, [20] * WAVE)
-    told = [
-        (a.stats.content_tokens, b.stats.content_tokens) for a, b in zip(in_all, of_text, strict=True) if a.stats.blocks
-    ]
-    assert told and all(a < b for a, b in told if b == 20)
+            in_block += bool(result.stats.blocks) and own.config.special.parallel_end == result.token_ids[-1]
+        if limit > len(whole):
+            assert result.token_ids == unbound.token_ids, "a limit that is not reached changes nothing"
+    assert in_block > 8, "many ended inside a block"
 
 
-def test_it_is_spent_alike_whatever_waits(bare_lm: LanguageModel) -> None:
+def test_a_limit_of_all_tokens_keeps_a_beginning_of_the_text(own: Engine) -> None:
+    limits = [int(n) for n in np.random.default_rng(1).integers(1, 110, WAVE)]
+    free = answers(own, [None] * WAVE)
+    cut, some = 0, 0
+    for seed, (limit, unbound) in enumerate(zip(limits, free, strict=True)):
+        params = SamplingParams(temperature=100.0, max_new_tokens=limit, seed=seed)
+        (result,) = own.generate([[1, 2, 3]], params)
+        whole, kept = content(own, unbound), content(own, result)
+        assert kept == whole[: len(kept)] and len(result.token_ids) <= limit
+        assert well_formed(own, result.token_ids)
+        if len(kept) < len(whole):
+            assert result.finish_reason == "length"
+            cut += 1
+            some += bool(result.stats.blocks) and result.token_ids[-1] == own.config.special.parallel_end
+    assert cut > WAVE // 3 and some > 2, "some ended inside a block"
+
+
+def test_a_block_without_room_is_not_opened(own: Engine) -> None:
+    """Where the budget ends inside the titles, the answer is the text before them."""
+    free = answers(own, [None] * WAVE)
+    special, found = own.config.special, 0
+    for seed, unbound in enumerate(free):
+        ids = unbound.token_ids
+        if special.title_start not in ids[1:]:
+            continue
+        start = ids.index(special.title_start)
+        if start == 0:
+            continue
+        params = SamplingParams(temperature=100.0, max_new_tokens=start + 3, seed=seed)
+        (result,) = own.generate([[1, 2, 3]], params)
+        assert result.token_ids == ids[:start] and result.finish_reason == "length" and result.stats.blocks == 0
+        found += 1
+    assert found > 5
+
+
+def test_without_the_limit_of_the_reader_later_branches_show(own: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: answers as the device leaves them hold fragments of later branches."""
+    limits: list[int | None] = [int(n) for n in np.random.default_rng(0).integers(1, 40, WAVE)]
+    free = answers(own, [None] * WAVE)
+    monkeypatch.setattr(infer.answers.answer, "_within", lambda answer, *_: answer)
+    bound = answers(own, limits)
+    assert any(content(own, a) != content(own, b)[: a.stats.content_tokens] for a, b in zip(bound, free, strict=True))
+
+
+def test_it_is_spent_alike_whatever_waits(bare_lm: LanguageModel, own: Engine) -> None:
     """Branches that are held back end where they would have side by side."""
     limits: list[int | None] = [int(n) for n in np.random.default_rng(1).integers(2, 40, WAVE)]
-    together = answers(engine_of(bare_lm), limits)
+    together = answers(own, limits)
     for policy in ("cap:1", "cap:2"):
         assert Policy.parse(policy)
         held = answers(engine_of(bare_lm, policy), limits)
@@ -64,9 +115,9 @@ def test_it_is_spent_alike_whatever_waits(bare_lm: LanguageModel) -> None:
         assert [result.finish_reason for result in held] == [result.finish_reason for result in together]
 
 
-def test_a_branch_that_was_cut_is_told(bare_lm: LanguageModel) -> None:
+def test_a_branch_that_was_cut_is_told(own: Engine) -> None:
     """By `max_branch_tokens` here, so that the answer goes on and ends by itself."""
-    engine = engine_of(bare_lm)
+    engine = own
     free = answers(engine, [None] * WAVE, max_new_tokens=200)
     cut = answers(engine, [None] * WAVE, max_new_tokens=200, max_branch_tokens=3)
     end = engine.config.end[0]

@@ -131,7 +131,7 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
     while left or any(handle.result is None for handle in handles):
         if left:
             handles.append(own.submit(*left.pop(0)))
-            handles[-1].wanted = True
+            handles[-1].stream = "branches"
         own.step(int(random.integers(1, 6)))
         report = report_of(own.scheduler._state_now(), own.config).read()
         beside += bool((report.phase == PROMPT)[report.tokens > 0].any() and (report.lanes > 1).any())

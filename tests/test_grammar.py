@@ -86,13 +86,18 @@ def test_a_thousand_random_answers_are_well_formed_and_in_budget(engine: Engine)
             ids = result.token_ids
             assert well_formed(engine, ids), ids
             assert len(ids) <= budget
+            if not ids:  # it would have begun with a block that has no room
+                assert result.finish_reason == "length"
+                continue
             assert result.finish_reason == "length" or ids[-1] == 0
             cut = budget - len(ids) < 4 * result.stats.branches  # the reserve of the grammar
             for branch in re.findall(r"b\.*B", ids_as_letters(engine, ids)):
                 cut |= len(branch) >= asked.max_branch_tokens  # with its head, so rather too often
             assert result.finish_reason == "stop" or ids[-1] != 0 or cut
             assert result.stats.generated_tokens == len(ids)
-            assert result.stats.critical_path == path_of(engine, ids)
+            # The path has tokens that the budget has no room for in reading order, too.
+            path, own = result.stats.critical_path, path_of(engine, ids)
+            assert path == own if result.finish_reason == "stop" else path >= own
             assert result.stats.passes == result.stats.critical_path + result.stats.discarded_tokens - 1
             discarded += result.stats.discarded_tokens
             for titles in titles_of(engine, ids):

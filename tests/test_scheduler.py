@@ -112,7 +112,7 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) ->
     never.cancel()
     order: list[int] = []
     for handle in (*handles, given_up):
-        handle.wanted = heard
+        handle.stream = "branches" if heard else None
     while any(handle.result is None for handle in handles):
         engine.step(3)
         order += [n for n, handle in enumerate(handles) if handle.row is not None and n not in order]
@@ -377,7 +377,7 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_listened_to(bare_lm:
     first = busy.submit([7, 8], params, "serial")
     while not first.partial().token_ids:
         busy.step(1)
-    first.wanted = listened
+    first.stream = "branches" if listened else None
     second = busy.submit(long, params, "serial")
     if not listened:
         busy.step(1)
@@ -388,7 +388,7 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_listened_to(bare_lm:
     pieces = ceil(440 / piece)
     decoded, fed = [len(first.partial().token_ids)], [0]
     for left in reversed(range(pieces)):
-        first.wanted = left > 0  # else passes behind the last piece would be under way
+        first.stream = "branches" if left > 0 else None  # else passes behind the last piece would be under way
         busy.step(1)
         assert busy.scheduler.chunk.passes == 1
         decoded.append(len(first.partial().token_ids))
@@ -440,7 +440,7 @@ def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
     long = max(zip(results, params, strict=True), key=lambda pair: pair[0].stats.passes)[1]
     short = replace(long, max_new_tokens=5)
     quiet, heard = engine.submit([1, 2], long), engine.submit([1, 2], short)
-    heard.wanted = True
+    heard.stream = "branches"
     engine.step(30)
     assert engine.scheduler.chunk.passes == 1 and heard.poll(), "its first token, with its prompt"
     engine.step(30)
@@ -460,7 +460,7 @@ def test_passes_go_on_while_answers_are_looked_at(bare_lm: LanguageModel) -> Non
         """After each chunk of 4: the tokens that were told, and the passes that were started."""
         engine = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR, branch_policy=policy)
         handle, seen, told = engine.submit([1, 2], asked, "serial"), [], 0
-        handle.wanted = True
+        handle.stream = "branches"
         while handle.result is None:
             engine.step(4)
             told += sum(len(event.token_ids) for event in handle.poll())
@@ -475,7 +475,7 @@ def test_passes_go_on_while_answers_are_looked_at(bare_lm: LanguageModel) -> Non
 
 def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine) -> None:
     handle = engine.submit([1, 2], replace(HOT, seed=3), "serial")
-    handle.wanted = True
+    handle.stream = "branches"
     for _ in range(3):
         engine.step(2)
     handle.cancel()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from aspd_jax.layout import Layout
 from aspd_jax.sizes import next_power
-from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_text
-from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, split
+from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, beginning, plain_text
+from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, join, split
+from infer.answers.stop import first_match
 from infer.decode.packed import Packed
 from infer.decode.recogniser import TextReader
 from infer.decode.slots import Snapshot, snapshot
@@ -76,11 +77,12 @@ class Result:
     """An answer.
 
     Attributes:
-        text: the plain text.
-        structure: serial stretches and blocks.
-        token_ids: the linearisation, end of text included if it was sampled.
-        finish_reason: `stop` (end of text or a stop string), `length` (the budget ended it, or one of its branches), or
-            None while it grows.
+        text: the plain text, up to the first stop string.
+        structure: serial stretches and blocks of this text.
+        token_ids: the linearisation, end of text included if it was sampled; up to the token that completes a stop
+            string.
+        finish_reason: `stop` (end of text or a stop string), `length` (the budget ended it, or one of its branches),
+            `cancelled`, or None while it grows.
         stats: what it cost.
         prompt_token_ids: the prompt.
     """
@@ -95,10 +97,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as far as it is.
+    """An answer as far as it is, without tokens that its budgets have no room for in reading order.
 
     Attributes:
-        token_ids: in the order of the linearisation; branches that are still open have no closing tag.
+        token_ids: in the order of the linearisation; while it grows, open branches have no closing tag.
         items: stretches and blocks, the open block as if it were closed now; titles under way and end of text left out.
         phase: of the sequence.
         finish: of the sequence.
@@ -161,10 +163,14 @@ def linear_order(layout: Layout) -> np.ndarray:
 
 
 def read(
-    state: DecodeState, config: EngineConfig, rows: Sequence[int], reader: TextReader | None = None
+    state: DecodeState,
+    config: EngineConfig,
+    rows: Sequence[int],
+    limits: Sequence[int | None],
+    reader: TextReader | None = None,
 ) -> list[Reading]:
-    """Sequences as far as they are, from what was fed and what is pending; `reader`: of tags that are text."""
-    return readings(look_at(state, config, rows), len(rows), config, reader)
+    """Return sequences as far as they are, from what was fed and what is pending; see `readings`."""
+    return readings(look_at(state, config, rows), limits, config, reader)
 
 
 def look_at(state: DecodeState, config: EngineConfig, rows: Sequence[int]) -> Packed[Snapshot]:
@@ -174,14 +180,19 @@ def look_at(state: DecodeState, config: EngineConfig, rows: Sequence[int]) -> Pa
 
 
 def readings(
-    shot: Packed[Snapshot], count: int, config: EngineConfig, reader: TextReader | None = None
+    shot: Packed[Snapshot], limits: Sequence[int | None], config: EngineConfig, reader: TextReader | None = None
 ) -> list[Reading]:
-    """The first so many sequences of a copy; see `read`."""
-    there = shot.read()
-    return [_reading(there, index, config, reader) for index in range(count)]
+    """Return the first sequences of a copy, one for each limit.
+
+    Args:
+        limits: most tokens of the plain text of each; None: no limit.
+        reader: of tags that are text.
+    """
+    host = shot.read()
+    return [_reading(host, index, limit, config, reader) for index, limit in enumerate(limits)]
 
 
-def _reading(shot: Snapshot, index: int, config: EngineConfig, reader: TextReader | None) -> Reading:
+def _reading(shot: Snapshot, index: int, limit: int | None, config: EngineConfig, reader: TextReader | None) -> Reading:
     s, due, slots = shot.sequence, shot.pending, int(shot.length[index])
     phase, start = int(s.phase[index]), int(s.prompt_length[index])
     tokens = np.asarray(shot.tokens)[index, :slots]
@@ -195,8 +206,9 @@ def _reading(shot: Snapshot, index: int, config: EngineConfig, reader: TextReade
     in_block = phase in (FORK, PARALLEL)
     still_open = frozenset((np.flatnonzero(s.branch_live[index]) + 1).tolist()) if in_block else frozenset()
     finish = int(s.finish[index])
+    whole = _answer(ids[order], own.branch[order], phase, finish, config, still_open, reader)
     return Reading(
-        answer=_answer(ids[order], own.branch[order], phase, finish, config, still_open, reader),
+        answer=_within(whole, config, limit, int(s.cut_branch[index]), reader is None),
         passes=int(s.passes[index]),
         critical_path=int(s.critical_path[index]) + (int(s.branch_sampled[index].max()) if in_block else 0),
         tokens=tokens,
@@ -219,60 +231,136 @@ def _answer(
     reader: TextReader | None,
 ) -> Answer:
     special = config.special
-    whole = ids
+    whole, end = ids, ids[:0]
     if finish == STOP and ids.size and int(ids[-1]) in config.end:
-        whole = ids[:-1]
+        whole, end = ids[:-1], ids[-1:]
     if reader is not None:
         items = reader.items(whole, branch[: whole.size], len(config.separator), finish == RUNNING)
         return Answer(ids, items, phase, finish, still_open)
-    if whole.size == ids.size and phase in (TITLE, TITLED):
+    if not end.size and phase in (TITLE, TITLED):
         closed = np.flatnonzero(ids == special.parallel_end)
         after = int(closed[-1]) if closed.size else 0
         whole = ids[: after + int(np.argmax(ids[after:] == special.title_start))]
-    elif whole.size == ids.size and phase in (FORK, PARALLEL):
+    elif not end.size and phase in (FORK, PARALLEL):
         ends = np.flatnonzero((branch > 0) & (np.append(branch[1:], 0) != branch))
         unclosed = ends[ids[ends] != special.branch_end]
         whole = np.append(np.insert(ids, unclosed + 1, special.branch_end), special.parallel_end)
+    if finish != RUNNING:
+        ids = np.concatenate([whole, end])
     return Answer(ids, split(whole, special), phase, finish, still_open)
 
 
-def cut(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
-    places = [place for place in (text.find(string) for string in stop) if place >= 0]
-    return text[: min(places)] if places else text
+def shortened(items: Sequence[ItemIds], head: int, limit: int, cut_branch: int = 0) -> tuple[ItemIds, ...]:
+    """Return the items up to a number of tokens of plain text in reading order; what follows them is left out.
+
+    Later branches of the block in which they end stay, without text.
+
+    Args:
+        head: tokens of the separator.
+        limit: tokens of plain text.
+        cut_branch: number, from 1, of a branch of the last block whose text is the last; 0: none.
+    """
+    kept: list[ItemIds] = []
+    last = max((place for place, item in enumerate(items) if isinstance(item, BlockIds)), default=-1)
+    for place, item in enumerate(items):
+        if limit <= 0:
+            break
+        if isinstance(item, SerialIds):
+            size = len(item.ids)
+            kept.append(item if size <= limit else SerialIds(item.ids[:limit]))
+            limit -= size
+            continue
+        branches, drops = [], []
+        for number, (title, branch, text) in enumerate(
+            zip(item.titles, item.branches, item.texts(head), strict=True), 1
+        ):
+            size = min(len(text.ids), max(0, limit))
+            branches.append(branch[: len(title) + head + size])
+            drops.append(text.drop if size == len(text.ids) else 0)
+            limit = 0 if place == last and number == cut_branch else limit - len(text.ids)
+        kept.append(BlockIds(item.titles, tuple(branches), tuple(drops) if any(drops) else ()))
+    return tuple(kept)
+
+
+def _within(answer: Answer, config: EngineConfig, limit: int | None, cut_branch: int, tags_are_tokens: bool) -> Answer:
+    """Return an answer without what the budgets of text and of all tokens have no room for."""
+    items, head = answer.items, len(config.separator)
+    content = count_content(items, head)
+    if limit is None or (limit > content and not cut_branch):
+        limit = content + 1
+    kept = shortened(items, head, limit, cut_branch)
+    if count_content(kept, head) == content and len(kept) == len(items):
+        return answer
+    ids = join(kept, config.special) if tags_are_tokens else answer.token_ids
+    return replace(answer, items=kept, token_ids=ids)
+
+
+def count_content(items: Sequence[ItemIds], head: int) -> int:
+    """Return the tokens of the plain text of items."""
+    return sum(len(stretch.ids) for stretch in stretches(items, head))
+
+
+def stretches(items: Sequence[ItemIds], head: int) -> Iterator[SerialIds]:
+    """Yield serial texts and texts of branches in reading order; `head`: tokens of the separator."""
+    for item in items:
+        if isinstance(item, SerialIds):
+            yield item
+        else:
+            yield from item.texts(head)
+
+
+def _structure(items: Sequence[ItemIds], head: int, codec: Codec) -> Structure:
+    decode = codec.text.decode
+    structure: list[Item] = []
+    for item in items:
+        if isinstance(item, SerialIds):
+            structure.append(Serial(codec.text.text_of(item)))
+        else:
+            branches = zip(item.titles, item.texts(head), strict=True)
+            structure.append(
+                Parallel(Branch(decode(t) or codec.text.spell(t), codec.text.text_of(text)) for t, text in branches)
+            )
+    return tuple(structure)
+
+
+def _tokens_until(items: Sequence[ItemIds], head: int, codec: Codec, end: int) -> int:
+    """Return the tokens of the plain text up to the one that completes its first `end` characters."""
+    count = 0
+    for stretch in stretches(items, head):
+        size = len(codec.text.text_of(stretch))
+        if size < end:
+            count, end = count + len(stretch.ids), end - size
+            continue
+        stream = codec.text.stream()
+        for place in range(1, len(stretch.ids)):
+            stream.extend(stretch.ids[:place])
+            if len(stream.text) >= end:
+                return count + place
+        return count + len(stretch.ids)
+    return count
 
 
 def result(
     reading: Reading, job: Job, codec: Codec | None, config: EngineConfig, reused: int, seconds: dict[str, float]
 ) -> Result:
-    """An answer as the user gets it; without a tokenizer, texts are empty."""
-    answer = reading.answer
-    stop, head = job.params.stop, len(config.separator)
-    structure: list[Item] = []
-    content = 0
-    for item in answer.items:
-        if isinstance(item, SerialIds):
-            content += len(item.ids)
-        else:
-            content += sum(len(text.ids) for text in item.texts(head))
-        if codec is None:
-            continue
-        decode = codec.text.decode
-        if isinstance(item, SerialIds):
-            structure.append(Serial(cut(codec.text.text_of(item), stop)))
-        else:
-            structure.append(
-                Parallel(
-                    Branch(decode(title) or codec.text.spell(title), cut(codec.text.text_of(text), stop))
-                    for title, text in zip(item.titles, item.texts(head), strict=True)
-                )
-            )
-    blocks = [item for item in answer.items if isinstance(item, BlockIds)]
+    """Return an answer as the user gets it; without a tokenizer, texts are empty."""
+    answer, head = reading.answer, len(config.separator)
+    items, token_ids = answer.items, answer.token_ids
+    structure = () if codec is None else _structure(items, head, codec)
+    reason = {RUNNING: None, STOP: "length" if reading.cut else "stop", LENGTH: "length"}[answer.finish]
+    match = first_match(plain_text(structure), job.params.stop)
+    if match is not None:
+        assert codec is not None
+        items = shortened(items, head, _tokens_until(items, head, codec, match.end))
+        structure = beginning(structure, match.start)
+        token_ids = token_ids if config.text_tags else join(items, config.special)
+        reason = "stop"
+    blocks = [item for item in items if isinstance(item, BlockIds)]
     stats = Statistics(
         prompt_tokens=len(job.prompt),
         reused_tokens=reused,
-        generated_tokens=len(answer.token_ids),
-        content_tokens=content,
+        generated_tokens=len(token_ids),
+        content_tokens=count_content(items, head),
         passes=reading.passes,
         critical_path=reading.critical_path,
         blocks=len(blocks),
@@ -282,9 +370,8 @@ def result(
         accepted_tokens=reading.accepted,
         seconds=dict(seconds),
     )
-    reason = {RUNNING: None, STOP: "length" if reading.cut else "stop", LENGTH: "length"}[answer.finish]
-    tokens = [int(token) for token in answer.token_ids]
-    return Result(plain_text(structure), tuple(structure), tokens, reason, stats, list(job.prompt))
+    tokens = [int(token) for token in token_ids]
+    return Result(plain_text(structure), structure, tokens, reason, stats, list(job.prompt))
 
 
 def content_places(config: EngineConfig, ids: list[int]) -> list[int]:

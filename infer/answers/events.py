@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from aspd_jax.tokens import Codec, SerialIds, TextStream
-from infer.answers.answer import Answer, Result, cut
-from infer.decode.state import SERIAL
+from aspd_jax.tokens import BlockIds, Codec, SerialIds, TextStream
+from infer.answers.answer import Answer, Result
+from infer.answers.stop import first_match, undecided
 
 Kind = Literal["token", "fork", "branch", "merge", "done"]
 
@@ -24,7 +24,8 @@ class Event:
             `merge`: a block ended. `done`: the answer ended.
         block: number of the block from 1; 0 in serial text.
         branch: number of the branch from 1; 0 in serial text.
-        text: of a `token`: what was added, whole characters only. Of a `branch`: all of it.
+        text: of a `token`: what was added, whole characters only. Of a `branch`: all of it. Of a branch that is not the
+            first, a budget may take the end back: `result` has the text that counts.
         token_ids: of a `token`: the new tokens.
         titles: of a `fork`.
         result: of `done`: the answer with finish reason and statistics.
@@ -39,20 +40,79 @@ class Event:
     result: Result | None = None
 
 
-class EventReader:
-    """Compares what is there of an answer with what was told of it."""
+class StopFilter:
+    """Ends a stream of events, which come in reading order, before the first stop string.
 
-    def __init__(self, codec: Codec | None, head: int, stop: Sequence[str]) -> None:
+    Attributes:
+        matched: whether a stop string was found. Only `done` passes then.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.matched = False
+        self._stop = stop
+        self._held: list[Event] = []
+
+    def take(self, events: Sequence[Event], ended: bool) -> list[Event]:
+        """Return the events that certainly come before a stop string; later ones are held until that is known.
+
+        Args:
+            events: new events.
+            ended: whether no text follows.
+        """
+        done = [event for event in events if event.kind == "done"]
+        if self.matched:
+            return done
+        self._held += (event for event in events if event.kind != "done")
+        text = "".join(event.text for event in self._held if event.kind == "token")
+        match = first_match(text, self._stop)
+        left = match.start if match else len(text) - (0 if ended else undecided(text, self._stop))
+        self.matched = match is not None
+        passed: list[Event] = []
+        while self._held:
+            event = self._held[0]
+            size = len(event.text) if event.kind == "token" else 0
+            if size > left:
+                if left:
+                    passed.append(replace(event, text=event.text[:left]))
+                    self._held[0] = replace(event, text=event.text[left:], token_ids=())
+                break
+            passed.append(self._held.pop(0))
+            left -= size
+        return passed + done
+
+
+class EventReader:
+    """Compares an answer as far as it is with the events that were made of it before.
+
+    Args:
+        codec: of the model's tokenizer; without one, texts are empty.
+        head: tokens of the separator.
+        stop: strings that end the answer.
+        in_order: make the events of a branch when all branches before it have ended, so that texts come in reading
+            order. With stop strings it is always so.
+
+    Attributes:
+        stopped: whether the answer holds a stop string.
+    """
+
+    def __init__(self, codec: Codec | None, head: int, stop: Sequence[str], in_order: bool) -> None:
         self._codec, self._head, self._stop = codec, head, stop
-        self._tokens: dict[tuple[int, int], int] = {}  # (item, branch) -> tokens told of
-        self._text: dict[tuple[int, int], int] = {}  # characters told of
+        self._in_order = in_order or bool(stop)
+        self._filter = StopFilter(stop)
+        self._tokens: dict[tuple[int, int], int] = {}  # (item, branch) -> tokens in events
+        self._text: dict[tuple[int, int], int] = {}  # characters in events
         self._streams: dict[tuple[int, int], TextStream] = {}
         self._forked: set[int] = set()
         self._merged: set[int] = set()
         self._ended: set[tuple[int, int]] = set()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the answer holds a stop string."""
+        return self._filter.matched
+
     def news(self, answer: Answer, result: Result | None = None) -> list[Event]:
-        """What is new.
+        """Return what is new.
 
         Args:
             answer: as far as it is.
@@ -75,50 +135,45 @@ class EventReader:
             growing = answer.open_branches if last else ()
             for branch, text in enumerate(item.texts(self._head), 1):
                 key = (number, branch)
-                if key in self._ended:
-                    continue
-                events += self._stretch(key, block, text, growing=branch in growing)
-                if branch not in growing:
-                    self._ended.add(key)
-                    events.append(Event("branch", block, branch, text=self._final(text)))
+                if key not in self._ended:
+                    events += self._stretch(key, block, text, growing=branch in growing)
+                    if branch not in growing:
+                        self._ended.add(key)
+                        events.append(Event("branch", block, branch, text=self._final(text)))
+                if self._in_order and branch in growing:
+                    break
             if not growing and number not in self._merged:
                 self._merged.add(number)
                 events.append(Event("merge", block))
         if result is not None:
             events.append(Event("done", result=result))
-        return events
+        return self._filter.take(events, result is not None) if self._stop else events
 
-    def stopped(self, answer: Answer) -> tuple[bool, list[int]]:
-        """Whether the serial stretch under way holds a stop string; and which branches, from 1, do."""
-        if not answer.items or self._codec is None:
-            return False, []
-        number, last = len(answer.items) - 1, answer.items[-1]
-        if isinstance(last, SerialIds):
-            return answer.phase == SERIAL and self._first_stop((number, 0), self._growing((number, 0), last)) >= 0, []
-        texts = [
-            (branch, text) for branch, text in enumerate(last.texts(self._head), 1) if branch in answer.open_branches
-        ]
-        found = (
-            (branch, self._first_stop((number, branch), self._growing((number, branch), t))) for branch, t in texts
-        )
-        return False, [branch for branch, place in found if place >= 0]
+    def branches_past_stop(self, answer: Answer) -> list[int]:
+        """Return the open branches, from 1, that no reader will get: those from the first one with a stop string on.
+
+        The first open branch is left out: `stopped` tells when its text holds one.
+        """
+        last = answer.items[-1] if answer.items else None
+        if not isinstance(last, BlockIds) or not answer.open_branches or self._codec is None:
+            return []
+        number, first = len(answer.items) - 1, min(answer.open_branches)
+        for branch, text in enumerate(last.texts(self._head), 1):
+            if branch > first and first_match(self._growing((number, branch), text), self._stop):
+                return [other for other in sorted(answer.open_branches) if other >= branch]
+        return []
 
     def _stretch(self, key: tuple[int, int], block: int, stretch: SerialIds, growing: bool) -> list[Event]:
-        told, shown, ids = self._tokens.get(key, 0), self._text.get(key, 0), stretch.ids
-        if growing:
-            text = self._growing(key, stretch)
-            stop = self._first_stop(key, text)
-            text = text[: stop if stop >= 0 else len(text) - self._unsure(text)]
-        else:
-            text = self._final(stretch)
-        if len(ids) <= told and len(text) <= shown:
+        before, shown, ids = self._tokens.get(key, 0), self._text.get(key, 0), stretch.ids
+        text = self._growing(key, stretch) if growing else self._final(stretch)
+        if len(ids) <= before and len(text) <= shown:
             return []
-        self._tokens[key], self._text[key] = max(told, len(ids)), max(shown, len(text))
-        new = tuple(int(token) for token in ids[told:])
+        self._tokens[key], self._text[key] = max(before, len(ids)), max(shown, len(text))
+        new = tuple(int(token) for token in ids[before:])
         return [Event("token", block, key[1], text=text[shown:], token_ids=new)]
 
     def _growing(self, key: tuple[int, int], stretch: SerialIds) -> str:
-        """Text of a stretch as far as it is sure."""
+        """Return the text of a stretch as far as it is sure."""
         if self._codec is None:
             return ""
         if stretch.drop:  # the end of the last token belongs to a tag that is written as text
@@ -128,17 +183,8 @@ class EventReader:
         self._streams[key].extend(stretch.ids)
         return self._streams[key].text
 
-    def _first_stop(self, key: tuple[int, int], text: str) -> int:
-        """Where the first stop string begins; -1: there is none. What was shown before holds none."""
-        start = max(0, self._text.get(key, 0) - max(map(len, self._stop), default=0))
-        return min((place for stop in self._stop if (place := text.find(stop, start)) >= 0), default=-1)
-
     def _final(self, stretch: SerialIds) -> str:
-        return "" if self._codec is None else cut(self._codec.text.text_of(stretch), self._stop)
+        return "" if self._codec is None else self._codec.text.text_of(stretch)
 
     def _title(self, ids: np.ndarray) -> str:
         return "" if self._codec is None else self._codec.text.decode(ids) or self._codec.text.spell(ids)
-
-    def _unsure(self, text: str) -> int:
-        """Characters at the end that may begin a stop string."""
-        return max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)

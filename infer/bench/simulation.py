@@ -198,7 +198,7 @@ class Simulation:
         params = SamplingParams(max_new_tokens=budget, max_branch_tokens=longest + 4, script=shape.script(mode))
         handle = self._engine.submit([WORD] * shape.prompt, params, mode)
         handle.submitted = handle.counted = due
-        handle.wanted = True  # clients have their answers streamed
+        handle.stream = "branches"  # clients have their answers streamed
         return handle
 
     def load(self, mode: Mode, rate: float, requests: int, target: float, seed: int = 0) -> Load:

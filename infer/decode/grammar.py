@@ -2,15 +2,19 @@
 
 B sequences, L lanes, V vocabulary.
 
-Every token belongs to one class; a rule allows or forbids whole classes. A block is opened only if the
-smallest block fits what the answer may still grow by, and every further title or branch token only if
-the block can still be closed after it. So every answer is well formed, one cut off by its budget too.
+Every token belongs to one class; a rule allows or forbids whole classes. The budget forbids nothing in serial text and
+titles: an answer that has no room for the block or title that the model begins ends there (`transition`). A branch
+token is allowed only if the block can still be closed after it.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool
 
 from infer.decode.inputs import Lanes, branch_budget
 from infer.decode.recogniser import (
@@ -154,37 +158,56 @@ def _close_cost(titles: jax.Array, title_tokens: jax.Array, config: EngineConfig
     return tags.parallel_start_cost + len(tags.parallel_end) + titles * of_branch + title_tokens
 
 
-def _serial_rule(state: DecodeState, config: EngineConfig) -> jax.Array:
-    """Bool [B, 9], for the serial lane."""
-    s = state.sequence
-    tags, limit = config.tags, config.max_branches
+class Room(NamedTuple):
+    """What the budget of all tokens has room for, bool [B] each: it can then be closed, too.
+
+    Attributes:
+        block: the smallest block.
+        title: a further title of one token.
+        title_token: a further token of the title under way.
+    """
+
+    block: Bool[Array, " B"]
+    title: Bool[Array, " B"]
+    title_token: Bool[Array, " B"]
+
+
+def budget_room(state: DecodeState, config: EngineConfig) -> Room:
+    """Return what the serial stretch of each sequence may still begin (protocol, section 5)."""
+    s, tags = state.sequence, config.tags
     remaining, titles = s.remaining, s.titles
-    rule = jnp.where((s.phase == MERGE) | (s.phase == PROMPT), SERIAL, s.phase)
-    number = jnp.arange(limit)[None]
+    number = jnp.arange(config.max_branches)[None]
     length = jnp.sum(jnp.where(number == titles[:, None], s.title_length, 0), axis=1)
     complete = jnp.sum(jnp.where(number < titles[:, None], s.title_length, 0), axis=1)
     # A further title of one token, and its head and closing tag.
     of_title = tags.title_start_cost + 1 + tags.title_end_cost
     another = of_title + len(tags.branch_start) + 1 + len(config.separator) + tags.branch_end_cost
-
     smallest = 2 * of_title + _close_cost(jnp.asarray(2), jnp.asarray(2), config)
-    may_open = state.request.adaptive & (remaining >= smallest) & (limit >= 2) & (s.content >= 2)
 
     # In a title: one more token, its copy in the head, and then everything that has to follow. Tokens that may turn
     # out to begin a tag count as text until they do.
     missing = jnp.where(titles + 1 < 2, another, 0)
     after_token = 1 + tags.title_end_cost + _close_cost(titles + 1, complete + length + 1, config) + missing
-    may_extend = (length == 0) | ((length < config.max_title_tokens) & (remaining >= after_token))
-
-    # Between titles, what is there of the next tag has been reserved with it.
+    # Between titles, the tokens of the next tag that are there already have been reserved with it.
     reserved = remaining + s.chain
-    may_add_title = (titles < limit) & ((titles < 2) | (reserved >= another + _close_cost(titles, complete, config)))
-    may_add_title &= (titles < 2) | ~completes_plan(state)
+    return Room(
+        block=(remaining >= smallest) & (s.content >= 1),
+        title=(titles < 2) | (reserved >= another + _close_cost(titles, complete, config)),
+        title_token=(length == 0) | (remaining >= after_token),
+    )
 
+
+def _serial_rule(state: DecodeState, config: EngineConfig) -> jax.Array:
+    """Bool [B, 9], for the serial lane."""
+    s, limit, titles = state.sequence, config.max_branches, state.sequence.titles
+    rule = jnp.where((s.phase == MERGE) | (s.phase == PROMPT), SERIAL, s.phase)
+    length = jnp.sum(jnp.where(jnp.arange(limit)[None] == titles[:, None], s.title_length, 0), axis=1)
     in_serial, in_title, titled = rule == SERIAL, rule == TITLE, rule == TITLED
+    may_open = state.request.adaptive & (limit >= 2)
+    may_add_title = (titles < limit) & ((titles < 2) | ~completes_plan(state))
     never = jnp.zeros_like(in_serial)
     columns = [never] * CLASSES
-    columns[TEXT] = in_serial | (in_title & may_extend)
+    columns[TEXT] = in_serial | (in_title & (length < config.max_title_tokens))
     columns[OTHER] = columns[END] = in_serial
     columns[TITLE_START] = (in_serial & may_open) | (titled & may_add_title)
     columns[TITLE_END] = in_title & (length > s.chain)
@@ -196,7 +219,8 @@ def _branch_rule(state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.
     """Bool [L, 9], for lanes that continue branches."""
     s = state.sequence
     at = (lanes.row, jnp.maximum(lanes.branch - 1, 0))
-    affordable = branch_budget(s, config).affordable[at]
+    budget = branch_budget(s, config)
+    affordable = (budget.affordable & budget.readable)[at]
     within = s.branch_sampled[at] + config.tags.branch_end_cost < state.request.max_branch_tokens[lanes.row]
     free = affordable & ~s.branch_closing[at] & within
     never, always = jnp.zeros_like(free), jnp.ones_like(free)

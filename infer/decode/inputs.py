@@ -106,37 +106,46 @@ def ready_branches(s: SequenceState, config: EngineConfig) -> Bool[Array, "B N"]
 
 
 class BranchBudget(NamedTuple):
-    """Whether each branch may take another free token, and whether that is known yet."""
+    """Whether each branch may take another token that is not its closing tag.
+
+    Attributes:
+        affordable: the budget of all tokens has room for it.
+        readable: the budget of plain text has room for it, in reading order.
+        known: whether `affordable` is final, whatever the other branches take.
+    """
 
     affordable: Bool[Array, "B N"]
+    readable: Bool[Array, "B N"]
     known: Bool[Array, "B N"]
 
 
 def branch_budget(s: SequenceState, config: EngineConfig) -> BranchBudget:
-    """The budget of a block, spent in lockstep order whatever order its branches are really decoded in.
+    """Return which branches may go on within the budgets of their block (protocol, section 5).
 
-    Branches that wait (`branch_cap`) or run ahead must not change an answer. So whether a branch may take its s-th
-    token freely is decided as if every branch took one token per pass: all of them have taken s - 1, as far as they
-    are that long, those that are long enough take one now, and each of these still needs its closing tag. Branches
-    behind are taken to be long enough; where that decides, it is not known yet, and the branch has to wait. The same
-    holds for the budget of plain text, which closing tags are no part of.
+    The order in which branches are decoded must not change an answer. The budget of all tokens is therefore spent in
+    lockstep: whether a branch may take its s-th token is decided as if every branch took one token per pass. All of
+    them have taken s - 1 tokens, as far as they are that long, those that are long enough take one now, and each of
+    these still needs its closing tag. Branches behind are assumed to be long enough. Where that decides, the branch
+    waits until it is known.
+
+    The budget of plain text is spent in reading order: a branch goes on while its text and the texts of the branches
+    before it, as far as they are, leave room. Tokens beyond it are dropped when the answer is read.
     """
     exists = jnp.arange(s.branch_live.shape[1])[None] < s.titles[:, None]
     taken = s.branch_sampled[:, :, None]  # of the branch whose token it is
     others = s.branch_sampled[:, None, :]
     still = (s.branch_live & exists)[:, None, :]
 
-    def enough(budget: jax.Array, others: jax.Array, each: int) -> jax.Array:
-        """Whether a budget holds what all have taken, and `each` for every branch that takes one now."""
-        before = jnp.where(still, taken, jnp.minimum(others, taken))
-        now = (still | (others > taken)) & exists[:, None, :]
-        spent = jnp.sum(jnp.where(exists[:, None, :], before, 0), axis=2)
-        return budget[:, None] - spent >= each * jnp.sum(now, axis=2)
-
-    affordable = enough(s.block_budget, others, 1 + config.tags.branch_end_cost)
-    affordable &= enough(s.block_content, others - 1, 1)  # what has closed took its tag last, which is no content
+    before = jnp.where(still, taken, jnp.minimum(others, taken))
+    now = (still | (others > taken)) & exists[:, None, :]
+    spent = jnp.sum(jnp.where(exists[:, None, :], before, 0), axis=2)
+    affordable = s.block_budget[:, None] - spent >= (1 + config.tags.branch_end_cost) * jnp.sum(now, axis=2)
     behind = jnp.any(still & (others < taken), axis=2)
-    return BranchBudget(affordable, affordable | ~behind)
+
+    closed = exists & ~s.branch_live & (s.branch_sampled > 0)
+    text = jnp.where(exists, s.branch_sampled - closed, 0)
+    readable = jnp.cumsum(text, axis=1) < s.block_content[:, None]
+    return BranchBudget(affordable, readable, affordable | ~behind)
 
 
 def widths(state: DecodeState, config: EngineConfig) -> Widths:

@@ -150,7 +150,8 @@ class SequenceState(NamedTuple):
         remaining: tokens the answer may still grow by; due heads and `<|/para|>` are taken off already.
         content: tokens that the plain text may still grow by.
         block_budget, block_content: `remaining` and `content` when the current block forked.
-        cut: a branch was closed because it had no budget left.
+        cut: a branch was closed by `max_branch_tokens`.
+        cut_branch: first branch, from 1, of the last block that the budget of all tokens closed; 0: none.
         hide_from: position from which on the tokens of a title that was discarded are to be hidden.
         discarded: tokens of such titles.
         sampled: serial tokens sampled.
@@ -189,6 +190,7 @@ class SequenceState(NamedTuple):
     block_budget: Int32[Array, " B"]
     block_content: Int32[Array, " B"]
     cut: Bool[Array, " B"]
+    cut_branch: Int32[Array, " B"]
     hide_from: Int32[Array, " B"]
     discarded: Int32[Array, " B"]
     sampled: Int32[Array, " B"]

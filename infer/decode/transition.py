@@ -12,13 +12,14 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from infer.decode.grammar import recognise, repeated_title
+from infer.decode.grammar import budget_room, recognise, repeated_title
 from infer.decode.inputs import Lanes, branch_budget
 from infer.decode.recogniser import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START
 from infer.decode.state import (
     FORK,
     LENGTH,
     MERGE,
+    NOTHING,
     PARALLEL,
     PROMPT,
     RUNNING,
@@ -120,7 +121,11 @@ def _advance_serial(state: DecodeState, config: EngineConfig, token: jax.Array) 
     remaining = s.remaining - 1 - jnp.where(forks, due, 0)
     is_content = (rule == SERIAL) & ~opens_title & ~ends
     content = s.content - is_content
-    out_of_budget = ((remaining <= 0) | (is_content & (content <= 0))) & ~ends & ~forks
+    # A block or title that does not fit ends the answer; the host leaves it out.
+    room = budget_room(state, config)
+    no_room = (opens_block & ~room.block) | (extends_title & ~room.title_token)
+    no_room |= (rule == TITLED) & opens_title & ~room.title
+    out_of_budget = ((remaining <= 0) | (is_content & (content <= 0)) | no_room) & ~ends & ~forks
     phase = jnp.select([opens_title | extends_title, closes_title | stays_titled, forks], [TITLE, TITLED, FORK], SERIAL)
     none_yet = jnp.zeros_like(s.branch_offset)
     return after._replace(
@@ -161,10 +166,13 @@ def _advance_block(state: DecodeState, config: EngineConfig, sampled: Sampled) -
     remaining = s.remaining - jnp.sum(did, axis=1)
     content = s.content - jnp.sum(did & ~closes, axis=1)
     within = s.branch_sampled + config.tags.branch_end_cost < state.request.max_branch_tokens[:, None]
-    forced = ~(branch_budget(s, config).affordable & within) & ~s.branch_closing
+    budget, closed = branch_budget(s, config), closes & ~s.branch_closing
+    number = 1 + jnp.arange(config.max_branches)
+    first_cut = jnp.min(jnp.where(closed & ~budget.affordable, number, NOTHING), axis=1)
+    cut_branch = jnp.minimum(jnp.where(s.cut_branch > 0, s.cut_branch, NOTHING), first_cut) % NOTHING
     return s._replace(
         phase=jnp.where(done, MERGE, PARALLEL),
-        finish=jnp.where(done & ((remaining <= 0) | (content <= 0)), LENGTH, RUNNING),
+        finish=jnp.where(done & ((remaining <= 0) | (content <= 0) | (cut_branch > 0)), LENGTH, RUNNING),
         branch_token=jnp.where(did, token, s.branch_token),
         branch_node=jnp.where(did, node, s.branch_node),
         branch_closing=s.branch_closing | sampled.closing,
@@ -173,6 +181,7 @@ def _advance_block(state: DecodeState, config: EngineConfig, sampled: Sampled) -
         branch_live=live,
         remaining=remaining,
         content=content,
-        cut=s.cut | jnp.any(closes & forced, axis=1),
+        cut=s.cut | jnp.any(closed & budget.affordable & budget.readable & ~within, axis=1),
+        cut_branch=cut_branch,
         critical_path=s.critical_path + jnp.where(done, jnp.max(branch_sampled, axis=1), 0),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -14,39 +14,24 @@ from rich.text import Text
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import Parallel
 from infer.answers.answer import Result, content_ids
-from infer.engine import Engine
+from infer.engine import Engine, Prompt
 from infer.request import Mode, SamplingParams
 
 STREAM_STEPS = 2  # passes between two pictures
 
 
-def print_growing(results: Iterator[Result]) -> None:
-    """Show an answer as it grows: live on a terminal, in reading order as far as it is final elsewhere."""
+def print_growing(engine: Engine, prompt: Prompt, params: SamplingParams, mode: Mode) -> None:
+    """Print an answer as it grows: branches side by side on a terminal, in reading order elsewhere."""
     console = Console()
     if console.is_terminal:
         with Live(console=console, refresh_per_second=20) as live:
-            for result in results:
+            for result in engine.stream(prompt, params, mode):
                 live.update(picture(result))
         return
-    shown = ""
-    for result in results:
-        final = result.text if result.finish_reason else _settled(result)
-        if final.startswith(shown):
-            print(final[len(shown) :], end="", flush=True)
-            shown = final
+    for event in engine.submit(prompt, params, mode, steps=1, stream="text"):
+        if event.kind == "token":
+            print(event.text, end="", flush=True)
     print()
-
-
-def _settled(result: Result) -> str:
-    """The part of a growing answer that will not change: everything before an open block, and its first branch."""
-    parts: list[str] = []
-    for number, item in enumerate(result.structure):
-        if isinstance(item, Parallel):
-            last = number + 1 == len(result.structure)
-            parts.extend(branch.text for branch in (item.branches[:1] if last else item.branches))
-        else:
-            parts.append(item.text)
-    return "".join(parts).rstrip("\ufffd")
 
 
 def picture(result: Result) -> RenderableType:

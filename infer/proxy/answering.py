@@ -9,9 +9,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from aspd_jax.structure import Branch, Item, Parallel, Serial, canonical, plain_text
+from aspd_jax.structure import Branch, Item, Parallel, Serial, beginning, canonical, plain_text
 from aspd_jax.tokens import TAGS, Codec
 from infer.answers.events import Event
+from infer.answers.stop import first_match
 from infer.proxy.upstream import Sampling, Upstream
 
 TITLE_START, TITLE_END = TAGS["title_start"], TAGS["title_end"]
@@ -40,6 +41,11 @@ class Proxied:
         """Its plain text."""
         return plain_text(canonical(self.items))
 
+    def end_before(self, stop: Sequence[str]) -> None:
+        """End it before the first stop string."""
+        if (match := first_match(self.text, stop)) is not None:
+            self.items, self.finish_reason = list(beginning(canonical(self.items), match.start)), "stop"
+
 
 class Answering:
     """Drives a model that announces its branches.
@@ -60,14 +66,15 @@ class Answering:
         self._tags = codec.special.ids
 
     async def events(
-        self, prompt: Sequence[int], most: int, sampling: Sampling, adaptive: bool, answer: Proxied
+        self, prompt: Sequence[int], most: int, sampling: Sampling, adaptive: bool, answer: Proxied, in_order: bool
     ) -> AsyncGenerator[Event, None]:
-        """What happens, as `infer.answers.events` has it, without `done`; `answer` is filled meanwhile.
+        """Yield events of `infer.answers.events`, without `done`; `answer` is filled meanwhile.
 
         Args:
             prompt: token ids.
-            most: tokens of the text.
+            most: tokens of the text, in reading order.
             adaptive: whether the model may fork.
+            in_order: yield the text of blocks in reading order, as far as it is final.
 
         Raises:
             UpstreamError: the upstream refuses, or fails.
@@ -77,6 +84,7 @@ class Answering:
         may_fork, block = adaptive, 0
         while True:
             written, shown, announces = "", 0, False
+            answer.items.append(Serial(""))
             ended: str | None = None
             forbidden = [tag for tag in self._tags if tag != special.title_start or not may_fork]
             async with aclosing(self._ask(answer, prefix, left, [], forbidden, sampling)) as pieces:
@@ -84,17 +92,18 @@ class Answering:
                     written, ended = written + piece, reason or ended
                     safe = _before(TITLE_START, written)
                     if safe > shown:
+                        answer.items[-1] = Serial(written[:safe])
                         yield Event("token", text=written[shown:safe])
                         shown = safe
                     if announces := may_fork and TITLE_START in written:
                         break
             serial = written[:shown] if announces else written
+            answer.items[-1] = Serial(serial)
             if len(serial) > shown:
                 yield Event("token", text=serial[shown:])
             if serial:
                 ids = encode(serial)
                 prefix, left = [*prefix, *ids], left - len(ids)
-                answer.items.append(Serial(serial))
             if left <= 0 or not announces:
                 answer.finish_reason = "length" if left <= 0 or ended == "length" else "stop"
                 return
@@ -106,19 +115,26 @@ class Answering:
             yield Event("fork", block=block, titles=tuple(titles))
             announced = [i for t in titles for i in (special.title_start, *encode(t), special.title_end)]
             prefix = [*prefix, *announced, special.parallel_start]
-            texts = [""] * len(titles)
-            reasons: list[str | None] = [None] * len(titles)
-            async with aclosing(self._branches(prefix, titles, left, sampling, answer, texts, reasons)) as events:
+            answer.items.append(Parallel([Branch(title, "") for title in titles]))
+            texts, final, shown = [""] * len(titles), set[int](), 0
+            async with aclosing(self._branches(prefix, titles, left, sampling, answer, texts, final)) as events:
                 async for event in events:
-                    yield Event(event.kind, block, event.branch, event.text)
+                    first = next((n for n in range(1, len(titles)) if n not in final), len(titles))
+                    readable = self._within(texts[:first], left)
+                    branches = zip(titles, [*readable, *[""] * (len(titles) - first)], strict=True)
+                    answer.items[-1] = Parallel([Branch(title, text) for title, text in branches])
+                    if not in_order:
+                        yield Event(event.kind, block, event.branch, event.text)
+                    elif new := "".join(readable)[shown:]:
+                        yield Event("token", block, first, new)
+                        shown += len(new)
             yield Event("merge", block=block)
-            answer.items.append(Parallel([Branch(t, text) for t, text in zip(titles, texts, strict=True)]))
             for title, text in zip(titles, texts, strict=True):
-                prefix += [special.branch_start, *encode(title), *self._codec.separator_ids, *encode(text)]
-                prefix.append(special.branch_end)
-                left -= len(encode(text))
+                ids = encode(text)
+                prefix += [special.branch_start, *encode(title), *self._codec.separator_ids, *ids, special.branch_end]
+                left -= len(ids)
             prefix.append(special.parallel_end)
-            if left <= 0 or "length" in reasons:
+            if left <= 0 or len(final) < len(titles):
                 answer.finish_reason = "length"
                 return
 
@@ -155,6 +171,15 @@ class Answering:
                     break
         return titles
 
+    def _within(self, texts: Sequence[str], left: int) -> list[str]:
+        """Return the texts, of which the first `left` tokens are kept."""
+        kept = []
+        for text in texts:
+            ids = self._codec.text.encode(text)
+            kept.append(text if len(ids) <= left else self._codec.text.decode(ids[: max(0, left)]).rstrip("\ufffd"))
+            left -= len(ids)
+        return kept
+
     async def _branches(
         self,
         prefix: Sequence[int],
@@ -163,31 +188,31 @@ class Answering:
         sampling: Sampling,
         answer: Proxied,
         texts: list[str],
-        reasons: list[str | None],
+        final: set[int],
     ) -> AsyncGenerator[Event, None]:
-        """Tokens and ends of all branches, as they come; fills `texts` and `reasons`.
+        """Yield tokens and ends of all branches, as they come; fills `texts`, and numbers of branches that are `final`.
 
-        They share what is left of the answer's tokens: whichever branch writes the last of them, all end there.
+        A branch ends where its text and the texts of the branches before it, as far as they are, have `left` tokens.
         """
         special, encode = self._codec.special, self._codec.text.encode
         news: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         forbidden = [tag for tag in self._tags if tag != special.branch_end]
-        spent = 0
+        sizes = [0] * len(titles)
 
         async def grow(number: int, title: str) -> None:
-            nonlocal spent
-            head = [special.branch_start, *encode(title), *self._codec.separator_ids]
+            head, within = [special.branch_start, *encode(title), *self._codec.separator_ids], True
             pieces = self._ask(answer, [*prefix, *head], left, [BRANCH_END], forbidden, sampling)
             async with aclosing(pieces):
                 async for piece, reason in pieces:
-                    reasons[number] = reason or reasons[number]
+                    within = reason != "length"
                     if piece := _ANY_TAG.sub("", piece):
-                        if spent >= left:
-                            reasons[number] = "length"
-                            break
-                        spent += len(encode(piece))
                         texts[number] += piece
+                        sizes[number] = len(encode(texts[number]))
                         news.put_nowait(Event("token", 1, number + 1, piece))
+                        if sum(sizes[: number + 1]) >= left:
+                            break
+            if within:
+                final.add(number + 1)
             news.put_nowait(Event("branch", 1, number + 1, texts[number]))
 
         async def guarded(number: int, title: str) -> None:

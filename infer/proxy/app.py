@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -15,10 +15,10 @@ from fastapi.responses import Response
 from aspd_jax.chat import encode_history
 from aspd_jax.structure import canonical, to_json
 from aspd_jax.tokens import Codec
-from infer.answers.events import Event
+from infer.answers.events import Event, StopFilter
 from infer.proxy.answering import Answering, Proxied, usage
 from infer.proxy.upstream import Sampling, Upstream, UpstreamConfig, UpstreamError
-from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
+from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.forms import Answer, Chunks, reply
 from infer.server.guard import add_guard
 from infer.server.messages import ChatRequest, Common
@@ -95,14 +95,13 @@ class _Proxy:
         for field, given in (
             ("n", body.choices > 1),
             ("logprobs", body.alternatives is not None),
-            ("stop", bool(body.stop)),
             ("response_format", bool(body.grammar)),
             ("frequency_penalty", body.frequency_penalty != 0),
             ("presence_penalty", body.presence_penalty != 0),
             ("logit_bias", bool(body.logit_bias)),
             ("min_tokens", body.min_tokens > 0),
             ("ignore_eos", body.ignore_eos),
-            ("continue_final_message", body.continue_final_message),
+            ("continue_final_message", isinstance(body, ChatRequest) and body.continue_final_message),
             ("aspd.branch_format", body.aspd.branch_format is not None),
             ("aspd.content", body.aspd.content is not None),
             ("stream_options.continuous_usage_stats", body.with_growing_usage),
@@ -116,8 +115,10 @@ class _Proxy:
             body.top_k, body.min_p, body.repetition_penalty, body.seed,
         )  # fmt: skip
         answer = Proxied()
-        most = min(body.limit or self._most, self._most)
-        events = self._answering.events(prompt, most, sampling, body.aspd.mode == "adaptive", answer)
+        most, stop = min(body.limit or self._most, self._most), body.stop_strings
+        in_order = bool(stop) or body.aspd.stream == "text"
+        growing = self._answering.events(prompt, most, sampling, body.aspd.mode == "adaptive", answer, in_order)
+        events = _until(growing, stop, answer)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
         if body.stream:
             return self._stream(body, prompt, events, answer, head | {"object": "chat.completion.chunk"})
@@ -156,12 +157,12 @@ class _Proxy:
         def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
             return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
 
-        order = AsTheyCome() if body.aspd.stream == "branches" else ReadingOrder()
+        deltas_of = branch_deltas if body.aspd.stream == "branches" else text_deltas
         yield [chunk({"role": "assistant", "content": ""})]
         try:
             async with aclosing(events):  # a client that goes away ends what the upstream does for it
                 async for event in events:
-                    if deltas := order.take([event]):
+                    if deltas := deltas_of([event]):
                         yield [chunk(_placed(delta)) for delta in deltas]
         except UpstreamError as error:
             yield [error_body(str(error), "upstream_error")]
@@ -170,6 +171,22 @@ class _Proxy:
         yield [last | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]
         if body.with_usage:
             yield [{**head, "choices": [], "usage": usage(prompt, answer, self._codec)}]
+
+
+async def _until(
+    events: AsyncGenerator[Event, None], stop: Sequence[str], answer: Proxied
+) -> AsyncGenerator[Event, None]:
+    """Yield the events before the first stop string, and end the answer there."""
+    passing = StopFilter(stop)
+    async with aclosing(events):
+        async for event in events:
+            for one in passing.take([event], ended=False):
+                yield one
+            if passing.matched:
+                break
+    for one in passing.take([], ended=True):
+        yield one
+    answer.end_before(stop)
 
 
 def _placed(delta: Delta) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from infer.answers.events import Event, EventReader
 from infer.request import Job
 from infer.scheduling.policy import NO_LIMIT
 from infer.scheduling.structured import Constraint
+
+Stream: TypeAlias = Literal["text", "branches"] | None
 
 
 class Driver(Protocol):
@@ -43,11 +45,12 @@ class Handle:
         result: the answer, once it has ended.
         cancelled: whether it was given up.
         failed: whether it was under way when the engine failed; it has no result then.
-        wanted: whether the answer is looked at while it grows.
+        stream: how the answer is read while it grows: `text`: in reading order; `branches`: all branches as they grow;
+            None: it is not.
         constraint: of its tokens, once it has a row.
     """
 
-    def __init__(self, driver: Driver, job: Job, steps: int) -> None:
+    def __init__(self, driver: Driver, job: Job, steps: int, stream: Stream = None) -> None:
         self.job = job
         self.result: Result | None = None
         self.cancelled = self.failed = False
@@ -57,14 +60,14 @@ class Handle:
         self.seconds: dict[str, float] = {}
         self.submitted = self.counted = driver.now()
         self.passes = np.zeros(2, np.int64)
-        self.wanted = False
+        self.stream = stream
         self.constraint: Constraint | None = None
         self._events: deque[Event] = deque()
-        self._reader = EventReader(driver.codec, driver.head, job.params.stop)
+        self._reader: EventReader | None = None
 
     def events(self) -> Iterator[Event]:
         """What happens to the answer, until it is done; see `Event`."""
-        self.wanted = True
+        self.stream = self.stream or "branches"
         while self._events or self.result is None:
             while self._events:
                 yield self._events.popleft()
@@ -74,8 +77,8 @@ class Handle:
     __iter__ = events
 
     def poll(self) -> list[Event]:
-        """What happened since the last call, for owners that keep the engine going themselves and set `wanted`; without
-        it, the end of the answer and everything that happened before come together.
+        """Return what happened since the last call, for owners that keep the engine going themselves. Without `stream`,
+        everything comes together at the end of the answer.
         """
         news = list(self._events)
         self._events.clear()
@@ -103,10 +106,17 @@ class Handle:
 
     def note(self, answer: Answer, final: Result | None) -> None:
         """Take what the scheduler read of the answer."""
-        if self.wanted or final is not None:
-            self._events.extend(self._reader.news(answer, final))
+        if self.stream or self.job.params.stop or final is not None:
+            self._events.extend(self._event_reader.news(answer, final))
         self.result = final or self.result
 
     def stopped(self, answer: Answer) -> tuple[bool, list[int]]:
-        """See `EventReader.stopped`."""
-        return self._reader.stopped(answer)
+        """Return whether the answer holds a stop string, and the branches that no reader will get."""
+        return self._event_reader.stopped, self._event_reader.branches_past_stop(answer)
+
+    @property
+    def _event_reader(self) -> EventReader:
+        if self._reader is None:
+            driver, stop = self._driver, self.job.params.stop
+            self._reader = EventReader(driver.codec, driver.head, stop, in_order=self.stream == "text")
+        return self._reader

@@ -28,7 +28,7 @@ from infer.decode.step import Report, report_of
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import Beginning, begin, new_state
 from infer.scheduling.buckets import LEAST_CAPACITY
-from infer.scheduling.handle import NO_LIMIT, Handle
+from infer.scheduling.handle import NO_LIMIT, Handle, Stream
 from infer.scheduling.policy import Policy, StepCost
 from infer.scheduling.prefix_cache import LEAST_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
 from infer.scheduling.runner import Run, Runner
@@ -117,9 +117,9 @@ class Scheduler:
         """Seconds, by the clock that all times of requests are told by."""
         return self.runner.clock()
 
-    def submit(self, job: Job, steps: int = NO_LIMIT) -> Handle:
+    def submit(self, job: Job, steps: int = NO_LIMIT, stream: Stream = None) -> Handle:
         """Queue a request; something has to `step` until it is done."""
-        handle = Handle(self, job, steps)
+        handle = Handle(self, job, steps, stream)
         if job.budget:
             self._waiting.append(handle)
         else:
@@ -146,7 +146,7 @@ class Scheduler:
             row = self._rows[handle.row]
             started = row.prompt is None
             row.prompt = None
-            reading = read(self._state_now(), self._config, [handle.row], self._reader)[0]
+            reading = self._read(handle.row)
             mask = np.arange(len(self._rows)) == handle.row
             branches = np.zeros((mask.size, self._config.max_branches), bool)
             self._change(stop_stretches(self._state_now(), mask, branches))
@@ -215,7 +215,7 @@ class Scheduler:
         with self._lock:
             if handle.row is None or not self._rows[handle.row].decoding:
                 return self._result(handle, None)
-            return self._result(handle, read(self._state_now(), self._config, [handle.row], self._reader)[0])
+            return self._result(handle, self._read(handle.row))
 
     def _state_now(self) -> DecodeState:
         if self._state is None:
@@ -295,7 +295,7 @@ class Scheduler:
             seconds |= {"prefill": total - seconds["queued"], "serial": 0.0, "parallel": 0.0, "first_token": total}
             seconds["total"], row.handle.counted = total, now
             row.handle.passes = np.asarray([report.passes[number] - report.parallel_passes[number], 0])
-            awaited |= row.handle.wanted or (bool(self._waiting) and any(of.handle is None for of in self._rows))
+            awaited |= bool(row.handle.stream) or (bool(self._waiting) and any(of.handle is None for of in self._rows))
         return awaited
 
     def _decode(self, steps: int, join: bool) -> None:
@@ -328,7 +328,7 @@ class Scheduler:
     def _start(self, report: Report, steps: int, join: bool) -> Run:
         """Start the passes that a report asks for."""
         state, stepwise = self._state_now(), self._is_stepwise()
-        listened = any(row.handle is not None and row.decoding and row.handle.wanted for row in self._rows)
+        listened = any(row.handle is not None and row.decoding and row.handle.stream for row in self._rows)
         started = self.runner.start(state, report, steps, join, listened, stepwise)
         self._change(started.state)
         return started
@@ -400,7 +400,7 @@ class Scheduler:
         finish = report.finish
         decoding = [number for number, row in enumerate(self._rows) if row.decoding]
         looked_at = [
-            handle.wanted or bool(handle.job.params.stop) or handle.job.constrained
+            bool(handle.stream or handle.job.params.stop) or handle.job.constrained
             for handle in map(self._handle, decoding)
         ]
         asked = [row for row, wanted in zip(decoding, looked_at, strict=True) if wanted or finish[row] != RUNNING]
@@ -409,10 +409,13 @@ class Scheduler:
         shot = look_at(self._state_now(), self._config, asked)
         if ahead:
             self._ahead = self._start(report, ahead, join=True)
-        found = dict(zip(asked, readings(shot, len(asked), self._config, self._reader), strict=True))
+        found = dict(zip(asked, readings(shot, self._limits(asked), self._config, self._reader), strict=True))
+        for number, reading in found.items():
+            if finish[number] == RUNNING:
+                self._handle(number).note(reading.answer, None)
         if stopped := self._close_at_stop_strings(found):
             finish = self._reported().finish
-            found |= zip(stopped, read(self._state_now(), self._config, stopped, self._reader), strict=True)
+            found |= {number: self._read(number) for number in stopped}
         news: dict[int, dict[int, np.ndarray]] = {}
         for number, reading in found.items():
             handle = self._handle(number)
@@ -421,23 +424,28 @@ class Scheduler:
                 continue
             if handle.constraint is not None and (of_row := handle.constraint.follow(reading.answer)):
                 news[number] = of_row
-            if handle.wanted:
-                handle.note(reading.answer, None)
         if news:
             self._permit(news)
 
     def _close_at_stop_strings(self, readings: dict[int, Reading]) -> list[int]:
-        """End every stretch that holds a stop string of its request; returns the rows in which one did."""
+        """End answers that hold a stop string, and branches behind one; return the rows of these answers."""
         answers = np.zeros(len(self._rows), bool)
         branches = np.zeros((len(self._rows), self._config.max_branches), bool)
         for number, reading in readings.items():
-            if self._handle(number).job.params.stop:
-                answers[number], stopped = self._handle(number).stopped(reading.answer)
-                branches[number, np.asarray(stopped, int) - 1] = True
-        found = np.flatnonzero(answers | branches.any(axis=1)).tolist()
-        if found:
+            if self._handle(number).job.params.stop and reading.answer.finish == RUNNING:
+                answers[number], late = self._handle(number).stopped(reading.answer)
+                branches[number, np.asarray(late, int) - 1] = True
+        if (answers | branches.any(axis=1)).any():
             self._change(stop_stretches(self._state_now(), answers, branches))
-        return found
+        return [int(number) for number in np.flatnonzero(answers)]
+
+    def _read(self, number: int) -> Reading:
+        """Return the answer in a row as far as it is."""
+        return read(self._state_now(), self._config, [number], self._limits([number]), self._reader)[0]
+
+    def _limits(self, rows: Sequence[int]) -> list[int | None]:
+        """Return the most tokens of plain text that the answers in rows may have."""
+        return [self._handle(number).job.params.max_content_tokens for number in rows]
 
     def _end(self, handle: Handle, reading: Reading | None) -> None:
         if handle.row is not None:

@@ -24,7 +24,7 @@ from infer.answers.answer import Result
 from infer.engine import Engine
 from infer.request import Job, SamplingParams
 from infer.server.config import ServerConfig
-from infer.server.deltas import AsTheyCome, Delta, ReadingOrder
+from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.driver import Broken, Busy, Driver, Ticket
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
 from infer.server.guard import add_guard
@@ -237,7 +237,8 @@ class _Server:
         try:
             ranked = count > body.choices and body.alternatives is None
             echo = isinstance(body, CompletionRequest) and body.echo
-            tickets = self._driver.submit(jobs, bool(body.stream), 0 if ranked else body.alternatives, echo)
+            stream = body.aspd.stream if body.stream else None
+            tickets = self._driver.submit(jobs, stream, 0 if ranked else body.alternatives, echo)
         except Busy as busy:
             kind, wait = "rate_limit_exceeded", str(busy.seconds)
             raise Refused(429, str(busy), kind, "queue_full", headers={"Retry-After": wait}) from None
@@ -383,7 +384,7 @@ class _Server:
                 task.cancel()
 
     async def _follow(self, number: int, ticket: Ticket, body: Common, news: asyncio.Queue[News]) -> None:
-        order = AsTheyCome() if body.aspd.stream == "branches" else ReadingOrder()
+        deltas_of = branch_deltas if body.aspd.stream == "branches" else text_deltas
         tokens = 0
         try:
             async for events in ticket.listen():
@@ -391,7 +392,7 @@ class _Server:
                     self._note(ticket, result)
                 tokens += sum(len(event.token_ids) for event in events if event.kind == "token")
                 count = tokens if result is None else result.stats.content_tokens
-                news.put_nowait((number, order.take(events), count, result))
+                news.put_nowait((number, deltas_of(events), count, result))
         except Broken as broken:
             news.put_nowait((number, [], tokens, broken))
 

@@ -18,7 +18,7 @@ from infer.answers.logprobs import TokenLogprob
 from infer.engine import Engine
 from infer.lockstep import Asked, Lockstep, StepCommand
 from infer.request import Job
-from infer.scheduling.handle import Handle
+from infer.scheduling.handle import Handle, Stream
 from infer.server.config import ServerConfig
 
 log = logging.getLogger("aspd.server")
@@ -43,7 +43,7 @@ class Ticket:
     """A request on its way through the driver. Events are read on the event loop that it was made on.
 
     Args:
-        grows: whether events are wanted while the answer grows; looking costs time.
+        stream: which events are wanted while the answer grows; reading it costs time.
         alternatives, echo: see `infer.lockstep.Asked`.
 
     Attributes:
@@ -51,8 +51,8 @@ class Ticket:
         logprobs: where they were asked for, and could be computed; there before the end is told.
     """
 
-    def __init__(self, job: Job, grows: bool, alternatives: int | None = None, echo: bool = False) -> None:
-        self.job, self.grows, self.alternatives, self.echo = job, grows, alternatives, echo
+    def __init__(self, job: Job, stream: Stream, alternatives: int | None = None, echo: bool = False) -> None:
+        self.job, self.stream, self.alternatives, self.echo = job, stream, alternatives, echo
         self.number = 0
         self.logprobs: list[TokenLogprob] | None = None
         self.events: asyncio.Queue[list[Event] | None] = asyncio.Queue()
@@ -157,8 +157,10 @@ class Driver:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, jobs: list[Job], grows: bool, alternatives: int | None = None, echo: bool = False) -> list[Ticket]:
-        """Queue requests, all or none; `grows`, `alternatives`, `echo`: see `Ticket`.
+    def submit(
+        self, jobs: list[Job], stream: Stream = None, alternatives: int | None = None, echo: bool = False
+    ) -> list[Ticket]:
+        """Queue requests, all or none; `stream`, `alternatives`, `echo`: see `Ticket`.
 
         Raises:
             Busy: more would wait than may.
@@ -167,7 +169,7 @@ class Driver:
             if self._admitted + len(jobs) > self.engine.max_batch + self._config.max_waiting:
                 raise Busy(1 + (self._admitted - self.engine.max_batch) // self.engine.max_batch)
             self._admitted += len(jobs)
-        tickets = [Ticket(job, grows, alternatives, echo) for job in jobs]
+        tickets = [Ticket(job, stream, alternatives, echo) for job in jobs]
         for ticket in tickets:
             self._inbox.put(ticket)
         return tickets
@@ -237,7 +239,7 @@ class Driver:
             ticket.number = next(self._numbers)
         self._live += new
         asked = tuple(
-            Asked(ticket.number, ticket.job, ticket.grows, ticket.alternatives, ticket.echo) for ticket in new
+            Asked(ticket.number, ticket.job, ticket.stream, ticket.alternatives, ticket.echo) for ticket in new
         )
         cancelled = tuple(ticket.number for ticket in self._live if ticket.cancelled)
         adapter = (change.name, change.folder) if change else ("", "")

@@ -231,9 +231,13 @@ class Common(Strict):
         """Answers to decode for each prompt, of which `choices` are sent."""
         return self.choices
 
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end the answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
     def params(self, config: ServerConfig, choice: int) -> SamplingParams:
         """Of one of the answers; each has its own random stream. Without `aspd.content`, which has to be encoded."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         limit = config.max_new_tokens if self.limit is None else min(self.limit, config.max_new_tokens)
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -247,7 +251,7 @@ class Common(Strict):
             min_tokens=limit if self.ignore_eos else self.min_tokens,
             max_new_tokens=config.max_new_tokens,
             max_content_tokens=limit,
-            stop=tuple(stop),
+            stop=self.stop_strings,
             seed=None if self.seed is None else (self.seed + choice) % (1 << 32),
             branch_schema=schema_of(self.aspd.branch_format),
             **self.grammar,
