@@ -51,7 +51,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[Any, float] = field(default_factory=dict)
     min_tokens: int = 0
     max_new_tokens: int = 256
     max_content_tokens: int | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,7 +25,7 @@ KNOWN_SCHEMAS = 256  # that are kept compiled
 # Between the parts of a value. With more, a small model at a high temperature would go on with blanks for ever.
 BLANKS = " ?"
 # Fields of a request, and what llguidance calls what they hold.
-FORMATS = {
+FORMATS: Mapping[str, Literal["json_schema", "regex", "choice", "grammar"]] = {
     "json_schema": "json_schema",
     "branch_schema": "json_schema",
     "regex": "regex",

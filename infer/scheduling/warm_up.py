@@ -55,7 +55,8 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
         state = permit(state, np.full(size, batch, np.int32), np.zeros(size, np.int32), bits, config)
     state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
     for rows in powers(1, batch):
-        read(state, config, [0] * min(rows, batch))
+        count = min(rows, batch)
+        read(state, config, [0] * count, [None] * count)
     jax.block_until_ready(report_of(state, config))
     state = stop_stretches(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
     return set_branch_cap(state, np.full(batch, NO_CAP, np.int32))
