@@ -53,7 +53,7 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
         bits = np.zeros((size, state.permitted.shape[2]), np.uint32)
         state = permit(state, np.full(size, batch, np.int32), np.zeros(size, np.int32), bits, config)
     for rows in powers(1, batch):
-        read(state, config, [0] * min(rows, batch))
+        read(state, config, [0] * min(rows, batch), [None] * min(rows, batch))
     jax.block_until_ready(report_of(state, config))
     state = stop_stretches(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
     return set_branch_cap(state, np.full(batch, NO_CAP, np.int32))
