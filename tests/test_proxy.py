@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from aspd_jax import LanguageModel, load_model
-from aspd_jax.structure import Branch, Parallel, Serial, from_json
+from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from infer.proxy.app import make_app
 from infer.proxy.upstream import UpstreamConfig
 from tests.serving import wait_for
@@ -56,8 +56,9 @@ class Upstream:
         said = next((text for end, text in self.script.items() if end and prompt.endswith(end)), self.script[""])
         cuts = [at for stop in body["stop"] if (at := said.find(stop)) >= 0]
         said, reason = (said[: min(cuts)], "stop") if cuts else (said, "stop")
-        if len(said) > 4 * body["max_tokens"]:
-            said, reason = said[: 4 * body["max_tokens"]], "length"
+        ids = self.lm.tokenizer.encode(said, add_special_tokens=False)
+        if len(ids) > body["max_tokens"]:
+            said, reason = self.lm.tokenizer.decode(ids[: body["max_tokens"]]), "length"
 
         async def stream() -> AsyncIterator[str]:
             self.open += 1
@@ -216,8 +217,38 @@ def test_budgets_end_answers(proxy: str, upstream: Upstream) -> None:
     assert answer["finish_reason"] == "length" and answer["message"]["content"].startswith("So:\n")
 
 
+def streamed(url: str, **more: Any) -> str:
+    """The text of a stream in reading order."""
+    lines = [line.removeprefix("data: ") for line in ask(url, stream=True, **more).text.splitlines() if line]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines if line != "[DONE]"]
+    return "".join(delta.get("content", "") for delta in deltas)
+
+
+@pytest.mark.parametrize("stop", ["p", "a\nbeta", "\nB", "is a", "o:\na", "Bye.", ["l", "lp"]])
+def test_stop_strings_end_the_text_in_reading_order(stop: Any, proxy: str, upstream: Upstream) -> None:
+    upstream.script |= {"1/2 A: ": "alpha\n<|/branch|>"}
+    text = "So:\nalpha\nbeta is a longer one\nBye."
+    first = min(text.index(one) for one in ([stop] if isinstance(stop, str) else stop))
+    answer = ask(proxy, stop=stop, **STATISTICS).json()
+    assert answer["choices"][0]["message"]["content"] == text[:first] == streamed(proxy, stop=stop)
+    assert plain_text(from_json(answer["aspd"][0]["structure"])) == text[:first]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_budgets_keep_a_beginning_of_the_text(proxy: str, demo: LanguageModel) -> None:
+    """Whatever the limit, the text is the first tokens of the whole one, in reading order."""
+    texts = []
+    for most in range(1, 2 * len(demo.codec.text.encode(TEXT))):  # parts of an answer are encoded as they come
+        answer = ask(proxy, max_tokens=most)
+        text = answer.json()["choices"][0]["message"]["content"]
+        assert TEXT.startswith(text) and streamed(proxy, max_tokens=most) == text
+        assert answer.json()["usage"]["completion_tokens"] <= most
+        texts.append(text)
+    assert texts == sorted(texts, key=len) and texts[-1] == TEXT and len(set(texts)) > 12
+
+
 def test_branches_share_the_budget(proxy: str, upstream: Upstream, demo: LanguageModel) -> None:
-    """One may be much longer than the others; where all are, they end together, and soon."""
+    """One may be much longer than the others; where all are, the answer ends with the first."""
     encode, long = demo.codec.text.encode, "beta goes on. " * 9
     upstream.script |= {"1/2 A: ": "alpha\n<|/branch|>", "2/2 B: ": f"{long}<|/branch|>", "<|/para|>": "END"}
     most = 9 + sum(len(encode(long[at : at + 3])) for at in range(0, len(long), 3))  # as its pieces come
@@ -227,8 +258,8 @@ def test_branches_share_the_budget(proxy: str, upstream: Upstream, demo: Languag
     upstream.delay = 0.01
     upstream.script |= {"1/2 A: ": "alpha " * 500, "2/2 B: ": "beta " * 500}
     answer = ask(proxy, max_tokens=most).json()["choices"][0]
-    assert answer["finish_reason"] == "length" and "alpha alpha" in answer["message"]["content"]
-    assert most / 2 < len(encode(answer["message"]["content"])) <= most + 9
+    assert answer["finish_reason"] == "length" and "beta" not in answer["message"]["content"]
+    assert abs(len(encode(answer["message"]["content"])) - most) <= 9
 
 
 def test_a_client_that_goes_ends_its_requests(proxy: str, upstream: Upstream) -> None:
@@ -238,7 +269,7 @@ def test_a_client_that_goes_ends_its_requests(proxy: str, upstream: Upstream) ->
     asked = {"model": "proxied", "messages": messages, "stream": True, "aspd": {"stream": "branches"}}
     with httpx.stream("POST", f"{proxy}/chat/completions", json=asked, timeout=60) as response:
         next(line for line in response.iter_lines() if "beta" in line or "bet" in line)
-        assert upstream.open == 2
+        assert wait_for(lambda: upstream.open == 2)
     assert wait_for(lambda: upstream.open == 0, 10)
 
 

@@ -116,11 +116,12 @@ class Answering:
             announced = [i for t in titles for i in (special.title_start, *encode(t), special.title_end)]
             prefix = [*prefix, *announced, special.parallel_start]
             answer.items.append(Parallel([Branch(title, "") for title in titles]))
-            texts, final, shown = [""] * len(titles), set[int](), 0
-            async with aclosing(self._branches(prefix, titles, left, sampling, answer, texts, final)) as events:
+            pieces_of: list[list[str]] = [[] for _ in titles]
+            final, shown = set[int](), 0
+            async with aclosing(self._branches(prefix, titles, left, sampling, answer, pieces_of, final)) as events:
                 async for event in events:
                     first = next((n for n in range(1, len(titles)) if n not in final), len(titles))
-                    readable = self._within(texts[:first], left)
+                    readable, left_behind = self._within(pieces_of[:first], left)
                     branches = zip(titles, [*readable, *[""] * (len(titles) - first)], strict=True)
                     answer.items[-1] = Parallel([Branch(title, text) for title, text in branches])
                     if not in_order:
@@ -129,11 +130,11 @@ class Answering:
                         yield Event("token", block, first, new)
                         shown += len(new)
             yield Event("merge", block=block)
-            for title, text in zip(titles, texts, strict=True):
-                ids = encode(text)
-                prefix += [special.branch_start, *encode(title), *self._codec.separator_ids, *ids, special.branch_end]
-                left -= len(ids)
+            for title, pieces in zip(titles, pieces_of, strict=True):
+                text = encode("".join(pieces))
+                prefix += [special.branch_start, *encode(title), *self._codec.separator_ids, *text, special.branch_end]
             prefix.append(special.parallel_end)
+            left = left_behind
             if left <= 0 or len(final) < len(titles):
                 answer.finish_reason = "length"
                 return
@@ -171,14 +172,19 @@ class Answering:
                     break
         return titles
 
-    def _within(self, texts: Sequence[str], left: int) -> list[str]:
-        """Return the texts, of which the first `left` tokens are kept."""
+    def _within(self, texts: Sequence[Sequence[str]], left: int) -> tuple[list[str], int]:
+        """Return texts, which came in pieces, up to `left` tokens; and how many tokens are left behind them."""
         kept = []
-        for text in texts:
-            ids = self._codec.text.encode(text)
-            kept.append(text if len(ids) <= left else self._codec.text.decode(ids[: max(0, left)]).rstrip("\ufffd"))
-            left -= len(ids)
-        return kept
+        for pieces in texts:
+            kept.append("")
+            for piece in pieces:
+                left -= self._count(piece)
+                kept[-1] += piece if left >= 0 else ""
+        return kept, left
+
+    def _count(self, piece: str) -> int:
+        """Return the tokens of a piece. Counted by pieces, a text that grows never has fewer than before."""
+        return len(self._codec.text.encode(piece))
 
     async def _branches(
         self,
@@ -187,10 +193,11 @@ class Answering:
         left: int,
         sampling: Sampling,
         answer: Proxied,
-        texts: list[str],
+        pieces_of: list[list[str]],
         final: set[int],
     ) -> AsyncGenerator[Event, None]:
-        """Yield tokens and ends of all branches, as they come; fills `texts`, and numbers of branches that are `final`.
+        """Yield tokens and ends of all branches, as they come; fills `pieces_of` each, and numbers of those that are
+        `final`.
 
         A branch ends where its text and the texts of the branches before it, as far as they are, have `left` tokens.
         """
@@ -206,14 +213,14 @@ class Answering:
                 async for piece, reason in pieces:
                     within = reason != "length"
                     if piece := _ANY_TAG.sub("", piece):
-                        texts[number] += piece
-                        sizes[number] = len(encode(texts[number]))
+                        pieces_of[number].append(piece)
+                        sizes[number] += self._count(piece)
                         news.put_nowait(Event("token", 1, number + 1, piece))
                         if sum(sizes[: number + 1]) >= left:
                             break
             if within:
                 final.add(number + 1)
-            news.put_nowait(Event("branch", 1, number + 1, texts[number]))
+            news.put_nowait(Event("branch", 1, number + 1, "".join(pieces_of[number])))
 
         async def guarded(number: int, title: str) -> None:
             try:
