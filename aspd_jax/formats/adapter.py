@@ -31,8 +31,7 @@ NEUTRAL = (
     *("lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config", "qalora_group_size"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
 )
-# Values of other fields beside `OFF`, in lower case. These initialisations leave the base as it is; pissa, olora, corda,
-# loftq and lora_ga change it.
+# Values of other fields beside `OFF`, in lower case. These initialisations leave the base as it is; others change it.
 ALLOWED = {
     "bias": ("none",),
     "task_type": ("causal_lm",),

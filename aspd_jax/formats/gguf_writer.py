@@ -6,7 +6,6 @@ Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers, in float32 or bfloat
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingTyp
 from tokenizers import Tokenizer
 
 from aspd_jax.errors import CheckpointError
+from aspd_jax.files import partial_file
 from aspd_jax.formats import Tensors
 from aspd_jax.formats.gguf import INSIDE_LAYERS, OUTSIDE_LAYERS, ROPE_FACTORS, neighbours_of_heads
 from aspd_jax.formats.gguf_tokenizer import SPLITTINGS, pre_tokenizer
@@ -56,7 +56,13 @@ def write_gguf(
     if hf.model_type not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{hf.model_type} models are not written as GGUF, but {names}; {INSTEAD}")
-    partial = path.with_name(f"{path.name}.partial")
+    with partial_file(path) as partial:
+        _write(partial, hf, tokenizer, end_ids, tensors, dtype, aspd)
+
+
+def _write(
+    partial: Path, hf: Any, tokenizer: Any, end_ids: tuple[int, ...], tensors: Tensors, dtype: str, aspd: dict[str, str]
+) -> None:
     writer = GGUFWriter(partial, ARCHITECTURES[hf.model_type], use_temp_file=True)
     kind, file_type = TYPES[dtype]
     _write_shape(writer, hf, file_type)
@@ -76,14 +82,10 @@ def write_gguf(
             values = neighbours_of_heads(values, heads)
         of = kind if values.ndim > 1 else GGMLQuantizationType.F32
         writer.add_tensor(ours, quantize(values, of), raw_dtype=of)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def gguf_name(name: str) -> str:

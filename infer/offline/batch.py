@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from aspd_jax.errors import DataError, RequestError
-from aspd_jax.files import replacing
+from aspd_jax.files import Log, replacing
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.engine import Engine, Prompt
@@ -97,7 +97,7 @@ def generate_file(
     waiting = [item for item in items if item.line not in done][::-1]
     running: list[tuple[Item, Handle]] = []
     with (
-        journal.open("a") as log,
+        Log(journal) as log,
         tqdm(total=len(items), initial=resumed, unit="answer", disable=not progress) as bar,
     ):
         if not resumed and journal.stat().st_size == 0:
