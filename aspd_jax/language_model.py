@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class LanguageModel:
         end_ids: ids that end an answer.
         context_length: positions the checkpoint was made for.
         mesh: the mesh that the parameters are spread over, or None.
+        generation: the contents of generation_config.json, for export.
     """
 
     model: Transformer
@@ -54,6 +55,7 @@ class LanguageModel:
     end_ids: tuple[int, ...]
     context_length: int
     mesh: Mesh | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def codec(self) -> Codec:
@@ -158,6 +160,7 @@ def load_model(
         end_ids=checkpoint.end_ids,
         context_length=checkpoint.hf.max_position_embeddings,
         mesh=mesh,
+        generation=checkpoint.generation,
     )
 
 
@@ -204,7 +207,7 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
         write_gguf(target, hf, lm.tokenizer, lm.end_ids, tensors, kept, hf_config["aspd"])
         return
     with write_folder(target) as folder:
-        write_settings(folder, hf_config, kept, lm.end_ids, lm.tokenizer)
+        write_settings(folder, hf_config, kept, lm.end_ids, lm.tokenizer, lm.generation)
         write_tensors(folder, tensors)
 
 

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 from aspd_jax.errors import CheckpointError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import Tensors
+from aspd_jax.formats.folder import write_tokenizer
 
 CONFIG, WEIGHTS, OURS = "adapter_config.json", "adapter_model.safetensors", "aspd.json"
 PREFIX = "base_model.model."
@@ -257,4 +258,4 @@ def write_adapter(
         whole = {name: np.ascontiguousarray(tensor.astype(dtype)) for name, tensor in tensors.items()}
         save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            write_tokenizer(folder, tokenizer)

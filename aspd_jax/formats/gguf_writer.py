@@ -6,6 +6,7 @@ Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers, in float32 or bfloat
 from __future__ import annotations
 
 import json
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def write_gguf(
         path: of the file.
         hf: a `transformers` configuration object.
         tokenizer: with all special tokens, which stay what they are.
-        end_ids: of which the first is the file's end of text.
+        end_ids: of which the first is the file's end of text, the next two its end of turn and of message.
         tensors: under their Hugging Face names.
         dtype: `float32` or `bfloat16`, of the matrices; norms and biases are float32.
         aspd: position scheme and mask, which other programs pass over.
@@ -129,8 +130,13 @@ def _write_shape(writer: GGUFWriter, hf: Any, file_type: LlamaFileType) -> None:
         writer.add_rope_scaling_factor(rope.factor)
     if rope.scaling == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope.original_length)
-        if (rope.beta_fast, rope.beta_slow, rope.truncate) != (32.0, 1.0, True):
-            raise CheckpointError("yarn with other bounds of its ramp than 32 and 1 has no place in a GGUF file")
+        standard = RopeConfig(attention_factor=0.1 * log(rope.factor) + 1.0 if rope.factor > 1 else 1.0)
+        for field in ("beta_fast", "beta_slow", "truncate", "attention_factor"):
+            if getattr(rope, field) != getattr(standard, field):
+                raise CheckpointError(
+                    f"yarn with {field} {getattr(rope, field)} is not written as GGUF, only with "
+                    f"{getattr(standard, field)}; {INSTEAD}"
+                )
 
 
 def _write_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -> None:
@@ -162,7 +168,10 @@ def _write_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_id
     first = tokenizer("a")["input_ids"][0]
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and first == tokenizer.bos_token_id)
     ids = {"bos": tokenizer.bos_token_id, "unk": tokenizer.unk_token_id, "pad": tokenizer.pad_token_id}
-    for role, number in (ids | {"eos": end_ids[0] if end_ids else None}).items():
+    ids |= dict(zip(("eos", "eot", "eom"), end_ids, strict=False))  # other programs know these; more ends are ours
+    if end_ids:
+        writer.add_array("aspd.end_ids", list(end_ids))
+    for role, number in ids.items():
         if number is not None:
             getattr(writer, f"add_{role}_token_id")(number)
     if tokenizer.chat_template:
