@@ -132,6 +132,7 @@ WRITERS: dict[str, Callable[[Path, LanguageModel], Any]] = {
     "store.sqlite": write_store,
     "checkpoints": write_checkpoint_of_run,
 }
+REASONS = "(File too large|Input/output|No space)"
 GROWING = ("metrics.jsonl", "journal")  # what was written before stays, in whole lines
 
 
@@ -141,7 +142,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(
 ) -> None:
     with (
         room_for(1000),
-        pytest.raises(OutputError, match=rf"{name} cannot be written: (File too large|Input/output|No space)"),
+        pytest.raises(OutputError, match=f"{name} cannot be written: {REASONS}"),
     ):
         WRITERS[name](tmp_path / name, trained)
     left = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}

@@ -19,6 +19,7 @@ from aspd_jax.formats import Checkpoint, Tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 SHARD_BYTES = 4 << 30
+KEPT = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "spaces_between_special_tokens")
 ONLY_IN_MEMORY = ("backend", "is_local", "local_files_only", "name_or_path")  # how a tokenizer was loaded
 
 
@@ -116,6 +117,10 @@ def write_tokenizer(folder: Path, tokenizer: Any) -> None:
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     config = {key: value for key, value in json.loads(file.read_text()).items() if key not in ONLY_IN_MEMORY}
+    source = Path(tokenizer.name_or_path) / file.name
+    if tokenizer.name_or_path and source.is_file():  # some fields are read and not written again
+        before = json.loads(source.read_text())
+        config |= {key: value for key, value in before.items() if key not in config and key in KEPT}
     if config["tokenizer_class"] == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):
