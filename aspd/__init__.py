@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import aspd.environment  # noqa: F401 (first: it speaks to libraries that are imported after it)
 from aspd_jax.errors import AspdError
+from aspd_jax.files import refusal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,14 +22,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.overrides = [*options.overrides, *rest]
     try:
         options.run(options)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except AspdError as error:
+        print(f"aspd: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if refusal(error) is None:
+            raise
         print(f"aspd: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     return 0
 
 

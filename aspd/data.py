@@ -82,6 +82,7 @@ def run_show(options: argparse.Namespace) -> None:
     """`aspd data show`."""
     from rich.console import Console
 
+    from aspd_jax.files import write_whole
     from aspd_jax.pipeline.show import find, read_structured, records_page, show
 
     positive(options, "records")
@@ -92,7 +93,7 @@ def run_show(options: argparse.Namespace) -> None:
         records = list(islice(read_structured(options.file, left_out), options.records))
     print_left_out(left_out)
     if options.html is not None:
-        options.html.write_text(records_page(records, options.file.name))
+        write_whole(options.html, records_page(records, options.file.name))
         return
     console = Console()
     for record in records:

@@ -118,6 +118,7 @@ def run_ablate(options: argparse.Namespace) -> None:
     """`aspd ablate`."""
     from aspd_jax import load_model
     from aspd_jax.configuration import read_config
+    from aspd_jax.files import write_whole
     from infer.engine import Engine
     from infer.evaluation.answers import answer_questions
     from infer.evaluation.config import DecodingSection, System
@@ -168,5 +169,5 @@ def run_ablate(options: argparse.Namespace) -> None:
         if variant.published
     }
     text = table(compare(found, REFERENCE), published, ("paper: score", "paper: tokens/s"))
-    (options.output / "ablation.md").write_text(text + "\n")
+    write_whole(options.output / "ablation.md", text + "\n")
     print(text)

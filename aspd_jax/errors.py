@@ -25,6 +25,10 @@ class DataError(AspdError, ValueError):
     """A record, or a file of them, cannot be used."""
 
 
+class OutputError(AspdError, OSError):
+    """A file or folder cannot be written: the disk is full, or the path does not allow it."""
+
+
 class RequestError(AspdError, ValueError):
     """A decoding request breaks a limit of the engine."""
 

@@ -1,36 +1,134 @@
-"""Files and folders that are there whole or not at all, whenever the process ends."""
+"""Files and folders that are there whole or not at all, whenever the process ends; failures to write name the file."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from aspd_jax.errors import CheckpointError
+from aspd_jax.errors import CheckpointError, OutputError
+
+# What a file system says when it cannot take a file. Other errors of the system are passed on.
+REFUSALS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
+    *(errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# How libraries in other languages (safetensors, tokenizers, TensorStore), NumPy and SQLite put such an error.
+NUMBERED = re.compile(r"\bos[ _]error(?: |_code=')(\d+)", re.IGNORECASE)
+SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
+SQLITE = {
+    "database or disk is full": errno.ENOSPC,
+    "disk I/O error": errno.EIO,
+    "attempt to write a readonly database": errno.EACCES,
+    "unable to open database file": errno.EACCES,
+}
+
+
+def refusal(error: BaseException) -> int | None:
+    """Return the number (`errno`) of a failure to write, or None for any other error."""
+    number = error.errno if isinstance(error, OSError) else SQLITE.get(str(error))
+    if number is None and (found := NUMBERED.search(str(error))):
+        number = int(found[1])
+    if number is None and SHORT_WRITE.search(str(error)):
+        number = errno.ENOSPC
+    if number is None and error.__cause__ is not None:
+        return refusal(error.__cause__)
+    return number if number in REFUSALS else None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failure to write into one line that names the file.
+
+    Raises:
+        OutputError: the disk is full, writing is not allowed, or the path is not what it should be.
+    """
+    try:
+        yield
+    except OutputError:
+        raise
+    except Exception as error:
+        number = refusal(error)
+        if number is None:
+            raise
+        advice = "Free some space" if number in FULL else "Choose another path"
+        raise OutputError(f"{path} cannot be written: {os.strerror(number)}. {advice}.") from None
+
+
+@contextmanager
+def partial_file(file: Path) -> Iterator[Path]:
+    """Give a path to write to, which becomes `file` at the end; what is at `file` stays if that fails.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    partial = file.with_name(f".{file.name}.partial")
+    with writing(file):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            yield partial
+            partial.replace(file)
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[TextIO]:
-    """Write a text file: what is there already stays until all is written, and for good if that fails."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write a text file; see `partial_file`."""
+    with partial_file(file) as partial, partial.open("w", encoding="utf-8") as out:
+        yield out
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text file; see `replacing`."""
+    """Write a text file; see `partial_file`."""
     with replacing(file) as out:
         out.write(text)
+
+
+class Log:
+    """A text file that grows: what has been written is there whatever happens next, and whole."""
+
+    def __init__(self, file: Path) -> None:
+        self._path = file
+        with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._file = file.open("ab", buffering=0)
+
+    def write(self, text: str) -> None:
+        """Add text, or nothing of it.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        size, rest = os.fstat(self._file.fileno()).st_size, memoryview(text.encode())
+        with writing(self._path):
+            try:
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+                os.fsync(self._file.fileno())
+            except OSError:
+                os.ftruncate(self._file.fileno(), size)
+                raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @contextmanager
@@ -39,15 +137,20 @@ def write_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         CheckpointError: something is there already.
+        OutputError: it cannot be written.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder} exists and is not empty; choose another folder")
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    for file in partial.iterdir():
-        file.chmod(0o644)  # safetensors writes files that only their owner can read
-    if folder.exists():
-        folder.rmdir()
-    partial.rename(folder)
+    with writing(folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise CheckpointError(f"{folder} exists and is not an empty folder; choose another folder")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            for file in partial.iterdir():
+                file.chmod(0o644)  # safetensors writes files that only their owner can read
+            if folder.exists():
+                folder.rmdir()
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import open_checkpoint
-from aspd_jax.formats.adapter import Adapter, Factors, open_adapter, write_adapter
+from aspd_jax.formats.adapter import HEAD, Adapter, Factors, Rows, open_adapter, write_adapter
 from aspd_jax.formats.folder import write_settings, write_tensors
 from aspd_jax.formats.gguf_writer import write_gguf
 from aspd_jax.layout import Layout
@@ -43,6 +43,7 @@ class LanguageModel:
         end_ids: ids that end an answer.
         context_length: positions the checkpoint was made for.
         mesh: the mesh that the parameters are spread over, or None.
+        generation: the contents of generation_config.json, for export.
     """
 
     model: Transformer
@@ -54,6 +55,7 @@ class LanguageModel:
     end_ids: tuple[int, ...]
     context_length: int
     mesh: Mesh | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def codec(self) -> Codec:
@@ -128,8 +130,8 @@ def load_model(
     config = replace(config, weights=weights, lora_rank=lora_rank, lora_alpha=lora_alpha, adapters=adapters)
     tokenizer, special, new_rows = checkpoint.tokenizer, None, {}
     tensors, stored = checkpoint.tensors(), checkpoint.hf.vocab_size
+    old_length = stored if tokenizer is None else len(tokenizer)
     if tokenizer is not None:
-        old_length = len(tokenizer)
         special = add_special_tokens(tokenizer)
         new_rows = {i: min(old_length, config.vocab_size) for i in special.ids if i >= old_length}
         config = replace(config, vocab_size=max(config.vocab_size, len(tokenizer)))
@@ -140,12 +142,13 @@ def load_model(
         if adapters:
             raise CheckpointError(f"{path} has an adapter merged already; several of them need the base itself")
         of = open_adapter(adapter)
-        if of.tokens and (special is None or of.tokens != special.ids):
-            raise CheckpointError(f"{adapter} is an adapter for another base: its new tokens are {list(of.tokens)}")
+        of.check_tokens(min(old_length, stored), special.ids if special else ())
+        if config.tied and HEAD in {*of.factors, *of.rows}:
+            raise CheckpointError(f"{adapter} changes {HEAD}, which is the embedding in {path}; this is not supported")
         config = replace(config, **of.settings)
         tensors = of.applied(tensors, checkpoint.source)
-        if of.tokens:
-            new_rows, stored = {}, max(stored, max(of.tokens) + 1)
+        if of.tokens and of.tokens[-1] >= old_length:  # rows of the tags
+            new_rows, stored = {}, max(stored, of.tokens[-1] + 1)
     model = Transformer(config)
     return LanguageModel(
         model=model,
@@ -157,6 +160,7 @@ def load_model(
         end_ids=checkpoint.end_ids,
         context_length=checkpoint.hf.max_position_embeddings,
         mesh=mesh,
+        generation=checkpoint.generation,
     )
 
 
@@ -169,11 +173,7 @@ def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None
         CheckpointError: it was not made for this model, or for other positions or another mask; nothing changes then.
     """
     if adapter is not None:
-        ids = () if lm.special_tokens is None else lm.special_tokens.ids
-        if adapter.tokens and adapter.tokens != ids:
-            raise CheckpointError(
-                f"{adapter.source} is an adapter for another base: its new tokens are {adapter.tokens}"
-            )
+        adapter.check_tokens(0, () if lm.special_tokens is None else lm.special_tokens.ids)
         for name, value in adapter.settings.items():
             if getattr(lm.config, name) != value:
                 raise CheckpointError(f"{adapter.source} has {name} {value!r}, this model {getattr(lm.config, name)!r}")
@@ -207,7 +207,7 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
         write_gguf(target, hf, lm.tokenizer, lm.end_ids, tensors, kept, hf_config["aspd"])
         return
     with write_folder(target) as folder:
-        write_settings(folder, hf_config, kept, lm.end_ids, lm.tokenizer)
+        write_settings(folder, hf_config, kept, lm.end_ids, lm.tokenizer, lm.generation)
         write_tensors(folder, tensors)
 
 
@@ -226,7 +226,8 @@ def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> 
     alpha, rank = lm.config.lora_alpha, lm.config.lora_rank
     settings = {"positions": lm.config.positions, "siblings": lm.config.siblings}
     of_layers = {name: Factors(down, up, alpha / rank) for name, (down, up) in factors.items()}
-    adapter = Adapter(str(path), of_layers, lm.config.new_tokens, rows, settings)
+    of_tokens = {name: Rows(lm.config.new_tokens, values) for name, values in rows.items()}
+    adapter = Adapter(str(path), of_layers, of_tokens, settings)
     write_adapter(adapter, path, base, alpha, jnp.bfloat16, lm.tokenizer)
 
 

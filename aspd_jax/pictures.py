@@ -11,12 +11,14 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 
+from aspd_jax.files import partial_file
 from aspd_jax.layout import Layout, Siblings, visible
 from aspd_jax.structure import Parallel, Structure
 
@@ -78,6 +80,12 @@ def draw_visibility(
         matrix.set_yticks(range(length), short, fontsize=6)
         below.set_xticks(range(length), short, fontsize=6, rotation=90)
     return figure
+
+
+def save_figure(figure: Figure, file: Path) -> None:
+    """Write a figure in the format that the file's name ends with."""
+    with partial_file(file) as partial:
+        figure.savefig(partial, format=file.suffix[1:] or None)
 
 
 def svg(figure: Figure) -> str:

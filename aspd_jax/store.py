@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import DataError
+from aspd_jax.files import writing
 
 TABLES = (
     "replies (key TEXT PRIMARY KEY, text TEXT, prompt INTEGER, completion INTEGER)",
@@ -31,17 +33,23 @@ class Store:
 
     Raises:
         DataError: it is no such file, or another process has it.
+        OutputError: it cannot be written.
     """
 
     def __init__(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = file
         try:
-            self._db = sqlite3.connect(file, timeout=2, isolation_level=None)
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            for table in TABLES:
-                self._db.execute(f"CREATE TABLE IF NOT EXISTS {table}")
+            with writing(file), ExitStack() as failed:
+                self._db = sqlite3.connect(file, timeout=2, isolation_level=None)
+                failed.callback(self._db.close)
+                self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=NORMAL")
+                for table in TABLES:
+                    self._db.execute(f"CREATE TABLE IF NOT EXISTS {table}")
+                failed.pop_all()
         except sqlite3.OperationalError as error:
             raise DataError(f"{file}: {error}; is another process working on it?") from None
         except sqlite3.DatabaseError as error:
@@ -58,7 +66,8 @@ class Store:
 
     def add_reply(self, key: str, reply: Reply) -> None:
         """Keep a reply."""
-        self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", (key, *reply))
+        with writing(self._file):
+            self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", (key, *reply))
 
     def account(self) -> tuple[int, int, int]:
         """Replies, prompt tokens, completion tokens."""
@@ -75,4 +84,5 @@ class Store:
     def put(self, answer: str, stage: str, made_of: str, value: Any) -> None:
         """Keep what a stage made."""
         text = json.dumps(value, ensure_ascii=False)
-        self._db.execute("INSERT OR REPLACE INTO stages VALUES (?, ?, ?, ?)", (answer, stage, made_of, text))
+        with writing(self._file):
+            self._db.execute("INSERT OR REPLACE INTO stages VALUES (?, ?, ?, ?)", (answer, stage, made_of, text))

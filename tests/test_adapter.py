@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from aspd_jax import LanguageModel, build_layout, load_model, save_model
 from aspd_jax.errors import CheckpointError
-from aspd_jax.formats.adapter import CONFIG, WEIGHTS
+from aspd_jax.formats.adapter import CONFIG, WEIGHTS, open_adapter
 from aspd_jax.language_model import save_adapter
 from aspd_jax.model.adapters import merge_adapters
 from aspd_jax.model.weights import ADAPTERS
@@ -154,8 +156,8 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
         (lambda folder: (folder / WEIGHTS).unlink(), "is no adapter folder"),
         (lambda folder: (folder / CONFIG).write_text("{"), "Expecting property name"),
         (lambda folder: changed(folder, peft_type="IA3"), "peft_type 'IA3' is not supported; only LORA is"),
-        (lambda folder: changed(folder, use_dora=True), "use_dora True is not supported; only False is"),
-        (lambda folder: changed(folder, trainable_token_indices=None), "must name the same tokens"),
+        (lambda folder: changed(folder, use_dora=True), "use_dora: expected None or False or .*, got True"),
+        (lambda folder: changed(folder, trainable_token_indices=None), r"trainable_token_indices: expected token ids"),
         (lambda folder: without(folder, "lora_B"), "without its lora_B"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b"0" * 100), "adapter: "),
     ],
@@ -189,3 +191,86 @@ def test_int8_and_a_mesh_take_adapters_too(tmp_path: Path) -> None:
     if jax.device_count() >= 2:
         spread = load_model(folder, mesh=make_mesh({"tensor": 2}), adapter=tmp_path / "adapter")
         np.testing.assert_allclose(logits(spread)[..., : exact.shape[-1]], exact, atol=1e-3)
+
+
+REFUSED: dict[str, Any] = {
+    **{"init_lora_weights": "pissa_niter_4", "alora_invocation_tokens": [5, 6], "lora_bias": True, "bias": "all"},
+    **{"modules_to_save": ["lm_head"], "target_parameters": ["mlp.up_proj.weight"], "layer_replication": [[0, 2]]},
+    **{"use_qalora": True, "use_bdlora": {"nblocks": 2}, "arrow_config": {"top_k": 3}, "megatron_config": {"a": 1}},
+    **{"task_type": "SEQ_CLS", "fan_in_fan_out": True, "some_later_field": 3},
+}
+NEUTRAL: dict[str, Any] = {
+    **{"init_lora_weights": "gaussian", "modules_to_save": [], "layers_to_transform": [0], "layers_pattern": "layers"},
+    **{"revision": "main", "auto_mapping": {"base_model_class": "X"}, "peft_version": "9.9", "exclude_modules": ["x"]},
+    **{"eva_config": {"rho": 2.0}, "loftq_config": {}, "qalora_group_size": 16, "megatron_core": "megatron.core"},
+    **{"inference_mode": False, "lora_dropout": 0.1, "some_later_field": None, "another_one": False},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base, and an adapter for it that `peft` could have written."""
+    folder = tmp_path_factory.mktemp("pair")
+    base = base_folder(folder / "base", CASES["untied"])
+    save_adapter(as_if_trained(base), folder / "adapter", "tiny")
+    return base, folder / "adapter"
+
+
+def with_fields(adapter: Path, folder: Path, **values: Any) -> Path:
+    shutil.copytree(adapter, folder)
+    changed(folder, **values)
+    return folder
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_a_field_that_asks_for_more_is_refused(field: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = with_fields(pair[1], tmp_path / "adapter", **{field: REFUSED[field]})
+    with pytest.raises(
+        CheckpointError, match=re.escape(f"{field}: expected ") + ".*" + re.escape(repr(REFUSED[field]))
+    ):
+        open_adapter(folder)
+
+
+def test_neutral_fields_change_nothing(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    plain, other = open_adapter(pair[1]), open_adapter(with_fields(pair[1], tmp_path / "adapter", **NEUTRAL))
+    assert plain.factors.keys() == other.factors.keys()
+    assert all(a.scale == b.scale for a, b in zip(plain.factors.values(), other.factors.values(), strict=True))
+
+
+def test_scales_are_those_of_peft(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """The first pattern that fits the end of a name; alpha over the rank, or over its root."""
+    patterns = {"alpha_pattern": {r"layers\.1\.mlp\..*": 5, "up_proj": 7, "proj": 100}}
+    plain = open_adapter(with_fields(pair[1], tmp_path / "plain", **patterns)).factors
+    rooted = open_adapter(with_fields(pair[1], tmp_path / "rooted", **patterns, use_rslora=True)).factors
+    for name, alpha in (("1.mlp.up_proj", 5), ("0.mlp.up_proj", 7), ("1.self_attn.q_proj", ALPHA)):
+        assert plain[f"model.layers.{name}"].scale == pytest.approx(alpha / RANK)
+        assert rooted[f"model.layers.{name}"].scale == pytest.approx(alpha / RANK**0.5)
+    with pytest.raises(CheckpointError, match="says rank 4"):
+        open_adapter(with_fields(pair[1], tmp_path / "rank", rank_pattern={"q_proj": 4}))
+
+
+def test_rows_of_ordinary_tokens_are_merged(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = pair
+    folder = with_fields(adapter, tmp_path / "adapter", trainable_token_indices=[7, 5])
+    tensors = {k: v for k, v in load_file(folder / WEIGHTS).items() if "token_adapter" not in k}
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    rows = np.arange(64, dtype=np.float32).reshape(2, 32)
+    save_file(tensors | {name: rows}, folder / WEIGHTS)
+    before, merged = load_model(base), load_model(base, adapter=folder)
+    old, new = (np.asarray(lm.params["embedding"]["embedding"]) for lm in (before, merged))
+    np.testing.assert_array_equal(new[[7, 5]], rows)
+    assert np.flatnonzero((new != old).any(axis=1))[:2].tolist() == [5, 7]
+    known = base_rows(base)
+    changed(folder, trainable_token_indices=[7, known + 50])
+    with pytest.raises(CheckpointError, match=rf"another base: its new tokens are \[7, {known + 50}\]"):
+        load_model(base, adapter=folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["q_proj.lora_magnitude_vector", "q_proj.lora_embedding_A", "q_proj.lora_A.bias", "odd", "x.lora_B.weight"]
+)
+def test_a_tensor_that_no_field_explains_is_refused(name: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = with_fields(pair[1], tmp_path / "adapter")
+    save_file(load_file(folder / WEIGHTS) | {f"base_model.model.{name}": np.ones((2, 2), np.float32)}, folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        open_adapter(folder)

@@ -14,7 +14,7 @@ import pytest
 
 from aspd_jax import LanguageModel, load_model, save_model
 from aspd_jax.errors import CheckpointError, RequestError
-from aspd_jax.formats.adapter import Adapter, Factors, open_adapter, write_adapter
+from aspd_jax.formats.adapter import Adapter, Factors, Rows, open_adapter, write_adapter
 from aspd_jax.language_model import put_adapter
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
@@ -55,10 +55,11 @@ def write(
             factors[f"model.layers.{layer}.{name}"] = Factors(own.astype(np.float32), up.astype(np.float32), 2.0)
     tables = ("model.embed_tokens",) if c.tied else ("model.embed_tokens", "lm_head")
     assert base.special_tokens is not None
-    ids = base.special_tokens.ids if rows else ()
-    own_rows = {t: (random.standard_normal((6, c.hidden_size)) * scale).astype(np.float32) for t in tables if rows}
+    ids = base.special_tokens.ids
+    own_rows = {t: Rows(ids, (random.standard_normal((6, c.hidden_size)) * scale).astype(np.float32)) for t in tables}
+    own_rows = own_rows if rows else {}
     settings = {"positions": c.positions, "siblings": c.siblings} | settings
-    write_adapter(Adapter("", factors, ids, own_rows, settings), folder, "tiny", 2.0 * rank, np.float32, base.tokenizer)
+    write_adapter(Adapter("", factors, own_rows, settings), folder, "tiny", 2.0 * rank, np.float32, base.tokenizer)
     return folder
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quantize
 from safetensors.numpy import save_file
 
 from aspd_jax import load_model
@@ -219,3 +219,106 @@ def test_other_rope_factors_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
 def test_halves_of_heads_undoes_the_converter() -> None:
     rows = np.arange(24).reshape(12, 2)
     assert (halves_of_heads(neighbours(rows, 3), 3) == rows).all()
+
+
+def with_keys(source: Path, target: Path, **keys: Any) -> Path:
+    """A copy of a GGUF file with more values."""
+    reader = GGUFReader(source)
+    writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture" and key not in keys:
+            sub_type = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub_type)
+    for key, value in keys.items():
+        kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+        getattr(writer, f"add_{kinds[type(value)]}")(key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.fixture(scope="module")
+def plain_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "model.gguf", CASES["llama"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("attention.scale", 0.5), ("logit_scale", 2.0), ("embedding_scale", 2.0), ("residual_scale", 0.5)),
+        *(("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0), ("attention.clamp_kqv", 8.0)),
+        *(("attention.sliding_window", 16), ("expert_count", 4), ("rope.scaling.attn_factor", 1.5)),
+        *(("rope.scaling.yarn_log_multiplier", 0.1), ("attention.causal", False), ("rope.dimension_count", 8)),
+        *(("attention.head_count_kv", [2, 1]), ("use_parallel_residual", True), ("something_later", "on")),
+    ],
+)
+def test_a_value_that_nothing_reads_is_refused(key: str, value: Any, plain_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"llama\.{key}"):
+        open_checkpoint(with_keys(plain_file, tmp_path / "a.gguf", **{f"llama.{key}": value}))
+
+
+def test_neutral_values_change_nothing(plain_file: Path, tmp_path: Path) -> None:
+    keys = {"logit_scale": 1.0, "expert_count": 0, "attention.causal": True, "use_parallel_residual": False}
+    keys |= {"attention.head_count_kv": [2, 2], "rope.scaling.attn_factor": 1.0, "attention.scale": 0.0}
+    made = open_checkpoint(with_keys(plain_file, tmp_path / "a.gguf", **{f"llama.{k}": v for k, v in keys.items()}))
+    assert made.hf_config == open_checkpoint(plain_file).hf_config
+    linear = open_checkpoint(with_keys(plain_file, tmp_path / "b.gguf", **{"llama.rope.scaling.factor": 3.0}))
+    scaling = linear.hf_config["rope_scaling"]
+    assert (scaling["rope_type"], scaling["factor"]) == ("linear", 3.0), "llama.cpp's default"
+
+
+def test_every_end_ends_an_answer(plain_file: Path, tmp_path: Path) -> None:
+    keys = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 9}
+    assert open_checkpoint(with_keys(plain_file, tmp_path / "a.gguf", **keys)).end_ids == (2, 7, 9)
+    keys["tokenizer.ggml.eot_token_id"] = 4_000_000_000
+    with pytest.raises(CheckpointError, match=r"eot_token_id: expected an id below 64, got 4000000000"):
+        open_checkpoint(with_keys(plain_file, tmp_path / "b.gguf", **keys))
+
+
+def split(source: Path, folder: Path, count: int) -> list[Path]:
+    """A file cut as `llama-gguf-split` cuts it: all values in the first part."""
+    reader, files = GGUFReader(source), []
+    for number in range(count):
+        file = folder / f"model-{number + 1:05d}-of-{count:05d}.gguf"
+        writer = GGUFWriter(file, "llama")
+        for key, field in reader.fields.items():
+            if not number and not key.startswith("GGUF.") and key != "general.architecture":
+                writer.add_key_value(key, field.contents(), field.types[0])
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        files.append(file)
+    return files
+
+
+def test_a_split_file_is_read_whole_or_its_parts_are_named(plain_file: Path, tmp_path: Path) -> None:
+    files = split(plain_file, tmp_path, 3)
+    whole = dict(open_checkpoint(plain_file).tensors())
+    for place in (*files, tmp_path):  # any part, and the folder of one model
+        found = dict(open_checkpoint(place).tensors())
+        assert found.keys() == whole.keys() and all((found[name] == whole[name]).all() for name in whole)
+    (tmp_path / "other.gguf").write_bytes(plain_file.read_bytes())
+    with pytest.raises(CheckpointError, match=r"several GGUF models: model-00001-of-00003\.gguf, .*, other\.gguf"):
+        open_checkpoint(tmp_path)
+    files[1].unlink()
+    with pytest.raises(CheckpointError, match=r"part 1 of 3, 2 others expected beside it, without model-00002-of"):
+        open_checkpoint(files[0])
+    renamed = files[2].rename(tmp_path / "renamed.gguf")
+    with pytest.raises(CheckpointError, match=r"part 3 of 3, 2 others expected beside it under the names"):
+        open_checkpoint(renamed)
+
+
+def test_a_pointer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(CheckpointError, match="is a Git LFS pointer"):
+        open_checkpoint(tmp_path / "a.gguf")

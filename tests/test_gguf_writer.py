@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,12 @@ def test_it_says_what_llama_cpps_converter_says(smollm2: tuple[Path, LanguageMod
     found_shapes = {t.name: t.shape.tolist() for t in ours.tensors}
     assert found_shapes.pop("token_embd.weight")[1] == shapes.pop("token_embd.weight")[1] + 6
     assert found_shapes == shapes
+
+
+def test_all_ends_are_kept(tmp_path: Path) -> None:
+    folder = base(tmp_path / "base", CASES["tied"], gguf_ready())
+    for ends in ((5, 3, 8, 9), (4,)):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}))
+        lm = load_model(folder)
+        save_model(lm, tmp_path / f"{len(ends)}.gguf")
+        assert lm.end_ids == load_model(tmp_path / f"{len(ends)}.gguf").end_ids == ends

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,6 +13,8 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from aspd_jax.errors import OutputError
+from aspd_jax.files import writing
 from train.step import TrainState
 
 METRIC = "held_out_loss"
@@ -33,16 +38,18 @@ class Checkpoints:
                 get_metric_fn=lambda metrics: metrics[METRIC], reverse=True, n=1, keep_checkpoints_without_metrics=False
             )
             policies.append(lowest)
-        self._manager = ocp.CheckpointManager(
-            folder.absolute(),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=None if read_only else AnyPreservationPolicy(policies),
-                cleanup_tmp_directories=not read_only,
-                read_only=read_only,
-                best_fn=(lambda metrics: metrics[METRIC]) if best and not read_only else None,
-                best_mode="min",
-            ),
-        )
+        self._folder = folder.absolute()
+        with writing(folder):
+            self._manager = ocp.CheckpointManager(
+                self._folder,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=None if read_only else AnyPreservationPolicy(policies),
+                    cleanup_tmp_directories=not read_only,
+                    read_only=read_only,
+                    best_fn=(lambda metrics: metrics[METRIC]) if best and not read_only else None,
+                    best_mode="min",
+                ),
+            )
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -50,7 +57,19 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._manager.close()
+        with self._writing():
+            self._manager.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Name the folder where writing fails; the checkpoint under way is removed then."""
+        try:
+            with writing(self._folder):
+                yield
+        except OutputError:
+            for unfinished in self._folder.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
 
     @property
     def latest(self) -> int:
@@ -65,7 +84,8 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, data: dict[str, Any], loss: float | None = None) -> None:
         """Start to write; returns when the state has been copied."""
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data))
-        self._manager.save(step, args=args, metrics=None if loss is None else {METRIC: loss})
+        with self._writing():
+            self._manager.save(step, args=args, metrics=None if loss is None else {METRIC: loss})
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """A state, in the shardings of `like`, whatever mesh it was saved from; and where the data stood."""

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import CheckpointError, ConfigError
-from aspd_jax.files import write_whole
+from aspd_jax.files import write_whole, writing
 from aspd_jax.language_model import LanguageModel, save_adapter, save_model
 from aspd_jax.sharding import make_mesh
 from train.batches import (
@@ -58,7 +58,8 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
     """
     first_process = jax.process_index() == 0
     mesh = make_mesh(vars(config.mesh))
-    output.mkdir(parents=True, exist_ok=True)
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
     if first_process:
         _claim(output, config)
     lm = load(config, mesh)
@@ -89,8 +90,9 @@ def read_data(config: TrainConfig, lm: LanguageModel, output: Path, progress: bo
     cache = Path(config.data.cache) if config.data.cache else output / "tokenised"
     if jax.process_index() > 0:
         multihost_utils.sync_global_devices("tokenised")  # the first process tokenises, the others find its work
-    records = Records(lm, config.data.train, config.data, cache)
-    apart = Records(lm, config.data.held_out, config.data, cache) if config.evaluate_batches else None
+    with writing(cache):
+        records = Records(lm, config.data.train, config.data, cache)
+        apart = Records(lm, config.data.held_out, config.data, cache) if config.evaluate_batches else None
     if jax.process_index() == 0:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("tokenised")

@@ -11,7 +11,7 @@ import jax
 from flax.traverse_util import flatten_dict
 from tensorboardX import SummaryWriter
 
-from aspd_jax.files import write_whole
+from aspd_jax.files import Log, write_whole
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.weights import ADAPTERS
 
@@ -63,13 +63,12 @@ class MetricsWriter:
         if file.exists():
             kept = [line for line in file.read_text().splitlines() if _step(line) <= first]
             write_whole(file, "".join(f"{line}\n" for line in kept))
-        self._file = file.open("a")
+        self._file = Log(file)
         self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1) if tensorboard else None
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Note the metrics of a step."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
         if self._events is not None:
             for name, value in values.items():
                 self._events.add_scalar(name, value, step)

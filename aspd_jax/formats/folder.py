@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from aspd_jax.formats import Checkpoint, Tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 SHARD_BYTES = 4 << 30
+KEPT = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "spaces_between_special_tokens")
+ONLY_IN_MEMORY = ("backend", "is_local", "local_files_only", "name_or_path")  # how a tokenizer was loaded
 
 
 def open_folder(folder: Path) -> Checkpoint:
@@ -36,15 +39,15 @@ def open_folder(folder: Path) -> Checkpoint:
     tokenizer = None
     if any((folder / name).exists() for name in TOKENIZER_FILES):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    ends = _end_ids(folder, hf, tokenizer)
-    return Checkpoint(str(folder), hf_config, hf, tokenizer, ends, lambda: read_tensors(folder))
+    file = folder / "generation_config.json"
+    generation = json.loads(file.read_text()) if file.exists() else {}
+    ends = _end_ids(generation, hf, tokenizer)
+    return Checkpoint(str(folder), hf_config, hf, tokenizer, ends, lambda: read_tensors(folder), generation=generation)
 
 
-def _end_ids(folder: Path, hf: Any, tokenizer: Any) -> tuple[int, ...]:
+def _end_ids(generation: dict[str, Any], hf: Any, tokenizer: Any) -> tuple[int, ...]:
     """End-of-text ids, from where `transformers` takes them: generation config, then config, then tokenizer."""
-    generation = folder / "generation_config.json"
-    found = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
-    for candidate in (found, hf.eos_token_id, getattr(tokenizer, "eos_token_id", None)):
+    for candidate in (generation.get("eos_token_id"), hf.eos_token_id, getattr(tokenizer, "eos_token_id", None)):
         if candidate is not None:
             return tuple(candidate) if isinstance(candidate, list) else (int(candidate),)
     return ()
@@ -85,20 +88,44 @@ def read_tensors(folder: Path) -> Tensors:
 
 
 def write_settings(
-    folder: Path, hf_config: dict[str, Any], dtype: str, end_ids: tuple[int, ...], tokenizer: Any
+    folder: Path,
+    hf_config: dict[str, Any],
+    dtype: str,
+    end_ids: tuple[int, ...],
+    tokenizer: Any,
+    generation: Mapping[str, Any],
 ) -> None:
     """Write everything of a checkpoint folder but its tensors.
 
     Args:
         dtype: of the tensors.
+        generation: contents of generation_config.json beside its end ids.
     """
     kept = {key: value for key, value in hf_config.items() if key not in ("torch_dtype", "dtype")}
     (folder / "config.json").write_text(json.dumps(kept | {"torch_dtype": dtype}, indent=2) + "\n")
+    settings = dict(generation)
     if end_ids:
-        end = end_ids[0] if len(end_ids) == 1 else list(end_ids)
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}, indent=2) + "\n")
+        settings["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else list(end_ids)
+    if settings:
+        (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        write_tokenizer(folder, tokenizer)
+
+
+def write_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Write a tokenizer that `transformers` 4 loads too: it does not know some names of 5."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key not in ONLY_IN_MEMORY}
+    source = Path(tokenizer.name_or_path) / file.name
+    if tokenizer.name_or_path and source.is_file():  # some fields are read and not written again
+        before = json.loads(source.read_text())
+        config |= {key: value for key, value in before.items() if key not in config and key in KEPT}
+    if config["tokenizer_class"] == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> None:
@@ -140,6 +167,8 @@ def convert(checkpoint: Checkpoint, output: Path, dtype: str) -> None:
         CheckpointError: something is at `output` already.
     """
     with write_folder(output) as folder:
-        write_settings(folder, checkpoint.hf_config, dtype, checkpoint.end_ids, checkpoint.tokenizer)
+        write_settings(
+            folder, checkpoint.hf_config, dtype, checkpoint.end_ids, checkpoint.tokenizer, checkpoint.generation
+        )
         numbers = jnp.dtype(dtype)
         write_tensors(folder, ((name, tensor.astype(numbers)) for name, tensor in checkpoint.tensors()))

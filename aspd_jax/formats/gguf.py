@@ -5,6 +5,7 @@ N heads, H head size, D hidden size.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoConfig
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats import Checkpoint, Tensors
 from aspd_jax.formats.gguf_metadata import Metadata
-from aspd_jax.formats.gguf_tokenizer import read_tokenizer
+from aspd_jax.formats.gguf_tokenizer import read_end_ids, read_tokenizer
 
 # Architectures by their GGUF name; Mistral files call themselves llama.
 FAMILIES = {
@@ -53,24 +54,51 @@ GEMMA_LAYERS = {
 }
 ROPE_FACTORS = "rope_freqs.weight"  # what the frequencies of Llama 3.1 and later are divided by
 LLAMA3_LENGTH = 8192
+PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")  # a part of a split file
+LFS_POINTER = b"version https://git-lfs"
+# Keys below the architecture's name that are read here, those of all architectures first.
+HEAD_SIZES = (
+    *("rope.dimension_count", "rope.dimension_count_swa"),
+    *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
+)
+READ = (
+    *("block_count", "context_length", "embedding_length", "feed_forward_length", *HEAD_SIZES),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
+    *("rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
+    *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    *("vocab_size", "rope.scaling.finetuned", "tensor_data_layout"),  # these change nothing
+)
+READ_GEMMA = ("attention.sliding_window", "rope.freq_base_swa")
+# Values of other keys that change nothing; of the rest these are 0, false and what is empty.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.sliding_window_pattern": (0, GEMMA_PERIOD),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale"), (0.0, 1.0)),
+}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """A GGUF file.
+    """A GGUF file, or all parts of a split one.
+
+    Args:
+        path: of the file, or of any part.
 
     Raises:
-        CheckpointError: it is cut off, or of an architecture, rope scaling or tokenizer that is not supported.
+        CheckpointError: it is cut off, a part is missing, or something in it is not supported.
     """
-    try:
-        reader = GGUFReader(path)
-        metadata = Metadata(path, reader)
-        family = metadata["general.architecture"]
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise CheckpointError(f"{path} cannot be read: it is cut off, or not a GGUF file ({error})") from None
+    parts = _open_parts(path)
+    metadata = parts[0][0]
+    family = metadata["general.architecture"]
     if family not in FAMILIES:
         raise CheckpointError(f"{path}: architecture {family!r} is not supported; supported are {', '.join(FAMILIES)}")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for _, reader in parts for tensor in reader.tensors}
+    expected = metadata.get("split.tensors.count", len(tensors))
+    if len(tensors) != expected:
+        raise CheckpointError(f"{path}: expected {expected} tensors in all parts, got {len(tensors)}")
     hf_config = _config(metadata, family, tensors)
     tokenizer = read_tokenizer(metadata)
     return Checkpoint(
@@ -78,27 +106,93 @@ def open_gguf(path: Path) -> Checkpoint:
         hf_config=hf_config,
         hf=AutoConfig.for_model(**hf_config),
         tokenizer=tokenizer,
-        end_ids=() if hf_config["eos_token_id"] is None else (hf_config["eos_token_id"],),
+        end_ids=read_end_ids(metadata, hf_config["vocab_size"]),
         tensors=lambda: _read(path, family, hf_config, tensors),
     )
+
+
+def _open(path: Path) -> tuple[Metadata, GGUFReader]:
+    """Read the metadata of one file."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself; run: git lfs pull")
+        reader = GGUFReader(path)
+    except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} cannot be read: it is cut off, or not a GGUF file ({error})") from None
+    if reader.byte_order == "S":
+        raise CheckpointError(f"{path} has another byte order than this machine; convert it with gguf's convert_endian")
+    return Metadata(path, reader), reader
+
+
+def _open_parts(path: Path) -> list[tuple[Metadata, GGUFReader]]:
+    """Read the metadata of a file, or of all parts of the model that it is a part of.
+
+    Raises:
+        CheckpointError: a part is not beside it.
+    """
+    opened = _open(path)
+    number, count = int(opened[0].get("split.no", 0)), int(opened[0].get("split.count", 1))
+    if count <= 1:
+        return [opened]
+    name = PART.fullmatch(path.name)
+    files = [path.with_name(f"{name[1]}-{k:05d}-of-{count:05d}.gguf") for k in range(1, count + 1)] if name else []
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files or files[number : number + 1] != [path]:
+        raise CheckpointError(
+            f"{path}: part {number + 1} of {count}, {count - 1} others expected beside it"
+            + (f", without {', '.join(missing)}." if missing else " under the names that they were made with.")
+            + " Put all parts into one folder."
+        )
+    parts = [opened if file == path else _open(file) for file in files]
+    for place, (metadata, _) in enumerate(parts):
+        if (metadata.get("split.no"), metadata.get("split.count")) != (place, count):
+            raise CheckpointError(f"{metadata.path}: expected part {place + 1} of {count}, got a part of another model")
+    return parts
+
+
+def _check_keys(metadata: Metadata, family: str) -> None:
+    """Raise a CheckpointError that names a value of the architecture that is not read here and not neutral."""
+    for key in metadata.keys:
+        name, value = key.removeprefix(f"{family}."), metadata.get(key)
+        if name == key or name in READ or (name in READ_GEMMA and family == "gemma3"):
+            continue
+        plain = not any(value) if isinstance(value, list) else not value
+        if value not in NEUTRAL[name] if name in NEUTRAL else not plain:
+            raise CheckpointError(f"{metadata.path}: {key}: expected none, got {value!r}; this is not supported")
+
+
+def _one(metadata: Metadata, key: str, value: Any) -> Any:
+    """Return a value that may be given for each layer, if it is the same for all.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        raise CheckpointError(f"{metadata.path}: {key}: expected one value for all layers, got {value}")
+    return value[0]
 
 
 def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -> dict[str, Any]:
     """What config.json would hold."""
 
     def of(key: str, default: Any = None) -> Any:
-        return metadata.get(f"{family}.{key}", default)
+        return _one(metadata, f"{family}.{key}", metadata.get(f"{family}.{key}", default))
 
     def needed(key: str) -> Any:
-        return metadata[f"{family}.{key}"]
+        return _one(metadata, f"{family}.{key}", metadata[f"{family}.{key}"])
 
+    _check_keys(metadata, family)
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{metadata.path} has no tensor 'token_embd.weight'; it is not a complete GGUF model")
     heads, hidden = needed("attention.head_count"), needed("embedding_length")
-    if not isinstance(heads, int):
-        raise CheckpointError(f"{metadata.path}: layers with different numbers of heads are not supported")
     head = of("attention.key_length", hidden // heads)
-    for key in ("rope.dimension_count", "attention.value_length"):
+    for key in HEAD_SIZES:
         if of(key, head) != head:
             raise CheckpointError(
                 f"{metadata.path}: {family}.{key} is {of(key)}; only the head size, {head}, is supported"
@@ -125,10 +219,12 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -
     }
     if (positions := metadata.get("aspd.positions")) is not None:  # of a model that was fine-tuned here
         config["aspd"] = {"positions": positions, "siblings": metadata["aspd.siblings"]}
-    return config if family != "gemma3" else config | _gemma(config, needed("attention.sliding_window"))
+    if family != "gemma3":
+        return config
+    return config | _gemma(config, needed("attention.sliding_window"), of("rope.freq_base_swa", GEMMA_LOCAL_BASE))
 
 
-def _gemma(config: dict[str, Any], window: int) -> dict[str, Any]:
+def _gemma(config: dict[str, Any], window: int, local_base: float) -> dict[str, Any]:
     """What is different in Gemma 3; llama.cpp has it in its code, not in the file."""
     layers, heads, head = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "head_dim"))
     # The 27B model alone scales by something else than the size of a head.
@@ -137,7 +233,7 @@ def _gemma(config: dict[str, Any], window: int) -> dict[str, Any]:
     scaling = config["rope_scaling"] or {"rope_type": "default"}
     ropes = {
         "full_attention": scaling | {"rope_theta": config["rope_theta"]},
-        "sliding_attention": {"rope_type": "default", "rope_theta": GEMMA_LOCAL_BASE},
+        "sliding_attention": {"rope_type": "default", "rope_theta": local_base},
     }
     return {
         "model_type": "gemma3_text",
@@ -153,17 +249,23 @@ def _gemma(config: dict[str, Any], window: int) -> dict[str, Any]:
 def _rope_scaling(
     metadata: Metadata, family: str, head: int, tensors: dict[str, ReaderTensor]
 ) -> dict[str, Any] | None:
-    kind = metadata.get(f"{family}.rope.scaling.type", "none")
+    factor = metadata.get(f"{family}.rope.scaling.factor") or metadata.get(f"{family}.rope.scale_linear") or 1.0
+    kind = metadata.get(f"{family}.rope.scaling.type", "none" if factor == 1.0 else "linear")
     if ROPE_FACTORS in tensors:
+        if kind != "none":
+            raise CheckpointError(
+                f"{metadata.path}: rope scaling {kind!r} together with {ROPE_FACTORS} is not supported"
+            )
         return _llama3_scaling(metadata, family, head, _values(metadata.path, tensors[ROPE_FACTORS]))
     if kind == "none":
         return None
-    factor = metadata.get(f"{family}.rope.scaling.factor", 1.0)
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         length = metadata[f"{family}.rope.scaling.original_context_length"]
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
+        ramp = {key: metadata.get(f"{family}.rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
+        ramp = {key: value for key, value in ramp.items() if value is not None}
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length} | ramp
     raise CheckpointError(
         f"{metadata.path}: rope scaling {kind!r} is not supported; supported are none, linear and yarn"
     )

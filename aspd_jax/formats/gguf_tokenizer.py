@@ -48,6 +48,35 @@ SPLITTINGS = {
 }
 
 
+# Control tokens that end an answer by their text, as in llama.cpp.
+END_TOKENS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
+    *("<end_of_utterance>", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<EOT>", "< EOT >", "_<EOT>", "<|EOT|>"),
+    *("<｜end▁of▁sentence｜>",),
+)
+
+
+def read_end_ids(metadata: Metadata, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids that end an answer: end of text, of turn and of message, and control tokens known as such.
+
+    Raises:
+        CheckpointError: an id is not in the vocabulary.
+    """
+    if (own := metadata.get("aspd.end_ids")) is not None:  # of a file that was written here
+        return tuple(own)
+    keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom")]
+    ids = {key: metadata.get(key) for key in keys if metadata.get(key) is not None}
+    for key, number in ids.items():
+        if not 0 <= number < vocab_size:
+            raise CheckpointError(f"{metadata.path}: {key}: expected an id below {vocab_size}, got {number}")
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    known = [
+        n for n, (token, of) in enumerate(zip(tokens, types, strict=False)) if token in END_TOKENS and of == CONTROL
+    ]
+    return tuple(dict.fromkeys([*ids.values(), *known]))
+
+
 def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a GGUF file, with its chat template; None where the file holds none.
 
@@ -63,6 +92,8 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
         )
     tokens = [str(token) for token in metadata["tokenizer.ggml.tokens"]]
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise CheckpointError(f"{metadata.path}: {len(tokens)} tokens have {len(types)} types; it is not complete")
     tokenizer = BUILDERS[kind](metadata, tokens)
     for special in (True, False):
         chosen = [t for t, of in zip(tokens, types, strict=True) if of == (CONTROL if special else USER_DEFINED)]
@@ -72,6 +103,10 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if number is not None:
+            if not 0 <= number < len(tokens):
+                raise CheckpointError(
+                    f"{metadata.path}: tokenizer.ggml.{key}_token_id: expected an id below {len(tokens)}, got {number}"
+                )
             names[f"{role}_token"] = tokens[number]
     if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in names:
         bos = names["bos_token"]

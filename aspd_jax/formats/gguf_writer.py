@@ -6,7 +6,7 @@ Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers, in float32 or bfloat
 from __future__ import annotations
 
 import json
-import os
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, RopeScalingTyp
 from tokenizers import Tokenizer
 
 from aspd_jax.errors import CheckpointError
+from aspd_jax.files import partial_file
 from aspd_jax.formats import Tensors
 from aspd_jax.formats.gguf import INSIDE_LAYERS, OUTSIDE_LAYERS, ROPE_FACTORS, neighbours_of_heads
 from aspd_jax.formats.gguf_tokenizer import SPLITTINGS, pre_tokenizer
@@ -43,7 +44,7 @@ def write_gguf(
         path: of the file.
         hf: a `transformers` configuration object.
         tokenizer: with all special tokens, which stay what they are.
-        end_ids: of which the first is the file's end of text.
+        end_ids: of which the first is the file's end of text, the next two its end of turn and of message.
         tensors: under their Hugging Face names.
         dtype: `float32` or `bfloat16`, of the matrices; norms and biases are float32.
         aspd: position scheme and mask, which other programs pass over.
@@ -56,7 +57,13 @@ def write_gguf(
     if hf.model_type not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{hf.model_type} models are not written as GGUF, but {names}; {INSTEAD}")
-    partial = path.with_name(f"{path.name}.partial")
+    with partial_file(path) as partial:
+        _write(partial, hf, tokenizer, end_ids, tensors, dtype, aspd)
+
+
+def _write(
+    partial: Path, hf: Any, tokenizer: Any, end_ids: tuple[int, ...], tensors: Tensors, dtype: str, aspd: dict[str, str]
+) -> None:
     writer = GGUFWriter(partial, ARCHITECTURES[hf.model_type], use_temp_file=True)
     kind, file_type = TYPES[dtype]
     _write_shape(writer, hf, file_type)
@@ -76,14 +83,10 @@ def write_gguf(
             values = neighbours_of_heads(values, heads)
         of = kind if values.ndim > 1 else GGMLQuantizationType.F32
         writer.add_tensor(ours, quantize(values, of), raw_dtype=of)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def gguf_name(name: str) -> str:
@@ -127,8 +130,13 @@ def _write_shape(writer: GGUFWriter, hf: Any, file_type: LlamaFileType) -> None:
         writer.add_rope_scaling_factor(rope.factor)
     if rope.scaling == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope.original_length)
-        if (rope.beta_fast, rope.beta_slow, rope.truncate) != (32.0, 1.0, True):
-            raise CheckpointError("yarn with other bounds of its ramp than 32 and 1 has no place in a GGUF file")
+        standard = RopeConfig(attention_factor=0.1 * log(rope.factor) + 1.0 if rope.factor > 1 else 1.0)
+        for field in ("beta_fast", "beta_slow", "truncate", "attention_factor"):
+            if getattr(rope, field) != getattr(standard, field):
+                raise CheckpointError(
+                    f"yarn with {field} {getattr(rope, field)} is not written as GGUF, only with "
+                    f"{getattr(standard, field)}; {INSTEAD}"
+                )
 
 
 def _write_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -> None:
@@ -160,7 +168,10 @@ def _write_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_id
     first = tokenizer("a")["input_ids"][0]
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and first == tokenizer.bos_token_id)
     ids = {"bos": tokenizer.bos_token_id, "unk": tokenizer.unk_token_id, "pad": tokenizer.pad_token_id}
-    for role, number in (ids | {"eos": end_ids[0] if end_ids else None}).items():
+    ids |= dict(zip(("eos", "eot", "eom"), end_ids, strict=False))  # other programs know these; more ends are ours
+    if end_ids:
+        writer.add_array("aspd.end_ids", list(end_ids))
+    for role, number in ids.items():
         if number is not None:
             getattr(writer, f"add_{role}_token_id")(number)
     if tokenizer.chat_template:

@@ -98,10 +98,10 @@ def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | 
         if (own := leaves.get((NEW_TOKENS, name))) is not None:
             kernel = leaves[KERNELS[name]]
             rows = adapter.rows.get(theirs) if adapter is not None else None
-            if rows is not None and rows.shape != own.shape[1:]:
-                raise CheckpointError(f"{adapter.source if adapter else ''} has rows {rows.shape} for {theirs}")
-            rows = kernel[jnp.asarray(config.new_tokens)] if rows is None else rows
-            new[NEW_TOKENS, name] = np.asarray(jax.device_get(rows))
+            if rows is not None and rows.values.shape != own.shape[1:]:
+                raise CheckpointError(f"{adapter.source if adapter else ''} has rows {rows.values.shape} for {theirs}")
+            values = kernel[jnp.asarray(config.new_tokens)] if rows is None else rows.values
+            new[NEW_TOKENS, name] = np.asarray(jax.device_get(values))
     for path, values in new.items():
         place = (number,) if path[0] == NEW_TOKENS else (..., mine) if path[-1] == "lora_up" else (mine,)
         old = leaves[path]

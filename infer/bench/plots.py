@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
+from aspd_jax.pictures import save_figure
 from infer.bench.benchmark import AnswerTime
 from infer.bench.passes import PassTime
 
@@ -49,7 +50,7 @@ def plot_decoding(
     speed.set(xlabel="branches", ylabel="speed-up over serial mode", ylim=(0, None))
     for axes in (times, bandwidth):
         axes.set_xticks(widths, [str(width) for width in widths])
-    figure.savefig(file)
+    save_figure(figure, file)
 
 
 def plot_speedups(by_category: dict[str, dict[str, float]], title: str, file: Path) -> None:
@@ -62,7 +63,7 @@ def plot_speedups(by_category: dict[str, dict[str, float]], title: str, file: Pa
     axes.barh(names, means, xerr=around, capsize=2, color=BLUE, height=0.6)
     axes.axvline(1, color="gray", linewidth=1)
     axes.set(title=title, xlabel="realised speed-up (95 % interval)", xlim=(0, None))
-    figure.savefig(file)
+    save_figure(figure, file)
 
 
 def plot_distribution(values: Sequence[float], title: str, file: Path) -> None:
@@ -72,7 +73,7 @@ def plot_distribution(values: Sequence[float], title: str, file: Path) -> None:
     axes.hist(values, bins=min(24, max(4, len(values) // 2)), color=BLUE)
     axes.axvline(1, color="gray", linewidth=1)
     axes.set(title=title, xlabel="realised speed-up of an answer", ylabel="answers", xlim=(0, None))
-    figure.savefig(file)
+    save_figure(figure, file)
 
 
 def plot_quality(
@@ -90,7 +91,7 @@ def plot_quality(
         axes.errorbar(speed["mean"], good["mean"], xerr=around[0], yerr=around[1], marker="o", capsize=3, label=name)
     axes.set(title=title, xlabel="content tokens per second, batch 1", ylabel=quality, xlim=(0, None))
     axes.legend(fontsize=8)
-    figure.savefig(file)
+    save_figure(figure, file)
 
 
 def plot_load(found: Sequence[Load], target: float, title: str, file: Path) -> None:
@@ -115,4 +116,4 @@ def plot_load(found: Sequence[Load], target: float, title: str, file: Path) -> N
     goodput.set(xlabel="requests per second", ylabel=f"answers within {target:g} s, per second", ylim=(0, None))
     for axes in (times, goodput):
         axes.legend(fontsize=8)
-    figure.savefig(file)
+    save_figure(figure, file)

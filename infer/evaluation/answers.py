@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from aspd_jax.errors import AspdError
-from aspd_jax.files import write_whole
+from aspd_jax.files import Log, write_whole
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.answers.timeline import timeline
@@ -42,11 +42,7 @@ def answer_questions(
     done = {record["question_id"]: record for record in read_journal(file)}
     waiting = [(place, q) for place, q in enumerate(questions) if q.id not in done][::-1]
     running: list[_Conversation] = []
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        file.open("a", encoding="utf-8") as log,
-        tqdm(total=len(questions), initial=len(questions) - len(waiting), desc=title) as bar,
-    ):
+    with Log(file) as log, tqdm(total=len(questions), initial=len(questions) - len(waiting), desc=title) as bar:
         while waiting or running:
             # No more than there are rows: a first turn would take the row that a second turn goes on in.
             while waiting and len(running) < engine.max_batch:

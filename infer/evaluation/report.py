@@ -12,7 +12,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from aspd_jax.files import write_whole
-from aspd_jax.pictures import page
+from aspd_jax.pictures import page, save_figure
 from infer.answers.timeline import Span, draw_timeline
 from infer.bench.plots import plot_distribution, plot_quality, plot_speedups
 from infer.evaluation.config import EvalConfig
@@ -56,7 +56,6 @@ def write_report(
 
 def _plot(config: EvalConfig, found: dict[str, Any], folder: Path) -> dict[str, list[str]]:
     """Draw what there is; file names by benchmark."""
-    (folder / "plots").mkdir(exist_ok=True)
     drawn: dict[str, list[str]] = {}
     for bench, of in found.items():
         names = drawn.setdefault(bench, [])
@@ -79,7 +78,7 @@ def _plot(config: EvalConfig, found: dict[str, Any], folder: Path) -> dict[str, 
             if turn is not None:
                 file = f"plots/{bench}-{name}-timeline.svg"
                 spans = [Span(*span) for span in turn["timeline"]]
-                draw_timeline(spans, f"{bench}: an answer of {name}").savefig(folder / file)
+                save_figure(draw_timeline(spans, f"{bench}: an answer of {name}"), folder / file)
                 names.append(file)
         points = {
             name: (system["all"]["speed"]["content_per_second"], quality[1])

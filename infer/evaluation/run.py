@@ -22,7 +22,7 @@ from tqdm import tqdm
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.endpoint import outside_event_loop
 from aspd_jax.errors import AspdError, CheckpointError, ConfigError
-from aspd_jax.files import write_whole
+from aspd_jax.files import Log, write_whole
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.layout import Layout
 from aspd_jax.pipeline.likelihood import CHUNK, token_losses
@@ -225,8 +225,7 @@ def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question]
     todo = [question for question in questions if question.references and question.id not in done]
     if not todo:
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as log:
+    with Log(file) as log:
         for question in tqdm(todo, desc="likelihood of references", unit="reference"):
             try:
                 prompt = engine.encode([{"role": "user", "content": question.turns[0]}])

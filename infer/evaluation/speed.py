@@ -14,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from aspd_jax.errors import AspdError, RequestError
+from aspd_jax.files import Log
 from infer.answers.answer import Result, content_ids
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, SpeedSection, System
@@ -43,9 +44,8 @@ def time_questions(
     """
     chosen = spread(questions, speed.questions)
     done = {record["question_id"]: record for record in read_journal(file)}
-    file.parent.mkdir(parents=True, exist_ok=True)
     places = {question.id: place for place, question in enumerate(questions)}
-    with file.open("a", encoding="utf-8") as log:
+    with Log(file) as log:
         for question in tqdm([q for q in chosen if q.id not in done], desc=title, unit="question"):
             params = decoding.params(question.temperature, places[question.id])
             record = _time(engine, system, question, params, speed.repeats)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from aspd_jax.errors import AspdError, DataError, RequestError
-from aspd_jax.files import replacing
+from aspd_jax.files import Log, replacing
 from aspd_jax.jsonl import Line, read_lines
 from aspd_jax.pipeline.sources import parse_messages
 from aspd_jax.structure import to_json
@@ -117,7 +117,7 @@ def generate_file(
     waiting = [item for item in items if item.line not in done][::-1]
     running: list[tuple[Item, Handle]] = []
     with (
-        journal.open("a", encoding="utf-8") as log,
+        Log(journal) as log,
         tqdm(total=len(items), initial=resumed, unit="answer", disable=not progress) as bar,
     ):
         if not resumed and journal.stat().st_size == 0:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from aspd_jax.errors import DataError
+from aspd_jax.files import Log
 
 
 def read_journal(file: Path) -> list[Any]:
@@ -30,8 +31,6 @@ def read_journal(file: Path) -> list[Any]:
     return found
 
 
-def append(journal: Any, value: dict[str, Any]) -> None:
+def append(journal: Log, value: dict[str, Any]) -> None:
     """Add a line, so that it is there whatever happens next."""
     journal.write(json.dumps(value, ensure_ascii=False) + "\n")
-    journal.flush()
-    os.fsync(journal.fileno())
