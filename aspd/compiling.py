@@ -25,7 +25,9 @@ def add(commands: Any) -> None:
     which.add_argument("--shape", default="7b", help="of a random model: 27m, 1b, 7b, 8b or 32b (default: 7b)")
     decode.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     decode.add_argument("--weights", choices=("float", "int8"), default="float", help="of the layers' kernels")
-    decode.add_argument("--decode-attention", default="decode", metavar="NAME", help="back end of attention")
+    decode.add_argument(
+        "--decode-attention", default="decode", metavar="NAME", help="back end: decode, flash_decode or reference"
+    )
     decode.add_argument("--mesh", metavar="AXES", help="spread the model, such as tensor=8 or data=2,tensor=4")
     decode.add_argument("--batch", type=int, nargs="+", default=[1], help="requests at a time")
     decode.add_argument("--widths", type=int, nargs="+", default=[1, 8, 16], help="tokens of each row in a pass")

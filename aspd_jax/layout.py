@@ -51,9 +51,10 @@ class Layout(NamedTuple):
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """Raise ConfigError unless `value` is one of the strings of a `Literal` type."""
-    if value not in get_args(choices):
-        raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}; got {value!r}")
+    """Raise ConfigError unless `value` is one of the strings of a `Literal` type or of a collection."""
+    names = get_args(choices) or tuple(choices)
+    if value not in names:
+        raise ConfigError(f"{name} must be one of {', '.join(names)}; got {value!r}")
 
 
 def build_layout(

@@ -191,11 +191,14 @@ def seeded_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
     return tensors
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
-    """A Hugging Face folder with seeded weights and no tokenizer."""
+def write_checkpoint(
+    folder: Path, config: dict[str, Any], seed: int = 0, tensors: dict[str, np.ndarray] | None = None
+) -> Path:
+    """Write a Hugging Face folder without a tokenizer; its weights are seeded, or `tensors`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(seeded_tensors(config, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = seeded_tensors(config, seed) if tensors is None else tensors
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -22,7 +22,7 @@ from aspd_jax.language_model import save_adapter
 from aspd_jax.model.adapters import merge_adapters
 from aspd_jax.model.weights import ADAPTERS
 from tests.conftest import tiny_config, write_checkpoint
-from tests.make_parity import QWEN2
+from tests.make_parity import GEMMA3, QWEN2
 from tests.test_model import SPECIAL
 from tests.test_tokens import byte_level
 
@@ -31,6 +31,7 @@ CASES = {
     "tied": tiny_config(tie_word_embeddings=True),
     "untied": tiny_config(),
     "qwen2": tiny_config(**QWEN2, tie_word_embeddings=True),
+    "gemma3": tiny_config(**GEMMA3),
 }
 
 

@@ -94,6 +94,7 @@ GREEDY = SamplingParams(max_new_tokens=40, max_branch_tokens=6)
 NAMES = ["first", "", "second", "without rows"]
 
 
+@pytest.mark.parametrize("made", ["untied", "qwen2", "gemma3"], indirect=True)
 def test_a_mixed_batch_is_as_merged_models_are(made: Made) -> None:
     found = made.together().generate([PROMPT] * 4, GREEDY, adapter=NAMES)
     alone = [Engine(made.merged[name], max_batch=1, max_length=128).generate([PROMPT], GREEDY)[0] for name in NAMES]

@@ -23,7 +23,7 @@ from infer.decode.step import report_of
 from infer.request import Job
 from infer.scheduling.buckets import Buckets
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
-from tests.conftest import GOLDEN, SHARED, after_prompts, laid_out, one_step, tiny_config, write_checkpoint
+from tests.conftest import SHARED, after_prompts, laid_out, one_step, tiny_config, write_checkpoint
 
 
 def mixed_requests() -> tuple[list[list[int]], list[SamplingParams], list[Any]]:
@@ -270,22 +270,6 @@ def test_stop_strings_end_their_stretch(lm: LanguageModel) -> None:
             assert free.text.startswith(stopped.text) or stopped.stats.blocks
         assert stopped.stats.passes == stopped.stats.critical_path - 1
     assert stopped_answers > 3
-
-
-def greedy_vector() -> dict[str, Any]:
-    return json.loads((GOLDEN / "greedy.json").read_text())
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-def test_serial_mode_equals_transformers_generate(name: str, tmp_path: Path) -> None:
-    from tests.make_parity import CASES
-
-    lm = load_model(write_checkpoint(tmp_path, CASES[name]))
-    vector = greedy_vector()[name]
-    own = Engine(lm, max_length=128)
-    results = own.generate(vector["prompts"], SamplingParams(max_new_tokens=60), mode="serial")
-    assert [result.token_ids for result in results] == vector["answers"]
-    assert any(result.finish_reason == "stop" for result in results) or name != "llama"
 
 
 def test_real_checkpoint_greedy() -> None:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from aspd_jax import SpecialTokens, build_layout, visible
 from aspd_jax.layout import Layout
 from aspd_jax.model import flash_gpu
-from aspd_jax.model.attention import BACK_ENDS, View, reference
+from aspd_jax.model.attention import FULL_PASS_BACK_ENDS, View, reference
 from aspd_jax.model.flash import TPU, WHOLE, Kernel, flash_attention, intervals, tile_for, tiles_in_sight, visits
 from aspd_jax.sharding import make_mesh, over
 
@@ -188,7 +188,9 @@ def test_other_platforms_get_the_chunks() -> None:
     for window in (None, jnp.array(4)):
         results = []
         for name in ("chunked", "flash"):
-            attention = partial(BACK_ENDS[name], view=View(layout, layout), siblings="invisible", window=window)
+            attention = partial(
+                FULL_PASS_BACK_ENDS[name], view=View(layout, layout), siblings="invisible", window=window
+            )
             out, pull = jax.vjp(attention, *of)
             results.append((out, *pull(slope)))
         jax.tree.map(np.testing.assert_array_equal, *results)

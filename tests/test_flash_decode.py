@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from aspd_jax import LanguageModel, SpecialTokens, build_layout
 from aspd_jax.layout import Layout
 from aspd_jax.model import flash_decode, flash_decode_gpu
-from aspd_jax.model.attention import BACK_ENDS, View
+from aspd_jax.model.attention import DECODE_BACK_ENDS, View
 from aspd_jax.model.cache import layer_sharding
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.sharding import make_mesh
@@ -80,8 +80,8 @@ def scene(rows: list[list], seed: int) -> tuple[Any, ...]:
 
 def computed(name: str, *args: Any) -> jax.Array:
     """By a back end, or by the kernel of a platform; args as for `Attention`."""
-    if name in BACK_ENDS:
-        return BACK_ENDS[name](*args)
+    if name in DECODE_BACK_ENDS:
+        return DECODE_BACK_ENDS[name](*args)
     query, key, value, view, siblings, window = args
     of = (flash_decode.fields(*one) for one in ((view.query, view.query_slot), (view.key, view.key_slot)))
     attend = {"tpu": flash_decode.attend_on_tpu, "cuda": flash_decode_gpu.attend_on_gpu}[name]
@@ -182,7 +182,7 @@ def test_heads_and_rows_of_a_mesh(name: str) -> None:
     """On each device its own heads and rows, by the mesh of the context."""
     args = scene([[[1] * 30], [[2] * 9, [([5], [6]), ([7], [8])]]], 2)
     query, key, value, view = args[0], args[1][:2], args[2][:2], args[3]
-    expected = BACK_ENDS["reference"](query, key, value, view, "invisible", None)
+    expected = DECODE_BACK_ENDS["reference"](query, key, value, view, "invisible", None)
     mesh = make_mesh({"data": 2, "tensor": 2})  # so that a device has one head
 
     def split(*of: Any) -> jax.Array:

@@ -15,7 +15,7 @@ import pytest
 from aspd_jax import LanguageModel, SpecialTokens, build_layout, load_model, visible
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.layout import Layout
-from aspd_jax.model.attention import BACK_ENDS, View
+from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS, View
 from aspd_jax.model.cache import Bucket, TokenBatch, empty_cache
 from aspd_jax.model.config import ModelConfig, RopeConfig
 from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
@@ -138,14 +138,13 @@ def test_every_rope_field_changes_the_output(name: str) -> None:
     assert np.abs(seeded(replace(base, rope=rope)) - seeded(changed)).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("name", FULL_PASS_BACK_ENDS)
 @pytest.mark.parametrize("siblings", ["invisible", "shared"])
 @pytest.mark.parametrize("window", [None, 40])
 def test_attention_against_brute_force(name: str, siblings: Any, window: int | None, monkeypatch: Any) -> None:
-    """Each back end against a softmax in float64 over just the keys that `visible` allows."""
+    """Each back end for full passes against a softmax in float64 over just the keys that `visible` allows."""
     monkeypatch.setattr("aspd_jax.model.attention.QUERY_CHUNK", 16)
     monkeypatch.setattr("aspd_jax.model.attention.GROUPS", 2)
-    monkeypatch.setattr("aspd_jax.model.attention.DECODE_CHUNK", 7)
     random = np.random.default_rng(3)
     tokens = np.array([BLOCK * 3, [9] * 2 + BLOCK * 2 + [0] * 18])
     owner = np.array([[1] * 40 + [2] * 20, [1] * 42 + [0] * 18])
@@ -153,7 +152,7 @@ def test_attention_against_brute_force(name: str, siblings: Any, window: int | N
     B, S, K, G, H = 2, 60, 2, 3, 4
     q, k, v = (random.standard_normal(s).astype(np.float32) for s in ((B, S, K, G, H), (B, S, K, H), (B, S, K, H)))
     view = View(Layout(*map(jnp.asarray, layout)), Layout(*map(jnp.asarray, layout)))
-    out = np.asarray(BACK_ENDS[name](q, k, v, view, siblings, window))
+    out = np.asarray(FULL_PASS_BACK_ENDS[name](q, k, v, view, siblings, window))
     mask = visible(layout, layout, siblings, window)
     for b in range(B):
         for i in range(S):
@@ -171,12 +170,12 @@ def test_back_ends_are_chosen_by_name(monkeypatch: Any) -> None:
     """One for full passes, another over a cache; neither is used for the other."""
     used: list[str] = []
 
-    def noted(name: str) -> Any:
-        plain = BACK_ENDS[name]
+    def noted(name: str, plain: Any) -> Any:
         return lambda *args: used.append(name) or plain(*args)
 
-    for name in BACK_ENDS:
-        monkeypatch.setitem(BACK_ENDS, name, noted(name))
+    for back_ends in (FULL_PASS_BACK_ENDS, DECODE_BACK_ENDS):
+        for name, plain in back_ends.items():
+            monkeypatch.setitem(back_ends, name, noted(name, plain))
     config = replace(BASE, attention="chunked", decode_attention="reference")
     seeded(config)
     assert set(used) == {"chunked"}
@@ -184,9 +183,15 @@ def test_back_ends_are_chosen_by_name(monkeypatch: Any) -> None:
     used.clear()
     fed(config, np.array([BLOCK]), np.arange(20)[None], [20], params["params"])
     assert set(used) == {"reference"}
-    for field, more, name in (("attention", ", flash", "dense"), ("decode_attention", "", "flash")):
-        names = f"reference, chunked, decode, flash_decode{more}"
-        with pytest.raises(ConfigError, match=f"^{field} must be one of {names}; got '{name}'"):
+
+
+@pytest.mark.parametrize("name", [*FULL_PASS_BACK_ENDS, *DECODE_BACK_ENDS, "dense"])
+def test_a_back_end_of_the_other_table_is_refused(name: str) -> None:
+    for field, back_ends in (("attention", FULL_PASS_BACK_ENDS), ("decode_attention", DECODE_BACK_ENDS)):
+        if name in back_ends:
+            replace(BASE, **{field: name})
+            continue
+        with pytest.raises(ConfigError, match=f"^{field} must be one of {', '.join(back_ends)}; got '{name}'"):
             replace(BASE, **{field: name})
 
 
@@ -206,10 +211,16 @@ def test_chunked_gradients_equal_the_reference(monkeypatch: Any) -> None:
         assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(x)
 
 
-@pytest.mark.parametrize("windows", [(), (True, True), (False, True)], ids=str)
+@pytest.mark.parametrize(
+    ("windows", "window_rope"),
+    [((), None), ((True, True), None), ((False, True), None), ((False, True), RopeConfig(theta=3.0))],
+    ids=str,
+)
 @pytest.mark.parametrize("remat", [False, True])
-def test_scanned_layers_are_the_same_layers(windows: tuple[bool, ...], remat: bool) -> None:
-    config = replace(BASE, window=5 if windows else None, windowed_layers=windows)
+def test_scanned_layers_are_the_same_layers(
+    windows: tuple[bool, ...], window_rope: RopeConfig | None, remat: bool
+) -> None:
+    config = replace(BASE, window=5 if windows else None, windowed_layers=windows, window_rope=window_rope)
     tokens = np.array([BLOCK])
     layout = build_layout(tokens, SPECIAL)
     plain = Transformer(config)
@@ -226,6 +237,11 @@ def test_scanned_layers_are_the_same_layers(windows: tuple[bool, ...], remat: bo
     swapped["layer_0"], swapped["layer_1"] = swapped["layer_1"], swapped["layer_0"]
     other = scanned.apply({"params": stack_layers(swapped, config.layers)}, tokens, layout)
     assert np.abs(other - expected).max() > 1e-3, "negative control: the order of layers matters"
+
+
+def test_scanned_layers_do_not_decode() -> None:
+    with pytest.raises(ConfigError, match="decode: expected separate layers, got scan=True"):
+        Transformer(BASE, scan=True).apply({}, None, None, Bucket(1, 1, 1, 1), method="decode")
 
 
 def test_the_head_applied_apart(tmp_path: Path) -> None:
@@ -317,10 +333,14 @@ def fed(
     return got
 
 
-@pytest.mark.parametrize("back_end", ["decode", "reference"])
-def test_cached_pass_equals_full_pass_in_any_order(back_end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("back_end", DECODE_BACK_ENDS)
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_cached_pass_equals_full_pass_in_any_order(
+    back_end: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Branches fed interleaved, beside another row and with padding, give the logits of the linearisation."""
-    lm = load_model(write_checkpoint(tmp_path, tiny_config()))
+    monkeypatch.setattr("aspd_jax.model.attention.DECODE_CHUNK", 7)
+    lm = load_model(write_checkpoint(tmp_path, CASES[case]))
     config = replace(lm.config, decode_attention=back_end)
     tokens = np.array([BLOCK, [9, 8, *BLOCK[1:17], 5, 4]])
     layout = build_layout(tokens, SPECIAL)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from aspd_jax.layout import Layout, Siblings
-from aspd_jax.model.attention import BACK_ENDS, View, Window, attend, by_chunks
+from aspd_jax.model.attention import FULL_PASS_BACK_ENDS, View, Window, attend, by_chunks
 from aspd_jax.shapes import benchmark_model
 from aspd_jax.sharding import make_mesh
 from aspd_jax.tokens import SpecialTokens
@@ -79,7 +79,7 @@ def step_times(shape: str, dtype: str, rows: int, length: int, repeats: int) -> 
     mesh = make_mesh({})
     running: dict[str, Any] = {}
     batch = flops = None
-    BACK_ENDS["causal"] = causal
+    FULL_PASS_BACK_ENDS["causal"] = causal
     for name in ("chunked", "causal"):
         lm = benchmark_model(shape, dtype)
         assert lm.special_tokens is not None

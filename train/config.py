@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from aspd_jax.configuration import at_least, read_config
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, check_choice
+from aspd_jax.model.attention import FULL_PASS_BACK_ENDS
 from aspd_jax.model.config import Weights
-
-TrainingAttention = Literal["reference", "chunked", "flash"]  # back ends for full passes
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,13 @@ class ModelSection:
     lora_alpha: float = 16.0
     scan: bool = False
     remat: bool = False
-    attention: TrainingAttention = "chunked"
+    attention: str = "chunked"
 
     def __post_init__(self) -> None:
         check_choice("model.positions", self.positions, PositionScheme)
         check_choice("model.siblings", self.siblings, Siblings)
         check_choice("model.weights", self.weights, Weights)
-        check_choice("model.attention", self.attention, TrainingAttention)
+        check_choice("model.attention", self.attention, FULL_PASS_BACK_ENDS)
         for name in ("dtype", "parameters"):
             if getattr(self, name) not in ("float32", "bfloat16"):
                 raise ConfigError(f"model.{name} must be float32 or bfloat16, got {getattr(self, name)!r}")

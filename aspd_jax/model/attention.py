@@ -1,4 +1,6 @@
-"""Attention under the mask of `layout.visible`: one contract, and back ends by name (`ModelConfig.attention`).
+"""Attention under the mask of `layout.visible`: one contract, and back ends by name.
+
+`FULL_PASS_BACK_ENDS` are for `ModelConfig.attention`, `DECODE_BACK_ENDS` for `ModelConfig.decode_attention`.
 
 B batch, Q queries, C keys (tokens of a full pass, or slots of the cache), K kv heads, G query heads per kv head, H head
 size.
@@ -139,14 +141,10 @@ def flash_decode(
     )
 
 
-BACK_ENDS: dict[str, Attention] = {
-    "reference": reference,
-    "chunked": chunked,
-    "decode": decode,
-    "flash_decode": flash_decode,
-    "flash": flash,
-}
-FULL_PASSES_ONLY = ("flash",)
+# Of tokens among themselves, in the order of the linearisation; the view has no slots.
+FULL_PASS_BACK_ENDS: dict[str, Attention] = {"reference": reference, "chunked": chunked, "flash": flash}
+# Of a few tokens over the slots of a cache, in any order.
+DECODE_BACK_ENDS: dict[str, Attention] = {"reference": reference, "decode": decode, "flash_decode": flash_decode}
 
 
 def by_chunks(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, check_choice
-from aspd_jax.model.attention import BACK_ENDS, FULL_PASSES_ONLY
+from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS
 
 Weights = Literal["float", "int8"]
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
@@ -71,7 +71,8 @@ class ModelConfig:
         positions, siblings: position scheme and mask in training and decoding (protocol, sections 3 and 4).
         dtype: of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
         weights: `float`, or `int8` for the kernels of all layers, with a float32 scale per output.
-        attention, decode_attention: back ends (`model.attention.BACK_ENDS`) for full passes and over a cache.
+        attention: back end for full passes (`model.attention.FULL_PASS_BACK_ENDS`).
+        decode_attention: back end for passes over a cache (`model.attention.DECODE_BACK_ENDS`).
         lora_rank: rank of the adapters beside the kernels of all layers; 0: none.
         lora_alpha: adapters count `lora_alpha / lora_rank`.
         adapters: so many adapters lie one behind the other in `lora_rank`, and every token of a pass over the cache has
@@ -118,10 +119,8 @@ class ModelConfig:
         check_choice("positions", self.positions, PositionScheme)
         check_choice("siblings", self.siblings, Siblings)
         check_choice("weights", self.weights, Weights)
-        over_cache = [name for name in BACK_ENDS if name not in FULL_PASSES_ONLY]
-        for field, names in (("attention", list(BACK_ENDS)), ("decode_attention", over_cache)):
-            if getattr(self, field) not in names:
-                raise ConfigError(f"{field} must be one of {', '.join(names)}; got {getattr(self, field)!r}")
+        check_choice("attention", self.attention, FULL_PASS_BACK_ENDS)
+        check_choice("decode_attention", self.decode_attention, DECODE_BACK_ENDS)
         if self.adapters and (not self.lora_rank or self.lora_rank % self.adapters):
             raise ConfigError(f"lora_rank ({self.lora_rank}) must be a multiple of adapters ({self.adapters})")
         if self.heads % self.kv_heads:
@@ -140,9 +139,14 @@ class ModelConfig:
         """Whether a layer uses the window."""
         return bool(self.windowed_layers) and self.windowed_layers[layer]
 
-    def layer_rope(self, layer: int) -> RopeConfig:
-        """Rotary embedding of one layer."""
-        return self.window_rope if self.window_rope and self.is_windowed(layer) else self.rope
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary embeddings of all layers."""
+        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    def layer_rope(self, layer: int) -> int:
+        """Index in `ropes` of the rotary embedding of one layer."""
+        return int(self.window_rope is not None and self.is_windowed(layer))
 
 
 def padded(config: ModelConfig) -> ModelConfig:

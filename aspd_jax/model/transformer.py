@@ -8,8 +8,6 @@ Pure in (parameters, tokens, layout, cache): nothing about positions or visibili
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from aspd_jax.errors import ConfigError
 from aspd_jax.layout import NO_WINDOW, Layout
-from aspd_jax.model.attention import BACK_ENDS, View, Window
+from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, ByRow, Cache, LayerCache, TokenBatch, by_row, record, write
-from aspd_jax.model.config import ModelConfig, RopeConfig
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.cpu import computed_once, product
 from aspd_jax.model.rope import Rope, rotate, rotation
 from aspd_jax.model.vocabulary import NEW_TOKENS, NewTokens, completed
@@ -170,11 +169,11 @@ class AttentionLayer(nn.Module):
         grouped = query.reshape(*x.shape[:-1], c.kv_heads, group, c.head_dim)
         if isinstance(context, View):
             with over(self.mesh):
-                out = BACK_ENDS[c.attention](grouped, key, value, context, c.siblings, window)
+                out = FULL_PASS_BACK_ENDS[c.attention](grouped, key, value, context, c.siblings, window)
         else:
             assert cache is not None
             cache = write(cache, context.batch, key, value)
-            attend, parts = BACK_ENDS[c.decode_attention], []
+            attend, parts = DECODE_BACK_ENDS[c.decode_attention], []
             for part, view in zip(context.rows.parts, context.views, strict=True):
                 keys, values = map(part.of, cache)
                 with over(self.mesh):
@@ -232,7 +231,7 @@ class Transformer(nn.Module):
     Attributes:
         config: shape and arithmetic.
         scan: layers as one program run `config.layers` times over parameters stacked along a first axis, as
-            `stack_layers` makes them. For training: it compiles once, however deep the model is.
+            `stack_layers` makes them. It compiles once, however deep the model is. For training: `decode` refuses it.
         remat: keep only the input of each layer for the backward pass, and compute the rest again.
         mesh: keep activations split over its batch axes, and the heads of a cache over `tensor`.
     """
@@ -308,8 +307,13 @@ class Transformer(nn.Module):
 
         Returns:
             Logits float32 [L, V], and the cache.
+
+        Raises:
+            ConfigError: the layers are scanned.
         """
         c = self.config
+        if self.scan:
+            raise ConfigError("decode: expected separate layers, got scan=True. Use unstack_layers and scan=False.")
         cache = record(cache, batch)
         rows = by_row(batch, bucket)
         views = tuple(
@@ -334,10 +338,9 @@ class Transformer(nn.Module):
         adapter = None if adapter is None else adapter[batch.logits_at]
         return self.logits(self.norm(x[batch.logits_at]), adapter), cache._replace(layers=tuple(layers))
 
-    def ropes(self, position: jax.Array) -> dict[RopeConfig, Rope]:
-        """Rotations of positions [...], for every kind of layer."""
-        c = self.config
-        return {rope: rotation(rope, c.head_dim, position) for rope in map(c.layer_rope, range(c.layers))}
+    def ropes(self, position: jax.Array) -> tuple[Rope, ...]:
+        """Rotations of positions [...] by each of `config.ropes`."""
+        return tuple(rotation(rope, self.config.head_dim, position) for rope in self.config.ropes)
 
     def ranks(self, adapter: jax.Array | None) -> jax.Array | None:
         """Which ranks of the adapters count for tokens [...] with these adapters: [..., R], 0 or 1."""
@@ -363,23 +366,21 @@ class Transformer(nn.Module):
     def _layer(self, number: int) -> Any:
         return getattr(self, f"layer_{number}")
 
-    def scanned(self, x: jax.Array, ropes: Mapping[RopeConfig, Rope], view: View) -> jax.Array:
+    def scanned(self, x: jax.Array, ropes: tuple[Rope, ...], view: View) -> jax.Array:
         """All layers, over stacked parameters."""
         c = self.config
         windows = [c.layer_window(number) for number in range(c.layers)]
-        mixed, every = len(set(windows)) > 1, list(ropes)
+        mixed, tables = len(set(windows)) > 1, jax.tree.map(lambda *kinds: jnp.stack(kinds), *ropes)
 
         def body(module: nn.Module, x: jax.Array, of_layer: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             window, kind = of_layer
-            rope = ropes[every[0]]
-            for number, other in enumerate(every[1:], 1):
-                rope = jax.tree.map(partial(jnp.where, kind == number), ropes[other], rope)
+            rope = ropes[0] if len(ropes) == 1 else jax.tree.map(lambda table: table[kind], tables)
             x, _ = module(x, rope, view, None, window if mixed else windows[0], None)
             return self.spread(x), None
 
         # A layer without a window, among others that have one, has one that nothing falls out of.
         limits = jnp.asarray([NO_WINDOW if window is None else window for window in windows])
-        kinds = jnp.asarray([every.index(c.layer_rope(number)) for number in range(c.layers)])
+        kinds = jnp.asarray([c.layer_rope(number) for number in range(c.layers)])
         run = nn.scan(
             body,
             variable_axes={"params": 0},

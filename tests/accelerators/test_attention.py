@@ -18,7 +18,7 @@ from aspd_jax.compiled.abstract import everywhere, placed
 from aspd_jax.compiled.report import Compiled
 from aspd_jax.compiled.topology import topology
 from aspd_jax.layout import Layout
-from aspd_jax.model.attention import BACK_ENDS, View
+from aspd_jax.model.attention import FULL_PASS_BACK_ENDS, View
 from tests.accelerators.programs import small
 
 HEADS, QUERIES, SIZE = 8, 4, 128  # kv heads, query heads of each
@@ -45,7 +45,7 @@ def gradients(on: str, name: str, S: int) -> Compiled:
     def both(
         query: jax.Array, key: jax.Array, value: jax.Array, slope: jax.Array, layout: Layout
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        attend = partial(BACK_ENDS[name], view=View(layout, layout), siblings="invisible", window=None)
+        attend = partial(FULL_PASS_BACK_ENDS[name], view=View(layout, layout), siblings="invisible", window=None)
         out, pull = jax.vjp(attend, query, key, value)
         return out, pull(slope)
 
