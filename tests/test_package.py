@@ -39,7 +39,7 @@ def test_the_wheel(built: Path) -> None:
     sources = [file.relative_to(ROOT).as_posix() for top in ("aspd", "aspd_jax", "train", "infer")
                for file in (ROOT / top).rglob("*.py")]  # fmt: skip
     assert set(sources) <= set(names)
-    for data in ("embedded/aspd/model.safetensors", "embedded/seq/tokenizer.json", "pipeline/prompts/annotate.md"):
+    for data in ("embedded/aspd/model.safetensors", "embedded/aspd/tokenizer.json", "pipeline/prompts/annotate.md"):
         assert any(name.endswith(data) for name in names), data
     assert "infer/server/page.html" in names and "infer/evaluation/judge_prompts.jsonl" in names
 

@@ -27,7 +27,6 @@ from aspd_jax.sharding import named_sharding, shardings
 from aspd_jax.structure import Parallel
 from train.batches import Batch
 from train.config import TrainConfig
-from train.grow import grow
 from train.step import TrainState, in_float32, join, make_optimiser
 from train.tasks import problem
 from train.vocabulary import train_tokenizer
@@ -77,8 +76,9 @@ def _to_host(leaf: jax.Array) -> np.ndarray:
 
 
 def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
-    """The model that a configuration starts from, with its positions and mask; spread over the mesh where it is one
-    that was read and does not grow.
+    """Load the model that a configuration starts from, with its positions and mask.
+
+    A checkpoint is read onto the mesh; a new model is spread over it later.
 
     Raises:
         ConfigError, CheckpointError: what cannot work.
@@ -86,9 +86,8 @@ def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
     of = config.model
     if not of.checkpoint:
         return initial_model(config)
-    lm = load_model(of.checkpoint, of.dtype, None if of.grow else mesh, of.weights, of.lora_rank, of.lora_alpha)
+    lm = load_model(of.checkpoint, of.dtype, mesh, of.weights, of.lora_rank, of.lora_alpha)
     for_conversations(lm, of.checkpoint, config.data.chat_template)
-    lm = grow(lm, of.hidden_size, of.feed_forward, config.seed) if of.grow else lm
     shape = as_configured(lm.config, config)
     return replace(lm, config=shape, model=Transformer(shape))
 

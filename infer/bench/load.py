@@ -28,7 +28,7 @@ class Load:
     """What became of the requests of one rate and mode; seconds.
 
     Attributes:
-        mode: `serial` or `adaptive`; of several branch policies with the policy behind a comma.
+        mode: `serial` or `adaptive`.
         rate: requests that arrive per second, mean.
         sent, answered, refused, failed: requests; refused: 429.
         first, last: request to first and to last token: median, 95th and 99th percentile of those answered.
@@ -239,7 +239,7 @@ def best_goodput(found: Sequence[Load], target: float) -> str:
     """For every rate, the best server of each mode: how many answers within the target it gives per second."""
     lines = []
     for rate in dict.fromkeys(of.rate for of in found):
-        best = {of.mode.split(",")[0]: of for of in sorted(found, key=_worth) if of.rate == rate}
+        best = {of.mode: of for of in sorted(found, key=_worth) if of.rate == rate}
         told = [f"{best[mode].goodput:.2f} {best[mode].who}" for mode in ("serial", "adaptive")]
         gain = f": {best['adaptive'].goodput / best['serial'].goodput:.2f}x" if best["serial"].goodput else ""
         lines.append(f"{rate:g} requests/s, best within {target:g} s, per second: {', '.join(told)}{gain}")

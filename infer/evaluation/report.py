@@ -120,7 +120,7 @@ def markdown(
         lines += [f"## {bench}", "", f"{of['questions']} questions, {of['turns']} turns ({section.kind}).", ""]
         systems = of["systems"]
         lines += ["### Quality", ""] + _quality_table({name: s["all"] for name, s in systems.items()}) + [""]
-        lines += _comparison_table(of["comparisons"]) + _pair_table(of["pairs"]) + _control_table(of["controls"])
+        lines += _comparison_table(of["comparisons"]) + _pair_table(of["pairs"])
         speeds = {name: s["all"]["speed"] for name, s in systems.items() if s["all"]["speed"]}
         if speeds:
             lines += ["### Speed", ""] + _speed_table(speeds) + [""]
@@ -197,22 +197,6 @@ def _pair_table(pairs: Sequence[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
     head = ["system", "against", "judgments", "wins", "ties", "losses", "wins, ties by half", "same in both orders"]
     return [*_table(head, rows), ""]
-
-
-def _control_table(controls: Sequence[dict[str, Any]]) -> list[str]:
-    if not controls:
-        return []
-    shares = ("preferred", "rejected", "consistent", "first", "higher", "equal", "again")
-    rows = [[c["control"], str(c["answers"]), *(_percent(c[share]) for share in shares)] for c in controls]
-    head = [
-        "answers against themselves",
-        "answers",
-        "preferred in both orders",
-        "rejected in both",
-        "same in both orders",
-    ]
-    head += ["whichever stood first", "higher score", "equal score", "same score when asked again"]
-    return ["What this judge's verdicts are worth:", "", *_table(head, rows), ""]
 
 
 def _speed_table(systems: dict[str, Any]) -> list[str]:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from aspd_jax.compiled.report import Figures, compile_for, figures, fit, gib
-from aspd_jax.compiled.topology import Topology
+from aspd.aot.report import Figures, compile_for, figures, fit, gib
+from aspd.aot.topology import Topology
 from aspd_jax.layout import Layout
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.weights import abstract_parameters
