@@ -159,7 +159,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         if beside := published("" if options.model else options.shape, options.dtype, context):
             print(f"{beside}\n")
         if options.plot is not None:
-            from infer.bench.plots import plot_decoding
+            from infer.plots import plot_decoding
 
             file = options.plot
             several = len(options.context) > 1
@@ -253,7 +253,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     )
     _print_loads(found, options)
     if options.plot:
-        from infer.bench.plots import plot_load
+        from infer.plots import plot_load
 
         plot_load(found, options.target, f"{options.model}; {where()}", options.plot)
 

@@ -25,7 +25,8 @@ from aspd_jax.sharding import MESH_AXES, partition_spec
 from aspd_jax.tokens import TAGS
 from train.config import TrainConfig
 from train.loss import CHUNK
-from train.setup import as_configured, is_trained, scratch_shape
+from train.setup import as_configured, scratch_shape
+from train.step import is_trained
 
 MOMENTS = 2  # of AdamW, float32
 

@@ -13,8 +13,7 @@ from markdown_it import MarkdownIt
 
 from aspd_jax.files import write_whole
 from aspd_jax.pictures import page
-from infer.answers.timeline import Span, draw_timeline
-from infer.bench.plots import plot_distribution, plot_quality, plot_speedups
+from infer.answers.timeline import Span
 from infer.evaluation.config import EvalConfig
 from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question
@@ -56,6 +55,8 @@ def write_report(
 
 def _plot(config: EvalConfig, found: dict[str, Any], folder: Path) -> dict[str, list[str]]:
     """Draw what there is; file names by benchmark."""
+    from infer.plots import draw_timeline, plot_distribution, plot_quality, plot_speedups
+
     (folder / "plots").mkdir(exist_ok=True)
     drawn: dict[str, list[str]] = {}
     for bench, of in found.items():
