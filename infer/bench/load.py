@@ -109,12 +109,10 @@ async def load(
     answers = await asyncio.gather(*tasks)
     whole = time.perf_counter() - begun
     await client.close()
-    return load_of(mode, rate, answers, target, whole)
+    return _load_of(mode, rate, answers, target, whole)
 
 
-def load_of(
-    mode: str, rate: float, answers: Sequence[Outcome], target: float, seconds: float, rows: int | None = None
-) -> Load:
+def _load_of(mode: str, rate: float, answers: Sequence[Outcome], target: float, seconds: float) -> Load:
     """Figures of what became of every request; for the arguments see `Load` and `load`."""
     good = [answer for answer in answers if answer.kind == "answered"]
     in_time = sum(answer.last <= target for answer in good)
@@ -134,7 +132,6 @@ def load_of(
         ideal=_quantiles([answer.ideal for answer in good])[0],
         seconds=seconds,
         medians=last[:1],
-        rows=rows,
     )
 
 
