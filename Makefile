@@ -58,7 +58,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed
-	$(BIN)/pdoc --docformat google --no-show-source --output-directory build/docs aspd_jax train infer
+	$(BIN)/pdoc --docformat google --no-show-source --output-directory build/docs aspd_jax train infer aspd.aot
 
 # Wheel and sdist, and an answer by the wheel in an environment that has nothing else of this folder.
 dist: $(VENV)/.installed

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    from aspd import answers, benchmarks, checkpoints, compiling, data, evaluation, serving, training
+    from aspd import answers, benchmarks, checkpoints, data, evaluation, serving, training
+    from aspd.aot import command as compiling
 
     parser = argparse.ArgumentParser(prog="aspd", description="Adaptive serial-parallel decoding.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -80,31 +80,6 @@ def add(commands: Any) -> None:
     served.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     served.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (.svg, .png, .pdf)")
 
-    simulated = kinds.add_parser(
-        "simulate",
-        help="a server under load, by the cost of its passes: on this machine, or on a chip that is not there",
-    )
-    simulated.set_defaults(run=run_bench_simulate)
-    simulated.add_argument(
-        "--data", type=Path, required=True, metavar="FILE", help="answers, of `aspd data build`: how long parts are"
-    )
-    simulated.add_argument(
-        "--model", default="smollm2-aspd", metavar="MODEL", help="whose tokenizer counts, and whose passes are measured"
-    )
-    simulated.add_argument(
-        "--compiled", type=Path, metavar="FILE",
-        help="costs of `aspd compile decode --json`, of two --widths and two --batch; default: measured here",
-    )  # fmt: skip
-    simulated.add_argument("--batch", type=int, default=SERVED_ROWS, metavar="N", help="rows of the server")
-    simulated.add_argument(
-        "--policies", nargs="+", default=["all"], metavar="NAME",
-        help="branch policies of adaptive mode: all, cap:N (branches) or slo:MS (milliseconds of a pass)",
-    )  # fmt: skip
-    simulated.add_argument("--rates", type=float, nargs="+", default=[1, 4, 16], help="requests per second")
-    simulated.add_argument("--requests", type=int, default=100, help="of each rate and mode")
-    simulated.add_argument("--target", type=float, default=10.0, help="seconds to the last token that are in time")
-    simulated.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-
     steps = kinds.add_parser("train", help="training steps, beside plain causal attention")
     steps.set_defaults(run=run_bench_train)
     shape_options(steps)
@@ -184,7 +159,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         if beside := published("" if options.model else options.shape, options.dtype, context):
             print(f"{beside}\n")
         if options.plot is not None:
-            from infer.bench.plots import plot_decoding
+            from infer.plots import plot_decoding
 
             file = options.plot
             several = len(options.context) > 1
@@ -281,40 +256,9 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     )
     _print_loads(found, options)
     if options.plot:
-        from infer.bench.plots import plot_load
+        from infer.plots import plot_load
 
         plot_load(found, options.target, f"{options.model}; {where()}", options.plot)
-
-
-def run_bench_simulate(options: argparse.Namespace) -> None:
-    """`aspd bench simulate`."""
-    from tqdm import tqdm
-
-    from aspd_jax import load_model
-    from infer.bench.simulation import Simulation, computed_cost, measured_cost, shapes_of
-
-    positive(options, "batch", "requests")
-    if min(options.rates) <= 0 or options.target <= 0:
-        raise RequestError("--rates and --target must be more than 0")
-    lm = load_model(options.model)
-    shapes = shapes_of(lm, options.data, options.requests)
-    if options.compiled is None:
-        source = f"measured, {options.model}; {where()}"
-        cost = measured_cost(lm, options.batch, max(shape.prompt + shape.raw for shape in shapes))
-    else:
-        record = _compiled(options.compiled)
-        source = f"computed, {record.get('model')}, {record.get('topology')}"
-        cost = computed_cost(record)
-    kinds = [("serial", "all"), *(("adaptive", policy) for policy in options.policies)]
-    servers = {policy: Simulation(shapes, options.batch, cost, policy) for policy in {"all", *options.policies}}
-    found = []
-    for rate, (mode, policy) in tqdm(list(product(options.rates, kinds)), unit="load", disable=None):
-        found.append(servers[policy].load(mode, rate, options.requests, options.target))
-    print(
-        f"Simulated; a pass takes {cost.base:.2f} ms + {1000 * cost.per_token:.2f} us a token "
-        f"+ {1000 * cost.per_slot:.4f} us a slot ({source})\n"
-    )
-    _print_loads(found, options)
 
 
 def _print_loads(found: Any, options: argparse.Namespace) -> None:
@@ -325,17 +269,6 @@ def _print_loads(found: Any, options: argparse.Namespace) -> None:
     print(f"\n{best_goodput(found, options.target)}")
     if options.json:
         write_whole(options.json, json.dumps(to_json(found), indent=1) + "\n")
-
-
-def _compiled(file: Path) -> dict[str, Any]:
-    """What `aspd compile decode --json` wrote."""
-    try:
-        record = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise RequestError(f"--compiled {file}: {error}") from None
-    if not isinstance(record, dict) or "passes" not in record:
-        raise RequestError(f"--compiled {file}: no passes; it is the file of `aspd compile decode --json`")
-    return record
 
 
 @contextmanager

@@ -120,9 +120,9 @@ def run_ablate(options: argparse.Namespace) -> None:
     from aspd_jax.configuration import read_config
     from aspd_jax.files import write_whole
     from infer.engine import Engine
+    from infer.evaluation.ablation import table
     from infer.evaluation.answers import answer_questions
     from infer.evaluation.config import DecodingSection, System
-    from infer.evaluation.seeds import compare, table
     from infer.offline.jsonl import read_journal
     from infer.request import Mode
     from train.ablation import (
@@ -131,7 +131,6 @@ def run_ablate(options: argparse.Namespace) -> None:
         VARIANTS,
         AblationConfig,
         run_config,
-        runs,
         write_conversations,
     )  # fmt: skip
     from train.loop import train
@@ -148,26 +147,16 @@ def run_ablate(options: argparse.Namespace) -> None:
         branch = MAX_BRANCH_TOKENS if positions == "predict" else 1024
         return DecodingSection(max_new_tokens=1024, max_branch_tokens=branch, max_length=2048, batch=config.batch)
 
-    ori = options.output / "ori-0"
+    ori = options.output / "ori"
     if len(read_journal(ori / "answers.jsonl")) < len(questions):
         answers("ori", config.base, ori, decoding("sequential"))
-    for name, seed in runs(config):
-        variant, folder = VARIANTS[name], options.output / f"{name}-{seed}"
+    for name in config.chosen:
+        variant, folder = VARIANTS[name], options.output / name
         if len(read_journal(folder / "answers.jsonl")) < len(questions):
             file = write_conversations(options.output / "data", variant.quality, config.conversations)
-            train(run_config(config, variant, seed, file), folder)
+            train(run_config(config, variant, file), folder)
             answers(name, folder / "model", folder, decoding(variant.positions))
-    found: dict[str, list[Any]] = {"ori": [read_journal(ori / "answers.jsonl")]}
-    for name in VARIANTS:
-        of_seeds = [read_journal(options.output / f"{name}-{seed}" / "answers.jsonl") for seed in range(config.seeds)]
-        whole = [records for records in of_seeds if len(records) == len(questions)]
-        if whole:
-            found[name] = whole
-    published = {
-        name: [f"{variant.published[0]:.2f}", f"{variant.published[1]:.2f}"]
-        for name, variant in VARIANTS.items()
-        if variant.published
-    }
-    text = table(compare(found, REFERENCE), published, ("paper: score", "paper: tokens/s"))
+    journals = {name: read_journal(options.output / name / "answers.jsonl") for name in ("ori", *VARIANTS)}
+    text = table({name: records for name, records in journals.items() if len(records) == len(questions)}, REFERENCE)
     write_whole(options.output / "ablation.md", text + "\n")
     print(text)

@@ -31,7 +31,7 @@ def model_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="MODEL",
         help="Hugging Face folder, GGUF file, or a name: smollm2-aspd (default, where its package is installed), "
-        "smollm2-seq, smollm2, demo (default elsewhere), demo-seq",
+        "smollm2, demo (default elsewhere)",
     )
     parser.add_argument("--adapter", metavar="DIR", help="folder of an adapter (PEFT's format) trained on the model")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

@@ -27,9 +27,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
-    "group": (),
     "head": ("tensor",),  # where the heads are too few to be split
-    "pair": (),
+    "part": (),
     "feed_forward": ("tensor",),
     "norm": (),
     "rank": (),

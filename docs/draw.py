@@ -12,11 +12,11 @@ from rich.table import Table
 
 import aspd  # noqa: F401 (sets XLA's flags)
 from aspd_jax import Branch, Layout, Parallel, Serial, build_layout, load_model
-from aspd_jax.pictures import draw_visibility, svg
 from infer import Engine, Result, SamplingParams
 from infer.answers.answer import content_ids
-from infer.answers.timeline import draw_timeline, timeline
+from infer.answers.timeline import timeline
 from infer.offline.terminal import picture
+from infer.plots import draw_timeline, draw_visibility, svg
 
 HERE = Path(__file__).parent / "pictures"
 QUESTION = "How can I make my home office more comfortable?"

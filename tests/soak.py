@@ -119,7 +119,7 @@ class Client:
         random = self.random
         question = random.choice(FORMS).format(random.choice(THINGS))
         return {
-            "model": random.choice(["aspd", "aspd", "seq", "smollm2"]),
+            "model": random.choice(["aspd", "aspd", "other", "smollm2"]),
             "messages": [{"role": "user", "content": question}],
             "max_tokens": random.randint(1, 64),
             "temperature": random.choice([0, 1.0]),
@@ -167,11 +167,11 @@ def main(rounds: int) -> int:
     """Soak a server; 0 if nothing is left."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("good", "bad"):
-            shutil.copytree(ADAPTERS / "smollm2-seq", Path(folder) / name)
+            shutil.copytree(ADAPTERS / "smollm2-aspd", Path(folder) / name)
         weights = Path(folder) / "bad" / "adapter_model.safetensors"
         weights.write_bytes(weights.read_bytes()[:1000])
         command = [sys.executable, "-m", "aspd", "serve", "--model", "smollm2", "--name", "smollm2", "--port", "0"]
-        command += ["--adapters", *(f"{name}={ADAPTERS / f'smollm2-{name}'}" for name in ("aspd", "seq"))]
+        command += ["--adapters", *(f"{name}={ADAPTERS / 'smollm2-aspd'}" for name in ("aspd", "other"))]
         command += ["--adapter-places", "3", "--adapter-folder", folder, "--max-length", "1024", "--warm-up"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             return _soak(server, rounds)

@@ -126,7 +126,7 @@ def test_an_adapter_of_peft_is_merged(tmp_path: Path) -> None:
 
 def test_only_adapters_and_new_rows_get_gradients(tmp_path: Path) -> None:
     """What `train.setup` trains; rows of other tokens stay, through training and on being merged."""
-    from train.setup import is_trained
+    from train.step import is_trained
 
     lm = as_if_trained(base_folder(tmp_path / "base", CASES["tied"]))
     trained = {path for path in flatten_dict(lm.params) if is_trained(path, RANK)}

@@ -167,25 +167,29 @@ def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ablation_trains_every_variant_once(capsys: Any, tmp_path: Path) -> None:
-    assert {(v.positions, v.siblings) for v in VARIANTS.values() if v.published} == {
+    assert {(v.positions, v.siblings) for v in VARIANTS.values()} == {
         ("sequential", "invisible"), ("sequential", "shared"), ("max", "invisible"), ("max", "shared"),
         ("predict", "invisible"),
     }  # fmt: skip
     config = tmp_path / "config.yaml"
-    config.write_text("{conversations: 12, steps: 1, rows: 2, length: 256, problems: 4, batch: 4}")
+    config.write_text("{base: demo, conversations: 12, steps: 1, rows: 2, length: 256, problems: 4, batch: 4}")
     grid = tmp_path / "grid"
-    arguments = ("ablate", str(config), "variants=[seq, max-shared]", "seeds=2", "--output", str(grid))
+    arguments = ("ablate", str(config), "variants=[seq, max-shared]", "seed=3", "--output", str(grid))
     code, out, _ = run(capsys, *arguments)
-    assert code == 0 and "| ori | 1 |" in out and "| seq | 2 |" in out and "| max-shared | 2 |" in out
-    assert "| 3.70 | 86.96 |" in out and "(never forks)" in out
+    assert code == 0 and all(f"| {name} |" in out for name in ("ori", "seq", "max-shared")) and "(never forks)" in out
     table = (grid / "ablation.md").read_text()
     assert out.endswith(table)
-    settings = json.loads((grid / "max-shared-1" / "model" / "config.json").read_text())
+    settings = json.loads((grid / "max-shared" / "model" / "config.json").read_text())
     assert settings["aspd"] == {"positions": "max", "siblings": "shared"}
-    assert json.loads((grid / "seq-1" / "config.json").read_text())["data"]["structured"] is False
-    for folder in grid.glob("*-[01]/model"):
+    trained = json.loads((grid / "seq" / "config.json").read_text())
+    assert trained["data"]["structured"] is False and trained["seed"] == 3
+    for folder in grid.glob("*/model"):
         (folder / "config.json").unlink()  # nothing is done again
     assert run(capsys, *arguments)[1] == table
+    config.write_text("{steps: 1}")
+    assert (
+        "base: expected the folder of a checkpoint, got none" in run(capsys, *arguments[:2], "--output", str(grid))[2]
+    )
 
 
 def test_real_checkpoint_from_the_command_line(capsys: Any) -> None:

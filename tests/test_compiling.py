@@ -10,16 +10,16 @@ import jax
 import pytest
 
 import aspd
-from aspd_jax.compiled import report
-from aspd_jax.compiled.abstract import abstract_model, configuration
-from aspd_jax.compiled.report import Figures, compile_for
-from aspd_jax.compiled.topology import Chip, Topology
+from aspd.aot import report
+from aspd.aot.abstract import abstract_model, configuration
+from aspd.aot.decode import CompiledPass, compile_pass, expected_answer
+from aspd.aot.report import Figures, compile_for
+from aspd.aot.topology import Chip, Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.model.cache import Bucket
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh
-from infer.bench.compiled import CompiledPass, compile_pass, expected_answer
 from tests.conftest import ROOT
 
 CHIP = Chip("cpu", 1e9, 1e9, 1e12, 1)
@@ -31,7 +31,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Topology:
     """A topology of whatever name: this machine."""
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     on = Topology("here", CHIP, tuple(jax.devices()))
-    monkeypatch.setattr("aspd_jax.compiled.topology.topology", lambda name: on)
+    monkeypatch.setattr("aspd.aot.topology.topology", lambda name: on)
     return on
 
 

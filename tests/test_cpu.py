@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from aspd_jax.model import cpu
-from aspd_jax.model.cpu import computed_once, product
+from aspd_jax.model.cpu import computed_once, einsum
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
 from tests.test_model import BASE, BLOCK, fed
@@ -54,6 +55,12 @@ PRODUCTS = {
 }
 
 
+def equation_of(inputs: int, outputs: int, inputs_first: bool) -> str:
+    """The equation of a kernel with so many axes of each kind."""
+    ins, outs = "IJK"[:inputs], "XYZ"[:outputs]
+    return f"...{ins},{ins + outs if inputs_first else outs + ins}->...{outs}"
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("inputs_first", [False, True])
 @pytest.mark.parametrize(("rows", "sizes", "features"), PRODUCTS.values(), ids=PRODUCTS)
@@ -68,7 +75,8 @@ def test_a_product_is_the_sum_over_its_inputs(
     x, kernel = numbers(*rows, *sizes, dtype=dtype), numbers(*sizes, *features, dtype=dtype)
     exact = np.tensordot(np.asarray(x, np.float64), np.asarray(kernel, np.float64), len(sizes))
     given = kernel if inputs_first else jnp.moveaxis(kernel, range(len(sizes)), range(-len(sizes), 0))
-    for run in both_ways(lambda x, kernel: product(x, kernel, len(sizes), inputs_first, jnp.float32), monkeypatch):
+    equation = equation_of(len(sizes), len(features), inputs_first)
+    for run in both_ways(lambda x, kernel: einsum(equation, x, kernel, jnp.float32), monkeypatch):
         out = run(x, given)
         assert out.shape == (*rows, *features) and out.dtype == jnp.float32
         np.testing.assert_allclose(out, exact, atol=2e-4)
@@ -78,15 +86,17 @@ def test_sums_are_not_rounded_to_the_dtype_of_the_inputs() -> None:
     """Logits of bfloat16 models: near 20, bfloat16 has a number in every 0.125."""
     x, kernel = numbers(3, 64, dtype=jnp.bfloat16), 3 * numbers(40, 64, dtype=jnp.bfloat16)
     exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
-    assert np.abs(product(x, kernel, dtype=jnp.float32) - exact).max() < 1e-3
-    assert np.abs(np.asarray(product(x, kernel), np.float64) - exact).max() > 1e-2
+    assert np.abs(einsum("...D,VD->...V", x, kernel, jnp.float32) - exact).max() < 1e-3
+    assert np.abs(np.asarray(einsum("...D,VD->...V", x, kernel), np.float64) - exact).max() > 1e-2
 
 
 @pytest.mark.parametrize("inputs_first", [False, True])
 def test_it_has_the_same_gradients(inputs_first: bool) -> None:
     x, kernel = numbers(3, 4, 16), numbers(*((4, 16, 32) if inputs_first else (32, 4, 16)))
     matrix = kernel.reshape(64, 32) if inputs_first else kernel.reshape(32, 64).T
-    ours = jax.grad(lambda x, kernel: jnp.sin(product(x, kernel, 2, inputs_first)).sum(), (0, 1))(x, kernel)
+    ours = jax.grad(lambda x, kernel: jnp.sin(einsum(equation_of(2, 1, inputs_first), x, kernel)).sum(), (0, 1))(
+        x, kernel
+    )
     plain = jax.grad(lambda x, matrix: jnp.sin(x.reshape(3, 64) @ matrix).sum(), (0, 1))(x, matrix)
     np.testing.assert_allclose(ours[0], plain[0], atol=2e-3)
     of_kernel = plain[1].reshape(4, 16, 32) if inputs_first else plain[1].T.reshape(32, 4, 16)
@@ -99,7 +109,9 @@ def test_a_kernel_may_lie_on_several_devices(split: tuple[str | None, ...]) -> N
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("a",))
     x, kernel = numbers(2, 64), numbers(4, 6, 64)
     spread = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec(*split)))
-    np.testing.assert_allclose(jax.jit(product)(x, spread), jnp.einsum("bd,nhd->bnh", x, kernel), atol=1e-4)
+    np.testing.assert_allclose(
+        jax.jit(partial(einsum, "...D,KHD->...KH"))(x, spread), jnp.einsum("bd,nhd->bnh", x, kernel), atol=1e-4
+    )
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -148,13 +160,13 @@ def test_a_kernel_is_never_transposed(
 ) -> None:
     """Whole kernels are read as they lie; a transposed one would be a second copy of the weights in every pass."""
     kernel = numbers(*(sizes + features if inputs_first else features + sizes))
-    run = jax.jit(lambda x, kernel: product(x, kernel, len(sizes), inputs_first))
+    run = jax.jit(partial(einsum, equation_of(len(sizes), len(features), inputs_first)))
     assert not transposed(run, numbers(*rows, *sizes), kernel)
 
 
 def test_plain_forms_transpose_what_theirs_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: where XLA stops transposing these, the forms for CPU can go."""
-    ours, plain = both_ways(product, monkeypatch)
+    ours, plain = both_ways(partial(einsum, "...D,KPHD->...KPH"), monkeypatch)
     x, kernel = numbers(5, 96), numbers(2, 6, 16, 96)
     assert transposed(plain, x, kernel) and not transposed(ours, x, kernel)
 
@@ -188,6 +200,6 @@ def test_other_platforms_get_the_plain_forms(monkeypatch: pytest.MonkeyPatch) ->
         text = jax.export.export(run, platforms=[platform])(*shapes).mlir_module()
         return text.count("dot_general"), text.count("reshape ")
 
-    ours, plain = both_ways(product, monkeypatch)
+    ours, plain = both_ways(partial(einsum, "...D,KPHD->...KPH"), monkeypatch)
     assert lowered(ours, "cuda") == lowered(plain, "cuda")
     assert lowered(ours, "cpu") != lowered(plain, "cpu")

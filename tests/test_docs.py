@@ -26,7 +26,7 @@ ELSEWHERE = {
     "aspd generate --model DIR --draft-tokens": "test_speculation.py",
     "aspd generate --model DIR --mesh": "test_engine.py",
     "aspd generate --model DIR --training-free": "test_training_free.py",
-    "aspd ablate": "test_evaluation.py",
+    "aspd ablate": "test_cli.py",
     "aspd bench": "test_benchmark.py",
     "aspd compile": "test_compiling.py",
     "aspd demo": "test_cli.py",
@@ -40,7 +40,6 @@ TINY += ["optimiser.accumulate=1", "evaluate_batches=0", "model.dtype=float32", 
 # What makes a command small enough, after its own words.
 SMALLER = {
     "aspd train configs/embedded_letters": TINY,
-    "aspd train configs/embedded_grown": TINY,
     "aspd train configs/embedded": ["steps=1", "evaluate_batches=0", "data.short_steps=0", "data.rows=2"],
     "aspd train": TINY,
     "aspd generate": ["--model", "demo", "--max-new-tokens", "8", "--max-length", "1024", "--batch", "1"],

@@ -1,31 +1,43 @@
-"""The models that ship with the package."""
+"""The weights that ship with the package."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
-
-import pytest
 
 from aspd.evaluation import synthetic_questions
 from aspd_jax import load_model
-from aspd_jax.formats import find_model
+from aspd_jax.formats import ADAPTED, EMBEDDED
 from infer.engine import Engine
+from infer.evaluation.ablation import forked
 from infer.evaluation.answers import answer_questions
 from infer.evaluation.config import DecodingSection, System
-from infer.evaluation.seeds import forked
+from tests.conftest import ROOT
+
+WEIGHTS = (".safetensors", ".gguf", ".npz", ".npy", ".bin", ".msgpack")
+MOST = 25_000_000  # bytes of weights in the wheel and in a clone
+MOST_OF_ALL = 40_000_000  # bytes of all files in a clone
 
 
-def test_they_are_small() -> None:
-    folder = find_model("demo").parent
-    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 24 * 2**20
+def test_weights_are_bounded() -> None:
+    """Of what git tracks; the one model and the one adapter are all there are, as the sum says too."""
+    command = ["git", "ls-files", "-co", "-z", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    sizes = {name: (ROOT / name).stat().st_size for name in listed if name and (ROOT / name).is_file()}
+    weights = {name: size for name, size in sizes.items() if name.endswith(WEIGHTS)}
+    large = {name for name, size in weights.items() if size > 1_000_000}
+    assert large == {f"aspd_jax/embedded/{folder}/model.safetensors" for folder in EMBEDDED.values()} | {
+        f"aspd_jax/adapters/{name}/adapter_model.safetensors" for name in ADAPTED
+    }
+    assert 10_000_000 < sum(weights.values()) <= MOST
+    assert sum(sizes.values()) <= MOST_OF_ALL
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-seq"])
-def test_they_answer_rightly_and_fork_where_they_should(name: str, tmp_path: Path) -> None:
+def test_the_model_answers_rightly_and_forks_where_it_should(tmp_path: Path) -> None:
     """A small sample of what docs/embedded_models.md reports."""
     questions = synthetic_questions(12)
-    engine = Engine(load_model(name), max_length=1024, max_batch=1)
-    system = System(name, name, "adaptive")
-    records = answer_questions(engine, system, questions, DecodingSection(), tmp_path / "answers.jsonl", name)
-    assert [forked(record) for record in records] == [q.forks if name == "demo" else False for q in questions]
+    engine = Engine(load_model("demo"), max_length=1024, max_batch=1)
+    system = System("demo", "demo", "adaptive")
+    records = answer_questions(engine, system, questions, DecodingSection(), tmp_path / "answers.jsonl", "demo")
+    assert [forked(record) for record in records] == [q.forks for q in questions]
     assert sum(record["correct"] for record in records) >= 11

@@ -19,6 +19,7 @@ from aspd_jax.structure import Branch, Parallel, Serial
 from infer import Engine, SamplingParams
 from infer.answers.answer import content_ids
 from infer.answers.timeline import timeline
+from infer.evaluation.ablation import table
 from infer.evaluation.answers import answer_questions
 from infer.evaluation.config import DecodingSection, EvalConfig, SpeedSection, System
 from infer.evaluation.health import health
@@ -27,7 +28,6 @@ from infer.evaluation.judge import NAMES, PAIR_NAMES, read_prompts, read_score, 
 from infer.evaluation.questions import Question
 from infer.evaluation.report import report_page
 from infer.evaluation.run import judge_run
-from infer.evaluation.seeds import compare
 from infer.evaluation.speed import time_questions
 from infer.offline.jsonl import read_journal
 from tests.conftest import SHARED
@@ -200,22 +200,24 @@ def test_differences_are_paired() -> None:
     assert difference([1.0, 2.0], [1.0, 2.0]).p == 1.0
 
 
-def test_seeds() -> None:
+def test_ablation_table() -> None:
     def record(id: int, right: bool, forks: bool, forked: bool) -> dict[str, Any]:
         stats = {"blocks": int(forked), "content_tokens": 10, "critical_path": 5 if forked else 10}
         return {"question_id": id, "correct": right, "forks": forks, "turns": [{"stats": stats}]}
 
+    def cells(**models: Any) -> dict[str, list[str]]:
+        lines = table(models, "ours").splitlines()[2:]
+        return {row[0]: row[1:] for row in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)}
+
     good = [record(n, True, n % 2 == 0, n % 2 == 0) for n in range(20)]
     bad = [record(n, n % 4 == 0, n % 2 == 0, True) for n in range(20)]
-    of = compare({"ours": [good, good], "theirs": [bad, good]}, "ours")
-    assert of["ours"].exact == (1, 1, 1) and of["ours"].beside is None and of["ours"].fork_right == (1, 1, 1)
-    assert of["theirs"].exact == (0.625, 0.25, 1) and of["theirs"].fork_right == (0.75, 0.5, 1)
-    assert of["theirs"].exact_blocks == (0.75, 0.5, 1)
-    beside = of["theirs"].beside
-    assert beside is not None and beside.mean == pytest.approx(-0.375) and beside.p < 0.001
-    assert of["ours"].ideal.mean == pytest.approx(200 / 150)
-    mixed = compare({"ours": [bad], "theirs": [bad[::-1]]}, "ours")["theirs"].beside  # answers end in any order
-    assert mixed is not None and mixed == (0, 0, 0, 1.0, 20)
+    of = cells(ours=good, theirs=bad, plain=[record(n, True, n % 2 == 0, False) for n in range(20)])
+    assert of["ours"] == ["100.0 %", "100.0 %", "100.0 %", "1.33x", "", ""]
+    assert of["theirs"][:4] == ["25.0 %", "50.0 %", "50.0 %", "2.00x"]
+    assert of["theirs"][4].startswith("-75.0 [") and float(of["theirs"][5]) < 0.001
+    assert of["plain"] == ["100.0 %", "100.0 %", "(never forks)", "1.00x", "+0.0 [+0.0, +0.0]", "1.0000"]
+    mixed = cells(ours=bad, theirs=bad[::-1])["theirs"]  # records are kept in the order in which answers end
+    assert mixed[4:] == ["+0.0 [+0.0, +0.0]", "1.0000"]
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +238,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = folder / "config.yaml"
     config.write_text(
-        "models: {ours: {path: demo}, plain: {path: demo-seq, role: seq}}\n"
+        "models: {ours: {path: demo}, plain: {path: demo, role: seq}}\n"
         f"benchmarks: {{mt-small: {{file: {questions}}}, tasks: {{kind: synthetic, limit: 3}}}}\n"
         "decoding: {max_length: 1024, max_new_tokens: 300, batch: 1}\n"
         "speed: {questions: 2, repeats: 2}\njudge: {pairs: [ours/plain]}\n"
@@ -334,7 +336,7 @@ def test_judging(finished: tuple[Path, Path], capsys: Any) -> None:
 def tiny_run(folder: Path, settings: dict[str, Any]) -> EvalConfig:
     from aspd_jax.configuration import config_from_dict
 
-    values = {"models": {"a": {"path": "demo", "role": "seq"}, "b": {"path": "demo-seq", "role": "seq"}}}
+    values = {"models": {"a": {"path": "demo", "role": "seq"}, "b": {"path": "demo", "role": "seq"}}}
     values |= {"benchmarks": {"tasks": {"kind": "synthetic"}}, "judge": {"pairs": ["a/b"], "model": "j"} | settings}
     for name in ("a", "b"):
         file = folder / "answers" / "tasks" / f"{name}.jsonl"

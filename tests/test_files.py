@@ -20,9 +20,9 @@ from aspd_jax.files import Log, refusal, replacing, write_folder, write_whole
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.formats.folder import convert
 from aspd_jax.language_model import save_adapter
-from aspd_jax.pictures import save_figure
 from aspd_jax.store import Reply, Store
 from infer.offline.jsonl import append, read_journal
+from infer.plots import save_figure
 from tests.conftest import ROOT
 from tests.test_adapter import CASES, as_if_trained, base_folder
 from tests.test_gguf_writer import gguf_ready

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aspd_jax.compiled.hlo import Array, Program, cheapest, dearest, parse
-from aspd_jax.compiled.report import collectives_of, pass_of, product_flops
-from aspd_jax.compiled.topology import topology
+from aspd.aot.hlo import Array, Program, cheapest, dearest, parse
+from aspd.aot.report import collectives_of, pass_of, product_flops
+from aspd.aot.topology import topology
 from aspd_jax.errors import ConfigError
 from aspd_jax.sharding import make_mesh, named_sharding
 
@@ -210,7 +210,7 @@ def test_unknown_topologies(name: str) -> None:
 
 @pytest.mark.parametrize("name,package", [("v6e:1x1", "libtpu"), ("h100:1x1x8", "jax-cuda12-plugin")])
 def test_missing_packages(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aspd_jax.compiled.topology.find_spec", lambda module: None)
+    monkeypatch.setattr("aspd.aot.topology.find_spec", lambda module: None)
     with pytest.raises(ConfigError, match=f"pip install .*{package}") as caught:
         topology(name)
     assert "\n" not in str(caught.value)

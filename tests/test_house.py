@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +31,26 @@ def test_imports_run_one_way(file: Path) -> None:
     assert {name.split(".")[0] for name in names} <= ALLOWED[file.relative_to(ROOT).parts[0]]
     if file.name in ("structure.py", "layout.py"):
         assert names <= {"aspd_jax.errors"}
+
+
+def test_only_plots_import_matplotlib() -> None:
+    """The figures are in one module, which nothing imports before it draws."""
+    sources = {file.relative_to(ROOT).as_posix(): file.read_text() for file in MODULES}
+    assert [name for name, text in sources.items() if "matplotlib" in imports_of(text)] == ["infer/plots.py"]
+    code = "import sys, aspd, aspd_jax, infer, train.loop, infer.evaluation.report, infer.bench.load, aspd.benchmarks\n"
+    code += "assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def imports_of(text: str) -> set[str]:
+    """Top-level packages that a module imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+    return found
 
 
 def test_architecture_names_every_file() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.test_embedded import MOST, WEIGHTS
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +35,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel(built: Path) -> None:
     (wheel,) = built.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    sizes = {file.filename: file.file_size for file in zipfile.ZipFile(wheel).infolist()}
+    names = list(sizes)
+    assert 0 < sum(size for name, size in sizes.items() if name.endswith(WEIGHTS)) <= MOST
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"aspd", "aspd_jax", "train", "infer"}
     sources = [file.relative_to(ROOT).as_posix() for top in ("aspd", "aspd_jax", "train", "infer")
                for file in (ROOT / top).rglob("*.py")]  # fmt: skip
     assert set(sources) <= set(names)
-    for data in ("embedded/aspd/model.safetensors", "embedded/seq/tokenizer.json", "pipeline/prompts/annotate.md"):
+    for data in (
+        "embedded/aspd/model.safetensors",
+        "embedded/aspd/tokenizer.json",
+        "aot/h100.txtpb",
+        "pipeline/prompts/annotate.md",
+    ):
         assert any(name.endswith(data) for name in names), data
     assert "infer/server/page.html" in names and "infer/evaluation/judge_prompts.jsonl" in names
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 
 from aspd_jax import Branch, Layout, Parallel, Serial, SpecialTokens, build_layout
-from aspd_jax.pictures import SERIAL_COLOUR, answer_html, branch_colour, draw_visibility, page, svg
-from infer.answers.timeline import Span, draw_timeline
+from aspd_jax.pictures import SERIAL_COLOUR, answer_html, branch_colour, page
+from infer.answers.timeline import Span
+from infer.plots import draw_timeline, draw_visibility, svg
 from tests.answers import EXAMPLE, linearise
 from tests.brute_force import lay_out, mask
 

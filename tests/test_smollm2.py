@@ -71,11 +71,10 @@ LISTS = ("Give me five tips for a job interview.", "How can I make my home offic
 OTHERS = ("Why is the sky blue?", "Write a Python function that reverses a string.")
 
 
-@pytest.mark.parametrize("name", ["smollm2-aspd", pytest.param("smollm2-seq", marks=pytest.mark.slow)])
-def test_shipped_adapters(name: str) -> None:
+def test_the_shipped_adapter() -> None:
     """Greedily; only what a model of another machine, whose sums differ in the last bit, would do as well."""
     try:
-        lm = load_model(name)
+        lm = load_model("smollm2-aspd")
     except CheckpointError as error:
         pytest.skip(str(error))
     engine = Engine(lm, max_length=768, max_batch=4)
@@ -83,7 +82,7 @@ def test_shipped_adapters(name: str) -> None:
     prompts = [[{"role": "user", "content": question}] for question in LISTS + OTHERS]
     results = engine.generate(prompts, params)
     blocks = [[item for item in result.structure if isinstance(item, Parallel)] for result in results]
-    assert any(blocks[: len(LISTS)]) == (name == "smollm2-aspd") and not any(blocks[len(LISTS) :])
+    assert any(blocks[: len(LISTS)]) and not any(blocks[len(LISTS) :])
     for block in (block for of_answer in blocks for block in of_answer):
         titles = [branch.title for branch in block.branches]
         size = titles[0].partition(" ")[0].partition("/")[2]

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from aspd.aot.abstract import placed
 from aspd_jax import Layout
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.transformer import Transformer
@@ -26,9 +27,8 @@ def stepped(config: TrainConfig) -> tuple[Any, Any]:
     """Metrics and full parameters after one step."""
     setup = prepared(config)
     batch = synthetic_batch(setup.lm.codec, setup.lm.tokenizer, config, 5)
-    state, metrics = train_step(
-        setup.state, setup.frozen, setup.place(batch), setup.model, setup.optimiser, config.optimiser.accumulate
-    )
+    take = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
+    state, metrics = take(setup.state, setup.frozen, setup.place(batch))
     return metrics, setup.language_model(state).params
 
 
@@ -70,15 +70,35 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted() -> None:
     batch = synthetic_batch(setup.lm.codec, setup.lm.tokenizer, SMALL, 0)
     before = jax.device_get(setup.state)
     bad = batch._replace(loss=np.where(batch.loss > 0, np.inf, 0).astype(np.float32))
-    state, metrics = train_step(setup.state, setup.frozen, setup.place(bad), setup.model, setup.optimiser)
+    take = train_step(setup.model, setup.optimiser)
+    state, metrics = take(setup.state, setup.frozen, setup.place(bad))
     assert int(metrics["skipped"]) == 1 and int(state.step) == 1
     jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
     jax.tree.map(np.testing.assert_array_equal, before.optimiser, state.optimiser)
     for _ in range(2):  # the first one has a learning rate of 0
-        state, metrics = train_step(state, setup.frozen, setup.place(batch), setup.model, setup.optimiser)
+        state, metrics = take(state, setup.frozen, setup.place(batch))
     assert int(metrics["skipped"]) == 1 and np.isfinite(float(metrics["loss"]))
     moved = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (before.params, state.params)), strict=True)]
     assert max(moved) > 0
+
+
+@pytest.mark.several
+def test_a_step_keeps_the_shardings_of_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = prepared(changed(WIDE, mesh__data=2, mesh__fsdp=2, mesh__tensor=2))
+    batch = setup.place(synthetic_batch(setup.lm.codec, setup.lm.tokenizer, WIDE, 5))
+    given = jax.tree.map(lambda leaf: (leaf.sharding, leaf.ndim), setup.state)
+
+    def kept(step: Any) -> list[bool]:
+        shardings, metrics = step.lower(setup.state, setup.frozen, batch).compile().output_shardings
+        assert all(place.is_fully_replicated for place in jax.tree.leaves(metrics))
+        return jax.tree.leaves(jax.tree.map(lambda place, own: place.is_equivalent_to(*own), shardings, given))
+
+    assert all(kept(train_step(setup.model, setup.optimiser)))
+    assert len({str(leaf.sharding.spec) for leaf in jax.tree.leaves(setup.state)}) > 3
+    # Negative control: the pinned shardings decide, not those that the compiler would propagate.
+    replicated = placed(setup.state, setup.state.step.sharding)
+    monkeypatch.setattr("train.step.abstract_state", lambda *_: replicated)
+    assert not all(kept(train_step.__wrapped__(setup.model, setup.optimiser)))
 
 
 def test_bfloat16_parameters_move_on_average() -> None:

@@ -1,14 +1,14 @@
 """The paper's ablation in kind: one model fine-tuned with every mask, position scheme and quality of data.
 
 The base model answers the synthetic tasks plainly (Ori). It is fine-tuned on plain answers (Seq) and on structured ones
-(ASPD) of the same problems, several times with different seeds, and everything else the same.
+(ASPD) of the same problems, with everything else the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -34,24 +34,21 @@ class Variant(NamedTuple):
     Attributes:
         structured: ASPD; else Seq.
         quality: of the structure: the tasks' own; every line a branch, needed by another one or not; cut anywhere.
-        published: judge score and tokens per second of Vicuna-7B where the paper has this cell (table 4; the serial
-            base: 6.21 and 53.19).
     """
 
     structured: bool
     positions: PositionScheme = "sequential"
     siblings: Siblings = "invisible"
     quality: Quality = "verified"
-    published: tuple[float, float] | None = None
 
 
 VARIANTS = {
     "seq": Variant(False),
-    "aspd": Variant(True, published=(7.64, 104.21)),
-    "sequential-shared": Variant(True, "sequential", "shared", published=(4.64, 110.30)),
-    "max-invisible": Variant(True, "max", "invisible", published=(6.78, 89.45)),
-    "max-shared": Variant(True, "max", "shared", published=(3.70, 86.96)),
-    "predict-invisible": Variant(True, "predict", "invisible", published=(6.75, 72.15)),
+    "aspd": Variant(True),
+    "sequential-shared": Variant(True, "sequential", "shared"),
+    "max-invisible": Variant(True, "max", "invisible"),
+    "max-shared": Variant(True, "max", "shared"),
+    "predict-invisible": Variant(True, "predict", "invisible"),
     "unverified": Variant(True, quality="unverified"),
     "random": Variant(True, quality="random"),
 }
@@ -63,18 +60,18 @@ class AblationConfig:
     """An ablation.
 
     Attributes:
-        base: the model that is fine-tuned: a folder, or an embedded model.
+        base: folder of the checkpoint that is fine-tuned: a model trained on plain answers to the synthetic tasks.
         variants: which ones; none: all.
-        seeds: how often each is trained, with other orders of the same data.
+        seed: of the order of data.
         conversations: to train on.
         steps, learning_rate, rows, length: of every run; see `TrainConfig`.
         problems: held-out problems that every model answers, greedily.
         batch: problems that are decoded together.
     """
 
-    base: str = "demo-seq"
+    base: str = ""
     variants: tuple[str, ...] = ()
-    seeds: int = 3
+    seed: int = 0
     conversations: int = 4000
     steps: int = 300
     learning_rate: float = 1e-3
@@ -84,7 +81,9 @@ class AblationConfig:
     batch: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "conversations", "steps", "rows", "length", "problems", "batch"):
+        if not self.base:
+            raise ConfigError("base: expected the folder of a checkpoint, got none. See configs/ablation.yaml for one.")
+        for name in ("conversations", "steps", "rows", "length", "problems", "batch"):
             at_least(name, getattr(self, name), 1)
         for name in self.variants:
             if name not in VARIANTS:
@@ -96,14 +95,14 @@ class AblationConfig:
         return self.variants or tuple(VARIANTS)
 
 
-def run_config(config: AblationConfig, variant: Variant, seed: int, file: Path) -> TrainConfig:
+def run_config(config: AblationConfig, variant: Variant, file: Path) -> TrainConfig:
     """The training run of a variant on a file of `write_conversations`."""
     return TrainConfig(
         model=ModelSection(checkpoint=config.base, positions=variant.positions, siblings=variant.siblings),
         data=DataSection(train=(str(file),), structured=variant.structured, rows=config.rows, length=config.length),
         optimiser=OptimiserSection(learning_rate=config.learning_rate, warmup=0.1),
         steps=config.steps,
-        seed=seed,
+        seed=config.seed,
         save_every=100,
         keep=1,
     )
@@ -159,10 +158,3 @@ RESTRUCTURE: dict[Quality, Callable[[Problem], Structure]] = {
     "unverified": every_line,
     "random": cut_anywhere,
 }
-
-
-def runs(config: AblationConfig) -> Iterator[tuple[str, int]]:
-    """Variants and seeds in the order they are trained: all variants once, then again."""
-    for seed in range(config.seeds):
-        for name in config.chosen:
-            yield name, seed

@@ -87,7 +87,7 @@ def step_times(shape: str, dtype: str, rows: int, length: int, repeats: int) -> 
         flops = model_flops(lm.config, setup.state.params, length)
         batch = setup.place(branched_batch(lm.special_tokens, lm.config.vocab_size, rows, length))
         model = setup.model.clone(config=replace(setup.model.config, attention=name))
-        step = partial(train_step, frozen=setup.frozen, batch=batch, model=model, optimiser=setup.optimiser)
+        step = partial(train_step(model, setup.optimiser), frozen=setup.frozen, batch=batch)
         state, _ = step(setup.state)
         running[name] = (step, jax.block_until_ready(state))
     times: dict[str, list[float]] = {name: [] for name in running}

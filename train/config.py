@@ -20,7 +20,6 @@ class ModelSection:
 
     Attributes:
         checkpoint: a Hugging Face folder to fine-tune; empty: a Qwen3-style model from scratch, of the shape below.
-        grow: put the checkpoint into a wider model, of `hidden_size` and `feed_forward`, that computes the same.
         vocab_size: tokens in all, special tokens included (from scratch).
         layers, hidden_size, heads, kv_heads, head_dim, feed_forward: shape of the model (from scratch).
         positions, siblings: position scheme and mask (protocol, sections 3 and 4).
@@ -37,7 +36,6 @@ class ModelSection:
     """
 
     checkpoint: str = ""
-    grow: bool = False
     vocab_size: int = 768
     layers: int = 4
     hidden_size: int = 128
@@ -66,8 +64,6 @@ class ModelSection:
                 raise ConfigError(f"model.{name} must be float32 or bfloat16, got {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})")
-        if self.grow and (not self.checkpoint or self.lora_rank or self.weights == "int8"):
-            raise ConfigError("model.grow needs model.checkpoint, and neither model.lora_rank nor model.weights: int8")
         if self.weights == "int8" and not (self.lora_rank and self.checkpoint):
             raise ConfigError(
                 "model.weights: int8 needs model.checkpoint and model.lora_rank: int8 is not trained itself"

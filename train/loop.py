@@ -116,6 +116,7 @@ def _run(
     first = checkpoints.latest
     if first:
         state, batches.state = checkpoints.restore(first, state)
+    take = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
     writer = MetricsWriter(output, first, config.tensorboard) if jax.process_index() == 0 else None
     flops = model_flops(setup.lm.config, join(state.params, setup.frozen), config.data.length)
     peak = peak_flops()
@@ -124,9 +125,7 @@ def _run(
     for done in bar:
         batch = next(batches)
         tokens += batch.tokens.size
-        state, metrics = train_step(
-            state, setup.frozen, setup.place(batch), setup.model, setup.optimiser, config.optimiser.accumulate
-        )
+        state, metrics = take(state, setup.frozen, setup.place(batch))
         step = done + 1
         last = step == data.steps
         if step % config.log_every == 0 or last:

@@ -24,9 +24,9 @@ from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, partition_spec
 from aspd_jax.tokens import TAGS
 from train.config import TrainConfig
-from train.grow import wider
 from train.loss import CHUNK
-from train.setup import as_configured, is_trained, scratch_shape
+from train.setup import as_configured, scratch_shape
+from train.step import is_trained
 
 MOMENTS = 2  # of AdamW, float32
 
@@ -58,13 +58,10 @@ class Plan:
 
 
 def planned_shape(config: TrainConfig) -> ModelConfig:
-    """The shape of the checkpoint's config.json, grown if it shall be, or, where that is not there yet, the one in the
-    configuration.
-    """
+    """Return the shape in the checkpoint's config.json, or the configuration's where the file does not exist yet."""
     of = config.model
     if of.checkpoint and (Path(of.checkpoint) / "config.json").exists():
-        shape = as_configured(from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype), config)
-        shape = wider(shape, of.hidden_size, of.feed_forward) if of.grow else padded(shape)
+        shape = padded(as_configured(from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype), config))
     else:
         shape = scratch_shape(config)
     return replace(shape, new_tokens=tuple(range(len(TAGS))) if of.lora_rank else ())

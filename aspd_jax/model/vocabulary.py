@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from aspd_jax.layout import HIDDEN
 from aspd_jax.model.config import ModelConfig
-from aspd_jax.model.cpu import product
+from aspd_jax.model.cpu import einsum
 
 NEW_TOKENS = "new_tokens"  # name of the parameters of `ModelConfig.new_tokens`
 
@@ -46,7 +46,7 @@ class NewTokens(nn.Module):
             of_adapter = adapter[..., None] == jnp.arange(self.config.adapters)
             mine = (of_adapter[..., None] & mine[..., None, :]).reshape(*tokens.shape, -1)
         table = self.embedding.reshape(-1, self.embedding.shape[-1]).astype(x.dtype)
-        rows = product(mine.astype(x.dtype), table, inputs_first=True)
+        rows = einsum("...T,TD->...D", mine.astype(x.dtype), table)
         return jnp.where(mine.any(axis=-1, keepdims=True), rows, x)
 
 
@@ -83,7 +83,7 @@ def lm_head(config: ModelConfig, head: Head, x: jax.Array, first: int | jax.Arra
     Args:
         first: id of the first row of the kernel.
     """
-    logits = product(x, head.kernel.astype(x.dtype), dtype=jnp.float32)
+    logits = einsum("...D,VD->...V", x, head.kernel.astype(x.dtype), jnp.float32)
     return completed(config, logits, x, head.new_tokens, first)
 
 
@@ -106,7 +106,7 @@ def completed(
         logits = jnp.where(first + jnp.arange(logits.shape[-1]) < config.vocab_size, logits, HIDDEN)
     if rows is None:
         return logits
-    own = product(x, rows.reshape(-1, rows.shape[-1]).astype(x.dtype), dtype=jnp.float32)
+    own = einsum("...D,TD->...T", x, rows.reshape(-1, rows.shape[-1]).astype(x.dtype), jnp.float32)
     places = jnp.asarray(config.new_tokens) - first
     if adapter is not None:
         of_adapters = own.reshape(*adapter.shape, config.adapters, -1)

@@ -49,7 +49,7 @@ AFTER_NORMS: dict[str, Path_] = {
     "pre_feedforward_layernorm": ("feed_forward_norm", "scale"),
     "post_feedforward_layernorm": ("feed_forward_after_norm", "scale"),
 }
-# Linear layers that are parts of one here, in their order along its `group` or `pair` axis: a query for each head of a
+# Linear layers that are parts of one here, in their order along its `part` axis: a query for each head of a
 # group, its key and its value; gate and up.
 QUERY = "self_attn.q_proj"
 JOINT: dict[Path_, tuple[str, ...]] = {
@@ -61,7 +61,7 @@ DERIVED = ("rotary_emb.inv_freq",)
 
 
 class Tensor(NamedTuple):
-    """What a Hugging Face tensor holds: a parameter, or the `part` of one along its `group` or `pair` axis."""
+    """What a Hugging Face tensor holds: a parameter, or the `part` of one along its `part` axis."""
 
     path: Path_
     part: slice | None = None

@@ -1,13 +1,9 @@
-"""When each part of an answer was decoded, in passes, and a picture of it."""
+"""When each part of an answer was decoded, in steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from matplotlib.figure import Figure
-
-from aspd_jax.pictures import SERIAL_COLOUR, TITLE_COLOUR, branch_colour
 from aspd_jax.tokens import SerialIds, split
 from infer.answers.answer import Result
 from infer.decode.state import EngineConfig
@@ -58,30 +54,3 @@ def timeline(config: EngineConfig, result: Result) -> list[Span]:
             branches += 1
         at += max(lengths)
     return [*spans, Span("serial", 0, at, at + 1, "")] if ended else spans
-
-
-def draw_timeline(spans: Sequence[Span], title: str = "") -> Figure:
-    """One answer as lanes over passes: what is serial on the first, every branch on a lane of its own.
-
-    Below them the same content as serial mode decodes it, on one lane.
-    """
-    lanes = max(span.lane for span in spans)
-    below = lanes + 1.5
-    figure = Figure(figsize=(9, 1.2 + 0.26 * (lanes + 2)), layout="constrained")
-    axes = figure.subplots()
-    serially = 0
-    for span in spans:
-        length = span.end - span.start
-        colour = branch_colour(span.lane - 1) if span.lane else TITLE_COLOUR if span.kind == "titles" else SERIAL_COLOUR
-        axes.barh(span.lane, length, left=span.start, height=0.8, color=colour)
-        if span.label:
-            text = f" {span.label[:40]}"
-            axes.text(span.start, span.lane, text, va="center", fontsize=7, color="white", clip_on=True)
-        content = 0 if span.kind == "titles" else length - (span.kind == "branch")  # without its closing tag
-        axes.barh(below, content, left=serially, height=0.8, color=colour)
-        serially += content
-    axes.set(title=title, xlabel="passes", xlim=(0, 1.02 * max(serially, spans[-1].end)))
-    axes.invert_yaxis()
-    names = ["serial", *(f"branch {lane}" for lane in range(1, lanes + 1)), "serial mode"]
-    axes.set_yticks([*range(lanes + 1), below], names, fontsize=7)
-    return figure

@@ -1,4 +1,4 @@
 """What decoding and serving cost, measured: passes, answers, load.
 
-Its own: benchmarks, load on a server, plots, serial mode on the same content. It may touch the engine.
+Its own: benchmarks, load on a server, serial mode on the same content. It may touch the engine.
 """

@@ -28,7 +28,7 @@ class Load:
     """What became of the requests of one rate and mode; seconds.
 
     Attributes:
-        mode: `serial` or `adaptive`; of several branch policies with the policy behind a comma.
+        mode: `serial` or `adaptive`.
         rate: requests that arrive per second, mean.
         sent, answered, refused, failed: requests; refused: 429.
         first, last: request to first and to last token: median, 95th and 99th percentile of those answered.
@@ -109,12 +109,10 @@ async def load(
     answers = await asyncio.gather(*tasks)
     whole = time.perf_counter() - begun
     await client.close()
-    return load_of(mode, rate, answers, target, whole)
+    return _load_of(mode, rate, answers, target, whole)
 
 
-def load_of(
-    mode: str, rate: float, answers: Sequence[Outcome], target: float, seconds: float, rows: int | None = None
-) -> Load:
+def _load_of(mode: str, rate: float, answers: Sequence[Outcome], target: float, seconds: float) -> Load:
     """Figures of what became of every request; for the arguments see `Load` and `load`."""
     good = [answer for answer in answers if answer.kind == "answered"]
     in_time = sum(answer.last <= target for answer in good)
@@ -134,7 +132,6 @@ def load_of(
         ideal=_quantiles([answer.ideal for answer in good])[0],
         seconds=seconds,
         medians=last[:1],
-        rows=rows,
     )
 
 
@@ -239,7 +236,7 @@ def best_goodput(found: Sequence[Load], target: float) -> str:
     """For every rate, the best server of each mode: how many answers within the target it gives per second."""
     lines = []
     for rate in dict.fromkeys(of.rate for of in found):
-        best = {of.mode.split(",")[0]: of for of in sorted(found, key=_worth) if of.rate == rate}
+        best = {of.mode: of for of in sorted(found, key=_worth) if of.rate == rate}
         told = [f"{best[mode].goodput:.2f} {best[mode].who}" for mode in ("serial", "adaptive")]
         gain = f": {best['adaptive'].goodput / best['serial'].goodput:.2f}x" if best["serial"].goodput else ""
         lines.append(f"{rate:g} requests/s, best within {target:g} s, per second: {', '.join(told)}{gain}")

@@ -23,9 +23,9 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import build_layout
 from aspd_jax.model.cache import Bucket
-from aspd_jax.model.cpu import product
+from aspd_jax.model.cpu import einsum
 from aspd_jax.model.vocabulary import head_of
-from aspd_jax.model.weights import WRITING, input_axes
+from aspd_jax.model.weights import input_axes
 from infer.decode.slots import occupy
 from infer.decode.state import EngineConfig
 from infer.decode.step import Limits, run
@@ -175,7 +175,10 @@ def product_time(lm: LanguageModel, width: int, repeats: int, steps: int = 16) -
         inputs = input_axes(path)
         sizes = (kernel.shape[axis] for axis in inputs)
         rows = jnp.broadcast_to(total, (1, width, *sizes)).astype(lm.config.dtype)  # each product waits for the last
-        y = product(rows, kernel.astype(lm.config.dtype), len(inputs), path[-2] in WRITING)
+        axes = "abcd"[: kernel.ndim]
+        summed = "".join(axes[axis] for axis in inputs)
+        equation = f"...{summed},{axes}->...{''.join(axis for axis in axes if axis not in summed)}"
+        y = einsum(equation, rows, kernel.astype(lm.config.dtype))
         return total + 1e-9 * y.reshape(-1)[0].astype(jnp.float32)
 
     @jax.jit

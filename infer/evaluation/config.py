@@ -157,8 +157,6 @@ class JudgeSection(EndpointSection):
         schema: how these are held to their form (`aspd_jax.endpoint.Endpoint`).
         single: ask for a score of every answer.
         pairs: compare the answers of two systems, in both orders: `aspd/seq` is the system `aspd` against `seq`.
-        controls: answers of every benchmark that are also judged beside worse versions of themselves, which tells what
-            its verdicts are worth (`infer.evaluation.controls`).
     """
 
     section: ClassVar[str] = "judge"
@@ -169,12 +167,10 @@ class JudgeSection(EndpointSection):
     schema: Schema = "auto"
     single: bool = True
     pairs: tuple[str, ...] = ()
-    controls: int = 12
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("judge.schema", self.schema, Schema)
-        at_least("judge.controls", self.controls, 0)
         for pair in self.pairs:
             if len(pair.split("/")) != 2 or not all(pair.split("/")):
                 raise ConfigError(f"judge.pairs: {pair!r} is not two systems, such as aspd/seq")

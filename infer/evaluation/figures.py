@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from infer.evaluation.config import EvalConfig
-from infer.evaluation.controls import control_figures
 from infer.evaluation.intervals import difference, interval
 from infer.evaluation.questions import Question
 from infer.evaluation.run import answers_file, speed_file
@@ -52,7 +51,6 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
             "systems": systems,
             "comparisons": _comparisons(config, answers, timed, scores),
             "pairs": _pairs(read_journal(folder / "model_judgment" / bench / "pair.jsonl")),
-            "controls": control_figures(read_journal(folder / "model_judgment" / bench / "control.jsonl")),
         }
     return found
 

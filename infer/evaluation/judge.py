@@ -21,7 +21,6 @@ from aspd_jax.endpoint import Endpoint, Form, Unanswered, parse_json
 from aspd_jax.errors import ConfigError, DataError, RequestError
 from aspd_jax.store import Store
 from infer.evaluation.config import EvalConfig, JudgeSection
-from infer.evaluation.controls import controls_of
 from infer.evaluation.questions import Question
 
 Verdict = TypeVar("Verdict")
@@ -128,13 +127,10 @@ class Task(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Judgments, those of controls apart, and how many there are none of for the endpoint's sake or for the reply's
-    form.
-    """
+    """Judgments, and counts of those missing because the endpoint failed or a reply had no verdict."""
 
     single: list[dict[str, Any]]
     pairs: list[dict[str, Any]]
-    controls: list[dict[str, Any]]
     unanswered: int
     malformed: int
 
@@ -161,14 +157,8 @@ async def _judge(
         for task in _tasks(questions, [answers[name] for name in pair.split("/") if name in answers])
         if len(task.systems) == 2
     ]
-    of_systems = [(name, one.turns) for name, one in answers.items()]
-    by_id = {question.id: question for question in questions}
-    controls = [
-        (one.name, Task(by_id[one.question], 0, (one.system, one.name), ((one.answer,), (one.worse,))))
-        for one in controls_of(of_systems, list(by_id), settings.controls)
-    ]
     try:
-        with tqdm(total=len(single) + len(pairs) + len(controls), unit="judgment", desc="judge") as bar:
+        with tqdm(total=len(single) + len(pairs), unit="judgment", desc="judge") as bar:
 
             def step() -> None:
                 bar.set_postfix(asking.endpoint.spent, refresh=False)
@@ -176,11 +166,10 @@ async def _judge(
 
             scored = await _all([asking.score(task) for task in single], step)
             compared = await _all([asking.compare(task) for task in pairs], step)
-            controlled = await _all([asking.control(name, task) for name, task in controls], step)
     finally:
         await asking.close()
     return Outcome(
-        [record for record in scored if record], [record for record in compared if record], controlled,
+        [record for record in scored if record], [record for record in compared if record],
         asking.unanswered, asking.malformed,
     )  # fmt: skip
 
@@ -217,10 +206,10 @@ class _Asking:
     async def close(self) -> None:
         await self.endpoint.close()
 
-    async def score(self, task: Task, number: int = 0) -> dict[str, Any] | None:
-        """Args: number: which of several equal questions this is."""
+    async def score(self, task: Task) -> dict[str, Any] | None:
+        """Ask for a rating of one answer."""
         name, messages = self._messages(task, NAMES, task.answers)
-        found = await self._ask(name, messages, read_score, number)
+        found = await self._ask(name, messages, read_score)
         if found is None:
             return None
         score, reply = found
@@ -256,23 +245,6 @@ class _Asking:
             "turn": task.turn + 1,
         }
 
-    async def control(self, name: str, task: Task) -> dict[str, Any]:
-        """An answer beside a worse version of itself: compared, both scored, and its own score asked for again."""
-        own, other = (
-            task._replace(systems=(s,), answers=(a,)) for s, a in zip(task.systems, task.answers, strict=True)
-        )
-        compared = await self.compare(task) or {"g1_winner": None, "g2_winner": None}
-        scores = [await self.score(own), await self.score(other), await self.score(own, 1)]
-        values = [score and score["score"] for score in scores]
-        return {
-            "question_id": task.question.id,
-            "category": task.question.category,
-            "model": task.systems[0],
-            "control": name,
-            **{key: compared[key] for key in ("g1_winner", "g2_winner")},
-            **dict(zip(("score", "worse_score", "again"), values, strict=True)),
-        }
-
     def _messages(
         self, task: Task, names: Sequence[str], answers: Sequence[Sequence[str]]
     ) -> tuple[str, list[dict[str, str]]]:
@@ -300,12 +272,12 @@ class _Asking:
         return name, [{"role": "system", "content": prompt.system}, {"role": "user", "content": filled}]
 
     async def _ask(
-        self, kind: str, messages: list[dict[str, str]], read: Callable[[str], Verdict], number: int = 0
+        self, kind: str, messages: list[dict[str, str]], read: Callable[[str], Verdict]
     ) -> tuple[Verdict, str] | None:
         """The verdict and the reply it stands in; None: there is none, which is counted."""
         for attempt in range(self._settings.attempts):
             try:
-                reply = await self.endpoint.reply(kind, messages, number, attempt, self._prompts[kind].form)
+                reply = await self.endpoint.reply(kind, messages, 0, attempt, self._prompts[kind].form)
                 return read(reply.text), reply.text
             except Unanswered:
                 self.unanswered += 1

@@ -12,9 +12,8 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from aspd_jax.files import write_whole
-from aspd_jax.pictures import page, save_figure
-from infer.answers.timeline import Span, draw_timeline
-from infer.bench.plots import plot_distribution, plot_quality, plot_speedups
+from aspd_jax.pictures import page
+from infer.answers.timeline import Span
 from infer.evaluation.config import EvalConfig
 from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question
@@ -56,6 +55,8 @@ def write_report(
 
 def _plot(config: EvalConfig, found: dict[str, Any], folder: Path) -> dict[str, list[str]]:
     """Draw what there is; file names by benchmark."""
+    from infer.plots import draw_timeline, plot_distribution, plot_quality, plot_speedups, save_figure
+
     drawn: dict[str, list[str]] = {}
     for bench, of in found.items():
         names = drawn.setdefault(bench, [])
@@ -119,7 +120,7 @@ def markdown(
         lines += [f"## {bench}", "", f"{of['questions']} questions, {of['turns']} turns ({section.kind}).", ""]
         systems = of["systems"]
         lines += ["### Quality", ""] + _quality_table({name: s["all"] for name, s in systems.items()}) + [""]
-        lines += _comparison_table(of["comparisons"]) + _pair_table(of["pairs"]) + _control_table(of["controls"])
+        lines += _comparison_table(of["comparisons"]) + _pair_table(of["pairs"])
         speeds = {name: s["all"]["speed"] for name, s in systems.items() if s["all"]["speed"]}
         if speeds:
             lines += ["### Speed", ""] + _speed_table(speeds) + [""]
@@ -198,22 +199,6 @@ def _pair_table(pairs: Sequence[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
     head = ["system", "against", "judgments", "wins", "ties", "losses", "wins, ties by half", "same in both orders"]
     return [*_table(head, rows), ""]
-
-
-def _control_table(controls: Sequence[dict[str, Any]]) -> list[str]:
-    if not controls:
-        return []
-    shares = ("preferred", "rejected", "consistent", "first", "higher", "equal", "again")
-    rows = [[c["control"], str(c["answers"]), *(_percent(c[share]) for share in shares)] for c in controls]
-    head = [
-        "answers against themselves",
-        "answers",
-        "preferred in both orders",
-        "rejected in both",
-        "same in both orders",
-    ]
-    head += ["whichever stood first", "higher score", "equal score", "same score when asked again"]
-    return ["What this judge's verdicts are worth:", "", *_table(head, rows), ""]
 
 
 def _speed_table(systems: dict[str, Any]) -> list[str]:

@@ -109,7 +109,7 @@ def judge_run(config: EvalConfig, questions: Mapping[str, Sequence[Question]], o
                 answers.append(Answers(system.name, turns))
             found = judge(config, asked, answers, store)
             folder = output / "model_judgment" / bench
-            for name, records in (("single", found.single), ("pair", found.pairs), ("control", found.controls)):
+            for name, records in (("single", found.single), ("pair", found.pairs)):
                 write_whole(
                     folder / f"{name}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
                 )

@@ -12,16 +12,16 @@ from typing import Any
 
 import jax
 
-from aspd_jax.compiled.abstract import abstract_model
-from aspd_jax.compiled.hlo import Instruction
-from aspd_jax.compiled.report import Compiled, Figures, compile_for, figures
-from aspd_jax.compiled.topology import Topology, topology
+from aspd.aot.abstract import abstract_model
+from aspd.aot.decode import bucket_for, needed_bytes, needed_collective_bytes, trace_passes
+from aspd.aot.hlo import Instruction
+from aspd.aot.report import Compiled, Figures, compile_for, figures
+from aspd.aot.topology import Topology, topology
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh
 from infer.bench.benchmark import SEPARATOR
-from infer.bench.compiled import bucket_for, needed_bytes, needed_collective_bytes, trace_passes
 from infer.engine import Engine
 
 LAYERS = 4

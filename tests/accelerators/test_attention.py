@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("libtpu", reason="make test-accelerators has an environment of its own")
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
-from aspd_jax.compiled.abstract import everywhere, placed
-from aspd_jax.compiled.report import Compiled
-from aspd_jax.compiled.topology import topology
+from aspd.aot.abstract import everywhere, placed
+from aspd.aot.report import Compiled
+from aspd.aot.topology import topology
 from aspd_jax.layout import Layout
 from aspd_jax.model.attention import FULL_PASS_BACK_ENDS, View
 from tests.accelerators.programs import small

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("libtpu", reason="make test-accelerators has an environment of its own")
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
-from aspd_jax.compiled.abstract import everywhere
-from aspd_jax.compiled.hlo import Program, cheapest, dearest
-from aspd_jax.compiled.report import collectives_of, local_bytes, pass_of
-from aspd_jax.compiled.topology import topology
+from aspd.aot.abstract import everywhere
+from aspd.aot.hlo import Program, cheapest, dearest
+from aspd.aot.report import collectives_of, local_bytes, pass_of
+from aspd.aot.topology import topology
 from aspd_jax.model.cache import Bucket
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh, named_sharding

@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("libtpu", reason="make test-accelerators has an environment of its own")
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
-from aspd_jax.compiled.report import Figures, figures
-from aspd_jax.compiled.topology import topology
+from aspd.aot.report import Figures, figures
+from aspd.aot.topology import topology
+from aspd.aot.train import compile_step
 from aspd_jax.sharding import make_mesh, named_sharding
 from tests.accelerators.programs import LAYERS, small
-from train.compiled import compile_step
 from train.config import DataSection, MeshSection, ModelSection, TrainConfig
 from train.plan import Plan
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from aspd_jax.compiled.abstract import everywhere, placed
-from aspd_jax.compiled.report import Figures, compile_for, figures, fit, gib, local_bytes
-from aspd_jax.compiled.topology import Topology
+from aspd.aot.abstract import everywhere, placed
+from aspd.aot.report import Figures, compile_for, figures, fit, gib, local_bytes
+from aspd.aot.topology import Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket, layer_sharding

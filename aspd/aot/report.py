@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from aspd_jax.compiled.hlo import Program, Region, cheapest, dearest, parse
-from aspd_jax.compiled.topology import GIB, Chip, Topology
+from aspd.aot.hlo import Program, Region, cheapest, dearest, parse
+from aspd.aot.topology import GIB, Chip, Topology
 
 NOT_MEASURED = "computed from the compiled program, not measured"
 OVER = re.compile(r"Used ([\d.]+)([MG]) of ([\d.]+)([MG]) hbm")

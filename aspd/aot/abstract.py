@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from aspd_jax.compiled.topology import Topology
+from aspd.aot.topology import Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.language_model import LanguageModel

@@ -8,10 +8,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from aspd_jax.compiled.report import Figures, compile_for, figures, fit, gib
-from aspd_jax.compiled.topology import Topology
+from aspd.aot.abstract import placed
+from aspd.aot.report import Figures, compile_for, figures, fit, gib
+from aspd.aot.topology import Topology
 from aspd_jax.layout import Layout
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.weights import abstract_parameters
@@ -19,35 +20,28 @@ from aspd_jax.sharding import MESH_AXES, make_mesh, named_sharding, shardings
 from train.batches import Batch
 from train.config import TrainConfig
 from train.plan import Plan, plan, planned_shape
-from train.setup import abstract_moments, is_trained, trained_model
-from train.step import TrainState, make_optimiser, train_step
+from train.setup import trained_model
+from train.step import abstract_state, is_trained, make_optimiser, train_step
 
 
 def trace_step(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Any:
     """`train_step` of a configuration, traced for a model of this shape: the step that `train.loop` takes."""
-    of, everywhere = config.model, NamedSharding(mesh, PartitionSpec())
     model = trained_model(config, shape, mesh)
     boxed = abstract_parameters(model)
-    places = flatten_dict(shardings(boxed, mesh))
-    trained, frozen = {}, {}
-    for path, leaf in flatten_dict(nn.meta.unbox(boxed)).items():
-        if is_trained(path, of.lora_rank):
-            trained[path] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(of.parameters), sharding=places[path])
-        else:
-            frozen[path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[path])
-    params = unflatten_dict(trained)
+    frozen = {
+        path: leaf
+        for path, leaf in flatten_dict(placed(nn.meta.unbox(boxed), shardings(boxed, mesh))).items()
+        if not is_trained(path, config.model.lora_rank)
+    }
     optimiser = make_optimiser(config.optimiser, max(1, config.steps))
-    number: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    state = TrainState(number, number, params, abstract_moments(optimiser, params, mesh))
+    state = abstract_state(model, optimiser, config.model.parameters)
     rows = (config.data.rows, config.data.length)
 
     def tokens(dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(rows, dtype, sharding=named_sharding(("batch", "sequence"), rows, mesh))
 
     batch = Batch(tokens(), Layout(tokens(), tokens(), tokens(), tokens()), tokens(jnp.float32), tokens())
-    return train_step.trace(
-        state, unflatten_dict(frozen), batch, model=model, optimiser=optimiser, accumulate=config.optimiser.accumulate
-    )
+    return train_step(model, optimiser, config.optimiser.accumulate).trace(state, unflatten_dict(frozen), batch)
 
 
 def needed_collective_bytes(config: TrainConfig, shape: ModelConfig, parameters: int) -> int:

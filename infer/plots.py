@@ -1,21 +1,109 @@
-"""Figures of benchmarks as pictures."""
+"""All figures, by matplotlib: visibility, timelines, benchmarks and evaluations.
+
+Only what draws imports this module, and when it draws, so that nothing else needs matplotlib.
+
+T tokens of one sequence.
+"""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 
-from aspd_jax.pictures import save_figure
-from infer.bench.benchmark import AnswerTime
-from infer.bench.passes import PassTime
+from aspd_jax.files import partial_file
+from aspd_jax.layout import Layout, Siblings, visible
+from aspd_jax.pictures import COLOURS, SERIAL_COLOUR, TITLE_COLOUR, branch_colour
 
 if TYPE_CHECKING:
-    from infer.bench.load import Load  # brings the client, which drawing does not need
+    from infer.answers.timeline import Span
+    from infer.bench.benchmark import AnswerTime
+    from infer.bench.load import Load
+    from infer.bench.passes import PassTime
 
 BLUE = "#4c78a8"
+MOST_LABELLED = 64  # tokens whose names are readable beside a matrix
+
+
+def draw_visibility(
+    layout: Layout, names: Sequence[str] = (), siblings: Siblings = "invisible", title: str = ""
+) -> Figure:
+    """The visibility matrix of one sequence (protocol, section 3): a row for each token, filled where it may look.
+
+    Serial tokens are grey, branches coloured. Below stand the positions that tokens are rotated with.
+
+    Args:
+        layout: of the sequence, int32 [T] each.
+        names: of the tokens, [T]; written beside short sequences.
+        siblings: `shared`: the variant of the ablation, in which they see each other.
+    """
+    fields = [np.asarray(field) for field in layout]
+    length = fields[0].size
+    row = Layout(*(field[None] for field in fields))
+    sees = np.asarray(visible(row, row, siblings))[0]
+    branches = np.asarray(layout.branch)
+    colours = ListedColormap([(1.0, 1.0, 1.0), to_rgb(SERIAL_COLOUR), *map(to_rgb, COLOURS)])
+    kind = np.where(branches > 0, 2 + (branches - 1) % len(COLOURS), 1)
+    size = min(9.0, max(3.2, 0.19 * length + 1.4))
+    figure = Figure(figsize=(size, 1.18 * size), layout="constrained")
+    matrix, below = figure.subplots(2, 1, height_ratios=(6, 1), sharex=True)
+    matrix.imshow(np.where(sees, kind[:, None], 0), cmap=colours, vmin=0, vmax=1 + len(COLOURS), aspect="auto")
+    matrix.set(title=title, ylabel="token")
+    below.scatter(range(length), np.asarray(layout.position), c=kind, cmap=colours, vmin=0, vmax=1 + len(COLOURS), s=9)
+    below.set(ylabel="position", xlabel="" if names else "token it may look at")
+    if names and length <= MOST_LABELLED:
+        short = [name if len(name) <= 12 else name[:11] + "…" for name in names]
+        matrix.set_yticks(range(length), short, fontsize=6)
+        below.set_xticks(range(length), short, fontsize=6, rotation=90)
+    return figure
+
+
+def save_figure(figure: Figure, file: Path) -> None:
+    """Write a figure in the format that the file's name ends with."""
+    with partial_file(file) as partial:
+        figure.savefig(partial, format=file.suffix[1:] or None)
+
+
+def svg(figure: Figure) -> str:
+    """A figure as SVG text; the same figure gives the same text."""
+    file = io.StringIO()
+    with rc_context({"svg.hashsalt": "aspd"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    text = file.getvalue()
+    return text[text.index("<svg") :]
+
+
+def draw_timeline(spans: Sequence[Span], title: str = "") -> Figure:
+    """One answer as lanes over passes: what is serial on the first, every branch on a lane of its own.
+
+    Below them the same content as serial mode decodes it, on one lane.
+    """
+    lanes = max(span.lane for span in spans)
+    below = lanes + 1.5
+    figure = Figure(figsize=(9, 1.2 + 0.26 * (lanes + 2)), layout="constrained")
+    axes = figure.subplots()
+    serially = 0
+    for span in spans:
+        length = span.end - span.start
+        colour = branch_colour(span.lane - 1) if span.lane else TITLE_COLOUR if span.kind == "titles" else SERIAL_COLOUR
+        axes.barh(span.lane, length, left=span.start, height=0.8, color=colour)
+        if span.label:
+            text = f" {span.label[:40]}"
+            axes.text(span.start, span.lane, text, va="center", fontsize=7, color="white", clip_on=True)
+        content = 0 if span.kind == "titles" else length - (span.kind == "branch")  # without its closing tag
+        axes.barh(below, content, left=serially, height=0.8, color=colour)
+        serially += content
+    axes.set(title=title, xlabel="passes", xlim=(0, 1.02 * max(serially, spans[-1].end)))
+    axes.invert_yaxis()
+    names = ["serial", *(f"branch {lane}" for lane in range(1, lanes + 1)), "serial mode"]
+    axes.set_yticks([*range(lanes + 1), below], names, fontsize=7)
+    return figure
 
 
 def plot_decoding(

@@ -49,7 +49,7 @@ def _topology_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _write(file: Path | None, record: dict[str, Any]) -> None:
-    from aspd_jax.compiled.report import NOT_MEASURED
+    from aspd.aot.report import NOT_MEASURED
 
     if file is not None:
         write_whole(file, json.dumps({"figures": NOT_MEASURED, **record}, indent=1) + "\n")
@@ -61,10 +61,10 @@ def run_compile_decode(options: argparse.Namespace) -> None:
 
     from tqdm import tqdm
 
-    from aspd_jax.compiled.abstract import abstract_model, configuration
-    from aspd_jax.compiled.report import NOT_MEASURED, collective_table
-    from aspd_jax.compiled.topology import topology
-    from infer.bench.compiled import CompiledPass, answer_table, compile_pass, expected_answer, pass_table
+    from aspd.aot.abstract import abstract_model, configuration
+    from aspd.aot.decode import CompiledPass, answer_table, compile_pass, expected_answer, pass_table
+    from aspd.aot.report import NOT_MEASURED, collective_table
+    from aspd.aot.topology import topology
 
     positive(options, "batch", "widths", "slots")
     answers = answer_structures(options.answers)
@@ -111,9 +111,9 @@ def _plain_figures(of: Any) -> dict[str, Any]:
 
 def run_compile_train(options: argparse.Namespace) -> None:
     """`aspd compile train`."""
-    from aspd_jax.compiled.report import NOT_MEASURED, collective_table
-    from aspd_jax.compiled.topology import topology
-    from train.compiled import compile_step, step_table
+    from aspd.aot.report import NOT_MEASURED, collective_table
+    from aspd.aot.topology import topology
+    from aspd.aot.train import compile_step, step_table
     from train.config import load_config
 
     config, on = load_config(options.config, options.overrides), topology(options.topology)
