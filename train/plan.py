@@ -14,8 +14,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, NamedSharding
-from transformers import AutoConfig
 
+from aspd_jax.formats.hf_config import make_config, read_config
 from aspd_jax.model.attention import QUERY_CHUNK
 from aspd_jax.model.config import ModelConfig, from_hugging_face, padded
 from aspd_jax.model.transformer import LAYERS, Transformer
@@ -62,8 +62,10 @@ def planned_shape(config: TrainConfig) -> ModelConfig:
     configuration.
     """
     of = config.model
-    if of.checkpoint and (Path(of.checkpoint) / "config.json").exists():
-        shape = as_configured(from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype), config)
+    file = Path(of.checkpoint) / "config.json"
+    if of.checkpoint and file.exists():
+        hf = make_config(read_config(file)[0], str(file))
+        shape = as_configured(from_hugging_face(hf, of.dtype), config)
         shape = wider(shape, of.hidden_size, of.feed_forward) if of.grow else padded(shape)
     else:
         shape = scratch_shape(config)

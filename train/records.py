@@ -108,6 +108,8 @@ def encode_conversation(
             raise DataError(f"message {number}: the answer is empty")
         tokens += [*answer.tokens.tolist(), *after]
         loss += [*(~answer.fed | fed_loss).tolist(), True, *[False] * (len(after) - 1)]
+    if unused := [token for token in tokens if lm.config.is_unused(token)]:
+        raise DataError(f"token id {unused[0]} has no row in the embedding")
     return Example(np.asarray(tokens, np.int32), np.asarray(loss, bool), np.zeros(len(tokens), bool))
 
 

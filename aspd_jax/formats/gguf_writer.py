@@ -27,6 +27,7 @@ TYPES = {
     "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "bfloat16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
 }
+Ranges = tuple[tuple[int, int], ...]
 INSTEAD = "write a Hugging Face folder, and convert that with llama.cpp's convert_hf_to_gguf.py"
 PROBE = (  # text that every known tokenizer cuts in its own way
     "It's 12345 o'clock, WE'LL see:  a_b\t c\n\n d\r\n 3,141.59!!! Ünïcödé naïve 你好，世界 "
@@ -35,7 +36,14 @@ PROBE = (  # text that every known tokenizer cuts in its own way
 
 
 def write_gguf(
-    path: Path, hf: Any, tokenizer: Any, end_ids: tuple[int, ...], tensors: Tensors, dtype: str, aspd: dict[str, str]
+    path: Path,
+    hf: Any,
+    tokenizer: Any,
+    end_ids: tuple[int, ...],
+    tensors: Tensors,
+    dtype: str,
+    aspd: dict[str, str],
+    unused: Ranges = (),
 ) -> None:
     """Write a model; the file appears whole or not at all.
 
@@ -47,6 +55,7 @@ def write_gguf(
         tensors: under their Hugging Face names.
         dtype: `float32` or `bfloat16`, of the matrices; norms and biases are float32.
         aspd: position scheme and mask, which other programs pass over.
+        unused: ranges of ids that are never sampled, whose tokens have the type UNUSED in the file.
 
     Raises:
         CheckpointError: something is there already, or the file cannot hold what the model is.
@@ -60,7 +69,7 @@ def write_gguf(
     writer = GGUFWriter(partial, ARCHITECTURES[hf.model_type], use_temp_file=True)
     kind, file_type = TYPES[dtype]
     _write_shape(writer, hf, file_type)
-    _write_tokenizer(writer, tokenizer, hf.vocab_size, end_ids)
+    _write_tokenizer(writer, tokenizer, hf.vocab_size, end_ids, unused)
     for key, value in aspd.items():
         writer.add_string(f"aspd.{key}", value)
     config = from_hugging_face(hf, dtype)
@@ -131,7 +140,9 @@ def _write_shape(writer: GGUFWriter, hf: Any, file_type: LlamaFileType) -> None:
             raise CheckpointError("yarn with other bounds of its ramp than 32 and 1 has no place in a GGUF file")
 
 
-def _write_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+def _write_tokenizer(
+    writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...], unused: Ranges
+) -> None:
     if tokenizer is None:
         raise CheckpointError("the model has no tokenizer, without which a GGUF file is of no use")
     backend = tokenizer.backend_tokenizer
@@ -144,6 +155,9 @@ def _write_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_id
         token = backend.id_to_token(number)
         if token is None:  # rows of a padded vocabulary
             tokens.append(f"[PAD{number}]")
+            types.append(TokenType.UNUSED)
+        elif any(first <= number < end for first, end in unused):
+            tokens.append(token)
             types.append(TokenType.UNUSED)
         elif number in added:
             tokens.append(added[number].content)
