@@ -135,6 +135,15 @@ def load_model(
         special = add_special_tokens(tokenizer)
         new_rows = {i: min(old_length, config.vocab_size) for i in special.ids if i >= old_length}
         config = replace(config, vocab_size=max(config.vocab_size, len(tokenizer)))
+        without_row = [i for i in range(stored, len(tokenizer)) if i not in special.ids]
+        new_rows |= dict.fromkeys(without_row, stored)
+        ends = checkpoint.end_ids
+        if ends and not any(0 <= end < stored for end in ends):
+            raise CheckpointError(
+                f"{checkpoint.source}: eos_token_id {list(ends)}: expected an id with a row in the embedding, "
+                f"which has {stored}. An answer of this model could not end."
+            )
+        config = replace(config, unused_tokens=_unused_tokens(config, tokenizer, without_row, ends))
         config = replace(config, new_tokens=special.ids if lora_rank else ())
     config = config if mesh is None else padded(config)
     adapter = adapter or checkpoint.adapter
@@ -162,6 +171,22 @@ def load_model(
         mesh=mesh,
         generation=checkpoint.generation,
     )
+
+
+def _unused_tokens(
+    config: ModelConfig, tokenizer: Any, without_row: list[int], ends: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of ids that the tokenizer does not name, or that have no row in the checkpoint.
+
+    Ends of text stay, and so do unused tokens that the checkpoint itself names.
+    """
+    named = np.zeros(config.vocab_size, bool)
+    named[[i for i in (*tokenizer.get_vocab().values(), *ends) if 0 <= i < config.vocab_size]] = True
+    named[without_row] = False
+    for first, end in config.unused_tokens:
+        named[first:end] = False
+    edges = np.flatnonzero(np.diff(np.pad(~named, 1).astype(np.int8)))
+    return tuple((int(first), int(end)) for first, end in edges.reshape(-1, 2))
 
 
 def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None:
@@ -195,17 +220,17 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
     """
     if lm.config.adapters:
         raise CheckpointError("a model with several adapters is not one model to save")
-    hf_config = {
-        **lm.hf_config,
-        "vocab_size": lm.config.vocab_size,
-        "aspd": {"positions": lm.config.positions, "siblings": lm.config.siblings},
-    }
+    aspd: dict[str, Any] = {"positions": lm.config.positions, "siblings": lm.config.siblings}
+    hf_config = {**lm.hf_config, "vocab_size": lm.config.vocab_size, "aspd": aspd}
     target, kept = Path(path), dtype or lm.config.dtype
     tensors = tensors_from(lm.config, merge_adapters(lm.config, lm.params), dtype)
     if target.suffix == ".gguf":
         hf = AutoConfig.for_model(**{key: value for key, value in hf_config.items() if key != "aspd"})
-        write_gguf(target, hf, lm.tokenizer, lm.end_ids, tensors, kept, hf_config["aspd"])
+        write_gguf(target, hf, lm.tokenizer, lm.end_ids, tensors, kept, aspd, lm.config.unused_tokens)
         return
+    named = () if lm.tokenizer is None else sorted(lm.tokenizer.get_vocab().values())
+    if unused := [[token, token + 1] for token in named if lm.config.is_unused(token)]:
+        hf_config["aspd"] = aspd | {"unused_tokens": unused}
     with write_folder(target) as folder:
         write_settings(folder, hf_config, kept, lm.end_ids, lm.tokenizer, lm.generation)
         write_tensors(folder, tensors)

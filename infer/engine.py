@@ -123,7 +123,9 @@ class Engine:
             continue_final_message: the messages end with the beginning of an answer, which the answer goes on with.
         """
         if isinstance(prompt, str):
-            return encode_prompt(self._tokenizer(), self.lm.codec.text, prompt)
+            ids = encode_prompt(self._tokenizer(), self.lm.codec.text, prompt)
+            self._check_ids(ids)
+            return ids
         items = list(prompt)
         if items and all(isinstance(item, dict) for item in items):
             return self._encode_messages(items, mode, continue_final_message)  # type: ignore[arg-type]
@@ -137,6 +139,8 @@ class Engine:
         vocabulary = self.lm.config.vocab_size
         if any(not 0 <= token < vocabulary for token in ids):
             raise RequestError(f"{where}token ids must be between 0 and {vocabulary - 1}")
+        if unused := [token for token in ids if self.lm.config.is_unused(token)]:
+            raise RequestError(f"{where}token id {unused[0]} has no name in the tokenizer or no row in the embedding")
 
     def _encode_messages(
         self, messages: Sequence[dict[str, str]], mode: Mode, continue_final_message: bool

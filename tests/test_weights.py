@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from aspd_jax import load_model, save_model
 from aspd_jax.errors import CheckpointError, ConfigError
-from aspd_jax.formats.folder import read_tensors as tensors_in
 from aspd_jax.formats.folder import write_tensors
+from aspd_jax.formats.shards import read_tensors as tensors_in
 from aspd_jax.layout import HIDDEN
 from aspd_jax.model.weights import load_parameters, tensors_from
 from aspd_jax.sharding import make_mesh, partition_spec

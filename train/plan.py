@@ -14,8 +14,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, NamedSharding
-from transformers import AutoConfig
 
+from aspd_jax.formats.hf_config import make_config, read_config
 from aspd_jax.model.attention import QUERY_CHUNK
 from aspd_jax.model.config import ModelConfig, from_hugging_face, padded
 from aspd_jax.model.transformer import LAYERS, Transformer
@@ -60,8 +60,10 @@ class Plan:
 def planned_shape(config: TrainConfig) -> ModelConfig:
     """Return the shape in the checkpoint's config.json, or the configuration's where the file does not exist yet."""
     of = config.model
-    if of.checkpoint and (Path(of.checkpoint) / "config.json").exists():
-        shape = padded(as_configured(from_hugging_face(AutoConfig.from_pretrained(of.checkpoint), of.dtype), config))
+    file = Path(of.checkpoint) / "config.json"
+    if of.checkpoint and file.exists():
+        hf = make_config(read_config(file)[0], str(file))
+        shape = padded(as_configured(from_hugging_face(hf, of.dtype), config))
     else:
         shape = scratch_shape(config)
     return replace(shape, new_tokens=tuple(range(len(TAGS))) if of.lora_rank else ())

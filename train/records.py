@@ -139,6 +139,8 @@ def _example(lm: LanguageModel, chat: Chat, turns: _Turns, structured: bool, fed
         learned = number in turns.learned
         tokens += [*answer.tokens.tolist(), *after]
         loss += [*((~answer.fed | fed_loss) & learned).tolist(), learned, *[False] * (len(after) - 1)]
+    if unused := [token for token in tokens if lm.config.is_unused(token)]:
+        raise DataError(f"token id {unused[0]} has no row in the embedding")
     return Example(np.asarray(tokens, np.int32), np.asarray(loss, bool), np.zeros(len(tokens), bool))
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from aspd_jax.errors import CheckpointError
 
@@ -97,12 +96,13 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Any:
     """The tokenizer of a model name or path, which may be a folder of nothing else; weights are not looked at.
 
     Raises:
-        CheckpointError: there is no model, or a GGUF file without a tokenizer.
-        OSError, ValueError: a folder without a tokenizer.
+        CheckpointError: there is no model or no tokenizer, or a broken one.
     """
+    from aspd_jax.formats.tokenizer_files import read_tokenizer
+
     found = find_model(path)
     if found.is_dir():
-        return AutoTokenizer.from_pretrained(found)
+        return read_tokenizer(found)
     tokenizer = open_checkpoint(found).tokenizer
     if tokenizer is None:
         raise CheckpointError(f"{found} holds no tokenizer")

@@ -3,88 +3,109 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
-from transformers import AutoConfig, AutoTokenizer
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import Checkpoint, Tensors
+from aspd_jax.formats.hf_config import IDS, make_config, read_config
+from aspd_jax.formats.shards import (
+    ADAPTER_FILES,
+    EMBEDDING,
+    HEAD,
+    Stored,
+    find_tensors,
+    has_tensors,
+    load_stored,
+    read_stored,
+    text_part,
+)
+from aspd_jax.formats.side_files import read_object
+from aspd_jax.formats.tokenizer_files import has_tokenizer, read_tokenizer
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+log = logging.getLogger(__name__)
+
 SHARD_BYTES = 4 << 30
 KEPT = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "spaces_between_special_tokens")
 ONLY_IN_MEMORY = ("backend", "is_local", "local_files_only", "name_or_path")  # how a tokenizer was loaded
 
 
 def open_folder(folder: Path) -> Checkpoint:
-    """A checkpoint folder.
+    """Open a checkpoint folder.
+
+    Of a model that reads images too, the text part is opened, and the number of tensors that are left out is logged.
 
     Raises:
-        CheckpointError: it has no config.json, or one that cannot be read.
+        CheckpointError: naming the file or field that is missing, broken or not supported.
     """
-    if not (folder / "config.json").exists():
-        raise CheckpointError(f"{folder} has no config.json; it is not a Hugging Face checkpoint")
-    try:
-        hf_config = json.loads((folder / "config.json").read_text())
-        hf = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
-    tokenizer = None
-    if any((folder / name).exists() for name in TOKENIZER_FILES):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+    file = folder / "config.json"
+    if not file.exists():
+        hint = "it is not a Hugging Face checkpoint"
+        if (folder / ADAPTER_FILES[0]).exists():
+            hint = "it holds an adapter; give its base model, and this folder as the adapter"
+        raise CheckpointError(f"{folder} has no config.json; {hint}")
+    hf_config, composite = read_config(file)
+    hf = make_config(hf_config, str(file))
+    found: dict[str, Stored] | None = None
+    if has_tensors(folder):
+        found = find_tensors(folder)
+        if composite:
+            found, others = text_part(found)
+            if others:
+                log.warning("%s: %d tensors of its image part are left out; the text part is read", folder, others)
+        tied = _is_tied(folder, hf.tie_word_embeddings, found)
+        if tied != hf.tie_word_embeddings:
+            hf_config["tie_word_embeddings"] = hf.tie_word_embeddings = tied
+    tokenizer = read_tokenizer(folder) if has_tokenizer(folder) else None
     file = folder / "generation_config.json"
-    generation = json.loads(file.read_text()) if file.exists() else {}
-    ends = _end_ids(generation, hf, tokenizer)
-    return Checkpoint(str(folder), hf_config, hf, tokenizer, ends, lambda: read_tensors(folder), generation=generation)
+    generation = read_object(file) if file.exists() else {}
+    ends = _end_ids(generation, file, hf, tokenizer)
+
+    def tensors() -> Tensors:
+        return read_stored(find_tensors(folder) if found is None else found)
+
+    return Checkpoint(str(folder), hf_config, hf, tokenizer, ends, tensors, generation=generation)
 
 
-def _end_ids(generation: dict[str, Any], hf: Any, tokenizer: Any) -> tuple[int, ...]:
-    """End-of-text ids, from where `transformers` takes them: generation config, then config, then tokenizer."""
-    for candidate in (generation.get("eos_token_id"), hf.eos_token_id, getattr(tokenizer, "eos_token_id", None)):
+def _is_tied(folder: Path, tied: bool, found: dict[str, Stored]) -> bool:
+    """Return whether the head is the embedding, by the configuration and the tensors, as `transformers` does.
+
+    A tied model that has only a head gets it as its embedding.
+
+    Raises:
+        CheckpointError: the configuration asks for a head that is not there.
+    """
+    if not tied:
+        if EMBEDDING in found and HEAD not in found:
+            raise CheckpointError(
+                f"{folder}: tie_word_embeddings is false, but there is no {HEAD}. "
+                "If the head is the embedding, set tie_word_embeddings to true in config.json."
+            )
+        return False
+    if HEAD not in found:
+        return True
+    if EMBEDDING not in found:
+        found[EMBEDDING] = found.pop(HEAD)
+        return True
+    return np.array_equal(load_stored(found[EMBEDDING]), load_stored(found[HEAD]))
+
+
+def _end_ids(generation: dict[str, Any], file: Path, hf: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Return the end-of-text ids, from where `transformers` takes them: generation config, config, tokenizer."""
+    ends = generation.get("eos_token_id")
+    if ends is not None and not IDS.accepts(ends):
+        raise CheckpointError(f"{file}: eos_token_id: expected {IDS.expected}, got {ends!r}")
+    for candidate in (ends, hf.eos_token_id, getattr(tokenizer, "eos_token_id", None)):
         if candidate is not None:
             return tuple(candidate) if isinstance(candidate, list) else (int(candidate),)
     return ()
-
-
-def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder.
-
-    Raises:
-        CheckpointError: there are none, or the index names one that is missing.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            raise CheckpointError(f"{index} names {', '.join(missing)}, which is not in the folder")
-        return [folder / name for name in names]
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    hint = "; convert its .bin files to safetensors first" if list(folder.glob("*.bin")) else ""
-    raise CheckpointError(f"{folder} holds no model.safetensors{hint}")
-
-
-def read_tensors(folder: Path) -> Tensors:
-    """All tensors of a folder.
-
-    Raises:
-        CheckpointError: see `shard_files`, or a file is no safetensors file.
-    """
-    for file in shard_files(folder):
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (a safe_open is not a mapping)
-                    yield name, tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{file}: {error}") from None
 
 
 def write_settings(

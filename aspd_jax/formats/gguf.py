@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, ReaderTensor, dequantize
+from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
 from transformers import AutoConfig
 
 from aspd_jax.errors import CheckpointError
@@ -219,6 +219,9 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -
     }
     if (positions := metadata.get("aspd.positions")) is not None:  # of a model that was fine-tuned here
         config["aspd"] = {"positions": positions, "siblings": metadata["aspd.siblings"]}
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    if unused := [[number, number + 1] for number, of_token in enumerate(types) if of_token == TokenType.UNUSED]:
+        config.setdefault("aspd", {})["unused_tokens"] = unused
     if family != "gemma3":
         return config
     return config | _gemma(config, needed("attention.sliding_window"), of("rope.freq_base_swa", GEMMA_LOCAL_BASE))

@@ -28,6 +28,7 @@ TYPES = {
     "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "bfloat16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
 }
+Ranges = tuple[tuple[int, int], ...]
 INSTEAD = "write a Hugging Face folder, and convert that with llama.cpp's convert_hf_to_gguf.py"
 PROBE = (  # text that every known tokenizer cuts in its own way
     "It's 12345 o'clock, WE'LL see:  a_b\t c\n\n d\r\n 3,141.59!!! Ünïcödé naïve 你好，世界 "
@@ -36,7 +37,14 @@ PROBE = (  # text that every known tokenizer cuts in its own way
 
 
 def write_gguf(
-    path: Path, hf: Any, tokenizer: Any, end_ids: tuple[int, ...], tensors: Tensors, dtype: str, aspd: dict[str, str]
+    path: Path,
+    hf: Any,
+    tokenizer: Any,
+    end_ids: tuple[int, ...],
+    tensors: Tensors,
+    dtype: str,
+    aspd: dict[str, str],
+    unused: Ranges = (),
 ) -> None:
     """Write a model; the file appears whole or not at all.
 
@@ -48,6 +56,7 @@ def write_gguf(
         tensors: under their Hugging Face names.
         dtype: `float32` or `bfloat16`, of the matrices; norms and biases are float32.
         aspd: position scheme and mask, which other programs pass over.
+        unused: ranges of ids that are never sampled, whose tokens have the type UNUSED in the file.
 
     Raises:
         CheckpointError: something is there already, or the file cannot hold what the model is.
@@ -58,16 +67,23 @@ def write_gguf(
         names = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{hf.model_type} models are not written as GGUF, but {names}; {INSTEAD}")
     with partial_file(path) as partial:
-        _write(partial, hf, tokenizer, end_ids, tensors, dtype, aspd)
+        _write(partial, hf, tokenizer, end_ids, tensors, dtype, aspd, unused)
 
 
 def _write(
-    partial: Path, hf: Any, tokenizer: Any, end_ids: tuple[int, ...], tensors: Tensors, dtype: str, aspd: dict[str, str]
+    partial: Path,
+    hf: Any,
+    tokenizer: Any,
+    end_ids: tuple[int, ...],
+    tensors: Tensors,
+    dtype: str,
+    aspd: dict[str, str],
+    unused: Ranges,
 ) -> None:
     writer = GGUFWriter(partial, ARCHITECTURES[hf.model_type], use_temp_file=True)
     kind, file_type = TYPES[dtype]
     _write_shape(writer, hf, file_type)
-    _write_tokenizer(writer, tokenizer, hf.vocab_size, end_ids)
+    _write_tokenizer(writer, tokenizer, hf.vocab_size, end_ids, unused)
     for key, value in aspd.items():
         writer.add_string(f"aspd.{key}", value)
     config = from_hugging_face(hf, dtype)
@@ -139,7 +155,9 @@ def _write_shape(writer: GGUFWriter, hf: Any, file_type: LlamaFileType) -> None:
                 )
 
 
-def _write_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+def _write_tokenizer(
+    writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...], unused: Ranges
+) -> None:
     if tokenizer is None:
         raise CheckpointError("the model has no tokenizer, without which a GGUF file is of no use")
     backend = tokenizer.backend_tokenizer
@@ -152,6 +170,9 @@ def _write_tokenizer(writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_id
         token = backend.id_to_token(number)
         if token is None:  # rows of a padded vocabulary
             tokens.append(f"[PAD{number}]")
+            types.append(TokenType.UNUSED)
+        elif any(first <= number < end for first, end in unused):
+            tokens.append(token)
             types.append(TokenType.UNUSED)
         elif number in added:
             tokens.append(added[number].content)

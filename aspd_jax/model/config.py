@@ -19,6 +19,7 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
+OWN_FIELDS = ("positions", "siblings", "unused_tokens")  # of the object `aspd` in a Hugging Face configuration
 VOCABULARY_MULTIPLE = 1024  # eight ways of a tensor axis, of 128 lanes each
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
@@ -59,6 +60,8 @@ class ModelConfig:
         vocab_size: tokens that there are.
         vocab_padding: rows after theirs in embedding and head, so that a mesh can split both. Checkpoints do not have
             them, and their logits are `HIDDEN`.
+        unused_tokens: ranges [first, last + 1) of ids without a name in the tokenizer or without a trained row in the
+            checkpoint; their logits are `HIDDEN`.
         norm_offset: what is added to the weights of all norms (Gemma: 1).
         after_norms: norms after attention and after feed-forward too, before their results are added (Gemma).
         embedding_scale: embeddings are multiplied by it (Gemma: the root of the hidden size).
@@ -114,6 +117,7 @@ class ModelConfig:
     adapters: int = 0
     new_tokens: tuple[int, ...] = ()
     vocab_padding: int = 0
+    unused_tokens: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("positions", self.positions, PositionScheme)
@@ -130,6 +134,16 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """Rows of embedding and head, and logits of a token."""
         return self.vocab_size + self.vocab_padding
+
+    @property
+    def hidden_tokens(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of ids that are never sampled and have no share in the softmax."""
+        padding = ((self.vocab_size, self.padded_vocab_size),) if self.vocab_padding else ()
+        return (*self.unused_tokens, *padding)
+
+    def is_unused(self, token: int) -> bool:
+        """Return whether an id is among the unused tokens."""
+        return any(first <= token < end for first, end in self.unused_tokens)
 
     def layer_window(self, layer: int) -> int | None:
         """Sliding window of one layer, or None."""
@@ -173,13 +187,15 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
             raise CheckpointError(f"{cap} {getattr(hf, cap)} is not supported; only none is")
     if dtype not in ("float32", "bfloat16"):
         raise CheckpointError(f"dtype must be float32 or bfloat16, got {dtype!r}")
+    own = dict(getattr(hf, "aspd", None) or {})
+    own["unused_tokens"] = tuple((first, end) for first, end in own.get("unused_tokens", ()))
     attention_bias = family in ("llama", "qwen3", "gemma3_text") and bool(getattr(hf, "attention_bias", False))
     layers = hf.num_hidden_layers
     window = getattr(hf, "sliding_window", None)
     types = getattr(hf, "layer_types", None)
     if family == "llama" or window is None:
         window, windowed = None, ()
-    elif types is not None:
+    elif types is not None and family != "mistral":  # which has it in all layers
         windowed = tuple(kind == "sliding_attention" for kind in types)
     else:
         windowed = (True,) * layers
@@ -201,12 +217,12 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
         window_rope=_rope(hf, "sliding_attention") if gemma else None,
         query_bias=attention_bias or family == "qwen2",
         output_bias=attention_bias,
-        feed_forward_bias=bool(getattr(hf, "mlp_bias", False)),
+        feed_forward_bias=family == "llama" and bool(getattr(hf, "mlp_bias", False)),
         query_norm=gemma or family == "qwen3",
         tied=bool(hf.tie_word_embeddings),
         window=window if any(windowed) else None,
         windowed_layers=windowed if any(windowed) else (),
-        **(getattr(hf, "aspd", None) or {}),
+        **own,
         dtype=dtype,
     )
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from aspd_jax.layout import HIDDEN
 from aspd_jax.model.config import ModelConfig
@@ -96,14 +97,16 @@ def completed(
     adapter: jax.Array | None = None,
 ) -> jax.Array:
     """Logits [..., V] of activations [..., D]: those of new tokens by their own rows of the head, [T, D] or [A, T, D],
-    if they have any; those of padding hidden.
+    if they have any; those of padding and of unused tokens hidden.
 
     Args:
         first: id of the first logit; new tokens that are not among them are left out.
         adapter: [...], where there are A; negative: new tokens have the rows of all others.
     """
-    if config.vocab_padding:
-        logits = jnp.where(first + jnp.arange(logits.shape[-1]) < config.vocab_size, logits, HIDDEN)
+    if config.hidden_tokens:
+        ids = first + jnp.arange(logits.shape[-1])[:, None]
+        starts, ends = np.asarray(config.hidden_tokens, np.int32).T
+        logits = jnp.where(((starts <= ids) & (ids < ends)).any(axis=-1), HIDDEN, logits)
     if rows is None:
         return logits
     own = einsum("...D,TD->...T", x, rows.reshape(-1, rows.shape[-1]).astype(x.dtype), jnp.float32)

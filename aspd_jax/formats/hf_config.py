@@ -1,0 +1,408 @@
+"""config.json of a Hugging Face folder, read by a list of known fields.
+
+A field is read, known to change nothing, or refused by name. No code from a checkpoint is ever run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoConfig
+
+from aspd_jax.errors import CheckpointError
+from aspd_jax.formats.side_files import read_object
+from aspd_jax.model.config import FAMILIES, OWN_FIELDS
+
+COMPOSITE = {"gemma3": "gemma3_text"}  # families with an image part, and those of their text part
+
+
+class Kind(NamedTuple):
+    """Type of a field: its description for messages and a check."""
+
+    expected: str
+    accepts: Any
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= -1
+
+
+COUNT = Kind("a whole number above 0", lambda v: isinstance(v, int) and not isinstance(v, bool) and v > 0)
+SIZE = Kind("a whole number, 0 or more", lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0)
+POSITIVE = Kind("a number above 0", lambda v: _is_number(v) and v > 0)
+FLAG = Kind("true or false", lambda v: isinstance(v, bool))
+TEXT = Kind("a string", lambda v: isinstance(v, str))
+OBJECT = Kind("an object", lambda v: isinstance(v, Mapping))
+ID = Kind("a token id", _is_id)
+IDS = Kind("a token id or a list of them", lambda v: _is_id(v) or (isinstance(v, list) and all(map(_is_id, v))))
+RANGES = Kind(
+    "a list of ranges [first id, last id + 1]",
+    lambda v: isinstance(v, list) and all(isinstance(r, list) and len(r) == 2 and all(map(SIZE.accepts, r)) for r in v),
+)
+LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYERS = Kind(
+    f"a list of {' and '.join(LAYER_TYPES)}", lambda v: isinstance(v, list) and all(kind in LAYER_TYPES for kind in v)
+)
+
+# Fields that are read: of all families, and of each.
+COMMON = {
+    "model_type": TEXT,
+    "vocab_size": COUNT,
+    "hidden_size": COUNT,
+    "intermediate_size": COUNT,
+    "num_hidden_layers": COUNT,
+    "num_attention_heads": COUNT,
+    "num_key_value_heads": COUNT,
+    "head_dim": COUNT,
+    "max_position_embeddings": COUNT,
+    "rms_norm_eps": POSITIVE,
+    "rope_theta": POSITIVE,
+    "rope_scaling": OBJECT,
+    "rope_parameters": OBJECT,
+    "layer_types": LAYERS,
+    "tie_word_embeddings": FLAG,
+    "bos_token_id": IDS,
+    "eos_token_id": IDS,
+    "pad_token_id": ID,
+    "aspd": OBJECT,
+}
+QWEN = {"hidden_act": TEXT, "use_sliding_window": FLAG, "sliding_window": SIZE, "max_window_layers": SIZE}
+READ: dict[str, dict[str, Kind]] = {
+    "llama": {"hidden_act": TEXT, "attention_bias": FLAG, "mlp_bias": FLAG},
+    "mistral": {"hidden_act": TEXT, "sliding_window": COUNT},
+    "qwen2": QWEN,
+    "qwen3": QWEN | {"attention_bias": FLAG},
+    "gemma3_text": {
+        "hidden_activation": TEXT,
+        "attention_bias": FLAG,
+        "query_pre_attn_scalar": POSITIVE,
+        "sliding_window": COUNT,
+        "sliding_window_pattern": COUNT,
+        "rope_local_base_freq": POSITIVE,
+        "final_logit_softcapping": POSITIVE,
+        "attn_logit_softcapping": POSITIVE,
+    },
+}
+
+# Fields that change no result of a model of these families, whatever their value: about loading, training and sampling.
+NEUTRAL = frozenset(
+    [
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "attn_pdrop",
+        "auto_map",
+        "base_model",
+        "base_model_name_or_path",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "classifier_dropout",
+        "dropout",
+        "dtype",
+        "embd_pdrop",
+        "finetuning_task",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "id2label",
+        "initializer_range",
+        "is_llama_config",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "license",
+        "max_seq_len",
+        "max_seq_length",
+        "max_sequence_length",
+        "model_max_length",
+        "model_name",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "output_scores",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "return_dict_in_generate",
+        "router_aux_loss_coef",
+        "seq_length",
+        "task_specific_params",
+        "tokenizer_class",
+        "tokenizer_model_max_length",
+        "tokenizer_padding_side",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "transformers_weights",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "use_cache",
+        "use_flash_attention",
+        "use_flash_attention_2",
+        "use_flash_attn",
+    ]
+) | frozenset(
+    # Defaults of `generate`, which older versions of transformers write into config.json.
+    [
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "suppress_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+    ]
+)
+NEUTRAL_ENDINGS = ("_token_id", "_token_index")
+NEUTRAL_IN_FAMILY = {
+    "llama": {"sliding_window", "max_window_layers"},
+    "mistral": {"max_window_layers"},
+    "qwen2": {"attention_bias"},  # queries, keys and values have a bias whatever it says
+    "gemma3_text": {"hidden_act", "max_window_layers"},
+}
+# Fields of which one value changes nothing; where that is not the same in all families, see `_neutral_value`.
+NEUTRAL_VALUES: dict[str, Any] = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": False,
+    "attention_multiplier": None,
+    "attention_scale": None,
+    "causal": True,
+    "is_causal": True,
+    "embedding_multiplier": 1,
+    "logit_scale": 1,
+    "logits_scaling": 1,
+    "lm_head_multiplier": 1,
+    "residual_multiplier": 1,
+    "scale_emb": 1,
+    "partial_rotary_factor": 1,
+    "rotary_pct": 1,
+    "rotary_emb_base": None,
+    "rms_norm": True,
+    "use_rms_norm": True,
+    "use_rope": True,
+    "use_rotary": True,
+}
+QUERY_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm", "use_query_key_norm")
+WITH_QUERY_NORM = ("qwen3", "gemma3_text")
+
+# Rope scalings, the fields that they need and the fields that they may have.
+ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "yarn": (
+        (),
+        (
+            "factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "truncate",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+        ),
+    ),
+}
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_NUMBERS = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+    "attention_factor", "mscale", "mscale_all_dim", "rope_theta",
+)  # fmt: skip
+ROPE_NEUTRAL = ("finetuned", "original_max_position_embeddings")  # in scalings that do not read them
+ROPE_NEUTRAL_VALUES = {"partial_rotary_factor": 1, "factor": 1, "attn_factor": 1, "extrapolation_factor": 1}
+
+
+def read_config(file: Path) -> tuple[dict[str, Any], bool]:
+    """Return the fields of a config.json, and whether they are those of the text part of a model that reads images.
+
+    Raises:
+        CheckpointError: the file cannot be read, or names a field or a value that is not supported.
+    """
+    config = read_object(file)
+    composite = isinstance(config.get("model_type"), str) and config["model_type"] in COMPOSITE
+    if composite:
+        config = _text_part(file, config)
+    check_fields(str(file), config)
+    return {name: value for name, value in config.items() if name != "auto_map"}, composite
+
+
+def make_config(config: Mapping[str, Any], source: str) -> Any:
+    """Return a `transformers` configuration object of the fields that are read, without any code but its own.
+
+    Raises:
+        CheckpointError: `transformers` refuses a value.
+    """
+    known = COMMON | READ[config["model_type"]]
+    try:
+        return AutoConfig.for_model(**{name: value for name, value in config.items() if name in known})
+    except Exception as error:  # its validation has exceptions of its own
+        raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
+
+
+def _text_part(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the text part of a model that reads images too, as that of a model by itself."""
+    family = COMPOSITE[config["model_type"]]
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{file}: text_config: expected an object, got {text!r}")
+    if text.get("model_type", family) != family:
+        raise CheckpointError(f"{file}: text_config.model_type: expected {family!r}, got {text['model_type']!r}")
+    # Fields of the text part may stand beside it; what both name is the whole model's.
+    shared = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "aspd")
+    beside = {name: config[name] for name in (*shared, "quantization_config") if config.get(name) is not None}
+    return {**text, **beside, "model_type": family, "architectures": [FAMILIES[family]]}
+
+
+def check_fields(source: str, config: Mapping[str, Any]) -> None:
+    """Check every field of a configuration.
+
+    Args:
+        source: where it stands, for messages.
+
+    Raises:
+        CheckpointError: naming the first field that is unknown or has a value that is not supported.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        supported = ", ".join([*FAMILIES, *COMPOSITE])
+        code = ""
+        if config.get("auto_map"):
+            code = " Its auto_map names code in the checkpoint, which is never run."
+        raise CheckpointError(f"{source}: model_type {family!r} is not supported; supported are {supported}.{code}")
+    known = COMMON | READ[family]
+    for name, value in config.items():
+        if name in known:
+            if value is not None and not known[name].accepts(value):
+                raise CheckpointError(f"{source}: {name}: expected {known[name].expected}, got {_shown(value)}")
+        elif not _is_neutral(name, value, family):
+            raise CheckpointError(f"{source}: {_refusal(name, value, family)}")
+    for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if name in config and config[name] is None:
+            raise CheckpointError(f"{source}: {name}: expected {known[name].expected}, got null")
+    _check_layers(source, config)
+    for name in ("rope_scaling", "rope_parameters"):
+        if config.get(name):
+            _check_rope(f"{source}: {name}", config[name], nested=family == "gemma3_text")
+    for name, value in (config.get("aspd") or {}).items():
+        if name not in OWN_FIELDS:
+            raise CheckpointError(f"{source}: aspd.{name} is unknown; known are {', '.join(OWN_FIELDS)}")
+        if name == "unused_tokens" and not RANGES.accepts(value):
+            raise CheckpointError(f"{source}: aspd.{name}: expected {RANGES.expected}, got {_shown(value)}")
+
+
+def _is_neutral(name: str, value: Any, family: str) -> bool:
+    """Return whether a field that is not read changes nothing."""
+    if name in NEUTRAL_VALUES or name in QUERY_NORM:
+        expected = family in WITH_QUERY_NORM if name in QUERY_NORM else NEUTRAL_VALUES[name]
+        return value is None or ((_is_number(value) or isinstance(value, bool)) and value == expected)
+    if name in NEUTRAL or name in NEUTRAL_IN_FAMILY.get(family, ()) or name.endswith(NEUTRAL_ENDINGS):
+        return True
+    return name.startswith("_") or not value  # private to transformers; or null, false, 0 or empty
+
+
+def _refusal(name: str, value: Any, family: str) -> str:
+    if name == "quantization_config":
+        method = value.get("quant_method") if isinstance(value, Mapping) else value
+        return (
+            f"quantization_config: quant_method {method!r} is not supported. Use a checkpoint in float32 or bfloat16."
+        )
+    if name in QUERY_NORM:
+        supported = f"{str(family in WITH_QUERY_NORM).lower()} in {family} models"
+    elif name in NEUTRAL_VALUES:
+        supported = _shown(NEUTRAL_VALUES[name])
+    else:
+        supported = f"a {family} model without it"
+    return f"{name} {_shown(value)} is not supported; supported is {supported}"
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it stands in JSON, cut."""
+    names = {None: "null", True: "true", False: "false"}
+    text = names[value] if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _check_layers(source: str, config: Mapping[str, Any]) -> None:
+    """Check that the layers' kinds are those that the family computes."""
+    types, family = config.get("layer_types"), config["model_type"]
+    if types is None:
+        return
+    layers = config.get("num_hidden_layers")
+    if layers is not None and len(types) != layers:
+        raise CheckpointError(f"{source}: layer_types: expected {layers} of them (num_hidden_layers), got {len(types)}")
+    window = config.get("sliding_window")
+    if family in ("qwen2", "qwen3") and not config.get("use_sliding_window"):
+        window = None
+    if family == "gemma3_text" and "sliding_window" not in config:
+        window = True  # the family has a default
+    windowed = "sliding_attention" in types
+    if windowed and (family == "llama" or window is None):
+        raise CheckpointError(f"{source}: layer_types names sliding_attention, but the model has no sliding window")
+    if family == "mistral" and window is not None and "full_attention" in types:
+        raise CheckpointError(f"{source}: layer_types: a mistral model with a sliding_window has it in all layers")
+
+
+def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
+    """Check the fields of a rotary embedding.
+
+    Args:
+        nested: it may hold those of each kind of layers.
+    """
+    if nested and any(kind in values for kind in LAYER_TYPES):
+        for kind, inside in values.items():
+            if kind not in LAYER_TYPES or not isinstance(inside, (Mapping, type(None))):
+                raise CheckpointError(f"{where}.{kind}: expected an object for each of {', '.join(LAYER_TYPES)}")
+            _check_rope(f"{where}.{kind}", inside or {}, nested=False)
+        return
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise CheckpointError(f"{where}: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
+    if values.get("type") not in (None, kind):
+        raise CheckpointError(f"{where}: rope_type {kind!r} and type {values['type']!r} differ. Remove one of them.")
+    needed, optional = ROPE_FIELDS[kind]
+    for name in needed:
+        if values.get(name) is None:
+            raise CheckpointError(f"{where}: {kind} scaling needs {name}")
+    for name, value in values.items():
+        if name in ("rope_type", "type") or value is None:
+            continue
+        if name in (*needed, *optional, "rope_theta"):
+            if name in ROPE_NUMBERS and not POSITIVE.accepts(value):
+                raise CheckpointError(f"{where}.{name}: expected {POSITIVE.expected}, got {_shown(value)}")
+        elif name in ROPE_NEUTRAL_VALUES:
+            if value != ROPE_NEUTRAL_VALUES[name]:
+                raise CheckpointError(
+                    f"{where}: {name} {_shown(value)} is not supported in {kind} scaling; "
+                    f"supported is {ROPE_NEUTRAL_VALUES[name]}"
+                )
+        elif name not in ROPE_NEUTRAL and value not in (False, 0, [], {}, ""):
+            raise CheckpointError(f"{where}: {name} {_shown(value)} is not supported in {kind} scaling")

@@ -1,0 +1,153 @@
+"""Tensors of a Hugging Face folder: which file holds each, and their values, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from aspd_jax.errors import CheckpointError
+from aspd_jax.formats import Tensors
+from aspd_jax.formats.side_files import check_content, read_object
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+DTYPES = ("F64", "F32", "F16", "BF16")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Beginnings of names in a model that reads images too: of its text part, with what they are by itself; of the rest.
+TEXT_PART = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
+IMAGE_PART = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+
+
+class Stored(NamedTuple):
+    """Place of a tensor: a safetensors file and the name in it."""
+
+    file: Path
+    name: str
+
+
+def has_tensors(folder: Path) -> bool:
+    """Return whether a folder holds safetensors of a model."""
+    return any((folder / name).exists() for name in (SINGLE, INDEX))
+
+
+def find_tensors(folder: Path) -> dict[str, Stored]:
+    """Return the place of every tensor of a folder, by name.
+
+    A single file is preferred over an index beside it, as in `transformers`.
+
+    Raises:
+        CheckpointError: files or tensors are missing, are no safetensors, or have a dtype that is not supported.
+    """
+    if all((folder / name).exists() for name in ADAPTER_FILES) and has_tensors(folder):
+        raise CheckpointError(
+            f"{folder} holds a whole model and an adapter. Remove {ADAPTER_FILES[0]} to use the model, "
+            "or give the base model and this folder as the adapter."
+        )
+    if (folder / SINGLE).exists():
+        return {name: Stored(folder / SINGLE, name) for name in _names(folder / SINGLE)}
+    if not (folder / INDEX).exists():
+        hint = "; convert its .bin files to safetensors first" if list(folder.glob("*.bin")) else ""
+        raise CheckpointError(f"{folder} holds no {SINGLE}{hint}")
+    weight_map = _read_index(folder)
+    found: dict[str, Stored] = {}
+    for shard in sorted(set(weight_map.values())):
+        for name in _names(folder / shard):
+            # A tensor that the index does not name is read, as in `transformers`; one that it names elsewhere is stale.
+            if weight_map.get(name, shard) == shard:
+                found[name] = Stored(folder / shard, name)
+    if lost := sorted(set(weight_map) - set(found)):
+        raise CheckpointError(
+            f"{folder / INDEX} names {lost[0]} in {weight_map[lost[0]]}, which does not hold it. "
+            "Download index and shards of one version."
+        )
+    return found
+
+
+def _read_index(folder: Path) -> Mapping[str, str]:
+    """Return the file of each tensor."""
+    index = folder / INDEX
+    weight_map = read_object(index).get("weight_map")
+    plain = isinstance(weight_map, dict) and all(
+        isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
+        for file in weight_map.values()
+    )
+    if not weight_map or not plain:
+        raise CheckpointError(f"{index}: weight_map: expected names of tensors with .safetensors files of the folder")
+    missing = [name for name in sorted(set(weight_map.values())) if not (folder / name).exists()]
+    if missing:
+        raise CheckpointError(f"{index} names {', '.join(missing)}, which is not in the folder")
+    return dict(weight_map)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: expected safetensors, got a broken file ({error})") from None
+
+
+def _names(file: Path) -> list[str]:
+    """Return the names of a file's tensors.
+
+    Raises:
+        CheckpointError: it is no safetensors file, or one of its tensors has a dtype that is not supported.
+    """
+    check_content(file, "safetensors")
+    with _opened(file) as tensors:
+        names = list(tensors.keys())
+        for name in names:
+            dtype = tensors.get_slice(name).get_dtype()
+            if dtype not in DTYPES and not name.startswith(IMAGE_PART):
+                raise CheckpointError(
+                    f"{file}: {name} has dtype {dtype}; supported are {', '.join(DTYPES)}. "
+                    "Use a checkpoint that is not quantised."
+                )
+    return names
+
+
+def text_part(found: Mapping[str, Stored]) -> tuple[dict[str, Stored], int]:
+    """Return the tensors of a model's text part, under the names of a text model, and the number of all others."""
+    text: dict[str, Stored] = {}
+    for name, stored in found.items():
+        if name.startswith(IMAGE_PART):
+            continue
+        for beginning, alone in TEXT_PART.items():
+            if name.startswith(beginning):
+                name = alone + name.removeprefix(beginning)
+                break
+        text[name] = stored
+    return text, len(found) - len(text)
+
+
+def load_stored(stored: Stored) -> np.ndarray:
+    """Return the values of one tensor."""
+    with _opened(stored.file) as tensors:
+        values: np.ndarray = tensors.get_tensor(stored.name)
+    return values
+
+
+def read_stored(found: Mapping[str, Stored]) -> Tensors:
+    """Yield all tensors with their names, file by file."""
+    files: dict[Path, list[tuple[str, str]]] = {}
+    for name, stored in found.items():
+        files.setdefault(stored.file, []).append((name, stored.name))
+    for file, names in files.items():
+        with _opened(file) as tensors:
+            for name, inside in names:
+                yield name, tensors.get_tensor(inside)
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """Yield all tensors of a folder.
+
+    Raises:
+        CheckpointError: see `find_tensors`.
+    """
+    yield from read_stored(find_tensors(folder))

@@ -1,0 +1,80 @@
+"""Tokenizers of Hugging Face folders. No code from a folder is ever run, and no question is asked."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+from transformers import AutoTokenizer
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+from aspd_jax.errors import CheckpointError
+from aspd_jax.formats.side_files import check_content, read_object, read_text
+
+log = logging.getLogger(__name__)
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer needs one of them
+SETTINGS = "tokenizer_config.json"
+OBJECTS = (SETTINGS, "special_tokens_map.json", "added_tokens.json")
+TEMPLATE = "chat_template.jinja"
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder holds files of a tokenizer."""
+    return any((folder / name).exists() for name in (*VOCABULARIES, SETTINGS))
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Return the `transformers` tokenizer of a folder.
+
+    Raises:
+        CheckpointError: a file is missing or broken, or the tokenizer needs code from the folder.
+    """
+    objects = {name: read_object(folder / name) for name in OBJECTS if (folder / name).exists()}
+    vocabularies = [name for name in VOCABULARIES if (folder / name).exists()]
+    if not vocabularies:
+        raise CheckpointError(f"{folder}: expected a tokenizer, got none of {', '.join(VOCABULARIES)}")
+    for name in vocabularies:
+        check_content(folder / name, "a tokenizer")
+    if "tokenizer.json" in vocabularies:
+        read_object(folder / "tokenizer.json")
+    if (folder / TEMPLATE).exists():
+        read_text(folder / TEMPLATE, "a chat template")
+    settings = objects.get(SETTINGS, {})
+    _check_settings(folder / SETTINGS, settings)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the `tokenizers` library has no class of its own for what it cannot read
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder / vocabularies[0]}: expected a tokenizer, got a broken one: {reason}") from None
+    _check_template(folder, tokenizer)
+    return tokenizer
+
+
+def _check_settings(file: Path, settings: dict[str, Any]) -> None:
+    name = settings.get("tokenizer_class")
+    if name is not None and not isinstance(name, str):
+        raise CheckpointError(f"{file}: tokenizer_class: expected a string, got {name!r}")
+    if settings.get("auto_map") and name is not None and tokenizer_class_from_name(name) is None:
+        raise CheckpointError(
+            f"{file}: tokenizer_class {name!r} needs code from the checkpoint (auto_map), which is never run. "
+            "Use a checkpoint whose tokenizer is one of transformers' classes."
+        )
+    template = settings.get("chat_template")
+    if template is not None and not isinstance(template, (str, list)):
+        raise CheckpointError(f"{file}: chat_template: expected a string, got {type(template).__name__}")
+
+
+def _check_template(folder: Path, tokenizer: Any) -> None:
+    """Check that the chat template is one; what it says about a conversation shows when there is one."""
+    if not tokenizer.chat_template:
+        return
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        file = folder / (TEMPLATE if (folder / TEMPLATE).exists() else SETTINGS)
+        raise CheckpointError(f"{file}: expected a Jinja chat template, got line {error.lineno}: {error}") from None
+    except Exception as error:  # raised by the template itself, for this conversation
+        log.debug("%s: its chat template refuses an empty question: %s", folder, error)
