@@ -130,8 +130,8 @@ class Answering:
                         yield Event("token", block, first, new)
                         shown += len(new)
             yield Event("merge", block=block)
-            for title, pieces in zip(titles, pieces_of, strict=True):
-                text = encode("".join(pieces))
+            for title, parts in zip(titles, pieces_of, strict=True):
+                text = encode("".join(parts))
                 prefix += [special.branch_start, *encode(title), *self._codec.separator_ids, *text, special.branch_end]
             prefix.append(special.parallel_end)
             left = left_behind
