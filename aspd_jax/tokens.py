@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -118,6 +119,31 @@ class TextCodec:
         """Text of a stretch, without what belongs to a tag."""
         text = self.decode(stretch.ids)
         return text[: len(text) - stretch.drop]
+
+    def token_bytes(self, ids: Sequence[int], first: Sequence[int] = ()) -> list[bytes]:
+        """Return the bytes of tokens, each by itself.
+
+        Args:
+            ids: tokens of a stretch, or other tokens in their place.
+            first: the stretch as it is, if `ids` are other tokens in the place of its first one.
+
+        Returns:
+            The bytes of each token. Joined, those of a stretch are the UTF-8 of its text.
+        """
+        found = [self._spelled.decode_bytes([int(token)]) for token in ids]
+        own = first or ids
+        joined = b"".join(self._spelled.decode_bytes([int(token)]) for token in own)
+        # Some tokenizers swallow the space at the beginning of a stretch.
+        if joined.startswith(b" ") and joined.decode(errors="replace") != self.decode(own):
+            found = [part.removeprefix(b" ") if first or not place else part for place, part in enumerate(found)]
+        return found
+
+    @cached_property
+    def _spelled(self) -> Any:
+        """The tokenizer as llguidance has it, which knows the bytes of every token."""
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self._backend.to_str())
 
     def stream(self) -> TextStream:
         """Of a stretch that grows."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from aspd_jax.chat import encode_history, encode_prompt
-from aspd_jax.errors import RequestError
+from aspd_jax.errors import RequestError, StructureError
 from aspd_jax.language_model import LanguageModel
+from aspd_jax.structure import plain_text
 from aspd_jax.tokens import SpecialTokens
 from infer.answers.answer import Result
 from infer.decode.recogniser import TextReader, TextTags, of_text
@@ -26,9 +26,8 @@ from infer.scheduling.replay import Trace, replay
 from infer.scheduling.scheduler import Scheduler
 from infer.scheduling.structured import Constraint, Schemas, schemas_of
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[dict[str, str]]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-KNOWN_ANSWERS = 4096  # that are kept for follow-up turns
 NO_TOKENS = SpecialTokens(-1, -2, -3, -4, -5, -6)  # of a model that has no tokenizer to add them to
 
 
@@ -103,13 +102,12 @@ class Engine:
             mesh=lm.mesh,
         )
         policy = Policy.parse(branch_policy)
-        self._answers: OrderedDict[tuple[tuple[int, ...], str], list[int]] = OrderedDict()
         self._schemas: Schemas | None = None
         self.adapters = Adapters(lm, lambda: self.scheduler.adapters_in_use())
         capacity = capacity_for(self.max_length)
         self.scheduler = Scheduler(
             lm, self.config, max_batch, capacity, policy, reuse,
-            self._remember, self._constrain, self.adapters.place, reader,
+            self._constrain, self.adapters.place, reader,
         )  # fmt: skip
 
     def encode(self, prompt: Prompt, mode: Mode = "adaptive", continue_final_message: bool = False) -> list[int]:
@@ -143,10 +141,12 @@ class Engine:
             raise RequestError(f"{where}token id {unused[0]} has no name in the tokenizer or no row in the embedding")
 
     def _encode_messages(
-        self, messages: Sequence[dict[str, str]], mode: Mode, continue_final_message: bool
+        self, messages: Sequence[Mapping[str, Any]], mode: Mode, continue_final_message: bool
     ) -> list[int]:
-        """A conversation. Answers of this engine go in with the tokens they were decoded as, blocks included, so that a
-        follow-up turn goes on with what the cache still holds; other answers go in as plain text.
+        """Return the prompt of a conversation.
+
+        An answer goes in as plain text, or, with `token_ids`, as these tokens, blocks included: then a follow-up turn
+        goes on with what the cache holds. So the prompt follows from the messages alone (protocol, section 2).
         """
         tokenizer = self._tokenizer()
         if tokenizer.chat_template is None:
@@ -168,9 +168,31 @@ class Engine:
             raise RequestError("this model names no end of text, so a conversation cannot go on after an answer")
         codec = self.lm.codec.text
         (ids, *stretches), answers = encode_history(tokenizer, codec, ends, messages, continue_final_message)
-        for answer, after in zip(answers, stretches, strict=True):
-            known = self._answers.get((tuple(ids), answer))
-            ids = [*ids, *(codec.encode(answer) if known is None else known), *after]
+        places = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for place, answer, after in zip(places, answers, stretches, strict=True):
+            decoded = self._decoded(place, messages[place]) if messages[place]["content"] == answer else None
+            ids = [*ids, *(codec.encode(answer) if decoded is None else decoded), *after]
+        return ids
+
+    def _decoded(self, place: int, message: Mapping[str, Any]) -> list[int] | None:
+        """Return the tokens that an answer was decoded as, without end of text; None: the message does not have them.
+
+        Raises:
+            RequestError: they are not the tokens of its text.
+        """
+        if message.get("token_ids") is None or self.text_tags is not None or self.lm.special_tokens is None:
+            return None
+        where = f"message {place}: token_ids: "
+        ids = [int(token) for token in message["token_ids"]]
+        self._check_ids(ids, where)
+        ids = ids[:-1] if ids and ids[-1] in self.config.end else ids
+        try:
+            text = plain_text(self.lm.codec.parse(ids))
+        except StructureError as error:
+            raise RequestError(f"{where}{error}") from None
+        other = set(self.config.forbidden) - set(self.config.special.ids)
+        if text != message["content"] or other & set(ids):
+            raise RequestError(f"{where}expected the tokens of the message's content; send them as they were answered")
         return ids
 
     def _constrain(self, params: SamplingParams) -> Constraint:
@@ -180,17 +202,6 @@ class Engine:
         config = self.config
         branch_end, head = config.tags.branch_end, len(config.separator)
         return Constraint(self._schemas, params, config.max_branches, branch_end, head)
-
-    def _remember(self, result: Result) -> None:
-        """Keep the tokens of an answer for the turn after it."""
-        ids = result.token_ids
-        if result.finish_reason == "cancelled" or not ids or self.text_tags is not None:
-            return
-        whole = ids[:-1] if ids[-1] in self.config.end else ids
-        # The first stays, which a row may hold: serial mode that is told to say the same has other tokens for it.
-        self._answers.setdefault((tuple(result.prompt_token_ids), result.text), whole)
-        while len(self._answers) > KNOWN_ANSWERS:
-            self._answers.popitem(last=False)
 
     def _tokenizer(self) -> Any:
         if self.lm.tokenizer is None:
@@ -266,7 +277,6 @@ class Engine:
 
     def forget(self) -> None:
         """Begin as a new engine would: no prompt goes on from what was asked or answered before."""
-        self._answers.clear()
         self.scheduler.forget()
 
     def warm_up(self, alone: bool = False) -> float:

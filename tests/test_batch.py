@@ -143,7 +143,9 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
 
 
 def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
-    """By text alone, as a client sends it: the answer's blocks and tags are found again, and nothing is fed twice."""
+    """If the client sends them back: then nothing is fed twice. By text alone, the answer goes in as plain text, whether
+    this process gave it or another.
+    """
     from aspd_jax import load_model
     from train.tasks import problem
 
@@ -152,15 +154,29 @@ def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
     messages = [{"role": "user", "content": question}]
     first = demo.generate([messages], SamplingParams(max_new_tokens=400))[0]
     assert first.stats.blocks == 1
-    follow = [*messages, {"role": "assistant", "content": first.text}, {"role": "user", "content": "Again?"}]
+    said = {"role": "assistant", "content": first.text}
+    plain = [*messages, said, {"role": "user", "content": "Again?"}]
+    follow = [*messages, {**said, "token_ids": first.token_ids}, plain[-1]]
+    other = Engine(demo.lm, max_length=1024, max_batch=1)
+    assert demo.encode(plain) == other.encode(plain) and demo.encode(follow) == other.encode(follow)
+    params = SamplingParams(max_new_tokens=10)
+    assert demo.generate([plain], params)[0].text == other.generate([plain], params)[0].text
+    first = demo.generate([messages], SamplingParams(max_new_tokens=400))[0]
     ids = demo.encode(follow)
     assert ids[: len(first.prompt_token_ids) + len(first.token_ids)] == first.prompt_token_ids + first.token_ids
-    second = demo.generate([follow], SamplingParams(max_new_tokens=10))[0]
+    second = demo.generate([follow], params)[0]
     assert second.stats.reused_tokens == len(first.prompt_token_ids) + len(first.token_ids) - 1
-    # Another text is none of its answers: it goes in as plain text, and only what comes before it is there already.
-    follow[1] = {"role": "assistant", "content": first.text + " No."}
     special = demo.config.special
-    assert special.branch_start not in demo.encode(follow)
+    assert special.branch_start in ids and special.branch_start not in demo.encode(plain)
+    without_end = first.token_ids[:-1]
+    for wrong, message in (
+        ([*without_end[:-1]], "message 1: token_ids: expected the tokens of the message's content"),
+        (without_end[: without_end.index(special.branch_end)], "message 1: token_ids: the answer ends where"),
+        ([*without_end, demo.lm.tokenizer.convert_tokens_to_ids("<|user|>")], "message 1: token_ids: expected"),
+        ([10**6], "message 1: token_ids: token ids must be between"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            demo.encode([follow[0], {**said, "token_ids": wrong}, follow[2]])
     with pytest.raises(RequestError, match="the last message is an answer"):
         demo.encode(follow[:2])
     with pytest.raises(RequestError, match="message 0: 'role' and 'content' must be strings"):

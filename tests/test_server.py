@@ -122,6 +122,7 @@ def test_what_is_asked_is_what_is_sampled(server: Running) -> None:
     )
     content = likely.choices[0].logprobs.content  # type: ignore[union-attr]
     assert content is not None and "".join(token.token for token in content) == likely.choices[0].message.content
+    assert b"".join(bytes(token.bytes or ()) for token in content).decode() == likely.choices[0].message.content
     assert all(token.logprob == token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob for token in content)
     raw = client.completions.create(
         model="demo",

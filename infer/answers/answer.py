@@ -374,24 +374,32 @@ def result(
     return Result(plain_text(structure), structure, tokens, reason, stats, list(job.prompt))
 
 
-def content_places(config: EngineConfig, ids: list[int]) -> list[int]:
-    """Which tokens of a linearisation are plain text: no tags, titles, heads, nor end of text."""
+def content_stretches(config: EngineConfig, ids: list[int]) -> list[range]:
+    """Return the places of the plain text in a linearisation, a range for each stretch.
+
+    Tags, titles, heads and end of text are none of it.
+    """
     special, head = config.special, len(config.separator)
     whole = ids[:-1] if ids and ids[-1] in config.end else ids
-    places: list[int] = []
+    places: list[range] = []
     at = 0
     for item in split(whole, special):
         if isinstance(item, SerialIds):
-            places += range(at, at + len(item.ids))
+            places.append(range(at, at + len(item.ids)))
             at += len(item.ids)
             continue
         at += 1 + sum(2 + len(title) for title in item.titles)
         for branch, text in zip(item.branches, item.texts(head), strict=True):
             at += 1 + len(branch)
-            places += range(at - len(text.ids), at)
+            places.append(range(at - len(text.ids), at))
             at += 1
         at += 1
     return places
+
+
+def content_places(config: EngineConfig, ids: list[int]) -> list[int]:
+    """Return the places of the plain text in a linearisation (`content_stretches`)."""
+    return [place for stretch in content_stretches(config, ids) for place in stretch]
 
 
 def content_ids(config: EngineConfig, result: Result) -> list[int]:

@@ -19,7 +19,7 @@ from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import head_of, lm_head
 from aspd_jax.sizes import next_power
-from infer.answers.answer import Result, content_places
+from infer.answers.answer import Result, content_stretches
 from infer.decode.state import EngineConfig
 
 CHUNK = 128  # tokens whose logits are there at a time, and of the shortest pass
@@ -27,11 +27,21 @@ MOST_ALTERNATIVES = 20  # computed whatever is asked for, so that passes of one 
 
 
 class TokenLogprob(NamedTuple):
-    """A token, how likely it was (None: nothing stands before it), and the likeliest ones in its place, in order."""
+    """A token and its log probability.
+
+    Attributes:
+        token: id.
+        logprob: None if nothing stands before it.
+        top: ids and log probabilities of the likeliest tokens in its place, in order.
+        text: its bytes; joined, those of an answer are the UTF-8 of its text. Empty without a tokenizer.
+        top_texts: the bytes of `top`.
+    """
 
     token: int
     logprob: float | None
     top: list[tuple[int, float]]
+    text: bytes = b""
+    top_texts: tuple[bytes, ...] = ()
 
 
 def token_logprobs(
@@ -47,22 +57,25 @@ def token_logprobs(
     prompt, ids = result.prompt_token_ids, result.token_ids
     whole = np.asarray([*prompt, *ids], np.int32)
     chosen, top, top_ids = likeliest(lm, config, whole, adapter)
-    places = [len(prompt) + place for place in content_places(config, ids)]
-    found: list[TokenLogprob] = []
+    start = len(prompt)
+    stretches = [range(start + s.start, start + s.stop) for s in content_stretches(config, ids)]
     if echo:
-        found = [TokenLogprob(prompt[0], None, [])]
-        places = [*range(1, len(prompt)), *places, *([whole.size - 1] if ids and ids[-1] in config.end else [])]
-    return found + [
-        TokenLogprob(
-            int(whole[at]),
-            float(chosen[at - 1]),
-            [
-                (int(id), float(value))
-                for id, value in zip(top_ids[at - 1, :alternatives], top[at - 1, :alternatives], strict=True)
-            ],
-        )
-        for at in places
-    ]
+        stretches.insert(0, range(start))
+        stretches += [range(whole.size - 1, whole.size)] if ids and ids[-1] in config.end else []
+    codec = None if lm.tokenizer is None else lm.codec.text
+    found = []
+    for stretch in stretches:
+        own = [int(token) for token in whole[stretch.start : stretch.stop]]
+        texts = [b""] * len(own) if codec is None else codec.token_bytes(own)
+        for number, (at, token, text) in enumerate(zip(stretch, own, texts, strict=True)):
+            if at == 0:
+                found.append(TokenLogprob(token, None, [], text))
+                continue
+            others = [int(other) for other in top_ids[at - 1, :alternatives]]
+            pairs = list(zip(others, map(float, top[at - 1, :alternatives]), strict=True))
+            spelled = [] if codec is None else codec.token_bytes(others, () if number else own)
+            found.append(TokenLogprob(token, float(chosen[at - 1]), pairs, text, tuple(spelled)))
+    return found
 
 
 def likeliest(

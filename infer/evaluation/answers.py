@@ -78,7 +78,7 @@ class _Conversation:
             result = self._handle.result
             said = "\n\n".join(message["content"] for message in self._messages)
             self._turns.append(turn_record(self._engine, result, said))
-            self._messages.append({"role": "assistant", "content": result.text})
+            self._messages.append({"role": "assistant", "content": result.text, "token_ids": result.token_ids})
             self._handle = None
             if len(self._turns) < len(self._question.turns):
                 self._ask()

@@ -103,7 +103,7 @@ def _converse(
         told = params if script is None else params.saying(script)
         (result,) = engine.generate([messages], told, mode)
         yield result
-        messages.append({"role": "assistant", "content": result.text})
+        messages.append({"role": "assistant", "content": result.text, "token_ids": result.token_ids})
 
 
 def _seconds(result: Result) -> dict[str, float]:

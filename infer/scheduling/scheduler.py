@@ -67,7 +67,6 @@ class Scheduler:
         capacity: slots of a row: for prompt and answer.
         policy: which branches of a loaded batch have to wait.
         reuse: let a prompt begin with what a row still holds of it.
-        ended: called with every result.
         constrain: what follows the schemas of a request.
         place: of an adapter among the parameters, by its number.
         reader: of tags that are text.
@@ -87,7 +86,6 @@ class Scheduler:
         capacity: int,
         policy: Policy,
         reuse: bool,
-        ended: Callable[[Result], None],
         constrain: Callable[[SamplingParams], Constraint],
         place: Callable[[int], int],
         reader: TextReader | None = None,
@@ -96,7 +94,7 @@ class Scheduler:
         drafts = 2 * config.max_branches * config.draft_tokens
         reserve = -(-drafts // LEAST_CAPACITY) * LEAST_CAPACITY
         self._lm, self._config, self._capacity, self._room = lm, config, capacity + reserve, capacity
-        self._policy, self._reuse, self._ended, self._reader = policy, reuse, ended, reader
+        self._policy, self._reuse, self._reader = policy, reuse, reader
         self._constrain, self._place = constrain, place
         self.cost: StepCost | None = None
         self.alone: Handle | None = None
@@ -454,7 +452,6 @@ class Scheduler:
             if reading is not None:
                 row.memory = RowMemory(*reading.cached(), reading.slots, self._stamp, handle.job.adapter)
         final = self._result(handle, reading)
-        self._ended(final)
         handle.note(reading.answer if reading else Answer(np.zeros(0, np.int32), (), SERIAL, RUNNING), final)
 
     def _result(self, handle: Handle, reading: Reading | None) -> Result:

@@ -38,6 +38,7 @@ def statistics(result: Result, compiled: int) -> dict[str, Any]:
     return {
         "statistics": result.stats.to_json() | {"programs_compiled": compiled},
         "structure": to_json(result.structure),
+        "token_ids": result.token_ids,
     }
 
 
@@ -113,11 +114,14 @@ class Chat:
         return {"index": number, "delta": {}, "finish_reason": finish(result), "logprobs": logprobs}
 
     def logprobs(self, found: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
-        def one(id: int, logprob: float | None) -> dict[str, Any]:
-            text = codec.decode([id])
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        def one(text: bytes, logprob: float | None) -> dict[str, Any]:
+            return {"token": text.decode(errors="replace"), "logprob": logprob, "bytes": list(text)}
 
-        content = [one(of.token, of.logprob) | {"top_logprobs": [one(*top) for top in of.top]} for of in found]
+        content = []
+        for token in found:
+            values = [value for _, value in token.top]
+            top = [one(text, value) for text, value in zip(token.top_texts, values, strict=True)]
+            content.append(one(token.text, token.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
 

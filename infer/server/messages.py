@@ -93,7 +93,8 @@ class Aspd(Strict):
     Attributes:
         mode: `adaptive`: the model decides when to fork; `serial`: it never does.
         stream: `text`: deltas in reading order; `branches`: as they come, with block and branch numbers.
-        statistics: send what the answer cost, and its structure, with its end.
+        statistics: send what the answer cost, its structure, and its `token_ids`, with its end. A later request that
+            sends these back, as `aspd.token_ids` of the message, goes on with the blocks of the answer.
         branch_format: as `response_format`, of the text of every branch.
         content: the text of the answer, which serial mode then decodes as if it had chosen it: what it costs.
     """
@@ -127,10 +128,17 @@ class Part(Strict):
         return data
 
 
+class Decoded(Strict):
+    """What this server adds to a message of the assistant: the tokens that it was answered as, with its blocks."""
+
+    token_ids: list[Annotated[Int, Field(ge=0, lt=1 << 31)]] | None = None
+
+
 class Message(Strict):
     """A message of a conversation."""
 
     neutral = MESSAGE
+    aspd: Decoded = Decoded()
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part] | None = None
 
@@ -145,14 +153,17 @@ class Message(Strict):
     def _has_content(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise fault("expected a string or a list of parts, got null", "content")
+        if self.aspd.token_ids is not None and self.role != "assistant":
+            raise fault("only messages of the assistant have token_ids", "aspd")
         return self
 
     @property
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """As the chat template takes it."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text} | ({} if self.aspd.token_ids is None else self.aspd.model_dump())
 
 
 class StreamOptions(Strict):
