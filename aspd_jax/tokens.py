@@ -69,6 +69,7 @@ class TextCodec:
 
     Attributes:
         special: finds the spelling of every special token.
+        special_ids: ids of all special tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -82,8 +83,9 @@ class TextCodec:
         self._backend.encode_special_tokens = True
         self._backend.no_truncation()
         self._backend.no_padding()
-        special = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
-        self.special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        special = {i: t.content for i, t in self._backend.get_added_tokens_decoder().items() if t.special}
+        self.special_ids = frozenset(special)
+        self.special = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))) or r"(?!)")
         byte_ids = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_ids = [i for i in byte_ids if i is not None]
         self._space_id = self._backend.token_to_id("▁")

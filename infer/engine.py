@@ -190,7 +190,7 @@ class Engine:
             text = plain_text(self.lm.codec.parse(ids))
         except StructureError as error:
             raise RequestError(f"{where}{error}") from None
-        other = set(self.config.forbidden) - set(self.config.special.ids)
+        other = self.lm.codec.text.special_ids - set(self.config.special.ids)
         if text != message["content"] or other & set(ids):
             raise RequestError(f"{where}expected the tokens of the message's content; send them as they were answered")
         return ids
