@@ -143,7 +143,7 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
 
 
 def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
-    """If the client sends them back: then nothing is fed twice. By text alone, the answer goes in as plain text, in this
+    """If the client sends them back: then nothing is fed twice. By text alone, it goes in as plain text, in this
     process as in any other.
     """
     from aspd_jax import load_model

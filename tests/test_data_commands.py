@@ -38,6 +38,13 @@ def test_show_and_stats(built: Path, capsys: Any) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((built / "out" / "report.json").read_text())["statistics"]
     assert aspd.main(["data", "show", file, "--id", "none"]) == 2
+    with (built / "out" / "structured.jsonl").open("ab") as lines:
+        lines.write(b'{"messages": NaN}\n\xff\n')
+    capsys.readouterr()
+    assert aspd.main(["data", "stats", file, "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == found and told.err.count("left out: ") == 2
+    assert re.search(rf"left out: {re.escape(file)}, line \d+: not UTF-8: byte 0", told.err)
 
 
 def test_dry_run_asks_nobody(built: Path, capsys: Any) -> None:

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from aspd_jax.errors import DataError
@@ -57,6 +59,56 @@ def test_history_and_input_come_first() -> None:
 def test_what_is_no_conversation_is_named(row: Any, reason: str) -> None:
     found = conversation(row, 4)
     assert isinstance(found, Unreadable) and found.number == 4 and re.search(reason, found.reason)
+
+
+def test_messages_that_say_more_than_text_are_refused_by_name() -> None:
+    def read(**fields: Any) -> str:
+        row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"} | fields]}
+        found = conversation(row, 1)
+        return found.reason if isinstance(found, Unreadable) else ""
+
+    assert read(tool_calls=[], reasoning_content=None, structure=None, weight=1, name="x") == ""
+    assert read(tool_calls=[{"id": "1"}]) == "messages[1].tool_calls is not supported"
+    assert read(reasoning_content="so") == "messages[1].reasoning_content is not supported"
+    assert read(weight=0) == "messages[1].weight: expected 1, got 0; every answer is learned"
+    for content, place in (
+        ([{"type": "text", "text": None}], "content[0].text"),
+        ([{"type": "text"}], "content[0].text"),
+        ([{"type": "text", "text": 1}], "content[0].text"),
+        ([{"text": "a"}], "content[0]"),
+        ([[{"type": "text", "text": "a"}]], "content[0]"),
+        ([{"type": "image_url", "image_url": "x"}], "content[0]"),
+        (["a"], "content[0]"),
+        ([], "content"),
+        (None, "content"),
+        ({"text": "a"}, "content"),
+    ):
+        assert read(content=content).startswith(f"messages[1].{place}: expected ")
+
+
+def test_messages_behind_the_last_answer_are_dropped() -> None:
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
+    found = conversation({"messages": said}, 1)
+    assert isinstance(found, Conversation) and found.messages == (("user", "q"), ("assistant", "a"))
+    assert found.unanswered == 1
+    greeting = conversation({"messages": [said[1], said[0]]}, 1)
+    assert isinstance(greeting, Unreadable) and greeting.reason == "it holds no question before its answer"
+
+
+def test_one_bad_record_ends_no_file_of_another_kind(tmp_path: Path) -> None:
+    good = {"question": "q", "answer": "a"}
+    rows = [good, {"question": "\ud83d", "answer": "a"}, float("nan"), 3, {"messages": "x"}, good]
+    (tmp_path / "x.json").write_text(json.dumps(rows))
+    (tmp_path / "lines.json").write_text(json.dumps(good) + "\n{\n" + json.dumps(good) + "\n")
+    long = "a" * 200_000  # longer than a field may be by default
+    (tmp_path / "x.csv").write_bytes(f"question,answer\nq,a\nr\nq,a,b\nq,{long}\n".encode() + b"q,\xe9\nNone,a\n")
+    table = pyarrow.table({"question": ["q", None, "q"], "answer": ["a", "a", "a"], "messages": [None, None, []]})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    for name, bad, count in (("x.json", [2, 3, 4, 5], 6), ("lines.json", [2], 3), ("x.csv", [2, 3, 5], 6)):
+        found = list(read_records(str(tmp_path / name)))
+        assert len(found) == count and [r.number for r in found if isinstance(r, Unreadable)] == bad
+    found = list(read_records(str(tmp_path / "x.parquet")))
+    assert [type(record) for record in found] == [Conversation, Unreadable, Unreadable]
 
 
 def test_files_of_other_kinds(tmp_path: Path) -> None:
