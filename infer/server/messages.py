@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 from infer.answers.logprobs import MOST_ALTERNATIVES
 from infer.request import Mode, SamplingParams
 from infer.server.config import ServerConfig
-from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault
+from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 
 MOST_STOPS = 64  # stop strings; OpenAI has 4, evaluation harnesses send more
 
@@ -136,15 +136,18 @@ class Message(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_tools(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("role") in ("tool", "function"):
-            raise fault(f"{data['role']} messages are not supported")
+    def _is_message(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            if data.get("role") in ("tool", "function"):
+                raise fault(f"{data['role']} messages are not supported")
+            if isinstance(kind := data.get("type"), str) and kind != "message":
+                raise fault(f"items of type {spell(kind)} are not supported")
         return data
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
         if self.content is None and self.role != "assistant":
-            raise fault("expected a string or a list of parts, got null", "content")
+            raise fault("expected a string or a list, got null", "content")
         return self
 
     @property
