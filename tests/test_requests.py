@@ -194,7 +194,7 @@ CONTENTS: list[tuple[Any, str]] = [
     (["a"], "[0]: expected an object, got 'a'"),
     (5, ": expected a string or a list, got 5"),
     ({"text": "a"}, ": expected a string or a list, got an object"),
-    (None, ": expected a string or a list, got null"),
+    (None, ": a value is required"),
 ]
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     *(

@@ -132,7 +132,7 @@ class Message(Strict):
 
     neutral = MESSAGE
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part] | None = None
+    content: str | list[Part]
 
     @model_validator(mode="before")
     @classmethod
@@ -142,19 +142,14 @@ class Message(Strict):
                 raise fault(f"{data['role']} messages are not supported")
             if isinstance(kind := data.get("type"), str) and kind != "message":
                 raise fault(f"items of type {spell(kind)} are not supported")
+            if data.get("role") == "assistant" and data.get("content") is None:
+                return {**data, "content": ""}  # as clients send back answers that called tools
         return data
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and self.role != "assistant":
-            raise fault("expected a string or a list, got null", "content")
-        return self
 
     @property
     def plain(self) -> dict[str, str]:
         """As the chat template takes it."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
