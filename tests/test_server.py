@@ -169,23 +169,23 @@ def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
     ("path", "body", "status", "said"),
     [
         ("chat/completions", ask() | {"model": "x"}, 404, "there is no model 'x' here, but 'demo'"),
-        ("chat/completions", ask(temperature=3), 400, "temperature: Input should be less than or equal to 2"),
+        ("chat/completions", ask(temperature=3), 400, "temperature: expected at most 2, got 3"),
         ("chat/completions", ask(presence_penalty=3), 400, "presence_penalty"),
-        ("chat/completions", ask(tools=[]), 400, "tools: Extra inputs are not permitted"),
+        ("chat/completions", ask(tools=[{}]), 400, "tools: tool calls are not supported; expected [] or null, got"),
         ("chat/completions", ask(n=99), 400, "n: at most 8 answers"),
         ("chat/completions", ask(max_tokens=0), 400, "max_tokens"),
-        ("chat/completions", ask(top_logprobs=2), 400, "top_logprobs needs logprobs"),
-        ("chat/completions", ask(stream_options={}), 400, "stream_options needs stream"),
+        ("chat/completions", ask(top_logprobs=2), 400, "top_logprobs: needs logprobs: true"),
+        ("chat/completions", ask(stream_options={}), 400, "stream_options: needs stream: true"),
         ("chat/completions", ask(stop=[""]), 400, "stop"),
-        ("chat/completions", ask(aspd={"mode": "fast"}), 400, "aspd.mode: Input should be 'adaptive' or 'serial'"),
-        ("chat/completions", ask(aspd={"content": "x"}), 400, "aspd.content needs aspd.mode: serial"),
+        ("chat/completions", ask(aspd={"mode": "fast"}), 400, "aspd.mode: expected 'adaptive' or 'serial', got 'fast'"),
+        ("chat/completions", ask(aspd={"content": "x"}), 400, "aspd: content needs mode: serial"),
         ("chat/completions", ask(aspd=SAID, stop="a"), 400, "and neither stop nor response_format"),
         ("chat/completions", ask(aspd=SAID | {"content": "word " * 600}), 400, "script has"),
         ("chat/completions", ask() | {"messages": [LONG]}, 400, "leaves no room"),
-        ("chat/completions", ask() | {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+        ("chat/completions", ask() | {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0]: tool"),
         ("completions", {"model": "demo", "prompt": [1, 99999]}, 400, "token ids must be between"),
         ("completions", {"model": "demo", "prompt": ""}, 400, "the prompt is empty"),
-        ("completions", {"model": "demo"}, 400, "prompt: Field required"),
+        ("completions", {"model": "demo"}, 400, "prompt: a value is required"),
         ("nothing", {}, 404, "Not Found"),
     ],
 )  # fmt: skip
@@ -198,7 +198,7 @@ def test_mistakes_get_clear_errors(server: Running, path: str, body: dict[str, A
 def test_bodies_are_bounded(server: Running) -> None:
     url = f"{server.url}/v1/chat/completions"
     assert httpx.post(url, content=b"{" * (1 << 21)).status_code == 413
-    assert httpx.post(url, content=iter([b"{}"])).status_code == 411
+    assert httpx.post(url, content=iter([b"{" * (1 << 20)] * 2)).status_code == 413
     broken = httpx.post(url, content=b"{", headers={"Content-Type": "application/json"})
     assert broken.status_code == 400 and "JSON" in broken.json()["error"]["message"]
     assert httpx.get(url).status_code == 405

@@ -86,11 +86,12 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app.get("/metrics", responses={401: errors[401]}, response_class=PlainTextResponse)(server.metrics)
     app.get("/", response_class=HTMLResponse)(server.page)
     app.openapi_schema = schema = app.openapi()
-    for kind in ("ChatRequest", "CompletionRequest"):
+    for kind in ("ChatRequest", "CompletionRequest", "ResponsesRequest"):
         fields = schema["components"]["schemas"][kind]["properties"]
         if not engine.lm.config.adapters:
             fields["model"]["enum"] = [config.name]
-        fields["n"]["anyOf"][0]["maximum"] = config.max_choices
+        if "n" in fields:
+            fields["n"]["anyOf"][0]["maximum"] = config.max_choices
     return app
 
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 from infer.answers.logprobs import MOST_ALTERNATIVES
 from infer.request import Mode, SamplingParams
 from infer.server.config import ServerConfig
-from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault
+from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 
 MOST_STOPS = 64  # stop strings; OpenAI has 4, evaluation harnesses send more
 
@@ -140,19 +140,22 @@ class Message(Strict):
     neutral = MESSAGE
     aspd: Decoded = Decoded()
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part] | None = None
+    content: str | list[Part]
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_tools(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("role") in ("tool", "function"):
-            raise fault(f"{data['role']} messages are not supported")
+    def _is_message(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            if data.get("role") in ("tool", "function"):
+                raise fault(f"{data['role']} messages are not supported")
+            if isinstance(kind := data.get("type"), str) and kind != "message":
+                raise fault(f"items of type {spell(kind)} are not supported")
+            if data.get("role") == "assistant" and data.get("content") is None:
+                return {**data, "content": ""}  # as clients send back answers that called tools
         return data
 
     @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and self.role != "assistant":
-            raise fault("expected a string or a list of parts, got null", "content")
+    def _was_decoded(self) -> Self:
         if self.aspd.token_ids is not None and self.role != "assistant":
             raise fault("only messages of the assistant have token_ids", "aspd")
         return self
@@ -160,8 +163,7 @@ class Message(Strict):
     @property
     def plain(self) -> dict[str, Any]:
         """As the chat template takes it."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": text} | ({} if self.aspd.token_ids is None else self.aspd.model_dump())
 

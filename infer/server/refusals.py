@@ -142,6 +142,7 @@ def describe(errors: Sequence[Any], body: Any) -> tuple[str, str]:
     first = found[0][0]
     path = max((path for path, _ in found if path[: len(first)] == first), key=len)
     here = [error for where, error in found if where == path]
+    here = [error for error in here if not error["type"].endswith("_type")] or here  # of its type's alternative
     value = here[0]["input"]
     exact = [error["ctx"]["message"] for error in here if error["type"] == "request"]
     if exact:
@@ -191,9 +192,9 @@ _EXPECTED: Mapping[str, str] = {
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
-    "string_too_short": "at least {min_length} characters",
+    "string_too_short": "at least {min_length} character",
     "string_too_long": "at most {max_length} characters",
-    "too_short": "at least {min_length} entries",
+    "too_short": "at least {min_length} entry",
     "too_long": "at most {max_length} entries",
 }
 
@@ -201,4 +202,4 @@ _EXPECTED: Mapping[str, str] = {
 def _expected(kind: str, context: Mapping[str, Any]) -> str:
     """What was expected where pydantic found an error of a kind."""
     phrase = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0]) or "another value"
-    return phrase.format_map(context)
+    return phrase.format_map({name: f"{v:g}" if isinstance(v, float) else v for name, v in context.items()})
