@@ -104,6 +104,7 @@ CHANGES: dict[str, tuple[ModelConfig, Any]] = {
     "adapters": (replace(BASE, lora_rank=2), 2),
     "new_tokens": (BASE, (17, 18)),
     "vocab_padding": (BASE, 8),
+    "unused_tokens": (BASE, ((20, 24),)),
 }
 
 

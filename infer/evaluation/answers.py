@@ -65,7 +65,7 @@ class _Conversation:
     def __init__(self, engine: Engine, mode: Mode, question: Question, decoding: DecodingSection, place: int) -> None:
         self._engine, self._mode, self._question = engine, mode, question
         self._params = decoding.params(question.temperature, place)
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[dict[str, Any]] = []
         self._turns: list[dict[str, Any]] = []
         self._error: str | None = None
         self._handle: Handle | None = None

@@ -97,7 +97,7 @@ def _converse(
         scripts: tokens of every answer; None: its own.
     """
     engine.forget()
-    messages: list[dict[str, str]] = []
+    messages: list[dict[str, Any]] = []
     for text, script in zip(question.turns, scripts, strict=True):
         messages.append({"role": "user", "content": text})
         told = params if script is None else params.saying(script)
