@@ -94,6 +94,7 @@ READ: dict[str, dict[str, Kind]] = {
 NEUTRAL = frozenset(
     [
         "architectures",
+        "aspd_oracle",  # ids of the tags, beside vectors computed with the code of the paper
         "attention_dropout",
         "attn_implementation",
         "attn_pdrop",
