@@ -88,6 +88,35 @@ def test_there_are_commands() -> None:
         assert any(command.startswith(start) for _, command in COMMANDS) or start == "aspd demo"
 
 
+def missing_links(page: Path, text: str) -> list[str]:
+    """Return the relative links of a page that lead to no file."""
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
+    return [link for link in links if not (page.parent / link).exists()]
+
+
+def missing_tests(text: str) -> list[str]:
+    """Return the test files, and the tests `file.py::name`, that a page names and that do not exist."""
+    sources = {file.name: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+    cited = re.findall(r"\b(test_\w+\.py)(?:::(test_\w+))?", text)
+    return [
+        f"{file}::{name}" for file, name in cited if (f"def {name}(" if name else "def ") not in sources.get(file, "")
+    ]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "ARCHITECTURE.md"], ids=lambda page: page.name)
+def test_links_and_cited_tests_exist(page: Path) -> None:
+    text = page.read_text()
+    assert not missing_links(page, text) and not missing_tests(text)
+
+
+def test_missing_links_and_tests_are_found() -> None:
+    """Negative control, and every cell of the support matrix has a test to name."""
+    assert missing_links(PAGES[0], "[a](none.md#part) [b](README.md#c) [d](https://example.org/x)") == ["none.md"]
+    cited = "`test_docs.py::test_links`, `tests/test_none.py`, `test_docs.py`"
+    assert missing_tests(cited) == ["test_docs.py::test_links", "test_none.py::"]
+    assert (ROOT / "docs" / "support.md").read_text().count("::test_") > 40
+
+
 @pytest.mark.parametrize("command", sorted({command for _, command in COMMANDS}))
 def test_commands_are_taken(command: str) -> None:
     options = aspd.build_parser().parse_args(shlex.split(command)[1:])
