@@ -1,6 +1,6 @@
-"""Low-rank adapters among the parameters of a model: merged, taken out, put in (LoRA: Hu et al., 2021).
+"""Merge, extract and insert low-rank adapters in the parameters of a model (LoRA: Hu et al., 2021).
 
-R ranks of an adapter, T new tokens, D hidden size, A adapters.
+R rank of an adapter, T new tokens, D hidden size, A adapters.
 """
 
 from __future__ import annotations
@@ -19,13 +19,21 @@ from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.vocabulary import NEW_TOKENS
 from aspd_jax.model.weights import ADAPTERS, MADE_HERE, WRITING, Path_, Tensor, input_axes, tensors_of
 
-# The embedding and an untied head: what an adapter calls them, and their parameters.
+# Names of the embedding and of an untied head in an adapter, and the paths of their parameters.
 ROWS = {"embedding": EMBEDDING, "head": HEAD}
 KERNELS = {"embedding": ("embedding", "embedding"), "head": ("head", "kernel")}
 
 
 def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
-    """Parameters of a model without adapters and with float kernels that computes the same; on the host."""
+    """Return equivalent parameters on the host, without adapters and with float kernels.
+
+    Args:
+        config: configuration of the model that owns `parameters`.
+        parameters: pytree with adapters, int8 kernels or rows of new tokens; each is optional.
+
+    Returns:
+        A pytree of NumPy arrays. Int8 kernels become `config.dtype`; other kernels keep their dtype.
+    """
     leaves = flatten_dict(parameters)
     merged = {path: leaf for path, leaf in leaves.items() if path[-1] not in MADE_HERE and path[0] != NEW_TOKENS}
     for path in leaves:
@@ -53,8 +61,11 @@ def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
 def adapter_tensors(
     config: ModelConfig, parameters: Any
 ) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, np.ndarray]]:
-    """What is trained with LoRA, under Hugging Face names, on the host: factors (down [R, inputs], up [outputs, R]) of
-    each linear layer, and rows [T, D] of embedding and head. Layers that are parts of one here share their down.
+    """Return the parameters that LoRA trains, on the host and under Hugging Face names.
+
+    Returns:
+        Factors (down [R, inputs], up [outputs, R]) of each linear layer, and rows [T, D] of the embedding and the head.
+        Layers that share a joint kernel here share their `down`.
     """
     leaves = flatten_dict(parameters)
     factors = {}
@@ -69,13 +80,17 @@ def adapter_tensors(
 
 
 def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | None, number: int) -> Any:
-    """Parameters of a model with several adapters, with another one in place `number`, or with none.
+    """Return the parameters of a model with several adapters after replacing the adapter at index `number`.
 
     Args:
-        adapter: with rows of all new tokens or of none, which leaves theirs as they are for everybody.
+        config: configuration with `adapters` > 0.
+        parameters: pytree; it is not modified.
+        adapter: adapter with rows for all new tokens or for none; without rows, the new tokens keep the rows of the
+            base model. None: clear the index.
+        number: index of the adapter, 0 to A - 1.
 
     Raises:
-        CheckpointError: what of it the model has no place for; nothing has changed then.
+        CheckpointError: the adapter has a tensor that the model does not have, or one of another shape or rank.
     """
     leaves, rank = flatten_dict(parameters), config.lora_rank // config.adapters
     mine = slice(number * rank, (number + 1) * rank)
@@ -106,15 +121,18 @@ def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | 
         place = (number,) if path[0] == NEW_TOKENS else (..., mine) if path[-1] == "lora_up" else (mine,)
         old = leaves[path]
         leaf = old.at[place].set(values.astype(old.dtype))
-        # To put an array where it is would tie it to the device, and programs for others would be compiled again.
+        # `device_put` to the current sharding would commit the array to its device, which recompiles other programs.
         leaves[path] = leaf if leaf.sharding == old.sharding else jax.device_put(leaf, old.sharding)
     return unflatten_dict(leaves)
 
 
 def _fill(adapter: Adapter, parts: Iterable[tuple[str, Tensor]], down: np.ndarray, up: np.ndarray) -> None:
-    """Write the factors of the linear layers that are one here into its own: down [R, inputs], up [..., R].
+    """Write the factors of the layers that share a joint kernel into `down` [R, inputs] and `up` [..., R], in place.
 
-    Layers with the same down share its ranks; others have ranks of their own.
+    Layers with equal `down` share ranks; other layers use separate ranks.
+
+    Raises:
+        CheckpointError: a factor has another shape, or the layers need more than R ranks.
     """
     rank, used = len(down), 0
     placed: list[tuple[np.ndarray, slice]] = []
