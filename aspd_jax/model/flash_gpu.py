@@ -3,12 +3,12 @@
 B rows, S tokens of a row (whole tiles), K kv heads, G query heads per kv head, H head size (a power of two), T tokens
 of a tile, N tiles of a row.
 
-Every program of the grid makes one tile of a result: it loops over the tiles of the other side that have something to
-do with it, and keeps its sums in registers. Which tiles these are is found beforehand (`Order`), so that no other is
-touched; those where every query sees every key come first, and need no mask. Arrays lie as the model has them, heads
-behind tokens: a kernel takes its rows out of them by their strides, and nothing is transposed or copied.
+Every program of the grid computes one tile of a result: it loops over the tiles of the other side that share a
+non-empty mask with it, and accumulates in registers. These tiles are listed before the kernel runs (`Order`); tiles
+with a full mask come first and are computed without a mask. Arrays keep the layout of the model, with heads after
+tokens: a kernel reads its rows by their strides, and nothing is transposed or copied.
 
-Exponentials are powers of two, which is what the chip computes.
+Exponentials have base 2, which the hardware computes.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout
 from aspd_jax.model.flash import Arrays, Kernel, Passes, along_slope, intervals, product, tiles_in_sight, whole_tiles
 from aspd_jax.sizes import next_power
 
-# Of a tile: tokens, and bytes of one head. With bfloat16, sums stay in registers: those of keys and values are two.
+# Limits of a tile: tokens, and bytes of one head. They keep bfloat16 sums in registers; keys and values need two sums.
 LEAST, MOST, MOST_BY_KEY, MOST_BYTES = 16, 128, 64, 2**15
-LEAST_SIZE = 16  # of a head: products of matrices have no smaller side
+LEAST_SIZE = 16  # minimum head size: the smallest side of a matrix product
 WARPS, STAGES = 8, 2
 
 
 class Order(NamedTuple):
-    """Tiles that the tiles of a row look at, or are looked at by.
+    """For each tile of a result, the tiles of the other side in the order of visits.
 
     Attributes:
-        tiles: int32 [B, N, N], of every tile: first those with which all is seen, then those with which something is.
-        ends: int32 [B, N, 2], of every tile: how many of its tiles are the first, and how many are both.
+        tiles: int32 [B, N, N], indices of the tiles: first those with a full mask, then those with a partial mask.
+        ends: int32 [B, N, 2], number of tiles with a full mask, and with a non-empty mask.
     """
 
     tiles: jax.Array
@@ -46,10 +46,10 @@ class Order(NamedTuple):
 
 
 def order(seen: jax.Array, whole: jax.Array) -> Order:
-    """For every first tile, the second ones that have something to do with it.
+    """Return the `Order` of every tile along the first tile axis.
 
     Args:
-        seen, whole: bool [B, N, N], by `tiles_in_sight`.
+        seen, whole: bool [B, N, N], results of `tiles_in_sight`.
     """
     rank = jnp.where(whole, 0, jnp.where(seen, 1, 2))
     ends = jnp.stack([whole.sum(-1, dtype=jnp.int32), seen.sum(-1, dtype=jnp.int32)], axis=-1)
@@ -57,7 +57,7 @@ def order(seen: jax.Array, whole: jax.Array) -> Order:
 
 
 def forward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None) -> Arrays:
-    """As in `Passes`; the logarithm is of base 2."""
+    """Run the forward pass, see `Passes`; the log-sum-exp has base 2."""
     query, *_ = given = [_padded(kernel, x) for x in arrays]
     B, S, K, G, _ = query.shape
     results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((B, K, G, S), jnp.float32)
@@ -67,7 +67,7 @@ def forward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | 
 
 
 def backward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
-    """As in `Passes`; slopes of keys and values in a pass of their own."""
+    """Run the backward pass, see `Passes`; keys and values have a kernel of their own."""
     out, total, slope = results
     given = [*(_padded(kernel, x) for x in (*arrays, slope)), total, along_slope(kernel, out, slope)]
     of = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:3]]
@@ -85,7 +85,7 @@ def _scale(arrays: Arrays) -> float:
 
 
 def _padded(kernel: Kernel, x: jax.Array) -> jax.Array:
-    """[B, S, …, H] with whole tiles of tokens, and heads of a size that kernels can have."""
+    """Pad [B, S, …, H] to whole tiles of tokens and to a head size that kernels support."""
     x = whole_tiles(kernel, x, 1)
     more = max(LEAST_SIZE, next_power(x.shape[-1])) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
@@ -104,17 +104,18 @@ def _run(
     results: Sequence[jax.ShapeDtypeStruct],
     by_key: bool,
 ) -> Any:
-    """Run a kernel once for every row, head and tile.
+    """Run a kernel for every row, head and tile.
 
     Args:
-        kernel, layout, window: as everywhere.
+        kernel, layout, window: arguments of `Passes`.
         body: the kernel.
-        arrays: query, key, value; and for a backward pass slope, log-sum-exp and `along_slope`.
-        results: shapes of two like keys, or else of one like queries, and maybe of a number for each.
-        by_key: programs have tiles of keys and the queries of all heads of theirs, or else those of one head.
+        arrays: query, key, value; for a backward pass also gradient, log-sum-exp and `along_slope`.
+        results: shapes of two arrays like the keys; or of one like the queries, and optionally of a number per query.
+        by_key: whether a program computes a key tile with the queries of all heads of its group, instead of a query
+            tile of one head.
     """
     B, S, K, G, H = arrays[0].shape
-    # A power of two, of which a tile of `kernel` is a multiple.
+    # The tile here is a power of two that divides the tile of `kernel`, to which the arrays are padded.
     T = min(kernel.tile, MOST_BY_KEY if by_key else MOST, max(LEAST, MOST_BYTES // (H * arrays[0].dtype.itemsize)))
     spans = intervals(kernel, layout)
     sight = tiles_in_sight(spans, T, window)
@@ -163,7 +164,7 @@ def _forward_kernel(scale: float, *refs: Any) -> None:
 
     nothing = jnp.full(T, HIDDEN, jnp.float32), jnp.zeros(T, jnp.float32), jnp.zeros((T, H), jnp.float32)
     top, mass, weighted = _visit(ends, add, nothing)
-    # A query that sees nothing gets 0: as its result, and as the number with which its shares will be 0.
+    # A query that sees no key gets the result 0, and a log-sum-exp of 0, so that its probabilities are 0 later.
     some = top > HIDDEN
     out[...] = jnp.where(some[:, None], weighted / mass[:, None], 0).astype(out.dtype)
     total[...] = jnp.where(some, top + jnp.log2(mass), 0)
@@ -214,20 +215,20 @@ def _key_kernel(scale: float, *refs: Any) -> None:
 
 
 def _visit(ends: Any, add: Callable[..., Any], sums: Any) -> Any:
-    """Sums over all tiles that the tile of this program has something to do with; `add` is told whether to mask."""
+    """Accumulate over all tiles with a non-empty mask; the first argument of `add` is whether to apply the mask."""
     sums = jax.lax.fori_loop(0, ends[0], partial(add, False), sums)
     return jax.lax.fori_loop(ends[0], ends[1], partial(add, True), sums)
 
 
 def _mask(spans: Any, limit: Any, of_query: jax.Array, of_key: jax.Array, T: int, axis: int) -> jax.Array:
-    """Which queries of a tile see which keys of another, by `intervals` of the whole row.
+    """Return the mask between a query tile and a key tile, from the `intervals` of the whole row.
 
     Args:
         spans: int32 [4, S].
-        limit: the window, int32 [1].
-        of_query, of_key: numbers of the tiles.
+        limit: sliding window, int32 [1].
+        of_query, of_key: indices of the tiles.
         T: tokens of a tile.
-        axis: of the result, along which queries lie.
+        axis: axis of the queries in the result.
 
     Returns:
         Bool [T, T].
