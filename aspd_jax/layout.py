@@ -134,7 +134,7 @@ def build_layout(
         np.maximum.at(longest, branch_block, branch_length)
         branches = np.bincount(branch_block)
         span = {"sequential": total, "max": longest, "predict": branches * longest}[positions]
-        # The position of a serial token counts earlier tokens, with the span of every earlier block instead of its tokens.
+        # The position of a serial token counts each earlier block by its span instead of its tokens.
         gain = np.concatenate([[0], np.cumsum(span - total)])
         finished = block_number - inside
         position = position + gain[finished] - gain[block_base]

@@ -102,7 +102,7 @@ class TextCodec:
                 if self.decode(ids) == text:
                     return ids
             if self._space_id is not None and len(self._byte_ids) == 256:
-                # Characters with a special meaning in the vocabulary (such as U+2581) are encoded as bytes, which are exact.
+                # Characters with a special meaning in the vocabulary (such as U+2581) are exact only as bytes.
                 ids = [self._space_id, *(self._byte_ids[byte] for byte in text.encode())]
                 if self.decode(ids) == text:
                     return ids
