@@ -25,7 +25,7 @@ Schema = Literal["auto", "schema", "object", "none"]
 
 
 def outside_event_loop(work: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function that runs an event loop, so that it can be called inside a running loop, such as in a notebook."""
+    """Wrap a function that runs an event loop, so that it works inside a running loop, such as in a notebook."""
 
     @wraps(work)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Candidates of the teacher, and its votes, for one answer (protocol, section 7, stages 1 to 3)."""
+"""Candidates and votes of the teacher for one answer (protocol, section 7, stages 1 to 3)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from aspd_jax.pipeline.teacher import Teacher
 
 
 class Vote(NamedTuple):
-    """For or against, and why."""
+    """A vote on the independence of a block.
+
+    Attributes:
+        in_favour: whether the branches are independent.
+        reason: reason given by the teacher.
+    """
 
     in_favour: bool
     reason: str
 
 
 async def annotate(teacher: Teacher, question: str, answer: str) -> tuple[list[tuple[BlockSpan, ...]], list[str]]:
-    """As many candidates as asked for, those without a block left out, and why replies and groups are rejected.
+    """Return candidates for an answer, and the reasons why replies and groups were rejected.
+
+    Candidates without a block and repeated ones are dropped.
 
     Raises:
-        Unanswered: the endpoint gave no reply.
+        Unanswered: the endpoint did not reply.
     """
     values = {"question": question, "answer": numbered(answer)}
     found: list[tuple[BlockSpan, ...]] = []
@@ -54,10 +61,10 @@ async def annotate(teacher: Teacher, question: str, answer: str) -> tuple[list[t
 
 
 def read_groups(value: Any) -> list[Group]:
-    """Groups of a reply to `annotate`.
+    """Return the groups of a reply to `annotate`.
 
     Raises:
-        DataError: it has another form.
+        DataError: the reply has another form.
     """
     groups = value.get("groups") if isinstance(value, dict) else None
     if not isinstance(groups, list):
@@ -82,11 +89,11 @@ def _is_number(value: Any) -> bool:
 
 
 async def independence(teacher: Teacher, question: str, answer: str, blocks: Sequence[BlockSpan]) -> list[Vote]:
-    """Whether all votes take each block for independent; the reason of the first that does not.
+    """Return a vote per block, in favour if all votes of the teacher are; otherwise with the first reason against.
 
     Raises:
-        DataError: a vote had no right form.
-        Unanswered: the endpoint gave no reply.
+        DataError: a vote does not have the required form.
+        Unanswered: the endpoint did not reply.
     """
     groups = "\n".join(
         f'<group number="{number}">\n'

@@ -1,4 +1,4 @@
-"""Questions from forms and topics, and follow-ups: what a model is asked, so that it learns from its own answers."""
+"""Questions composed from forms and topics, and follow-ups, for training a model on its own answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from aspd_jax.pipeline.sources import Conversation
 
 SLOT = re.compile(r"\{(\w+)\}")
 NUMBER = "n"
-HELD_OUT_EVERY = 16  # one question in so many is held out
+HELD_OUT_EVERY = 16  # one question in 16 is held out
 
 
 @dataclass(frozen=True)
 class Group:
-    """Forms that have a share of all questions in common. A form is a question with `{topic}` places in it."""
+    """Forms with a common share of all questions.
+
+    Attributes:
+        share: weight of the group relative to other groups.
+        forms: questions with `{topic}` slots.
+    """
 
     share: float
     forms: tuple[str, ...]
@@ -27,13 +32,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Questions:
-    """What questions are made of.
+    """Material of which questions are composed.
 
     Attributes:
-        topics: what may stand in each place of a form.
-        numbers: what may stand for `{n}`.
-        groups: forms, by kind of question.
-        follow_ups: what may be asked after any answer.
+        topics: values of each slot of a form.
+        groups: forms by kind of question.
+        numbers: values of `{n}`.
+        follow_ups: questions that may follow any answer.
     """
 
     topics: dict[str, tuple[str, ...]]
@@ -53,17 +58,20 @@ class Questions:
 
 
 def held_out(question: str) -> bool:
-    """Whether a question is among those that are never trained on; it is decided by its text."""
+    """Return whether a question is held out from training, which its text alone decides."""
     return crc32(question.encode()) % HELD_OUT_EVERY == 0
 
 
 def compose(of: Questions, count: int, seed: int, apart: bool) -> list[tuple[str, str]]:
-    """So many different questions, each with the name of its group, in random order; or all that there are.
+    """Return different questions, each with the name of its group, in random order.
 
-    A group that has too few gives its share to the others. Within a group, forms take turns.
+    A group with too few questions passes its share to the others. Within a group, forms alternate.
 
     Args:
-        apart: the held-out questions; else the others.
+        of: material of the questions.
+        count: number of questions; fewer if the forms have no more.
+        seed: seed of the order.
+        apart: true: the held-out questions; false: all others.
     """
     chance = random.Random(seed)
     left = {name: _turns(of, group, chance, apart) for name, group in of.groups.items()}
@@ -81,7 +89,13 @@ def compose(of: Questions, count: int, seed: int, apart: bool) -> list[tuple[str
 
 
 def go_on(of: Questions, answered: Sequence[Conversation], count: int, seed: int) -> list[list[dict[str, str]]]:
-    """So many of the conversations, or all, in random order, each with a follow-up; follow-ups take turns.
+    """Return conversations with a follow-up question each, in random order; follow-ups alternate.
+
+    Args:
+        of: material of the questions.
+        answered: conversations that end with an answer.
+        count: number of conversations; fewer if `answered` has no more.
+        seed: seed of the order.
 
     Raises:
         ConfigError: there are no follow-ups.
@@ -113,7 +127,7 @@ def _turns(of: Questions, group: Group, chance: random.Random, apart: bool) -> I
 
 
 def _of_form(of: Questions, form: str, chance: random.Random, apart: bool) -> Iterator[str]:
-    """All questions of a form in random order, with a random number in each."""
+    """Yield all questions of a form in random order, each with a random number."""
     slots = [name for name in dict.fromkeys(SLOT.findall(form)) if name != NUMBER]
     choices = list(product(*(of.topics[name] for name in slots)))
     chance.shuffle(choices)
