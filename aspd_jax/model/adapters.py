@@ -121,7 +121,7 @@ def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | 
         place = (number,) if path[0] == NEW_TOKENS else (..., mine) if path[-1] == "lora_up" else (mine,)
         old = leaves[path]
         leaf = old.at[place].set(values.astype(old.dtype))
-        # `device_put` to the current sharding would commit the array to its device, which recompiles other programs.
+        # `device_put` to an equal sharding would commit the array to its device, which recompiles the programs.
         leaves[path] = leaf if leaf.sharding == old.sharding else jax.device_put(leaf, old.sharding)
     return unflatten_dict(leaves)
 
