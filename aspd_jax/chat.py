@@ -127,7 +127,7 @@ class Chat:
         return self._split(marked, last + 1)[:-1], text
 
     def end(self, place: int) -> int:
-        """Return the token that ends the answer at `place`: the one that the template writes, or the first of `ends`."""
+        """Return the token that ends the answer at `place`: the one from the template, or else the first of `ends`."""
         *_, rest = self._split(self._render(self._shown[: place + 1], False), place + 1)
         return self._ended(self.encode(rest))[0]
 
