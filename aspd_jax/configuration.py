@@ -83,37 +83,37 @@ def config_from_dict(kind: type[Config], values: dict[str, Any], where: str) -> 
     Raises:
         ConfigError: a field is not valid; the message names it, and what was expected.
     """
-    made: Config = _build(kind, values, "", where, list(_names(kind, "")))
-    return made
+    config: Config = _build(kind, values, "", where, list(_names(kind, "")))
+    return config
 
 
-def _build(kind: Any, values: Any, prefix: str, where: str, every: Sequence[str]) -> Any:
+def _build(kind: Any, values: Any, prefix: str, where: str, all_names: Sequence[str]) -> Any:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: {prefix.rstrip('.')} must hold `key: value` lines, got {values!r}")
     hints = get_type_hints(kind)
     known = {item.name for item in fields(kind)}
-    made = {}
+    arguments = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if key not in known:
-            same = [other for other in every if other.split(".")[-1] == key]
-            near = same or difflib.get_close_matches(name, every, 1)
+            same = [other for other in all_names if other.split(".")[-1] == key]
+            near = same or difflib.get_close_matches(name, all_names, 1)
             raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         if is_dataclass(hints[key]):
-            made[key] = _build(hints[key], value, f"{name}.", where, every)
+            arguments[key] = _build(hints[key], value, f"{name}.", where, all_names)
         elif get_origin(hints[key]) is dict:
             named = get_args(hints[key])[1]
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}: {name} must hold a name and its settings for each, got {value!r}")
-            made[key] = {
+            arguments[key] = {
                 str(one): _build(named, settings, f"{name}.{one}.", where, list(_names(named, f"{name}.*.")))
                 if is_dataclass(named)
                 else _value(named, settings, f"{name}.{one}", where)
                 for one, settings in value.items()
             }
         else:
-            made[key] = _value(hints[key], value, name, where)
-    return kind(**made)
+            arguments[key] = _value(hints[key], value, name, where)
+    return kind(**arguments)
 
 
 def _names(kind: Any, prefix: str) -> Iterator[str]:

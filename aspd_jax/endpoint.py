@@ -75,17 +75,17 @@ class EndpointSection:
     output_price: float = 0.0
 
     def __post_init__(self) -> None:
-        own = self.section
+        section = self.section
         if self.base_url and not self.model:
-            raise ConfigError(f"{own}.base_url needs {own}.model, the model's name there")
+            raise ConfigError(f"{section}.base_url needs {section}.model, the model's name there")
         if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"{own}.base_url must begin with http:// or https://, got {self.base_url!r}")
+            raise ConfigError(f"{section}.base_url must begin with http:// or https://, got {self.base_url!r}")
         for name in ("max_tokens", "concurrency", "attempts", "give_up_after"):
-            at_least(f"{own}.{name}", getattr(self, name), 1)
+            at_least(f"{section}.{name}", getattr(self, name), 1)
         for name in ("temperature", "requests_per_minute", "retries", "input_price", "output_price"):
-            at_least(f"{own}.{name}", getattr(self, name), 0)
+            at_least(f"{section}.{name}", getattr(self, name), 0)
         if self.timeout <= 0:
-            raise ConfigError(f"{own}.timeout must be more than 0 seconds, got {self.timeout}")
+            raise ConfigError(f"{section}.timeout must be more than 0 seconds, got {self.timeout}")
 
 
 class Unanswered(Exception):
@@ -134,8 +134,8 @@ class _Takes(NamedTuple):
 
     def arguments(self, settings: EndpointSection, form: Form | None, seed: int) -> dict[str, Any]:
         """Return the arguments of a call."""
-        every = {"temperature": settings.temperature, "seed": seed}
-        arguments: dict[str, Any] = {name: every[name] for name in self.optional}
+        available = {"temperature": settings.temperature, "seed": seed}
+        arguments: dict[str, Any] = {name: available[name] for name in self.optional}
         arguments[self.limit] = settings.max_tokens
         if form is None:
             return arguments
@@ -214,8 +214,8 @@ class Endpoint:
             RequestError: the endpoint refuses all calls, or too many consecutive calls failed.
         """
         s = self.settings
-        asked: Any = messages[0]["content"] if len(messages) == 1 else list(messages)
-        what = [s.model, s.temperature, s.max_tokens, kind, asked, number, attempt]
+        question: Any = messages[0]["content"] if len(messages) == 1 else list(messages)
+        what = [s.model, s.temperature, s.max_tokens, kind, question, number, attempt]
         key = hashlib.sha256(json.dumps(what).encode()).hexdigest()
         reply = self._store.reply(key)
         if reply is None:
@@ -242,20 +242,20 @@ class Endpoint:
 
         s = self.settings
         while True:
-            took = self._takes
+            features = self._takes
             try:
-                made = await self._client.chat.completions.create(
+                response = await self._client.chat.completions.create(
                     model=s.model,
                     messages=cast(Any, messages),
-                    **took.arguments(s, form, seed),
+                    **features.arguments(s, form, seed),
                 )
             except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-                if took != self._takes:
+                if features != self._takes:
                     continue  # a concurrent call has updated the supported features
-                less = took.without(str(error))
-                if less is None:
+                reduced = features.without(str(error))
+                if reduced is None:
                     raise DataError(f"the endpoint does not take the call: {error}") from None
-                self._takes = less
+                self._takes = reduced
             except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
                 raise RequestError(
                     f"{s.base_url} refuses: {error}; see {s.section}.base_url, {s.section}.model and {s.key_variable}"
@@ -264,9 +264,9 @@ class Endpoint:
                 self._fail(f"{type(error).__name__}: {error}")
             else:
                 self._failed_in_a_row = 0
-                choices = getattr(made, "choices", None) or []
+                choices = getattr(response, "choices", None) or []
                 text = (choices[0].message.content or "") if choices and choices[0].message else ""
-                usage = getattr(made, "usage", None)
+                usage = getattr(response, "usage", None)
                 return Reply(text, getattr(usage, "prompt_tokens", 0) or 0, getattr(usage, "completion_tokens", 0) or 0)
 
     def _fail(self, problem: str) -> None:

@@ -152,14 +152,14 @@ def load_model(
     if adapter is not None:
         if adapters:
             raise CheckpointError(f"{path} has an adapter merged already; several of them need the base itself")
-        of = open_adapter(adapter)
-        of.check_tokens(min(old_length, stored), special.ids if special else ())
-        if config.tied and HEAD in {*of.factors, *of.rows}:
+        opened = open_adapter(adapter)
+        opened.check_tokens(min(old_length, stored), special.ids if special else ())
+        if config.tied and HEAD in {*opened.factors, *opened.rows}:
             raise CheckpointError(f"{adapter} changes {HEAD}, which is the embedding in {path}; this is not supported")
-        config = replace(config, **of.settings)
-        tensors = of.applied(tensors, checkpoint.source)
-        if of.tokens and of.tokens[-1] >= old_length:  # the adapter has the rows of the special tokens
-            new_rows, stored = {}, max(stored, of.tokens[-1] + 1)
+        config = replace(config, **opened.settings)
+        tensors = opened.applied(tensors, checkpoint.source)
+        if opened.tokens and opened.tokens[-1] >= old_length:  # the adapter has the rows of the special tokens
+            new_rows, stored = {}, max(stored, opened.tokens[-1] + 1)
     model = Transformer(config)
     return LanguageModel(
         model=model,
@@ -290,7 +290,7 @@ def random_model(
     if tokenizer is not None and len(tokenizer) > config.vocab_size:
         raise CheckpointError(f"vocabulary is {config.vocab_size}, the tokenizer with its tags has {len(tokenizer)}")
     model = Transformer(config)
-    one = np.zeros((1, 1), np.int32)
-    params = nn.meta.unbox(jax.jit(model.init)(jax.random.key(seed), one, Layout(one, one, one, one))["params"])
+    zero = np.zeros((1, 1), np.int32)
+    params = nn.meta.unbox(jax.jit(model.init)(jax.random.key(seed), zero, Layout(zero, zero, zero, zero))["params"])
     length = int(hf_config.get("max_position_embeddings", 2048))
     return LanguageModel(model, params, tokenizer, special, config, hf_config, end_ids, length)

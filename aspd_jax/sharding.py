@@ -100,9 +100,9 @@ def named_sharding(logical: Sequence[str | None], shape: Sequence[int], mesh: Me
 def shardings(abstract: Any, mesh: Mesh) -> Any:
     """Return the shardings of a tree of abstract parameters, whose leaves are `nn.Partitioned` as in Linen's `init`."""
 
-    def one(leaf: Any) -> NamedSharding:
+    def leaf_sharding(leaf: Any) -> NamedSharding:
         if isinstance(leaf, nn.Partitioned):
             return named_sharding(leaf.names, leaf.value.shape, mesh)
         return NamedSharding(mesh, PartitionSpec())
 
-    return jax.tree.map(one, abstract, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+    return jax.tree.map(leaf_sharding, abstract, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))

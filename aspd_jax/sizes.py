@@ -10,8 +10,8 @@ def next_power(count: int) -> int:
 
 def powers(first: int, last: int) -> list[int]:
     """Return the powers of two from `next_power(first)` to `next_power(last)`."""
-    found, size = [], next_power(first)
+    sizes, size = [], next_power(first)
     while size < 2 * last:
-        found.append(size)
+        sizes.append(size)
         size *= 2
-    return found
+    return sizes

@@ -132,13 +132,13 @@ class TextCodec:
         Returns:
             The bytes of each token. Concatenated, those of a stretch are the UTF-8 of its text.
         """
-        found = [self._spelled.decode_bytes([int(token)]) for token in ids]
-        own = first or ids
-        joined = b"".join(self._spelled.decode_bytes([int(token)]) for token in own)
+        pieces = [self._spelled.decode_bytes([int(token)]) for token in ids]
+        stretch = first or ids
+        joined = b"".join(self._spelled.decode_bytes([int(token)]) for token in stretch)
         # Some tokenizers drop the space at the beginning of a stretch.
-        if joined.startswith(b" ") and joined.decode(errors="replace") != self.decode(own):
-            found = [part.removeprefix(b" ") if first or not place else part for place, part in enumerate(found)]
-        return found
+        if joined.startswith(b" ") and joined.decode(errors="replace") != self.decode(stretch):
+            pieces = [part.removeprefix(b" ") if first or not place else part for place, part in enumerate(pieces)]
+        return pieces
 
     @cached_property
     def _spelled(self) -> Any:

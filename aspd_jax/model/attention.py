@@ -78,9 +78,9 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) 
     # The queries of a kv head form one matrix (R = G x Q rows), because all compilers handle batched products well.
     rows = (query * H**-0.5).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Q, H)
     scores = jnp.einsum("BKRH,BCKH->BKRC", rows, key, preferred_element_type=jnp.float32)
-    seen = jnp.where(mask[:, None, None], scores.reshape(B, K, G, Q, -1), HIDDEN)
-    shares = jax.nn.softmax(seen).astype(value.dtype).reshape(B, K, G * Q, -1)
-    out = jnp.einsum("BKRC,BCKH->BKRH", shares, value)
+    masked = jnp.where(mask[:, None, None], scores.reshape(B, K, G, Q, -1), HIDDEN)
+    probs = jax.nn.softmax(masked).astype(value.dtype).reshape(B, K, G * Q, -1)
+    out = jnp.einsum("BKRC,BCKH->BKRH", probs, value)
     return out.reshape(B, K, G, Q, H).transpose(0, 3, 1, 2, 4)
 
 
@@ -89,15 +89,15 @@ def decode(
 ) -> jax.Array:
     """Compute attention of few queries over many keys, for decoding: `DECODE_CHUNK` queries of every row at a time."""
 
-    def few(query: jax.Array, key: jax.Array, value: jax.Array, view: View) -> jax.Array:
+    def attend_chunk(query: jax.Array, key: jax.Array, value: jax.Array, view: View) -> jax.Array:
         # The barrier stops the compiler from recomputing the mask in every layer and for every head.
         mask = jax.lax.optimization_barrier(view.mask(siblings, window))
         return attend(query, key, value, mask)
 
     key, value = looked_at(key, value, view)
     if query.shape[1] <= DECODE_CHUNK:
-        return few(query, key, value, view)
-    return _in_chunks(few, query, key, value, view, DECODE_CHUNK)
+        return attend_chunk(query, key, value, view)
+    return _in_chunks(attend_chunk, query, key, value, view, DECODE_CHUNK)
 
 
 def chunked(
@@ -166,13 +166,13 @@ def by_chunks(
     """
     length = query.shape[1]
     group = QUERY_CHUNK * ceil(ceil(length / QUERY_CHUNK) / GROUPS)
-    one = jax.checkpoint(attention)
+    recomputed = jax.checkpoint(attention)
     out = []
     for start in range(0, length, group):
         end = min(start + group, length)
-        ours = View(_part(view.query, slice(start, end)), _part(view.key, slice(end)))
-        part = query[:, start:end], key[:, :end], value[:, :end], ours
-        out.append(one(*part) if end - start <= QUERY_CHUNK else _in_chunks(one, *part, QUERY_CHUNK))
+        group_view = View(_part(view.query, slice(start, end)), _part(view.key, slice(end)))
+        part = query[:, start:end], key[:, :end], value[:, :end], group_view
+        out.append(recomputed(*part) if end - start <= QUERY_CHUNK else _in_chunks(recomputed, *part, QUERY_CHUNK))
     return jnp.concatenate(out, axis=1)
 
 

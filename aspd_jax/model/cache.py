@@ -191,21 +191,22 @@ def by_row(batch: TokenBatch, bucket: Bucket) -> ByRow:
     def part(row: jax.Array, start: jax.Array, size: int) -> RowView:
         place = start[:, None] + jnp.arange(size)
         token = jnp.minimum(place, bucket.tokens - 1)
-        mine = (place < bucket.tokens) & (batch.row[token] == row[:, None])
+        valid = (place < bucket.tokens) & (batch.row[token] == row[:, None])
         layout = Layout(*(field[token] for field in batch.layout))
-        layout = layout._replace(sequence=jnp.where(mine, layout.sequence, 0))
+        layout = layout._replace(sequence=jnp.where(valid, layout.sequence, 0))
         return RowView(None, token, layout, batch.slot[token])
 
     rows = batch.row[:1] if bucket.rows == 1 else jnp.arange(bucket.rows)
     start = jnp.searchsorted(batch.row, rows)
-    own = jnp.minimum(batch.row, bucket.rows - 1)
-    nth = jnp.arange(bucket.tokens) - start[own]
-    every, place = part(rows, start, bucket.per_row), own * bucket.per_row + jnp.clip(nth, 0, bucket.per_row - 1)
+    row_index = jnp.minimum(batch.row, bucket.rows - 1)
+    nth = jnp.arange(bucket.tokens) - start[row_index]
+    all_rows = part(rows, start, bucket.per_row)
+    place = row_index * bucket.per_row + jnp.clip(nth, 0, bucket.per_row - 1)
     if bucket.rows == 1:
-        every = every._replace(row=rows[0])
+        all_rows = all_rows._replace(row=rows[0])
     if bucket.longest <= bucket.per_row:
-        return ByRow((every,), place)
+        return ByRow((all_rows,), place)
     longest = jnp.argmax(jnp.searchsorted(batch.row, rows, side="right") - start)
-    one = part(longest[None], start[longest][None], bucket.longest)._replace(row=longest)
-    behind = every.token.size + jnp.clip(nth, 0, bucket.longest - 1)
-    return ByRow((every, one), jnp.where(own == longest, behind, place))
+    longest_row = part(longest[None], start[longest][None], bucket.longest)._replace(row=longest)
+    behind = all_rows.token.size + jnp.clip(nth, 0, bucket.longest - 1)
+    return ByRow((all_rows, longest_row), jnp.where(row_index == longest, behind, place))

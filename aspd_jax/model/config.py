@@ -283,8 +283,8 @@ def _rope(hf: Any, layers: str) -> RopeConfig:
 
 
 def _yarn_attention_factor(values: dict[str, Any], factor: float) -> float:
-    def scale(of: float, mscale: float = 1.0) -> float:
-        return 1.0 if of <= 1 else 0.1 * mscale * log(of) + 1.0
+    def scale(ratio: float, mscale: float = 1.0) -> float:
+        return 1.0 if ratio <= 1 else 0.1 * mscale * log(ratio) + 1.0
 
     if values.get("attention_factor") is not None:
         return float(values["attention_factor"])

@@ -131,8 +131,8 @@ def tile_for(length: int, width: int) -> int:
         length: tokens of a row.
         width: bytes per token in the queries of a kv head.
     """
-    most = max(LANES, min(MOST_TOKENS, MOST_BYTES // width // LANES * LANES))
-    return LANES * ceil(length / ceil(length / most) / LANES)
+    max_tokens = max(LANES, min(MOST_TOKENS, MOST_BYTES // width // LANES * LANES))
+    return LANES * ceil(length / ceil(length / max_tokens) / LANES)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -156,14 +156,14 @@ def _forward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array |
     return out, (arrays, layout, window, out, total)
 
 
-def _backward(kernel: Kernel, kept: Any, slope: jax.Array) -> tuple[Arrays, None, None]:
+def _backward(kernel: Kernel, kept: Any, gradient: jax.Array) -> tuple[Arrays, None, None]:
     def plain(arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
         assert kernel.otherwise is not None
         attend = kernel.otherwise
         return jax.vjp(lambda query, key, value: attend(query, key, value, layout, window), *arrays)[1](results[-1])
 
     by_kernels = {name: _by_shard(kernel, passes.backward) for name, passes in kernel.passes}
-    return _on_platform(kernel, by_kernels, plain)(*kept, slope), None, None
+    return _on_platform(kernel, by_kernels, plain)(*kept, gradient), None, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -190,18 +190,20 @@ def _by_shard(kernel: Kernel, run: Callable[..., Arrays]) -> Callable[..., Array
         run: one of the functions of `Passes`.
     """
 
-    def spread(arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
+    def run_sharded(arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
         if kernel.mesh is None:
             return run(kernel, arrays, layout, window, *results)
         B, _, K, _ = arrays[1].shape
         rows, heads = partition_spec(("batch", "kv_heads"), (B, K), kernel.mesh)
         tokens, numbers = PartitionSpec(rows, None, heads), PartitionSpec(rows, heads)
-        given = (tokens, PartitionSpec(rows), PartitionSpec(), *((tokens, numbers, tokens) if results else ()))
-        made = tokens if results else (tokens, numbers)
-        ours = jax.shard_map(partial(run, kernel), mesh=kernel.mesh, in_specs=given, out_specs=made, check_vma=False)
-        return ours(arrays, layout, window, *results)
+        in_specs = (tokens, PartitionSpec(rows), PartitionSpec(), *((tokens, numbers, tokens) if results else ()))
+        out_specs = tokens if results else (tokens, numbers)
+        sharded = jax.shard_map(
+            partial(run, kernel), mesh=kernel.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+        return sharded(arrays, layout, window, *results)
 
-    return spread
+    return run_sharded
 
 
 def _heads_first(kernel: Kernel, x: jax.Array) -> jax.Array:
@@ -229,9 +231,9 @@ def _at_tokens(layout: Layout, x: jax.Array) -> jax.Array:
     return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
-def along_slope(kernel: Kernel, out: jax.Array, slope: jax.Array) -> jax.Array:
+def row_deltas(kernel: Kernel, out: jax.Array, gradient: jax.Array) -> jax.Array:
     """Return the sum of result x gradient per query head: [B, S, K, G, H] to float32 [B, K, G, N x T]."""
-    sums = jnp.sum(out.astype(jnp.float32) * slope.astype(jnp.float32), axis=-1)
+    sums = jnp.sum(out.astype(jnp.float32) * gradient.astype(jnp.float32), axis=-1)
     return whole_tiles(kernel, jnp.moveaxis(sums, 1, -1), -1)
 
 
@@ -252,10 +254,10 @@ def intervals(kernel: Kernel, layout: Layout) -> jax.Array:
             new = new.at[:, 1:].set(new[:, 1:] | (field[:, 1:] != field[:, :-1]))
         return jax.lax.cummax(jnp.where(new, index, 0), axis=1)
 
-    first, own = run_start(sequence, block), run_start(sequence, block, branch)
-    some = (kernel.siblings == "invisible") & (block > 0) & (first < own)
+    block_start, branch_start = run_start(sequence, block), run_start(sequence, block, branch)
+    has_hidden = (kernel.siblings == "invisible") & (block > 0) & (block_start < branch_start)
     start = jnp.where(sequence > 0, run_start(sequence), index + 1)
-    hidden, shown = jnp.where(some, first, index + 1), jnp.where(some, own, index + 1)
+    hidden, shown = jnp.where(has_hidden, block_start, index + 1), jnp.where(has_hidden, branch_start, index + 1)
     return jnp.stack([start, hidden, shown, position], axis=1).astype(jnp.int32)
 
 
@@ -281,9 +283,9 @@ def tiles_in_sight(spans: jax.Array, tile: int, window: jax.Array | None) -> tup
     seen = (low <= high) & ~((hidden <= low) & (high < branch))
     whole = (start <= first) & (last <= index) & ((last < hidden) | (branch <= first))
     if window is not None:
-        there = position.reshape(B, 1, 1, -1, tile)
-        seen = seen & (position - there.max(-1) < window)
-        whole = whole & (position - there.min(-1) < window)
+        key_position = position.reshape(B, 1, 1, -1, tile)
+        seen = seen & (position - key_position.max(-1) < window)
+        whole = whole & (position - key_position.min(-1) < window)
     return seen.any(2), whole.all(2)
 
 
@@ -310,14 +312,14 @@ def visits(seen: jax.Array, whole: jax.Array, by_key: bool) -> tuple[jax.Array, 
 
 
 def _forward_tiles(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None) -> Arrays:
-    query, *_ = first = [_heads_first(kernel, x) for x in arrays]
+    query, *_ = inputs = [_heads_first(kernel, x) for x in arrays]
     _, _, G, _, H = query.shape
     at_query, at_key, stat, _, _ = blocks = _blocks(G, kernel.tile, H)
     results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:-1], jnp.float32)
     scratch = (G, kernel.tile), (G, kernel.tile), (G, H, kernel.tile)
     body, places = partial(_forward_kernel, window is not None), (at_query, at_key, at_key, *blocks[3:])
     spans = intervals(kernel, layout)
-    out, total = _pallas(kernel, body, spans, window, first, places, results, (at_query, stat), scratch, by_key=False)
+    out, total = _pallas(kernel, body, spans, window, inputs, places, results, (at_query, stat), scratch, by_key=False)
     return _at_tokens(layout, out), total
 
 
@@ -325,16 +327,16 @@ def _backward_tiles(
     kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array
 ) -> Arrays:
     """Compute the gradients of queries in one kernel, and those of keys and values in another."""
-    out, total, slope = results
-    first = [*(_heads_first(kernel, x) for x in (*arrays, slope)), total, along_slope(kernel, out, slope)]
-    of = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in first[:3]]
-    _, _, G, _, H = of[0].shape
+    out, total, gradient = results
+    inputs = [*(_heads_first(kernel, x) for x in (*arrays, gradient)), total, row_deltas(kernel, out, gradient)]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:3]]
+    _, _, G, _, H = shapes[0].shape
     at_query, at_key, stat, _, _ = blocks = _blocks(G, kernel.tile, H)
     places = (at_query, at_key, at_key, at_query, stat, stat, *blocks[3:])
-    run = partial(_pallas, kernel, spans=intervals(kernel, layout), window=window, arrays=first, blocks=places)
+    run = partial(_pallas, kernel, spans=intervals(kernel, layout), window=window, arrays=inputs, blocks=places)
     by_query, by_key = partial(_query_kernel, window is not None), partial(_key_kernel, window is not None)
-    to_query = run(by_query, results=of[:1], at=(at_query,), scratch=((G, H, kernel.tile),), by_key=False)
-    to_both = run(by_key, results=of[1:], at=(at_key, at_key), scratch=((kernel.tile, H),) * 2, by_key=True)
+    to_query = run(by_query, results=shapes[:1], at=(at_query,), scratch=((G, H, kernel.tile),), by_key=False)
+    to_both = run(by_key, results=shapes[1:], at=(at_key, at_key), scratch=((kernel.tile, H),) * 2, by_key=True)
     return tuple(_at_tokens(layout, x) for x in (*to_query, *to_both))
 
 
@@ -387,10 +389,10 @@ def _forward_kernel(windowed: bool, *refs: Any) -> None:
             here = slice(g, g + 1)
             scores = _scores(_scaled(query[g]), key[...], mask)
             before, highest = top[here], jnp.maximum(top[here], scores.max(axis=0, keepdims=True))
-            shares, kept = jnp.exp(scores - highest), jnp.exp(before - highest)
+            probs, kept = jnp.exp(scores - highest), jnp.exp(before - highest)
             top[here] = highest
-            mass[here] = kept * mass[here] + shares.sum(axis=0, keepdims=True)
-            sums[g] = kept * sums[g] + product(value[...], shares.astype(value.dtype), 0, 0)
+            mass[here] = kept * mass[here] + probs.sum(axis=0, keepdims=True)
+            sums[g] = kept * sums[g] + product(value[...], probs.astype(value.dtype), 0, 0)
 
     def finish() -> None:
         for g in range(query.shape[0]):
@@ -402,12 +404,12 @@ def _forward_kernel(windowed: bool, *refs: Any) -> None:
 
 
 def _query_kernel(windowed: bool, *refs: Any) -> None:
-    *visit, query, key, value, slope, total, delta, of_query, of_key, out, sums = refs
+    *visit, query, key, value, gradient, total, delta, of_query, of_key, out, sums = refs
 
     def add(mask: jax.Array | None) -> None:
         for g in range(query.shape[0]):
             numbers = total[g : g + 1], delta[g : g + 1]
-            _, to_scores = _slopes(_scaled(query[g]), key[...], value[...], slope[g], *numbers, mask)
+            _, to_scores = _score_gradients(_scaled(query[g]), key[...], value[...], gradient[g], *numbers, mask)
             sums[g] += product(key[...], to_scores, 0, 0)
 
     def finish() -> None:
@@ -418,14 +420,14 @@ def _query_kernel(windowed: bool, *refs: Any) -> None:
 
 
 def _key_kernel(windowed: bool, *refs: Any) -> None:
-    *visit, query, key, value, slope, total, delta, of_query, of_key, to_key, to_value, of_keys, of_values = refs
+    *visit, query, key, value, gradient, total, delta, of_query, of_key, to_key, to_value, of_keys, of_values = refs
 
     def add(mask: jax.Array | None) -> None:
         for g in range(query.shape[0]):
             scaled, numbers = _scaled(query[g]), (total[g : g + 1], delta[g : g + 1])
-            shares, to_scores = _slopes(scaled, key[...], value[...], slope[g], *numbers, mask)
+            probs, to_scores = _score_gradients(scaled, key[...], value[...], gradient[g], *numbers, mask)
             of_keys[...] += product(to_scores, scaled, 1, 0)
-            of_values[...] += product(shares, slope[g], 1, 0)
+            of_values[...] += product(probs, gradient[g], 1, 0)
 
     def finish() -> None:
         to_key[...] = of_keys[...].astype(to_key.dtype)
@@ -467,8 +469,9 @@ def _visit(
         key = key_tile[now] * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, tile), 0)
         mask = (start <= key) & (key <= query) & ((key < hidden) | (branch <= key))
         if windowed:
-            there = jnp.broadcast_to(of_key[3:], (tile, tile)).T  # Mosaic transposes a row only as part of a square
-            mask = mask & (position - there < window[0])
+            # Mosaic transposes a row only as part of a square.
+            key_position = jnp.broadcast_to(of_key[3:], (tile, tile)).T
+            mask = mask & (position - key_position < window[0])
         add(mask)
 
     pl.when(flags & FIRST != 0)(begin)
@@ -487,19 +490,19 @@ def _scores(scaled: jax.Array, key: jax.Array, mask: jax.Array | None) -> jax.Ar
     return scores if mask is None else jnp.where(mask, scores, HIDDEN)
 
 
-def _slopes(
+def _score_gradients(
     scaled: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    slope: jax.Array,
+    gradient: jax.Array,
     total: jax.Array,
     delta: jax.Array,
     mask: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the softmax and the gradient of its scores: [T keys, T queries], in the dtype of the query."""
-    shares = jnp.exp(_scores(scaled, key, mask) - total)
-    to_scores = shares * (product(value, slope, 1, 1) - delta)
-    return shares.astype(scaled.dtype), to_scores.astype(scaled.dtype)
+    probs = jnp.exp(_scores(scaled, key, mask) - total)
+    to_scores = probs * (product(value, gradient, 1, 1) - delta)
+    return probs.astype(scaled.dtype), to_scores.astype(scaled.dtype)
 
 
 def product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:

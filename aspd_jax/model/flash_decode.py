@@ -71,9 +71,9 @@ Attend: TypeAlias = Callable[..., jax.Array]
 def tiles_for(queries: int, slots: int, key: jax.Array, heads: int) -> Tiles:
     """Return the tile sizes for a row of `queries` and `slots`, a cache `key` [B, C, K, H] and `heads` query heads."""
     K, H = key.shape[2:]
-    most = max(QUERY_ROWS // (heads * H), ALIGNED)
+    max_queries = max(QUERY_ROWS // (heads * H), ALIGNED)
     whole = pl.cdiv(queries, ALIGNED) * ALIGNED
-    count = pl.cdiv(whole, most)
+    count = pl.cdiv(whole, max_queries)
     P = pl.cdiv(pl.cdiv(whole, count), ALIGNED) * ALIGNED
     W = SLOTS
     while slots > W and 2 * W * K * H * key.dtype.itemsize <= SLOT_BYTES:
@@ -217,13 +217,12 @@ def in_sight(
         return field.reshape(rows, -1, size)
 
     real, position = cut(seeing.sequence, queries) > 0, cut(seeing.position, queries)
-    least = jnp.min(jnp.where(real, position, NO_WINDOW), axis=2)[:, :, None]
-    most = jnp.max(jnp.where(real, position, -1), axis=2)[:, :, None]
+    lowest = jnp.min(jnp.where(real, position, NO_WINDOW), axis=2)[:, :, None]
+    highest = jnp.max(jnp.where(real, position, -1), axis=2)[:, :, None]
     held = seen.sequence[:, None] > 0
     # With shared siblings, positions do not give the order of decoding, so they do not limit the slots.
-    near = (
-        held & (least - seen.position[:, None] < window) & ((siblings == "shared") | (seen.position[:, None] <= most))
-    )
+    past = (siblings == "shared") | (seen.position[:, None] <= highest)
+    near = held & past & (lowest - seen.position[:, None] < window)
     some = near.reshape(rows, real.shape[1], -1, slots).any(axis=3)
     last = some.shape[2] - 1 - jnp.argmax(some[:, :, ::-1], axis=2)
     none = ~some.any(axis=2)
@@ -293,10 +292,10 @@ def _kernel(
             scores = _product(query[0, 0, n], keys[head], 1) + bias[...]
             before = highest[n]
             now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-            shares, kept = jnp.exp(scores - now), jnp.exp(before - now)
+            probs, kept = jnp.exp(scores - now), jnp.exp(before - now)
             highest[n] = now
-            total[n] = kept * total[n] + jnp.sum(shares, axis=1, keepdims=True)
-            sums[n] = kept * sums[n] + _product(shares.astype(values.dtype), values[head], 0)
+            total[n] = kept * total[n] + jnp.sum(probs, axis=1, keepdims=True)
+            sums[n] = kept * sums[n] + _product(probs.astype(values.dtype), values[head], 0)
 
         jax.lax.fori_loop(0, N, add, None)
 
@@ -322,7 +321,7 @@ def sees(q: Fields, k: Fields, window: jax.Array, siblings: Siblings) -> jax.Arr
 
 def fields(layout: Layout, slot: jax.Array | None) -> Fields:
     """Return the fields of a layout [B, …]; without slots, shared siblings are ordered by branch."""
-    every = (jnp.asarray(field, jnp.int32) for field in layout)
-    position, sequence, block, branch = every
+    converted = (jnp.asarray(field, jnp.int32) for field in layout)
+    position, sequence, block, branch = converted
     order = branch if slot is None else jnp.broadcast_to(slot, position.shape)
     return Fields(sequence, position, block, branch, order)

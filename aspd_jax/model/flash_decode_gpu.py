@@ -135,9 +135,9 @@ def _kernel(*refs: Refs, siblings: Siblings, slots: int, tile: int, parts: int, 
         mask = sees(of_rows, Fields(*of_slots), window[0], siblings)
         scores = jnp.where(mask, product(queries, keys, 1, 1) * scale, HIDDEN)
         highest = jnp.maximum(top, scores.max(axis=1))
-        shares, kept = jnp.exp2(scores - highest[:, None]), jnp.exp2(top - highest)
-        weighted = kept[:, None] * weighted + product(shares.astype(values.dtype), values, 1, 0)
-        return weighted, kept * mass + shares.sum(axis=1), highest
+        probs, kept = jnp.exp2(scores - highest[:, None]), jnp.exp2(top - highest)
+        weighted = kept[:, None] * weighted + product(probs.astype(values.dtype), values, 1, 0)
+        return weighted, kept * mass + probs.sum(axis=1), highest
 
-    nothing = jnp.zeros((R, D), jnp.float32), jnp.zeros(R, jnp.float32), jnp.full(R, HIDDEN, jnp.float32)
-    weighted[...], mass[...], top[...] = jax.lax.fori_loop(*tiles_of(visits[0], visits[1], part, parts), add, nothing)
+    initial = jnp.zeros((R, D), jnp.float32), jnp.zeros(R, jnp.float32), jnp.full(R, HIDDEN, jnp.float32)
+    weighted[...], mass[...], top[...] = jax.lax.fori_loop(*tiles_of(visits[0], visits[1], part, parts), add, initial)

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout
-from aspd_jax.model.flash import Arrays, Kernel, Passes, along_slope, intervals, product, tiles_in_sight, whole_tiles
+from aspd_jax.model.flash import Arrays, Kernel, Passes, intervals, product, row_deltas, tiles_in_sight, whole_tiles
 from aspd_jax.sizes import next_power
 
 # Limits of a tile: tokens, and bytes of one head. They keep bfloat16 sums in registers; keys and values need two sums.
@@ -58,23 +58,23 @@ def order(seen: jax.Array, whole: jax.Array) -> Order:
 
 def forward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None) -> Arrays:
     """Run the forward pass, see `Passes`; the log-sum-exp has base 2."""
-    query, *_ = given = [_padded(kernel, x) for x in arrays]
+    query, *_ = inputs = [_padded(kernel, x) for x in arrays]
     B, S, K, G, _ = query.shape
     results = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct((B, K, G, S), jnp.float32)
     body = partial(_forward_kernel, _scale(arrays))
-    out, total = _run(kernel, body, layout, window, given, results, by_key=False)
-    return _as_given(out, arrays[0]), total
+    out, total = _run(kernel, body, layout, window, inputs, results, by_key=False)
+    return _unpadded(out, arrays[0]), total
 
 
 def backward(kernel: Kernel, arrays: Arrays, layout: Layout, window: jax.Array | None, *results: jax.Array) -> Arrays:
     """Run the backward pass, see `Passes`; keys and values have a kernel of their own."""
-    out, total, slope = results
-    given = [*(_padded(kernel, x) for x in (*arrays, slope)), total, along_slope(kernel, out, slope)]
-    of = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given[:3]]
+    out, total, gradient = results
+    inputs = [*(_padded(kernel, x) for x in (*arrays, gradient)), total, row_deltas(kernel, out, gradient)]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:3]]
     by_query, by_key = (partial(body, _scale(arrays)) for body in (_query_kernel, _key_kernel))
-    to_query = _run(kernel, by_query, layout, window, given, of[:1], by_key=False)
-    to_both = _run(kernel, by_key, layout, window, given, of[1:], by_key=True)
-    return tuple(map(_as_given, (*to_query, *to_both), arrays))
+    to_query = _run(kernel, by_query, layout, window, inputs, shapes[:1], by_key=False)
+    to_both = _run(kernel, by_key, layout, window, inputs, shapes[1:], by_key=True)
+    return tuple(map(_unpadded, (*to_query, *to_both), arrays))
 
 
 GPU = Passes(forward, backward)
@@ -91,8 +91,8 @@ def _padded(kernel: Kernel, x: jax.Array) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
-def _as_given(x: jax.Array, given: jax.Array) -> jax.Array:
-    return x[:, : given.shape[1], ..., : given.shape[-1]]
+def _unpadded(x: jax.Array, original: jax.Array) -> jax.Array:
+    return x[:, : original.shape[1], ..., : original.shape[-1]]
 
 
 def _run(
@@ -109,7 +109,7 @@ def _run(
     Args:
         kernel, layout, window: arguments of `Passes`.
         body: the kernel.
-        arrays: query, key, value; for a backward pass also gradient, log-sum-exp and `along_slope`.
+        arrays: query, key, value; for a backward pass also gradient, log-sum-exp and `row_deltas`.
         results: shapes of two arrays like the keys; or of one like the queries, and optionally of a number per query.
         by_key: whether a program computes a key tile with the queries of all heads of its group, instead of a query
             tile of one head.
@@ -152,18 +152,18 @@ def _forward_kernel(scale: float, *refs: Any) -> None:
 
     def add(masked: bool, visit: jax.Array, sums: Arrays) -> Arrays:
         top, mass, weighted = sums
-        there = tiles[visit]
-        at = pl.ds(there * T, T)
+        key_tile = tiles[visit]
+        at = pl.ds(key_tile * T, T)
         scores = product(queries, key[at, :], 1, 1) * (scale * log2(e))
         if masked:
-            scores = jnp.where(_mask(spans, limit, now, there, T, 0), scores, HIDDEN)
+            scores = jnp.where(_mask(spans, limit, now, key_tile, T, 0), scores, HIDDEN)
         highest = jnp.maximum(top, scores.max(axis=1))
-        shares, kept = jnp.exp2(scores - highest[:, None]), jnp.exp2(top - highest)
-        weighted = kept[:, None] * weighted + product(shares.astype(value.dtype), value[at, :], 1, 0)
-        return highest, kept * mass + shares.sum(axis=1), weighted
+        probs, kept = jnp.exp2(scores - highest[:, None]), jnp.exp2(top - highest)
+        weighted = kept[:, None] * weighted + product(probs.astype(value.dtype), value[at, :], 1, 0)
+        return highest, kept * mass + probs.sum(axis=1), weighted
 
-    nothing = jnp.full(T, HIDDEN, jnp.float32), jnp.zeros(T, jnp.float32), jnp.zeros((T, H), jnp.float32)
-    top, mass, weighted = _visit(ends, add, nothing)
+    initial = jnp.full(T, HIDDEN, jnp.float32), jnp.zeros(T, jnp.float32), jnp.zeros((T, H), jnp.float32)
+    top, mass, weighted = _visit(ends, add, initial)
     # A query that sees no key gets the result 0, and a log-sum-exp of 0, so that its probabilities are 0 later.
     some = top > HIDDEN
     out[...] = jnp.where(some[:, None], weighted / mass[:, None], 0).astype(out.dtype)
@@ -171,45 +171,45 @@ def _forward_kernel(scale: float, *refs: Any) -> None:
 
 
 def _query_kernel(scale: float, *refs: Any) -> None:
-    tiles, ends, limit, spans, query, key, value, slope, total, delta, out = refs
+    tiles, ends, limit, spans, query, key, value, gradient, total, delta, out = refs
     (T, H), now = query.shape, pl.program_id(0)
-    queries, slopes, totals, deltas = query[...], slope[...], total[...][:, None], delta[...][:, None]
+    queries, gradients, totals, deltas = query[...], gradient[...], total[...][:, None], delta[...][:, None]
 
     def add(masked: bool, visit: jax.Array, sums: jax.Array) -> jax.Array:
-        there = tiles[visit]
-        keys, values = (x[pl.ds(there * T, T), :] for x in (key, value))
+        key_tile = tiles[visit]
+        keys, values = (x[pl.ds(key_tile * T, T), :] for x in (key, value))
         scores = product(queries, keys, 1, 1) * (scale * log2(e))
         if masked:
-            scores = jnp.where(_mask(spans, limit, now, there, T, 0), scores, HIDDEN)
-        to_scores = jnp.exp2(scores - totals) * (product(slopes, values, 1, 1) - deltas)
+            scores = jnp.where(_mask(spans, limit, now, key_tile, T, 0), scores, HIDDEN)
+        to_scores = jnp.exp2(scores - totals) * (product(gradients, values, 1, 1) - deltas)
         return sums + product(to_scores.astype(key.dtype), keys, 1, 0)
 
     out[...] = (scale * _visit(ends, add, jnp.zeros((T, H), jnp.float32))).astype(out.dtype)
 
 
 def _key_kernel(scale: float, *refs: Any) -> None:
-    tiles, ends, limit, spans, query, key, value, slope, total, delta, to_key, to_value = refs
+    tiles, ends, limit, spans, query, key, value, gradient, total, delta, to_key, to_value = refs
     (T, H), now = key.shape, pl.program_id(0)
     keys, values = key[...], value[...]
 
     def of_head(g: jax.Array, sums: Arrays) -> Arrays:
         def add(masked: bool, visit: jax.Array, sums: Arrays) -> Arrays:
             of_keys, of_values = sums
-            there = tiles[visit]
-            at = pl.ds(there * T, T)
-            queries, slopes = query[at, g, :], slope[at, g, :]
+            query_tile = tiles[visit]
+            at = pl.ds(query_tile * T, T)
+            queries, gradients = query[at, g, :], gradient[at, g, :]
             scores = product(keys, queries, 1, 1) * (scale * log2(e))
             if masked:
-                scores = jnp.where(_mask(spans, limit, there, now, T, 1), scores, HIDDEN)
-            shares = jnp.exp2(scores - total[g, at][None])
-            to_scores = shares * (product(values, slopes, 1, 1) - delta[g, at][None])
+                scores = jnp.where(_mask(spans, limit, query_tile, now, T, 1), scores, HIDDEN)
+            probs = jnp.exp2(scores - total[g, at][None])
+            to_scores = probs * (product(values, gradients, 1, 1) - delta[g, at][None])
             of_keys += product(to_scores.astype(query.dtype), queries, 1, 0)
-            return of_keys, of_values + product(shares.astype(slope.dtype), slopes, 1, 0)
+            return of_keys, of_values + product(probs.astype(gradient.dtype), gradients, 1, 0)
 
         return _visit(ends, add, sums)
 
-    nothing = jnp.zeros((T, H), jnp.float32)
-    of_keys, of_values = jax.lax.fori_loop(0, query.shape[1], of_head, (nothing, nothing))
+    initial = jnp.zeros((T, H), jnp.float32)
+    of_keys, of_values = jax.lax.fori_loop(0, query.shape[1], of_head, (initial, initial))
     to_key[...] = (scale * of_keys).astype(to_key.dtype)
     to_value[...] = of_values.astype(to_value.dtype)
 
@@ -237,5 +237,5 @@ def _mask(spans: Any, limit: Any, of_query: jax.Array, of_key: jax.Array, T: int
     query, key = (
         jnp.expand_dims(tile * T + jnp.arange(T), side) for tile, side in ((of_query, 1 - axis), (of_key, axis))
     )
-    there = jnp.expand_dims(spans[3, pl.ds(of_key * T, T)], axis)
-    return (start <= key) & (key <= query) & ((key < hidden) | (branch <= key)) & (position - there < limit[0])
+    key_position = jnp.expand_dims(spans[3, pl.ds(of_key * T, T)], axis)
+    return (start <= key) & (key <= query) & ((key < hidden) | (branch <= key)) & (position - key_position < limit[0])

@@ -242,9 +242,9 @@ class FeedForward(nn.Module):
         """Apply the layer to `x` [..., D]."""
         c = self.config
         bias = c.feed_forward_bias
-        both = Projection(c, "...D,PFD->...PF", 2, bias=bias, name="gate_up")(x, ranks)
+        gate_up = Projection(c, "...D,PFD->...PF", 2, bias=bias, name="gate_up")(x, ranks)
         down = Projection(c, "...F,FD->...D", bias=bias, name="down")
-        return down(ACTIVATION[c.activation](both[..., 0, :]) * both[..., 1, :], ranks)
+        return down(ACTIVATION[c.activation](gate_up[..., 0, :]) * gate_up[..., 1, :], ranks)
 
 
 class Layer(nn.Module):

@@ -45,13 +45,13 @@ class NewTokens(nn.Module):
             x: embeddings [..., D] from the base model.
             adapter: index of the adapter of each token [...], if the model has several; negative: the base model.
         """
-        mine = tokens[..., None] == jnp.asarray(self.config.new_tokens)
+        is_new = tokens[..., None] == jnp.asarray(self.config.new_tokens)
         if adapter is not None:
             of_adapter = adapter[..., None] == jnp.arange(self.config.adapters)
-            mine = (of_adapter[..., None] & mine[..., None, :]).reshape(*tokens.shape, -1)
+            is_new = (of_adapter[..., None] & is_new[..., None, :]).reshape(*tokens.shape, -1)
         table = self.embedding.reshape(-1, self.embedding.shape[-1]).astype(x.dtype)
-        rows = einsum("...T,TD->...D", mine.astype(x.dtype), table)
-        return jnp.where(mine.any(axis=-1, keepdims=True), rows, x)
+        rows = einsum("...T,TD->...D", is_new.astype(x.dtype), table)
+        return jnp.where(is_new.any(axis=-1, keepdims=True), rows, x)
 
 
 class Head(NamedTuple):
@@ -128,11 +128,11 @@ def completed(
         logits = jnp.where(((starts <= ids) & (ids < ends)).any(axis=-1), HIDDEN, logits)
     if rows is None:
         return logits
-    own = einsum("...D,TD->...T", x, rows.reshape(-1, rows.shape[-1]).astype(x.dtype), jnp.float32)
-    places = jnp.asarray(config.new_tokens) - first
+    new_logits = einsum("...D,TD->...T", x, rows.reshape(-1, rows.shape[-1]).astype(x.dtype), jnp.float32)
+    new_ids = jnp.asarray(config.new_tokens) - first
     if adapter is not None:
-        of_adapters = own.reshape(*adapter.shape, config.adapters, -1)
-        own = jnp.take_along_axis(of_adapters, jnp.maximum(adapter, 0)[..., None, None], axis=-2)[..., 0, :]
-        own = jnp.where(adapter[..., None] >= 0, own, logits[..., places])
+        of_adapters = new_logits.reshape(*adapter.shape, config.adapters, -1)
+        new_logits = jnp.take_along_axis(of_adapters, jnp.maximum(adapter, 0)[..., None, None], axis=-2)[..., 0, :]
+        new_logits = jnp.where(adapter[..., None] >= 0, new_logits, logits[..., new_ids])
     outside = logits.shape[-1]  # out of range on purpose: a negative index would count from the end
-    return logits.at[..., jnp.where(places < 0, outside, places)].set(own, mode="drop")
+    return logits.at[..., jnp.where(new_ids < 0, outside, new_ids)].set(new_logits, mode="drop")

@@ -115,8 +115,8 @@ class Tensor(NamedTuple):
 
 def abstract_parameters(model: Transformer) -> Any:
     """Return shapes, dtypes and logical axes of all parameters as a tree of `nn.Partitioned`, without allocation."""
-    one = np.zeros((1, 1), np.int32)
-    return jax.eval_shape(model.init, jax.random.key(0), one, Layout(one, one, one, one))["params"]
+    zero = np.zeros((1, 1), np.int32)
+    return jax.eval_shape(model.init, jax.random.key(0), zero, Layout(zero, zero, zero, zero))["params"]
 
 
 def tensors_of(config: ModelConfig, paths: Iterable[Path_]) -> dict[str, Tensor]:
@@ -196,10 +196,10 @@ def load_parameters(
             raise CheckpointError(f"{source}: {name} is {list(array.shape)}, its configuration says {list(size)}")
         if of_vocabulary:
             array = _with_new_rows(array, model.config.padded_vocab_size, new_rows or {})
-            own = (NEW_TOKENS, path[0])
-            if own in leaves:
-                rows = array[list(model.config.new_tokens)].astype(leaves[own].dtype)
-                loaded[own] = _place(np.broadcast_to(rows, leaves[own].shape), places[own])
+            rows_path = (NEW_TOKENS, path[0])
+            if rows_path in leaves:
+                rows = array[list(model.config.new_tokens)].astype(leaves[rows_path].dtype)
+                loaded[rows_path] = _place(np.broadcast_to(rows, leaves[rows_path].shape), places[rows_path])
         missing.discard(name)
         parts.setdefault(path, {})[tensor.part.start if tensor.part else 0] = tensor.read(array, shape)
         if len(parts[path]) < awaited[path]:
@@ -212,12 +212,12 @@ def load_parameters(
             loaded[scale_path] = _place(scale, places[scale_path])
         loaded[path] = _place(parameter.astype(leaves[path].dtype), places[path])
     if missing or unknown:
-        told = [
-            f"{what}: {', '.join(some[:6])}{' …' if len(some) > 6 else ''}"
-            for what, some in (("missing", sorted(missing)), ("unknown", unknown))
-            if some
+        problems = [
+            f"{kind}: {', '.join(problem_names[:6])}{' …' if len(problem_names) > 6 else ''}"
+            for kind, problem_names in (("missing", sorted(missing)), ("unknown", unknown))
+            if problem_names
         ]
-        raise CheckpointError(f"the tensors of {source} do not fit its configuration; " + "; ".join(told))
+        raise CheckpointError(f"the tensors of {source} do not fit its configuration; " + "; ".join(problems))
     for path in (path for path in leaves if path[-1] in ADAPTERS):
         loaded[path] = _adapter(path, leaves[path], places[path])
     return unflatten_dict(loaded)

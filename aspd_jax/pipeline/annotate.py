@@ -33,16 +33,16 @@ async def annotate(teacher: Teacher, question: str, answer: str) -> tuple[list[t
         Unanswered: the endpoint did not reply.
     """
     values = {"question": question, "answer": numbered(answer)}
-    found: list[tuple[BlockSpan, ...]] = []
+    candidates: list[tuple[BlockSpan, ...]] = []
     rejected: list[str] = []
 
-    async def one(number: int) -> list[Group] | str:
+    async def ask(number: int) -> list[Group] | str:
         try:
             return await teacher.ask("annotate", values, number, read_groups)
         except DataError as error:
             return str(error)
 
-    for groups in await asyncio.gather(*(one(number) for number in range(teacher.settings.candidates))):
+    for groups in await asyncio.gather(*(ask(number) for number in range(teacher.settings.candidates))):
         if isinstance(groups, str):
             rejected.append(groups)
             continue
@@ -55,9 +55,9 @@ async def annotate(teacher: Teacher, question: str, answer: str) -> tuple[list[t
                 blocks.append(block)
             except StructureError as error:
                 rejected.append(str(error))
-        if blocks and tuple(blocks) not in found:
-            found.append(tuple(blocks))
-    return found, rejected
+        if blocks and tuple(blocks) not in candidates:
+            candidates.append(tuple(blocks))
+    return candidates, rejected
 
 
 def read_groups(value: Any) -> list[Group]:
@@ -69,7 +69,7 @@ def read_groups(value: Any) -> list[Group]:
     groups = value.get("groups") if isinstance(value, dict) else None
     if not isinstance(groups, list):
         raise DataError('the reply has no list "groups"')
-    found = []
+    parsed = []
     for number, group in enumerate(groups):
         parts = group.get("parts") if isinstance(group, dict) else None
         if not isinstance(parts, list) or not _is_number(group.get("last")):
@@ -80,8 +80,8 @@ def read_groups(value: Any) -> list[Group]:
             raise DataError(
                 f'group {number} of the reply has a part without the number of its "first" piece or a title'
             )
-        found.append(Group(tuple(Part(part["first"], part["title"].strip()) for part in parts), group["last"]))
-    return found
+        parsed.append(Group(tuple(Part(part["first"], part["title"].strip()) for part in parts), group["last"]))
+    return parsed
 
 
 def _is_number(value: Any) -> bool:

@@ -123,7 +123,7 @@ class Report:
         names = {"form": "by their form", "teacher": "by the teacher"}
         lines += [f"| … with a block proposed {names[source]} | {n} |" for source, n in sorted(self.proposed.items())]
         lines += [f"| blocks proposed, over all candidates | {self.blocks} |"]
-        told = {
+        descriptions = {
             "short": "answers too short to fork",
             "annotate": "replies without the right form, and groups that the answer does not have",
             "integrity": "candidates that are not well formed",
@@ -132,7 +132,9 @@ class Report:
             "vote": "blocks that a vote was against",
             "select": "blocks that save nothing, or have too many branches",
         }
-        lines += [f"| left out: {what} | {self.failed[stage]} |" for stage, what in told.items() if self.failed[stage]]
+        lines += [
+            f"| left out: {what} | {self.failed[stage]} |" for stage, what in descriptions.items() if self.failed[stage]
+        ]
         lines += [f"| … {reason} | {count} |" for reason, count in self.reasons.most_common()]
         lines += ["", *statistics_table(self.statistics())]
         if self.rises:

@@ -111,21 +111,21 @@ class _Run:
                     group.create_task(worker())
 
     async def _propose(self, answer: Answer) -> dict[str, Any]:
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         rejected: list[dict[str, str]] = []
         tokens = self.work.count(answer.text)
         if tokens < self.config.select.min_tokens:
             reason = f"{tokens} tokens, fewer than select.min_tokens ({self.config.select.min_tokens})"
             return {"candidates": [], "rejected": [{"stage": "short", "source": "", "reason": reason}]}
         if self.config.rules:
-            found += [Candidate(f"form {n}", blocks) for n, blocks in enumerate(propose(answer.text), 1)]
+            candidates += [Candidate(f"form {n}", blocks) for n, blocks in enumerate(propose(answer.text), 1)]
         if self.teacher is not None and self.config.teacher.candidates:
-            made, reasons = await annotate(self.teacher, answer.question, answer.text)
+            annotated, reasons = await annotate(self.teacher, answer.question, answer.text)
             rejected += [{"stage": "annotate", "source": "teacher", "reason": reason} for reason in reasons]
-            found += [Candidate(f"teacher {n}", blocks) for n, blocks in enumerate(made, 1)]
+            candidates += [Candidate(f"teacher {n}", blocks) for n, blocks in enumerate(annotated, 1)]
         kept: list[dict[str, Any]] = []
         plan = self.config.titles == "plan"
-        for candidate in found:
+        for candidate in candidates:
             try:
                 structure = structure_of(answer.text, candidate.blocks)
                 if plain_text(structure) != answer.text:
@@ -225,10 +225,10 @@ class _Run:
         if isinstance(scores, str):
             return {"stage": "likelihood", "reason": scores}
         for branch, (mean, peak) in zip(block.branches, scores or [], strict=False):
-            for name, value, most in (("mean", mean, likelihood.mean_rise), ("peak", peak, likelihood.peak_rise)):
-                if value > most:
+            for name, value, limit in (("mean", mean, likelihood.mean_rise), ("peak", peak, likelihood.peak_rise)):
+                if value > limit:
                     reason = (
-                        f"{branch.title!r}: {name} rise of {value:.2f} nats a token, likelihood.{name}_rise is {most}"
+                        f"{branch.title!r}: {name} rise of {value:.2f} nats a token, likelihood.{name}_rise is {limit}"
                     )
                     return {"stage": "likelihood", "reason": reason}
         return None

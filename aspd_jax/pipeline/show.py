@@ -108,10 +108,10 @@ def _article(record: dict[str, Any]) -> str:
             continue
         parts.append(answer_html(answers[place]))
         detail = details.get(place, {})
-        told = list(_notes(detail))
+        notes = list(_notes(detail))
         if detail.get("measures"):
-            parts.append(f'<p class="note">{escape(told.pop(0))}</p>')
-        if told:
-            reasons = escape("\n".join(told), quote=True)
-            parts.append(f'<p class="note"><span class="rejected" title="{reasons}">{len(told)} left out</span></p>')
+            parts.append(f'<p class="note">{escape(notes.pop(0))}</p>')
+        if notes:
+            reasons = escape("\n".join(notes), quote=True)
+            parts.append(f'<p class="note"><span class="rejected" title="{reasons}">{len(notes)} left out</span></p>')
     return f"<article>{''.join(parts)}</article>"
