@@ -254,7 +254,7 @@ class Endpoint:
                     continue  # a concurrent call has updated the supported features
                 reduced = features.without(str(error))
                 if reduced is None:
-                    raise DataError(f"the endpoint does not take the call: {error}") from None
+                    raise DataError(f"the endpoint does not accept the call: {error}") from None
                 self._takes = reduced
             except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
                 raise RequestError(
@@ -273,7 +273,7 @@ class Endpoint:
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self.settings.give_up_after:
             raise RequestError(
-                f"{self.settings.base_url} failed {self._failed_in_a_row} times in a row, at last with {problem}; "
-                "what is done is kept, and the same command goes on"
+                f"{self.settings.base_url} failed {self._failed_in_a_row} times in a row; the last error is {problem}. "
+                "Results so far are stored; run the same command to resume."
             )
         raise Unanswered(problem)

@@ -226,7 +226,7 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
         CheckpointError: `path` exists already, or the model has several adapters.
     """
     if lm.config.adapters:
-        raise CheckpointError("a model with several adapters is not one model to save")
+        raise CheckpointError("a model with several adapters cannot be saved; load it with one adapter to merge that")
     aspd: dict[str, Any] = {"positions": lm.config.positions, "siblings": lm.config.siblings}
     hf_config = {**lm.hf_config, "vocab_size": lm.config.vocab_size, "aspd": aspd}
     target, kept = Path(path), dtype or lm.config.dtype
@@ -288,7 +288,7 @@ def random_model(
     """
     special = None if tokenizer is None else add_special_tokens(tokenizer)
     if tokenizer is not None and len(tokenizer) > config.vocab_size:
-        raise CheckpointError(f"vocabulary is {config.vocab_size}, the tokenizer with its tags has {len(tokenizer)}")
+        raise CheckpointError(f"vocab_size: expected at least {len(tokenizer)}, got {config.vocab_size}")
     model = Transformer(config)
     zero = np.zeros((1, 1), np.int32)
     params = nn.meta.unbox(jax.jit(model.init)(jax.random.key(seed), zero, Layout(zero, zero, zero, zero))["params"])

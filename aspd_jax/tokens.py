@@ -255,10 +255,10 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
     def take(expected: int) -> int:
         nonlocal at
         if at == len(tags):
-            raise StructureError(f"the answer ends where {names[expected]} should follow")
+            raise StructureError(f"the answer ends where {names[expected]} is expected")
         place, tag = tags[at]
         if tag != expected:
-            raise StructureError(f"token {place}: {names[tag]} stands where {names[expected]} should")
+            raise StructureError(f"token {place}: expected {names[expected]}, got {names[tag]}")
         at += 1
         return place
 
@@ -266,7 +266,7 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
         nonlocal cursor
         place = take(expected)
         if place != cursor:
-            raise StructureError(f"token {cursor}: text stands where {names[expected]} should")
+            raise StructureError(f"token {cursor}: expected {names[expected]}, got text")
         cursor = place + 1
 
     def take_stretch(start: int, end: int) -> np.ndarray:
@@ -288,15 +288,15 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
         while not titles or peek() == special.title_start:
             titles.append(take_stretch(special.title_start, special.title_end))
             if not titles[-1].size:
-                raise StructureError(f"token {cursor - 1}: the title is empty")
+                raise StructureError(f"token {cursor - 1}: expected a title, got none")
         take_adjacent(special.parallel_start)
         while peek() == special.branch_start:
             branches.append(take_stretch(special.branch_start, special.branch_end))
         take_adjacent(special.parallel_end)
         if not branches or (paired and (len(titles) < 2 or len(titles) != len(branches))):
             raise StructureError(
-                f"token {cursor - 1}: the block has {len(titles)} titles and {len(branches)} branches; "
-                "it needs two or more, as many of one as of the other"
+                f"token {cursor - 1}: expected two or more titles and as many branches, "
+                f"got {len(titles)} titles and {len(branches)} branches"
             )
         items.append(BlockIds(tuple(titles), tuple(branches)))
     if cursor < ids.size:

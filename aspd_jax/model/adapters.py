@@ -115,7 +115,8 @@ def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | 
             rows = adapter.rows.get(tensor_name) if adapter is not None else None
             if rows is not None and rows.values.shape != current_rows.shape[1:]:
                 raise CheckpointError(
-                    f"{adapter.source if adapter else ''} has rows {rows.values.shape} for {tensor_name}"
+                    f"{adapter.source if adapter else ''}: expected rows {current_rows.shape[1:]} for {tensor_name}, "
+                    f"got {rows.values.shape}"
                 )
             values = kernel[jnp.asarray(config.new_tokens)] if rows is None else rows.values
             new[NEW_TOKENS, name] = np.asarray(jax.device_get(values))

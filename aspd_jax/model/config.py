@@ -201,7 +201,7 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
         raise CheckpointError(f"{field} {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(hf, cap, None):
-            raise CheckpointError(f"{cap} {getattr(hf, cap)} is not supported; only none is")
+            raise CheckpointError(f"{cap}: expected none, got {getattr(hf, cap)}; it is not supported")
     if dtype not in ("float32", "bfloat16"):
         raise CheckpointError(f"dtype must be float32 or bfloat16, got {dtype!r}")
     own = dict(getattr(hf, "aspd", None) or {})

@@ -51,7 +51,7 @@ async def annotate(teacher: Teacher, question: str, answer: str) -> tuple[list[t
             try:
                 block = block_of(answer, group)
                 if blocks and block.start < blocks[-1].end:
-                    raise StructureError(f"the group of {block.branches[0].title!r} begins inside the one before")
+                    raise StructureError(f"the group of {block.branches[0].title!r} begins inside the group before it")
                 blocks.append(block)
             except StructureError as error:
                 rejected.append(str(error))
@@ -105,7 +105,7 @@ async def independence(teacher: Teacher, question: str, answer: str, blocks: Seq
     def read(value: Any) -> list[Vote]:
         found = value.get("groups") if isinstance(value, dict) else None
         if not isinstance(found, list) or len(found) != len(blocks):
-            raise DataError(f"a vote must hold {len(blocks)} groups, as there are blocks")
+            raise DataError(f"a vote must hold {len(blocks)} groups, one per block")
         if not all(isinstance(one, dict) and isinstance(one.get("independent"), bool) for one in found):
             raise DataError('a vote must say "independent" for every group')
         return [Vote(one["independent"], str(one.get("reason", ""))) for one in found]

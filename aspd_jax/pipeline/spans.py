@@ -62,7 +62,7 @@ def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
     place = 0
     for block in blocks:
         if block.start < place:
-            raise StructureError(f"a block begins at character {block.start}, inside what stands before it")
+            raise StructureError(f"a block begins at character {block.start}, inside the block before it")
         if place < block.start:
             items.append(Serial(answer[place : block.start]))
         place = block.start
@@ -70,8 +70,8 @@ def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
         for branch in block.branches:
             if branch.start != place or not branch.start < branch.end <= len(answer):
                 raise StructureError(
-                    f"branch {branch.title!r} is characters {branch.start} to {branch.end} of {len(answer)}; "
-                    f"it has to begin at {place} and to hold at least one"
+                    f"branch {branch.title!r}: expected one or more characters from {place} on, "
+                    f"got {branch.start} to {branch.end} of {len(answer)}"
                 )
             branches.append(Branch(branch.title, answer[branch.start : branch.end]))
             place = branch.end
