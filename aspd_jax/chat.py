@@ -1,6 +1,7 @@
-"""Conversations through a chat template, answers kept apart: training and prompting share one rendering.
+"""Render conversations by a chat template with separate answers; training and prompting share this rendering.
 
-Text is text: what messages spell never becomes a special token (protocol, section 2). Only a template writes these.
+Messages are text: a special token spelled in a message is never encoded as one (protocol, section 2). Only the template
+writes special tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ _TAG = re.compile("({})".format("|".join(map(re.escape, TAGS.values()))))
 
 
 class Chat:
-    """A conversation and the template that renders it, as text around placeholders for the answers.
+    """A conversation and the template that renders it, as text with placeholders for the answers.
 
-    Every rendering is of the messages before one answer, with a generation prompt: the prompt that asks for the answer.
+    Every rendering covers the messages before one answer and the generation prompt that asks for it.
 
     Args:
+        tokenizer: a `transformers` tokenizer with a chat template.
         codec: codec of the tokenizer.
-        ends: ids that end an answer; the first stands in where the template has none of them.
-        messages: `role` and `content`, both strings.
+        ends: ids that end an answer; the first is used if the template has none of them.
+        messages: messages with `role` and `content`, both strings.
 
     Raises:
         ConversationError: a message is not valid Unicode.
@@ -33,7 +35,7 @@ class Chat:
         self, tokenizer: Any, codec: TextCodec, ends: Sequence[int], messages: Sequence[Mapping[str, Any]]
     ) -> None:
         self._tokenizer, self._codec, self._ends, self._messages = tokenizer, codec, ends, messages
-        self._sign = "\ue000"  # grows until no message holds it
+        self._sign = "\ue000"  # extended until no message contains it
         for number, message in enumerate(messages):
             said = "".join(text for text in message.values() if isinstance(text, str))
             try:
@@ -71,15 +73,15 @@ class Chat:
         Special tokens that messages spell are placeholders in it.
 
         Raises:
-            ConversationError: the template refuses the conversation or leaves an answer out.
+            ConversationError: the template refuses the conversation or omits an answer.
         """
         return self._split(self._render(self._shown[:stop], True), stop)
 
     def answers(self, stop: int) -> list[str]:
-        """Return the answers before message `stop` as a prompt holds them.
+        """Return the answers before message `stop` as a prompt contains them.
 
-        Some templates drop a part of earlier answers, such as a thought. White space around an answer stays as it is,
-        whatever the template does to it, so that the tokens of a decoded answer stay the same.
+        Some templates drop a part of earlier answers, such as a thought. White space around an answer is kept even if
+        the template strips it, so that the tokens of a decoded answer stay the same.
 
         Raises:
             ConversationError: see `prompt`.
@@ -106,10 +108,10 @@ class Chat:
         return shown
 
     def continuation(self) -> tuple[list[str], str]:
-        """Return the prompt that the last answer begins in, as the text around its earlier answers, and that answer.
+        """Return the prompt in which the last answer begins, as the text around its earlier answers, and that answer.
 
-        It is the text that `apply_chat_template(continue_final_message=True)` renders: white space that the template
-        leaves out around an answer is left out here, too.
+        The text equals that of `apply_chat_template(continue_final_message=True)`: white space that the template strips
+        around an answer is also stripped here.
 
         Raises:
             ConversationError: see `prompt`.
@@ -125,7 +127,7 @@ class Chat:
         return self._split(marked, last + 1)[:-1], text
 
     def end(self, place: int) -> int:
-        """Return the token that ends the answer at `place`: what the template writes behind it, if it ends answers."""
+        """Return the token that ends the answer at `place`: the one from the template, or else the first of `ends`."""
         *_, rest = self._split(self._render(self._shown[: place + 1], False), place + 1)
         return self._ended(self.encode(rest))[0]
 
@@ -136,7 +138,7 @@ class Chat:
         return _encode_alternating(self._tokenizer, self._codec, spelt)
 
     def encode_stretches(self, stretches: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of a prompt; each stretch but the first begins with the end of the answer before it."""
+        """Return the token ids of a prompt; each stretch but the first begins with the end of the previous answer."""
         first, *others = map(self.encode, stretches)
         return [first, *map(self._ended, others)]
 
@@ -171,7 +173,7 @@ class Chat:
             raise ConversationError("messages[0]: no message asks for this answer")
         try:
             rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
-        except Exception as error:  # a template is a program: it raises on purpose, or where it expects another message
+        except Exception as error:  # a template is a program, which may raise any error
             kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
             roles = ", ".join(str(message["role"]) for message in messages[:8]) + (", …" if len(messages) > 8 else "")
             raise ConversationError(
@@ -183,20 +185,21 @@ class Chat:
 def encode_turns(
     tokenizer: Any, codec: TextCodec, ends: Sequence[int], messages: Sequence[Mapping[str, Any]], prompt: bool
 ) -> list[list[int]]:
-    """Token ids of what stands around the answers of a conversation: one stretch more than there are answers.
+    """Return the token ids around the answers of a conversation: one more stretch than there are answers.
 
-    The template is rendered around placeholders, so that answers are encoded stretch by stretch (protocol, section 2).
-    Every stretch but the first begins with the end of text that ends the answer before it.
+    The template is rendered with placeholders, so that answers are encoded stretch by stretch (protocol, section 2).
+    Every stretch but the first begins with the end of text of the previous answer.
 
     Args:
+        tokenizer: a `transformers` tokenizer with a chat template.
         codec: codec of the tokenizer.
-        ends: ids that end an answer; the first stands in where the template has none of them.
-        messages: `role` and `content`.
-        prompt: the conversation goes on with an answer. Otherwise it ends with one, behind the prompt that asks for it;
-            the last stretch is an end of text and nothing else.
+        ends: ids that end an answer; the first is used if the template has none of them.
+        messages: messages with `role` and `content`.
+        prompt: whether an answer follows the conversation. Otherwise the conversation ends with an answer, and the last
+            stretch is only an end of text.
 
     Raises:
-        ConversationError: the chat template refuses the conversation, or does not show every answer as it stands.
+        ConversationError: the chat template refuses the conversation, or changes an answer.
     """
     chat = Chat(tokenizer, codec, ends, messages)
     if prompt:
@@ -212,10 +215,14 @@ def encode_history(
     messages: Sequence[Mapping[str, Any]],
     continues: bool = False,
 ) -> tuple[list[list[int]], list[str]]:
-    """Return the stretches of a prompt, and the answers between them as the prompt holds them (`Chat.answers`).
+    """Return the stretches of a prompt, and the answers between them as the prompt contains them (`Chat.answers`).
 
     Args:
-        continues: the last message is the beginning of an answer; the last stretch behind it is empty.
+        tokenizer: a `transformers` tokenizer with a chat template.
+        codec: codec of the tokenizer.
+        ends: ids that end an answer; the first is used if the template has none of them.
+        messages: messages with `role` and `content`.
+        continues: whether the last message is the beginning of an answer; the stretch after it is then empty.
     """
     chat = Chat(tokenizer, codec, ends, messages)
     stop = len(messages)
@@ -226,7 +233,7 @@ def encode_history(
 
 
 def encode_prompt(tokenizer: Any, codec: TextCodec, text: str) -> list[int]:
-    """Token ids of a prompt in plain text: the tokenizer's own, but that tags of branches in it are text.
+    """Return the token ids of a prompt in plain text, as the tokenizer encodes it; the tags of branches are text.
 
     Raises:
         ConversationError: the text is not valid Unicode.
@@ -240,7 +247,7 @@ def encode_prompt(tokenizer: Any, codec: TextCodec, text: str) -> list[int]:
 
 
 def _encode_alternating(tokenizer: Any, codec: TextCodec, parts: Sequence[str]) -> list[int]:
-    """Token ids of parts: of every second one as its characters, of the others as the tokenizer reads them."""
+    """Return the token ids of parts: odd-numbered parts as plain characters, even-numbered ones with special tokens."""
     ids: list[int] = []
     for number, part in enumerate(parts):
         if part:

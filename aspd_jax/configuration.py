@@ -1,4 +1,4 @@
-"""Configurations: YAML in, frozen dataclasses out; unknown keys are refused."""
+"""Configurations: YAML files are read into frozen dataclasses, and unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ Config = TypeVar("Config")
 
 
 def at_least(name: str, value: float, least: float) -> None:
-    """Raise ConfigError where a value is too small."""
+    """Check that a value is at least `least`.
+
+    Raises:
+        ConfigError: the value is smaller.
+    """
     if value < least:
         raise ConfigError(f"{name} must be at least {least}, got {value}")
 
@@ -26,11 +30,12 @@ def read_config(kind: type[Config], path: str | Path | None, overrides: Sequence
     """Read a YAML file and apply `section.key=value` overrides.
 
     Args:
-        kind: a dataclass; sections are dataclasses too, or dicts of them by name.
-        path: None: the defaults.
+        kind: dataclass of the configuration; a section is a dataclass, or a dict of named dataclasses.
+        path: YAML file; None: the defaults.
+        overrides: `section.key=value` strings; values are YAML.
 
     Raises:
-        ConfigError: file, field and what would be right.
+        ConfigError: a file or field is not valid; the message names it, and what was expected.
     """
     where = "the defaults" if path is None else str(path)
     if path is not None and not Path(path).is_file():
@@ -46,10 +51,10 @@ def read_config(kind: type[Config], path: str | Path | None, overrides: Sequence
 
 
 def change(values: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Apply `section.key=value` overrides to what a configuration is made of.
+    """Apply `section.key=value` overrides to the values of a configuration, in place.
 
     Raises:
-        ConfigError: what is none.
+        ConfigError: a string is not an override.
     """
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -68,42 +73,47 @@ def change(values: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def config_from_dict(kind: type[Config], values: dict[str, Any], where: str) -> Config:
-    """The configuration that `dataclasses.asdict` wrote.
+    """Build a configuration from the values that `dataclasses.asdict` returns.
+
+    Args:
+        kind: dataclass of the configuration.
+        values: values by key.
+        where: source of the values, for messages.
 
     Raises:
-        ConfigError: `where`, field and what would be right.
+        ConfigError: a field is not valid; the message names it, and what was expected.
     """
-    made: Config = _build(kind, values, "", where, list(_names(kind, "")))
-    return made
+    config: Config = _build(kind, values, "", where, list(_names(kind, "")))
+    return config
 
 
-def _build(kind: Any, values: Any, prefix: str, where: str, every: Sequence[str]) -> Any:
+def _build(kind: Any, values: Any, prefix: str, where: str, all_names: Sequence[str]) -> Any:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: {prefix.rstrip('.')} must hold `key: value` lines, got {values!r}")
     hints = get_type_hints(kind)
     known = {item.name for item in fields(kind)}
-    made = {}
+    arguments = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if key not in known:
-            same = [other for other in every if other.split(".")[-1] == key]
-            near = same or difflib.get_close_matches(name, every, 1)
+            same = [other for other in all_names if other.split(".")[-1] == key]
+            near = same or difflib.get_close_matches(name, all_names, 1)
             raise ConfigError(f"{where}: unknown key {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         if is_dataclass(hints[key]):
-            made[key] = _build(hints[key], value, f"{name}.", where, every)
+            arguments[key] = _build(hints[key], value, f"{name}.", where, all_names)
         elif get_origin(hints[key]) is dict:
             named = get_args(hints[key])[1]
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}: {name} must hold a name and its settings for each, got {value!r}")
-            made[key] = {
+            arguments[key] = {
                 str(one): _build(named, settings, f"{name}.{one}.", where, list(_names(named, f"{name}.*.")))
                 if is_dataclass(named)
                 else _value(named, settings, f"{name}.{one}", where)
                 for one, settings in value.items()
             }
         else:
-            made[key] = _value(hints[key], value, name, where)
-    return kind(**made)
+            arguments[key] = _value(hints[key], value, name, where)
+    return kind(**arguments)
 
 
 def _names(kind: Any, prefix: str) -> Iterator[str]:

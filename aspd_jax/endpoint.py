@@ -1,4 +1,4 @@
-"""A language model behind an endpoint that speaks OpenAI's chat completions: bounded, retried, every reply kept."""
+"""Client of an endpoint with OpenAI's chat completions: limited concurrency, retries, and stored replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Schema = Literal["auto", "schema", "object", "none"]
 
 
 def outside_event_loop(work: Callable[P, T]) -> Callable[P, T]:
-    """Let a function that runs an event loop of its own be called where one runs already, such as in a notebook."""
+    """Wrap a function that runs an event loop, so that it works inside a running loop, such as in a notebook."""
 
     @wraps(work)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -41,24 +41,24 @@ def outside_event_loop(work: Callable[P, T]) -> Callable[P, T]:
 
 @dataclass(frozen=True)
 class EndpointSection:
-    """Where a model is asked, and how.
+    """Settings of an endpoint.
 
     Attributes:
-        base_url: of the endpoint, such as `http://127.0.0.1:8000/v1`; empty: nobody is asked.
-        model: its name there.
+        base_url: URL of the endpoint, such as `http://127.0.0.1:8000/v1`; empty: no endpoint.
+        model: name of the model at the endpoint.
         key_variable: environment variable that holds the API key.
-        temperature: of its replies.
-        max_tokens: of a reply.
-        concurrency: calls at a time.
-        requests_per_minute: 0: no limit.
-        timeout: seconds that a call may take.
-        retries: of a call that failed for the endpoint's sake, with back-off.
-        attempts: replies asked for until one has the right form.
-        give_up_after: calls in a row that fail before the run stops.
-        input_price, output_price: of a million tokens, for the account and the estimate.
+        temperature: sampling temperature.
+        max_tokens: maximum tokens of a reply.
+        concurrency: maximum concurrent calls.
+        requests_per_minute: rate limit; 0: no limit.
+        timeout: timeout of a call in seconds.
+        retries: retries of a call after a failure of the endpoint, with back-off.
+        attempts: maximum replies requested until one has the required form.
+        give_up_after: consecutive failed calls after which the run stops.
+        input_price, output_price: price per million tokens, for the report and the estimate.
     """
 
-    section: ClassVar[str]  # its name in the configuration
+    section: ClassVar[str]  # name of the section in the configuration
 
     base_url: str = ""
     model: str = ""
@@ -75,35 +75,40 @@ class EndpointSection:
     output_price: float = 0.0
 
     def __post_init__(self) -> None:
-        own = self.section
+        section = self.section
         if self.base_url and not self.model:
-            raise ConfigError(f"{own}.base_url needs {own}.model, the model's name there")
+            raise ConfigError(f"{section}.base_url needs {section}.model, the model's name there")
         if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"{own}.base_url must begin with http:// or https://, got {self.base_url!r}")
+            raise ConfigError(f"{section}.base_url must begin with http:// or https://, got {self.base_url!r}")
         for name in ("max_tokens", "concurrency", "attempts", "give_up_after"):
-            at_least(f"{own}.{name}", getattr(self, name), 1)
+            at_least(f"{section}.{name}", getattr(self, name), 1)
         for name in ("temperature", "requests_per_minute", "retries", "input_price", "output_price"):
-            at_least(f"{own}.{name}", getattr(self, name), 0)
+            at_least(f"{section}.{name}", getattr(self, name), 0)
         if self.timeout <= 0:
-            raise ConfigError(f"{own}.timeout must be more than 0 seconds, got {self.timeout}")
+            raise ConfigError(f"{section}.timeout must be more than 0 seconds, got {self.timeout}")
 
 
 class Unanswered(Exception):
-    """The endpoint gave no reply to a call; what needs it is left for the next run."""
+    """The endpoint did not reply to a call; the work that needs the reply is left for the next run."""
 
 
 class Form(NamedTuple):
-    """What a reply should look like: a JSON schema, as strict structured outputs want it, and its name."""
+    """The required form of a reply.
+
+    Attributes:
+        name: name of the schema.
+        schema: JSON schema that meets the rules of strict structured outputs.
+    """
 
     name: str
     schema: dict[str, Any]
 
 
 def parse_json(text: str) -> Any:
-    """The JSON object of a reply, code fences and words around it left out.
+    """Return the JSON object of a reply, ignoring code fences and text around it.
 
     Raises:
-        DataError: there is none, or it is cut off.
+        DataError: the reply contains no JSON object, or one that is malformed or cut off.
     """
     first, last = text.find("{"), text.rfind("}")
     if first < 0:
@@ -115,16 +120,22 @@ def parse_json(text: str) -> Any:
 
 
 class _Takes(NamedTuple):
-    """What an endpoint takes: forms of replies, the best first, and names of arguments."""
+    """Features that an endpoint supports.
+
+    Attributes:
+        forms: supported forms of replies, in order of preference.
+        limit: name of the argument for the maximum number of tokens.
+        optional: names of the optional arguments.
+    """
 
     forms: tuple[str, ...]
     limit: str = "max_tokens"
     optional: tuple[str, ...] = ("temperature", "seed")
 
     def arguments(self, settings: EndpointSection, form: Form | None, seed: int) -> dict[str, Any]:
-        """Of a call."""
-        every = {"temperature": settings.temperature, "seed": seed}
-        arguments: dict[str, Any] = {name: every[name] for name in self.optional}
+        """Return the arguments of a call."""
+        available = {"temperature": settings.temperature, "seed": seed}
+        arguments: dict[str, Any] = {name: available[name] for name in self.optional}
         arguments[self.limit] = settings.max_tokens
         if form is None:
             return arguments
@@ -136,7 +147,7 @@ class _Takes(NamedTuple):
         return arguments
 
     def without(self, problem: str) -> _Takes | None:
-        """What is left when an endpoint refuses a call; None where it says nothing that could be left out."""
+        """Return the features without the one that an error message names; None if it names none."""
         if self.limit in problem and "max_completion_tokens" in problem and self.limit != "max_completion_tokens":
             return self._replace(limit="max_completion_tokens")
         for name in self.optional:
@@ -148,16 +159,17 @@ class _Takes(NamedTuple):
 
 
 class Endpoint:
-    """Asks, and keeps what it is told.
+    """Client that sends conversations to an endpoint and stores the replies.
 
     Args:
-        settings: where and how.
-        store: for the replies; a call that was answered once is not made again.
-        schema: how replies are held to their form: `schema` (structured outputs), `object` (JSON mode), `none`, or
-            `auto`: the first of them that the endpoint takes.
+        settings: settings of the endpoint.
+        store: store of replies; a call with a stored reply is not repeated.
+        schema: how the form of replies is enforced: `schema` (structured outputs), `object` (JSON mode), `none`, or
+            `auto`: the first of these that the endpoint supports.
 
     Attributes:
-        spent: calls that were answered since it was made, and their tokens, for a progress bar.
+        settings: settings of the endpoint.
+        spent: numbers of calls and tokens of this object, without stored replies, for a progress bar.
     """
 
     def __init__(self, settings: EndpointSection, store: Store, schema: Schema = "none") -> None:
@@ -181,34 +193,35 @@ class Endpoint:
         self.spent = {"calls": 0, "tokens": 0}
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         await self._client.close()
 
     async def reply(
         self, kind: str, messages: Sequence[dict[str, str]], number: int, attempt: int, form: Form | None = None
     ) -> Reply:
-        """The reply to a conversation, from the store if it is there.
+        """Return the reply to a conversation, from the store if possible.
 
         Args:
-            kind: of question; with everything else it is what a reply is found again by.
-            number: which of several equal questions this is.
-            attempt: which try at a reply of the right form.
-            form: of the reply; None: text.
+            kind: kind of the question; part of the key in the store.
+            messages: messages with `role` and `content`.
+            number: index among equal questions; part of the key.
+            attempt: index of the attempt at a reply of the required form; part of the key.
+            form: required form of the reply; None: text.
 
         Raises:
-            DataError: the endpoint does not take the call.
-            Unanswered: it failed.
-            RequestError: it refuses, or fails so often that going on makes no sense.
+            DataError: the endpoint does not accept the call.
+            Unanswered: the call failed.
+            RequestError: the endpoint refuses all calls, or too many consecutive calls failed.
         """
         s = self.settings
-        asked: Any = messages[0]["content"] if len(messages) == 1 else list(messages)
-        what = [s.model, s.temperature, s.max_tokens, kind, asked, number, attempt]
+        question: Any = messages[0]["content"] if len(messages) == 1 else list(messages)
+        what = [s.model, s.temperature, s.max_tokens, kind, question, number, attempt]
         key = hashlib.sha256(json.dumps(what).encode()).hexdigest()
         reply = self._store.reply(key)
         if reply is None:
             async with self._room:
                 await self._wait_for_turn()
-                # A seed that a call always has, so that endpoints that honour it give the same reply.
+                # The seed depends on the call only, so that endpoints that support seeds repeat their reply.
                 reply = await self._call(messages, form, int(key[:7], 16))
             self._store.add_reply(key, reply)
             self.spent["calls"] += 1
@@ -229,38 +242,38 @@ class Endpoint:
 
         s = self.settings
         while True:
-            took = self._takes
+            features = self._takes
             try:
-                made = await self._client.chat.completions.create(
+                response = await self._client.chat.completions.create(
                     model=s.model,
                     messages=cast(Any, messages),
-                    **took.arguments(s, form, seed),
+                    **features.arguments(s, form, seed),
                 )
             except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-                if took != self._takes:
-                    continue  # a call beside this one has found out what the endpoint takes
-                less = took.without(str(error))
-                if less is None:
-                    raise DataError(f"the endpoint does not take the call: {error}") from None
-                self._takes = less
+                if features != self._takes:
+                    continue  # a concurrent call has updated the supported features
+                reduced = features.without(str(error))
+                if reduced is None:
+                    raise DataError(f"the endpoint does not accept the call: {error}") from None
+                self._takes = reduced
             except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
                 raise RequestError(
                     f"{s.base_url} refuses: {error}; see {s.section}.base_url, {s.section}.model and {s.key_variable}"
                 ) from None
-            except (openai.APIError, ValueError) as error:  # ValueError: a body that is no JSON
+            except (openai.APIError, ValueError) as error:  # ValueError: the body is not JSON
                 self._fail(f"{type(error).__name__}: {error}")
             else:
                 self._failed_in_a_row = 0
-                choices = getattr(made, "choices", None) or []
+                choices = getattr(response, "choices", None) or []
                 text = (choices[0].message.content or "") if choices and choices[0].message else ""
-                usage = getattr(made, "usage", None)
+                usage = getattr(response, "usage", None)
                 return Reply(text, getattr(usage, "prompt_tokens", 0) or 0, getattr(usage, "completion_tokens", 0) or 0)
 
     def _fail(self, problem: str) -> None:
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self.settings.give_up_after:
             raise RequestError(
-                f"{self.settings.base_url} failed {self._failed_in_a_row} times in a row, at last with {problem}; "
-                "what is done is kept, and the same command goes on"
+                f"{self.settings.base_url} failed {self._failed_in_a_row} times in a row; the last error is {problem}. "
+                "Results so far are stored; run the same command to resume."
             )
         raise Unanswered(problem)

@@ -1,28 +1,28 @@
-"""Errors a user can cause, and can mend. The `aspd` command prints their message without a traceback."""
+"""Errors that a user can cause and correct. The `aspd` command prints their message without a traceback."""
 
 
 class AspdError(Exception):
-    """Base of every error that says what was wrong, where, and what would be right."""
+    """Base class; the message says what was wrong, where, and what was expected."""
 
 
 class StructureError(AspdError, ValueError):
-    """A structured answer, or its linearisation, is not well formed."""
+    """A structured answer or its linearisation is not well formed."""
 
 
 class TokenizerError(AspdError, ValueError):
-    """A tokenizer cannot do what the token protocol needs of it."""
+    """A tokenizer does not meet the requirements of the token protocol."""
 
 
 class CheckpointError(AspdError, ValueError):
-    """A checkpoint folder is missing something, or holds something this project does not know."""
+    """A checkpoint lacks something, or contains something that is not supported."""
 
 
 class ConfigError(AspdError, ValueError):
-    """A configuration field has a value that cannot work."""
+    """A configuration field has an invalid value."""
 
 
 class DataError(AspdError, ValueError):
-    """A record, or a file of them, cannot be used."""
+    """A record or a file of records cannot be used."""
 
 
 class OutputError(AspdError, OSError):
@@ -30,8 +30,8 @@ class OutputError(AspdError, OSError):
 
 
 class RequestError(AspdError, ValueError):
-    """A decoding request breaks a limit of the engine."""
+    """A request exceeds a limit of the engine, or an endpoint refuses it."""
 
 
 class ConversationError(DataError, RequestError):
-    """A chat template cannot render a conversation: a fault of the record or the request that holds it."""
+    """A chat template cannot render a conversation, because the record or request that holds it is not valid."""

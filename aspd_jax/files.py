@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, whenever the process ends; failures to write name the file."""
+"""Atomic writes of files and folders, also if the process is killed; write errors name the file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import TextIO
 
 from aspd_jax.errors import CheckpointError, OutputError
 
-# What a file system says when it cannot take a file. Other errors of the system are passed on.
+# Error numbers that mean that a file cannot be written. Other system errors are not translated.
 REFUSALS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO),
     *(errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
 )
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# How libraries in other languages (safetensors, tokenizers, TensorStore), NumPy and SQLite put such an error.
+# Patterns of these errors in messages of Rust and C++ libraries (safetensors, TensorStore), NumPy and SQLite.
 NUMBERED = re.compile(r"\bos[ _]error(?: |_code=')(\d+)", re.IGNORECASE)
 SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")
 SQLITE = {
@@ -45,10 +45,10 @@ def refusal(error: BaseException) -> int | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write into one line that names the file.
+    """Convert a failure to write into a one-line error that names the file.
 
     Raises:
-        OutputError: the disk is full, writing is not allowed, or the path is not what it should be.
+        OutputError: the disk is full, writing is not allowed, or the path has the wrong kind.
     """
     try:
         yield
@@ -64,10 +64,10 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def partial_file(file: Path) -> Iterator[Path]:
-    """Give a path to write to, which becomes `file` at the end; what is at `file` stays if that fails.
+    """Yield a temporary path that replaces `file` on success; on failure, `file` is not changed.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the file cannot be written.
     """
     partial = file.with_name(f".{file.name}.partial")
     with writing(file):
@@ -82,7 +82,7 @@ def partial_file(file: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[TextIO]:
-    """Write a text file; see `partial_file`."""
+    """Yield a text file that atomically replaces `file`; see `partial_file`."""
     with partial_file(file) as partial, partial.open("w", encoding="utf-8") as out:
         yield out
         out.flush()
@@ -90,13 +90,13 @@ def replacing(file: Path) -> Iterator[TextIO]:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text file; see `partial_file`."""
+    """Write a text file atomically; see `partial_file`."""
     with replacing(file) as out:
         out.write(text)
 
 
 class Log:
-    """A text file that grows: what has been written is there whatever happens next, and whole."""
+    """A text file for appending whole records, each durable when `write` returns."""
 
     def __init__(self, file: Path) -> None:
         self._path = file
@@ -105,10 +105,10 @@ class Log:
             self._file = file.open("ab", buffering=0)
 
     def write(self, text: str) -> None:
-        """Add text, or nothing of it.
+        """Append text; on failure, the file keeps its old contents.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: the file cannot be written.
         """
         size, rest = os.fstat(self._file.fileno()).st_size, memoryview(text.encode())
         with writing(self._path):
@@ -133,11 +133,11 @@ class Log:
 
 @contextmanager
 def write_folder(folder: Path) -> Iterator[Path]:
-    """A new folder for a checkpoint: what is written into the one that is given appears there when all is written.
+    """Yield a temporary folder that becomes `folder` on success; for checkpoints.
 
     Raises:
-        CheckpointError: something is there already.
-        OutputError: it cannot be written.
+        CheckpointError: `folder` exists and is not an empty folder.
+        OutputError: the folder cannot be written.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     with writing(folder):
@@ -148,7 +148,7 @@ def write_folder(folder: Path) -> Iterator[Path]:
         try:
             yield partial
             for file in partial.iterdir():
-                file.chmod(0o644)  # safetensors writes files that only their owner can read
+                file.chmod(0o644)  # safetensors creates files that only their owner can read
             if folder.exists():
                 folder.rmdir()
             partial.rename(folder)

@@ -1,4 +1,4 @@
-"""JSONL: the value of each line, or the reason why it has none. Every command reads its files of records here."""
+"""JSONL: the value of each line, or the reason why it has none. All commands read files of records with this module."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Line(NamedTuple):
     """A line that is not blank.
 
     Attributes:
-        number: from 1, blank lines included.
-        value: of the JSON text; None where it is none.
-        reason: why the line has no value; empty where it has one.
+        number: line number from 1; blank lines are counted.
+        value: JSON value; None if the line is not valid.
+        reason: reason why the line is not valid; empty if it is.
     """
 
     number: int
@@ -62,7 +62,7 @@ def parse_json(data: bytes) -> Any:
     """Parse one JSON text by RFC 8259: UTF-8, whole surrogate pairs, no NaN, at most 200 levels. A BOM is accepted.
 
     Raises:
-        DataError: the kind of fault, and its place.
+        DataError: the text is not valid; the message names the kind of fault and its place.
     """
     data = data.removeprefix(BOM)
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint folder in, everything that is needed to train or decode out, and back (Hugging Face layout)."""
+"""Load a checkpoint with all that training and decoding need, and save it (Hugging Face layout)."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class LanguageModel:
     """A decoder with its parameters, tokenizer and special tokens.
 
     Attributes:
-        model: pure in (parameters, tokens, layout, cache).
+        model: Flax module; a pure function of (parameters, tokens, layout, cache).
         params: pytree for `model.apply({"params": params}, …)`.
-        tokenizer: a `transformers` tokenizer, or None for a folder that has none.
+        tokenizer: a `transformers` tokenizer, or None if the checkpoint has none.
         special_tokens: ids of the six special tokens, or None without a tokenizer.
-        config: shape of the model.
-        hf_config: the contents of config.json, for export.
+        config: configuration of the model.
+        hf_config: contents of config.json, for export.
         end_ids: ids that end an answer.
-        context_length: positions the checkpoint was made for.
-        mesh: the mesh that the parameters are spread over, or None.
-        generation: the contents of generation_config.json, for export.
+        context_length: context length of the checkpoint in positions.
+        mesh: mesh that the parameters are distributed over, or None.
+        generation: contents of generation_config.json, for export.
     """
 
     model: Transformer
@@ -59,7 +59,7 @@ class LanguageModel:
 
     @cached_property
     def codec(self) -> Codec:
-        """Structured answers <-> token ids.
+        """Return the codec between structured answers and token ids.
 
         Raises:
             CheckpointError: the model has no tokenizer.
@@ -70,20 +70,22 @@ class LanguageModel:
 
 
 def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template: str | os.PathLike[str] = "") -> None:
-    """See to it that a model, loaded from `path`, has a tokenizer, and the chat template of a file if one is named.
+    """Check that a model loaded from `path` has a tokenizer, and set its chat template if a file is given.
 
     Args:
-        template: Jinja file, for a tokenizer that has no template of its own.
+        lm: the model.
+        path: path of the checkpoint, for messages.
+        template: Jinja file, for a tokenizer without a chat template; empty: no change.
 
     Raises:
-        CheckpointError: it has no tokenizer.
+        CheckpointError: the model has no tokenizer.
         ConfigError: the file cannot be read.
     """
     read_template(lm.tokenizer, path, template)
 
 
 def read_template(tokenizer: Any, path: str | os.PathLike[str], template: str | os.PathLike[str]) -> None:
-    """As `for_conversations`, of a tokenizer; None: there is none."""
+    """Check a tokenizer and set its chat template; see `for_conversations`."""
     if tokenizer is None:
         raise CheckpointError(f"{path} has no tokenizer; put tokenizer.json into the folder")
     if os.fspath(template):
@@ -103,30 +105,30 @@ def load_model(
     adapter: str | os.PathLike[str] | None = None,
     adapters: int = 0,
 ) -> LanguageModel:
-    """Load a Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, or a model that has a name.
+    """Load a Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, or a named model.
 
-    The six special tokens are added to the tokenizer if they are not there; rows of the embedding and of
-    an untied head that they need start as the mean of the old rows. A vocabulary that is padded beyond
-    the tokenizer keeps its size as long as they fit.
+    The six special tokens are added to the tokenizer if they are missing. Their new rows in the embedding and in an
+    untied head start as the mean of the old rows. A vocabulary that is padded beyond the tokenizer keeps its size if
+    the new tokens fit.
 
     Args:
         path: a folder, a .gguf file, or a name (`aspd_jax.formats.NAMES`), such as `demo` or `smollm2`.
-        dtype: `float32` or `bfloat16`, of parameters and activations.
-        mesh: spread the parameters over it by the rules of `aspd_jax.sharding`, with the vocabulary padded so that it
-            can be split.
-        weights: `int8`: kernels of the layers rounded to int8 as they are read, with a scale per output.
-        lora_rank, lora_alpha: add fresh adapters to the kernels of the layers, and rows of their own for the special
+        dtype: dtype of parameters and activations: `float32` or `bfloat16`.
+        mesh: mesh to distribute the parameters over, by the rules of `aspd_jax.sharding`; the vocabulary is padded so
+            that it can be split.
+        weights: `int8`: round the kernels of the layers to int8 while loading, with a scale per output.
+        lora_rank, lora_alpha: add fresh adapters to the kernels of the layers, and separate rows for the special
             tokens, for training.
-        adapter: a folder in PEFT's format, which was trained on this model; it is merged into the kernels.
-        adapters: room for so many of them, of `lora_rank` each, which requests choose among (`put_adapter`).
+        adapter: folder of an adapter in PEFT's format that was trained on this model; it is merged into the kernels.
+        adapters: number of adapters, of rank `lora_rank` each, that requests select (`put_adapter`).
 
     Raises:
-        CheckpointError: what is missing from, unknown in or unsupported about it; an adapter for another model.
+        CheckpointError: a part is missing, unknown or not supported, or the adapter is for another model.
     """
     checkpoint = open_checkpoint(path)
     config = from_hugging_face(checkpoint.hf, dtype)
     if adapters:
-        lora_rank = lora_alpha = adapters * lora_rank  # their factors hold their scales
+        lora_rank = lora_alpha = adapters * lora_rank  # the factors include their scales
     config = replace(config, weights=weights, lora_rank=lora_rank, lora_alpha=lora_alpha, adapters=adapters)
     tokenizer, special, new_rows = checkpoint.tokenizer, None, {}
     tensors, stored = checkpoint.tensors(), checkpoint.hf.vocab_size
@@ -150,14 +152,14 @@ def load_model(
     if adapter is not None:
         if adapters:
             raise CheckpointError(f"{path} has an adapter merged already; several of them need the base itself")
-        of = open_adapter(adapter)
-        of.check_tokens(min(old_length, stored), special.ids if special else ())
-        if config.tied and HEAD in {*of.factors, *of.rows}:
+        opened = open_adapter(adapter)
+        opened.check_tokens(min(old_length, stored), special.ids if special else ())
+        if config.tied and HEAD in {*opened.factors, *opened.rows}:
             raise CheckpointError(f"{adapter} changes {HEAD}, which is the embedding in {path}; this is not supported")
-        config = replace(config, **of.settings)
-        tensors = of.applied(tensors, checkpoint.source)
-        if of.tokens and of.tokens[-1] >= old_length:  # rows of the tags
-            new_rows, stored = {}, max(stored, of.tokens[-1] + 1)
+        config = replace(config, **opened.settings)
+        tensors = opened.applied(tensors, checkpoint.source)
+        if opened.tokens and opened.tokens[-1] >= old_length:  # the adapter has the rows of the special tokens
+            new_rows, stored = {}, max(stored, opened.tokens[-1] + 1)
     model = Transformer(config)
     return LanguageModel(
         model=model,
@@ -176,9 +178,9 @@ def load_model(
 def _unused_tokens(
     config: ModelConfig, tokenizer: Any, without_row: list[int], ends: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of ids that the tokenizer does not name, or that have no row in the checkpoint.
+    """Return the ranges of ids that have no name in the tokenizer or no row in the checkpoint.
 
-    Ends of text stay, and so do unused tokens that the checkpoint itself names.
+    Ends of text are not unused; unused tokens that the checkpoint declares are.
     """
     named = np.zeros(config.vocab_size, bool)
     named[[i for i in (*tokenizer.get_vocab().values(), *ends) if 0 <= i < config.vocab_size]] = True
@@ -190,12 +192,17 @@ def _unused_tokens(
 
 
 def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None:
-    """Put an adapter into one of the places of a model that was loaded with `adapters`, or make the place empty.
+    """Replace the adapter at index `number` of a model that was loaded with `adapters`.
 
-    The parameters become others of the same shapes: programs stay, and who has the old ones may go on with them.
+    Shapes are unchanged, so nothing recompiles, and holders of the old tree stay valid.
+
+    Args:
+        lm: the model; its `params` are replaced.
+        number: index of the adapter.
+        adapter: the new adapter; None: clear the index.
 
     Raises:
-        CheckpointError: it was not made for this model, or for other positions or another mask; nothing changes then.
+        CheckpointError: the adapter is for another model, position scheme or mask; the model is unchanged.
     """
     if adapter is not None:
         adapter.check_tokens(0, () if lm.special_tokens is None else lm.special_tokens.ids)
@@ -206,20 +213,20 @@ def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None
 
 
 def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | None = None) -> None:
-    """Write a Hugging Face folder that `transformers` and `load_model` load, or a GGUF file, which llama.cpp loads too;
-    adapters are merged into their kernels.
+    """Write a Hugging Face folder or a GGUF file, atomically; adapters are merged into their kernels.
 
-    It appears whole or not at all.
+    `transformers` and `load_model` load the folder; llama.cpp and `load_model` load the GGUF file.
 
     Args:
-        path: of a file if it ends with `.gguf`, else of a folder.
-        dtype: `float32` or `bfloat16`, of what is written; default: as the parameters are.
+        lm: the model.
+        path: path of a GGUF file if it ends with `.gguf`, else of a folder.
+        dtype: dtype of the tensors, `float32` or `bfloat16`; default: the dtype of the parameters.
 
     Raises:
-        CheckpointError: something is at `path` already.
+        CheckpointError: `path` exists already, or the model has several adapters.
     """
     if lm.config.adapters:
-        raise CheckpointError("a model with several adapters is not one model to save")
+        raise CheckpointError("a model with several adapters cannot be saved; load it with one adapter to merge that")
     aspd: dict[str, Any] = {"positions": lm.config.positions, "siblings": lm.config.siblings}
     hf_config = {**lm.hf_config, "vocab_size": lm.config.vocab_size, "aspd": aspd}
     target, kept = Path(path), dtype or lm.config.dtype
@@ -237,15 +244,17 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
 
 
 def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> None:
-    """Write what was trained of a model that was loaded with `lora_rank`, as an adapter folder in PEFT's format.
+    """Write the trained parameters of a model that was loaded with `lora_rank`, as an adapter folder in PEFT's format.
 
-    The folder appears whole or not at all. Its tensors are bfloat16.
+    The folder is written atomically. Its tensors are bfloat16.
 
     Args:
-        base: what the adapter was trained on, for readers.
+        lm: the model.
+        path: path of the folder.
+        base: name of the base model, for the adapter's configuration.
 
     Raises:
-        CheckpointError: something is at `path` already.
+        CheckpointError: `path` exists already.
     """
     factors, rows = adapter_tensors(lm.config, lm.params)
     alpha, rank = lm.config.lora_alpha, lm.config.lora_rank
@@ -257,7 +266,7 @@ def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> 
 
 
 def as_int8(lm: LanguageModel) -> LanguageModel:
-    """A model with the kernels of its layers rounded to int8, a scale per output; as `load_model(weights="int8")`."""
+    """Return a model with the kernels of its layers rounded to int8, as `load_model(weights="int8")` does."""
     config = replace(lm.config, weights="int8")
     return replace(lm, config=config, model=Transformer(config), params=quantise_layers(lm.params))
 
@@ -265,12 +274,23 @@ def as_int8(lm: LanguageModel) -> LanguageModel:
 def random_model(
     config: ModelConfig, tokenizer: Any, hf_config: dict[str, Any], seed: int = 0, end_ids: tuple[int, ...] = ()
 ) -> LanguageModel:
-    """A model with random weights; `config.vocab_size` must hold the tokenizer with the six tokens."""
+    """Return a model with random weights.
+
+    Args:
+        config: configuration; `vocab_size` must hold the tokenizer with the six special tokens.
+        tokenizer: a `transformers` tokenizer, or None.
+        hf_config: contents of config.json, for export; `max_position_embeddings` gives the context length.
+        seed: seed of the weights.
+        end_ids: ids that end an answer.
+
+    Raises:
+        CheckpointError: the tokenizer does not fit the vocabulary.
+    """
     special = None if tokenizer is None else add_special_tokens(tokenizer)
     if tokenizer is not None and len(tokenizer) > config.vocab_size:
-        raise CheckpointError(f"vocabulary is {config.vocab_size}, the tokenizer with its tags has {len(tokenizer)}")
+        raise CheckpointError(f"vocab_size: expected at least {len(tokenizer)}, got {config.vocab_size}")
     model = Transformer(config)
-    one = np.zeros((1, 1), np.int32)
-    params = nn.meta.unbox(jax.jit(model.init)(jax.random.key(seed), one, Layout(one, one, one, one))["params"])
+    zero = np.zeros((1, 1), np.int32)
+    params = nn.meta.unbox(jax.jit(model.init)(jax.random.key(seed), zero, Layout(zero, zero, zero, zero))["params"])
     length = int(hf_config.get("max_position_embeddings", 2048))
     return LanguageModel(model, params, tokenizer, special, config, hf_config, end_ids, length)

@@ -1,8 +1,8 @@
-"""Position and segment ids of every token, and the one definition of the mask (protocol, sections 3 and 4).
+"""Position and segment ids of every token, and the definition of the mask (protocol, sections 3 and 4).
 
 B batch, S tokens of a row, Q query tokens, K key tokens.
 
-A `Layout` travels with the tokens through training and decoding alike; no mask is stored anywhere.
+Training and decoding pass a `Layout` along with the tokens; no mask is stored.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 
 from aspd_jax.errors import ConfigError
 
-Array = Any  # np.ndarray on the host, jax.Array inside jit: every function here takes either.
+Array = Any  # np.ndarray on the host or jax.Array inside jit; all functions here accept both
 PositionScheme = Literal["sequential", "max", "predict"]
 Siblings = Literal["invisible", "shared"]
 
 
-HIDDEN = -1e30  # a score under the mask; finite, so that a query that sees nothing, and a difference of two, is no NaN
-NO_WINDOW = 1 << 30  # a window that nothing falls out of
+HIDDEN = -1e30  # score of a masked key; finite, so that a query that sees no key gives no NaN
+NO_WINDOW = 1 << 30  # a window that hides no key
 
 
 class BlockMarkers(Protocol):
-    """The three special token ids that a layout is read from."""
+    """The special token ids that a layout is computed from."""
 
     @property
     def branch_start(self) -> int: ...
@@ -35,10 +35,10 @@ class BlockMarkers(Protocol):
 
 
 class Layout(NamedTuple):
-    """Where every token stands; int32 [B, S] each.
+    """Position and segment ids of tokens; int32 [B, S] per field.
 
     Attributes:
-        position: the index a token is rotated with (RoPE).
+        position: position for RoPE.
         sequence: 1, 2, … for the packed sequences of a row; 0 for padding.
         block: 1, 2, … for the blocks of a sequence; 0 for serial tokens and padding.
         branch: 1, 2, … for the branches of a block; 0 for serial tokens and padding.
@@ -51,7 +51,11 @@ class Layout(NamedTuple):
 
 
 def check_choice(name: str, value: str, choices: Any) -> None:
-    """Raise ConfigError unless `value` is one of the strings of a `Literal` type or of a collection."""
+    """Check that `value` is one of the strings of a `Literal` type or of a collection.
+
+    Raises:
+        ConfigError: it is not; the message lists the choices.
+    """
     names = get_args(choices) or tuple(choices)
     if value not in names:
         raise ConfigError(f"{name} must be one of {', '.join(names)}; got {value!r}")
@@ -64,21 +68,21 @@ def build_layout(
     padding_mask: Array | None = None,
     sequence: Array | None = None,
 ) -> Layout:
-    """Lay out token ids; a block is a run of branches with nothing between them.
+    """Return the layout of token ids; a block is a run of adjacent branches.
 
     Args:
-        tokens: int [B, S]. Branches may be cut off at the end of a sequence.
+        tokens: token ids, int [B, S]. A branch may be cut off at the end of a sequence.
         special: ids of the special tokens.
-        positions: scheme (protocol, section 4).
-        padding_mask: bool or 0/1 [B, S], true for real tokens; default: all real.
-        sequence: int [B, S], which packed sequence a token belongs to (0 = padding); sequences are
-            contiguous. Default: one sequence per row.
+        positions: position scheme (protocol, section 4).
+        padding_mask: bool or 0/1 [B, S], true for real tokens; default: all true.
+        sequence: index of the packed sequence of each token, int [B, S]; 0 is padding, and sequences are contiguous.
+            Default: one sequence per row.
 
     Returns:
         Layout of int32 NumPy arrays [B, S]; all fields are 0 at padding.
 
     Raises:
-        ConfigError: for an unknown scheme or arrays of another shape.
+        ConfigError: the scheme is unknown, or an array has another shape or dtype.
     """
     check_choice("positions", positions, PositionScheme)
     tokens = np.asarray(tokens)
@@ -91,7 +95,7 @@ def build_layout(
     if owner.shape != tokens.shape or real.shape != tokens.shape:
         raise ConfigError(f"padding_mask and sequence must have the shape of tokens, {list(tokens.shape)}")
 
-    # All that follows runs over the real tokens of all rows as one flat array; a `group` is one packed sequence.
+    # The real tokens of all rows form one flat array from here on; a `group` is one packed sequence.
     row, column = np.nonzero(real)
     flat, flat_owner = tokens[row, column], owner[row, column]
     index = np.arange(flat.size)
@@ -101,14 +105,14 @@ def build_layout(
 
     starts = flat == special.branch_start
     last_start = np.maximum.accumulate(np.where(starts, index, -1))
-    # `<|/branch|>` still belongs to its branch, `<|/para|>` to none; it also ends a branch that was cut off.
+    # `<|/branch|>` belongs to its branch; `<|/para|>` belongs to no branch, and also ends a branch that was cut off.
     ends = np.where(flat == special.parallel_end, index, -1)
     after_branch = np.flatnonzero(flat[:-1] == special.branch_end) + 1
     ends[after_branch] = after_branch
     last_end = np.maximum.accumulate(ends)
     inside = (last_start >= group_start) & (last_start >= last_end)
 
-    # Branch and block numbers run over all rows first, and are made relative afterwards.
+    # Branches and blocks are numbered over all rows first; the offset of each group is subtracted afterwards.
     branch_number = np.cumsum(starts)
     follows_branch = np.zeros(flat.size, bool)
     follows_branch[1:] = inside[:-1] & ~first[1:]
@@ -120,7 +124,7 @@ def build_layout(
     branch = np.zeros(flat.size, np.int64)
     position = index - group_start
     if block_index.size:
-        of_block = np.maximum(block_number - 1, 0)  # for tokens inside a block: which one, over all rows
+        of_block = np.maximum(block_number - 1, 0)  # index of the block of each token over all rows
         branch = np.where(inside, branch_number - branch_number[block_index][of_block] + 1, 0)
         in_branch = np.flatnonzero(inside)
         branch_length = np.bincount(branch_number[in_branch] - 1, minlength=int(starts.sum()))
@@ -130,7 +134,7 @@ def build_layout(
         np.maximum.at(longest, branch_block, branch_length)
         branches = np.bincount(branch_block)
         span = {"sequential": total, "max": longest, "predict": branches * longest}[positions]
-        # Serial tokens: tokens before them, with every earlier block counted by its span instead of its tokens.
+        # The position of a serial token counts each earlier block by its span instead of its tokens.
         gain = np.concatenate([[0], np.cumsum(span - total)])
         finished = block_number - inside
         position = position + gain[finished] - gain[block_base]
@@ -149,7 +153,7 @@ def build_layout(
 
 
 def _before_group(count: np.ndarray, flags: np.ndarray, group_start: np.ndarray) -> np.ndarray:
-    """Value of the inclusive running `count` of `flags` just before each token's group."""
+    """Return the value of the inclusive running `count` of `flags` just before each token's group."""
     return count[group_start] - flags[group_start]
 
 
@@ -161,20 +165,19 @@ def visible(
     query_slot: Array | None = None,
     key_slot: Array | None = None,
 ) -> Array:
-    """Which keys a query may attend to: THE mask (protocol, section 3); bool [B, Q, K].
+    """Return which keys each query may attend to: the mask (protocol, section 3); bool [B, Q, K].
 
-    Within a sequence, positions grow along the linearisation but for siblings, so rule 2 ("j comes no
-    later than i") is `key.position <= query.position` for all but them. In the ablation `shared`,
-    siblings are visible in the order of `query_slot` and `key_slot` (int [B, Q] and [B, K], places in
-    the cache) where these are given, and in the order of the linearisation otherwise.
+    Within a sequence, positions grow along the linearisation except between siblings. Rule 2 ("j comes no later than
+    i") is therefore `key.position <= query.position` for all other keys. In the ablation `shared`, siblings are visible
+    in the order of their slots if these are given, and in the order of the linearisation otherwise.
 
     Args:
-        query: layout [B, Q] of the tokens that look.
-        key: layout [B, K] of the tokens that may be seen.
+        query: layout of the query tokens [B, Q].
+        key: layout of the key tokens [B, K].
         siblings: `invisible` (rule 3 holds) or `shared` (rule 3 dropped).
-        window: if given, keys further back than `window - 1` positions are hidden (sliding window).
-        query_slot: see above.
-        key_slot: see above.
+        window: sliding window: keys more than `window - 1` positions before the query are hidden; None: no window.
+        query_slot: cache slots of the queries, int [B, Q].
+        key_slot: cache slots of the keys, int [B, K].
     """
     check_choice("siblings", siblings, Siblings)
     q = jax.tree.map(lambda field: field[..., :, None], query)

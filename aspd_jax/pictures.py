@@ -1,4 +1,4 @@
-"""HTML of structured answers, branches side by side, and the colours of branches. Figures: `infer.plots`."""
+"""HTML of structured answers with branches side by side, and the colours of branches. Figures: `infer.plots`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ th, code { background: #8882; }
 
 
 def branch_colour(number: int) -> str:
-    """Of a branch, by its number from 0; siblings next to each other differ."""
+    """Return the colour of a branch by its number from 0; adjacent siblings have different colours."""
     return COLOURS[number % len(COLOURS)]
 
 
 def answer_html(structure: Structure) -> str:
-    """A structured answer, the branches of a block side by side; to stand in a `page`, or anywhere with its `STYLE`."""
+    """Return a structured answer as HTML, the branches of a block side by side; it needs the style `STYLE`."""
     parts = []
     for item in structure:
         if not isinstance(item, Parallel):
@@ -50,7 +50,7 @@ def answer_html(structure: Structure) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """An HTML page that needs nothing beside it."""
+    """Return a self-contained HTML page with the style `STYLE`."""
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style>\n{body}\n</html>\n"

@@ -1,4 +1,4 @@
-"""Several processes that hold one model between them: saying the same thing to all."""
+"""Broadcast helpers for several processes that hold one model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from jax.experimental import multihost_utils
 
 from aspd_jax.sizes import next_power
 
-FIRST_BYTES = 1024  # that go in one message; what is longer takes a second one
+FIRST_BYTES = 1024  # size of the first message; longer data needs a second message
 
 
 def agreed(values: np.ndarray) -> np.ndarray:
-    """What the first process gave here; all have to call it, with arrays of one shape and dtype."""
+    """Return the array of process 0 in all processes.
+
+    All processes must call it, with arrays of equal shape and dtype.
+    """
     if jax.process_count() == 1:
         return values
     return np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
 def tell_all(data: bytes = b"") -> bytes:
-    """What the first process gave here; all have to call it, the others with nothing."""
+    """Return the bytes of process 0 in all processes.
+
+    All processes must call it; the data of other processes is ignored.
+    """
     if jax.process_count() == 1:
         return data
     head = np.zeros(FIRST_BYTES, np.uint8)
@@ -31,7 +37,7 @@ def tell_all(data: bytes = b"") -> bytes:
     begun = head[4 : 4 + size].tobytes()
     if size <= first:
         return begun
-    # Sizes are powers of two, so that few programs are compiled for them.
+    # Sizes are rounded to powers of two, so that few programs are compiled.
     rest = np.zeros(next_power(size - first), np.uint8)
     rest[: len(data[first:])] = np.frombuffer(data[first:], np.uint8)
     return begun + agreed(rest).astype(np.uint8)[: size - first].tobytes()

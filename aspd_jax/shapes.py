@@ -1,4 +1,4 @@
-"""Random models of known shapes, for benchmarks: weights change no time."""
+"""Random models of common sizes for benchmarks; the values of weights do not affect the time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aspd_jax.model.config import ModelConfig
 from aspd_jax.tokens import SpecialTokens
 
 SHAPES = {
-    # Of the published CPU baseline, and those of Llama-3.2-1B, Llama-2/Vicuna-7B, Llama-3.1-8B and Qwen2.5-32B.
+    # The published CPU baseline, Llama-3.2-1B, Llama-2/Vicuna-7B, Llama-3.1-8B and Qwen2.5-32B.
     "27m": ModelConfig(vocab_size=4096, hidden_size=512, feed_forward=1408, layers=8, heads=8, kv_heads=2, head_dim=64),
     "1b": ModelConfig(
         vocab_size=128262, hidden_size=2048, feed_forward=8192, layers=16, heads=32, kv_heads=8, head_dim=64
@@ -35,10 +35,12 @@ SHAPES = {
 
 
 def benchmark_model(shape: str, dtype: str) -> LanguageModel:
-    """A random model of a named shape, without a tokenizer; its last six tokens are the tags, its first ends a text.
+    """Return a random model of a named size, without a tokenizer.
+
+    The last six ids are the special tokens, and id 0 ends an answer.
 
     Raises:
-        RequestError: unknown shape.
+        RequestError: the name is unknown.
     """
     if shape not in SHAPES:
         raise RequestError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")

@@ -1,7 +1,7 @@
-"""Meshes, and the one table from logical axes to mesh axes.
+"""Meshes, and the table that maps logical axes to mesh axes.
 
-Parameters and cache name their axes logically (`embed`, `heads`, …) where they are defined; this table
-alone says which of them are split, and over which axis of the mesh.
+Parameters and cache name their axes logically (`embed`, `heads`, …) where they are defined. `RULES` alone decides which
+of these axes are split, and over which axes of the mesh.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aspd_jax.errors import ConfigError
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
-# Logical axis -> mesh axes. An axis that is not listed, or is listed with (), is replicated.
+# Mesh axes of each logical axis; () means replicated.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "sequence": (),
@@ -27,7 +27,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
-    "head": ("tensor",),  # where the heads are too few to be split
+    "head": ("tensor",),  # used if the number of heads is not divisible
     "part": (),
     "feed_forward": ("tensor",),
     "norm": (),
@@ -37,11 +37,14 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axes data, fsdp and tensor; axes left out have size 1.
+    """Return a mesh with the axes data, fsdp and tensor; an axis without a size has size 1.
 
     Args:
-        shape: size of each axis, such as `{"tensor": 8}`. Default: all devices on `tensor`.
-        devices: default: all of this process group.
+        shape: size of each axis, such as `{"tensor": 8}`; default: all devices on `tensor`.
+        devices: devices of the mesh; default: all devices of all processes.
+
+    Raises:
+        ConfigError: an axis is unknown, or the mesh needs more devices than there are.
     """
     devices = jax.devices() if devices is None else devices
     shape = {"tensor": len(devices)} if shape is None else shape
@@ -52,20 +55,25 @@ def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[Any] | N
     wanted = sizes[0] * sizes[1] * sizes[2]
     if wanted > len(devices):
         raise ConfigError(f"mesh {dict(shape)} needs {wanted} devices, there are {len(devices)}")
-    # Linen's logical partitioning needs Auto axes.
+    # The logical partitioning of Linen requires Auto axes.
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=list(devices)[:wanted])
 
 
 def over(mesh: Mesh | None) -> AbstractContextManager[Any]:
-    """What is traced inside finds the mesh by `jax.sharding.get_abstract_mesh`; kernels are split by hand."""
+    """Set the abstract mesh while tracing, so that kernels can read it with `jax.sharding.get_abstract_mesh`."""
     return nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def partition_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Where an array with these logical axes lives: an axis that its mesh axes do not divide is replicated.
+    """Return the partition spec of an array; an axis that its mesh axes do not divide is replicated.
+
+    Args:
+        logical: logical name of each axis; None: replicated.
+        shape: shape of the array.
+        mesh: mesh with the axes of `MESH_AXES`.
 
     Raises:
-        ConfigError: a logical axis that the table does not know.
+        ConfigError: a logical axis has no rule.
     """
     entries: list[tuple[str, ...] | None] = []
     used: set[str] = set()
@@ -85,16 +93,16 @@ def partition_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Me
 
 
 def named_sharding(logical: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """`partition_spec` on a mesh."""
+    """Return the sharding of an array on a mesh; see `partition_spec`."""
     return NamedSharding(mesh, partition_spec(logical, shape, mesh))
 
 
 def shardings(abstract: Any, mesh: Mesh) -> Any:
-    """Shardings of a tree of `nn.Partitioned` abstract parameters, as Linen's `init` gives them."""
+    """Return the shardings of a tree of abstract parameters, whose leaves are `nn.Partitioned` as in Linen's `init`."""
 
-    def one(leaf: Any) -> NamedSharding:
+    def leaf_sharding(leaf: Any) -> NamedSharding:
         if isinstance(leaf, nn.Partitioned):
             return named_sharding(leaf.names, leaf.value.shape, mesh)
         return NamedSharding(mesh, PartitionSpec())
 
-    return jax.tree.map(one, abstract, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+    return jax.tree.map(leaf_sharding, abstract, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))

@@ -1,6 +1,6 @@
-"""What a run has so far: every reply of a language model, and what each stage made of each answer. One SQLite file.
+"""The state of a run in one SQLite file: every reply of a language model, and the result of each stage per answer.
 
-A process that is killed loses what it had not stored yet, and nothing else.
+A killed process loses only what it has not stored yet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ TABLES = (
 
 
 class Reply(NamedTuple):
-    """Text of a reply, and the tokens that the endpoint counted."""
+    """A reply of a language model.
+
+    Attributes:
+        text: text of the reply.
+        prompt_tokens, completion_tokens: numbers of tokens counted by the endpoint.
+    """
 
     text: str
     prompt_tokens: int
@@ -29,11 +34,11 @@ class Reply(NamedTuple):
 
 
 class Store:
-    """Open, or make, the file.
+    """The store of a run; the file is created if it does not exist, and locked while it is open.
 
     Raises:
-        DataError: it is no such file, or another process has it.
-        OutputError: it cannot be written.
+        DataError: the file is not a store, or another process has locked it.
+        OutputError: the file cannot be written.
     """
 
     def __init__(self, file: Path) -> None:
@@ -53,36 +58,42 @@ class Store:
         except sqlite3.OperationalError as error:
             raise DataError(f"{file}: {error}; is another process working on it?") from None
         except sqlite3.DatabaseError as error:
-            raise DataError(f"{file} is no store of a run: {error}") from None
+            raise DataError(f"{file} is not the store of a run: {error}") from None
 
     def close(self) -> None:
-        """Leave the file to others."""
+        """Close the file and release its lock."""
         self._db.close()
 
     def reply(self, key: str) -> Reply | None:
-        """A reply that is there already."""
+        """Return a stored reply, or None."""
         row = self._db.execute("SELECT text, prompt, completion FROM replies WHERE key = ?", (key,)).fetchone()
         return Reply(*row) if row else None
 
     def add_reply(self, key: str, reply: Reply) -> None:
-        """Keep a reply."""
+        """Store a reply."""
         with writing(self._file):
             self._db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?, ?, ?)", (key, *reply))
 
     def account(self) -> tuple[int, int, int]:
-        """Replies, prompt tokens, completion tokens."""
+        """Return the numbers of replies, prompt tokens and completion tokens."""
         row = self._db.execute("SELECT count(*), total(prompt), total(completion) FROM replies").fetchone()
         return int(row[0]), int(row[1]), int(row[2])
 
     def get(self, answer: str, stage: str, made_of: str) -> Any:
-        """What a stage made of an answer, if it was made of the same; else None."""
+        """Return the stored result of a stage for an answer, or None if it was computed from other inputs.
+
+        Args:
+            answer: key of the answer.
+            stage: name of the stage.
+            made_of: hash of the inputs of the stage.
+        """
         row = self._db.execute(
             "SELECT value FROM stages WHERE answer = ? AND stage = ? AND made_of = ?", (answer, stage, made_of)
         ).fetchone()
         return json.loads(row[0]) if row else None
 
     def put(self, answer: str, stage: str, made_of: str, value: Any) -> None:
-        """Keep what a stage made."""
+        """Store the result of a stage for an answer; see `get`."""
         text = json.dumps(value, ensure_ascii=False)
         with writing(self._file):
             self._db.execute("INSERT OR REPLACE INTO stages VALUES (?, ?, ?, ?)", (answer, stage, made_of, text))

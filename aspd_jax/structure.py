@@ -1,7 +1,7 @@
-"""Structured answers: what is serial, what is parallel, and the plain text they stand for (protocol, section 1).
+"""Structured answers: serial and parallel items, and the plain text that they represent (protocol, section 1).
 
-A structured answer is a sequence of items, each `Serial(text)` or `Parallel(branches)`. Titles are
-scaffolding: the plain text is the serial texts and branch texts in order, and nothing else.
+A structured answer is a sequence of items, each `Serial(text)` or `Parallel(branches)`. Titles are not part of the
+plain text, which is the concatenation of serial texts and branch texts in order.
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ from aspd_jax.errors import StructureError
 
 @dataclass(frozen=True)
 class Serial:
-    """A stretch of the answer that is decoded one token at a time."""
+    """A stretch of an answer that is decoded one token at a time."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One independent part of a block. `title` names it and must not be empty; `text` may be."""
+    """One independent part of a block.
+
+    Attributes:
+        title: short name of the branch; not empty.
+        text: text of the branch; may be empty.
+    """
 
     title: str
     text: str
@@ -49,7 +54,7 @@ Structure: TypeAlias = tuple[Item, ...]
 
 
 def plain_text(items: Iterable[Item]) -> str:
-    """The text a reader sees: all serial and branch texts in order, without titles."""
+    """Return the text that a reader sees: all serial and branch texts in order, without titles."""
     parts: list[str] = []
     for item in items:
         if isinstance(item, Serial):
@@ -60,10 +65,9 @@ def plain_text(items: Iterable[Item]) -> str:
 
 
 def canonical(items: Iterable[Item]) -> Structure:
-    """The same answer with neighbouring serial stretches joined and empty ones dropped.
+    """Return an equal answer with adjacent serial stretches joined and empty ones dropped.
 
-    Linearisation keeps no boundary between two serial stretches, so this is the form that a round
-    trip through tokens returns.
+    Linearisation keeps no boundary between two serial stretches, so a round trip through tokens returns this form.
     """
     result: list[Item] = []
     for item in items:
@@ -80,7 +84,7 @@ def canonical(items: Iterable[Item]) -> Structure:
 def beginning(items: Iterable[Item], size: int) -> Structure:
     """Return the structure of the first `size` characters of the plain text.
 
-    Later branches of the block in which they end stay, without text.
+    If they end within a block, its later branches are kept with empty text.
     """
     kept: list[Item] = []
     for item in items:
@@ -99,7 +103,7 @@ def beginning(items: Iterable[Item], size: int) -> Structure:
 
 
 def to_json(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """JSON form: `{"type": "serial", "text"}` and `{"type": "parallel", "branches": [{"title", "text"}]}`."""
+    """Convert to JSON: `{"type": "serial", "text"}` and `{"type": "parallel", "branches": [{"title", "text"}]}`."""
     return [
         {"type": "serial", "text": item.text}
         if isinstance(item, Serial)
@@ -109,10 +113,10 @@ def to_json(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def from_json(value: Any) -> Structure:
-    """Read the JSON form back.
+    """Convert from the JSON form of `to_json`.
 
     Raises:
-        StructureError: naming the place in the value, what stands there and what should.
+        StructureError: a value has another form; the message names its place, and what was expected.
     """
     if not isinstance(value, list):
         raise StructureError(f"a structured answer is a list of items, got {type(value).__name__}")

@@ -1,7 +1,7 @@
-"""The six special tokens, and structured answer <-> token ids (protocol, section 2).
+"""The six special tokens, and the conversion of structured answers to token ids and back (protocol, section 2).
 
-Every stretch between tags (serial text, title, branch text) is encoded on its own, so that what the
-engine samples and what training reads are the same ids, and every stretch decodes to its exact text.
+Every stretch between tags (serial text, title, branch text) is encoded separately. The ids that the engine samples and
+those that training reads are therefore equal, and every stretch decodes to its exact text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SpecialTokens:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The six ids, in the order of `TAGS`."""
+        """Return the six ids, in the order of `TAGS`."""
         return tuple(getattr(self, name) for name in TAGS)
 
 
@@ -52,7 +52,7 @@ TAGS = {
 def add_special_tokens(tokenizer: Any) -> SpecialTokens:
     """Add the six tokens to a Hugging Face tokenizer, in place, and return their ids.
 
-    Tokens that are there already keep their ids; no token is removed or renumbered.
+    Tokens that exist already keep their ids; no token is removed or renumbered.
     """
     vocabulary = tokenizer.get_vocab()
     missing = [tag for tag in TAGS.values() if tag not in vocabulary]
@@ -62,13 +62,13 @@ def add_special_tokens(tokenizer: Any) -> SpecialTokens:
 
 
 class TextCodec:
-    """Text <-> ids of one stretch, exact in both directions.
+    """Exact conversion between the text and the token ids of one stretch.
 
-    Strings that look like special tokens are ordinary text here: an answer that contains
-    `<|title|>` or `</s>` literally is encoded as those characters.
+    Strings that look like special tokens are ordinary text here: an answer that contains `<|title|>` or `</s>`
+    literally is encoded as those characters.
 
     Attributes:
-        special: finds the spelling of every special token.
+        special: regular expression that matches the spelling of every special token.
         special_ids: ids of all special tokens.
     """
 
@@ -91,18 +91,18 @@ class TextCodec:
         self._space_id = self._backend.token_to_id("▁")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a stretch.
+        """Return the ids of a stretch.
 
         Raises:
             TokenizerError: the tokenizer has no ids that decode to exactly this text.
         """
         try:
-            for candidate in (text, " " + text):  # some tokenizers swallow one leading space on decoding
+            for candidate in (text, " " + text):  # some tokenizers drop one leading space on decoding
                 ids = self._backend.encode(candidate, add_special_tokens=False).ids
                 if self.decode(ids) == text:
                     return ids
             if self._space_id is not None and len(self._byte_ids) == 256:
-                # Characters that stand for something else inside the vocabulary (such as U+2581): bytes are exact.
+                # Characters with a special meaning in the vocabulary (such as U+2581) are exact only as bytes.
                 ids = [self._space_id, *(self._byte_ids[byte] for byte in text.encode())]
                 if self.decode(ids) == text:
                     return ids
@@ -114,53 +114,53 @@ class TextCodec:
         )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of a stretch; special tokens are left out."""
+        """Return the text of a stretch; special tokens are skipped."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def text_of(self, stretch: SerialIds) -> str:
-        """Text of a stretch, without what belongs to a tag."""
+        """Return the text of a serial stretch, without the characters that belong to a tag."""
         text = self.decode(stretch.ids)
         return text[: len(text) - stretch.drop]
 
     def token_bytes(self, ids: Sequence[int], first: Sequence[int] = ()) -> list[bytes]:
-        """Return the bytes of tokens, each by itself.
+        """Return the bytes of each token.
 
         Args:
-            ids: tokens of a stretch, or other tokens in their place.
-            first: the stretch as it is, if `ids` are other tokens in the place of its first one.
+            ids: tokens of a stretch, or alternatives to its first token.
+            first: the stretch itself, if `ids` are alternatives to its first token.
 
         Returns:
-            The bytes of each token. Joined, those of a stretch are the UTF-8 of its text.
+            The bytes of each token. Concatenated, those of a stretch are the UTF-8 of its text.
         """
-        found = [self._spelled.decode_bytes([int(token)]) for token in ids]
-        own = first or ids
-        joined = b"".join(self._spelled.decode_bytes([int(token)]) for token in own)
-        # Some tokenizers swallow the space at the beginning of a stretch.
-        if joined.startswith(b" ") and joined.decode(errors="replace") != self.decode(own):
-            found = [part.removeprefix(b" ") if first or not place else part for place, part in enumerate(found)]
-        return found
+        pieces = [self._spelled.decode_bytes([int(token)]) for token in ids]
+        stretch = first or ids
+        joined = b"".join(self._spelled.decode_bytes([int(token)]) for token in stretch)
+        # Some tokenizers drop the space at the beginning of a stretch.
+        if joined.startswith(b" ") and joined.decode(errors="replace") != self.decode(stretch):
+            pieces = [part.removeprefix(b" ") if first or not place else part for place, part in enumerate(pieces)]
+        return pieces
 
     @cached_property
     def _spelled(self) -> Any:
-        """The tokenizer as llguidance has it, which knows the bytes of every token."""
+        """Return the tokenizer of llguidance, which provides the bytes of every token."""
         from llguidance import LLTokenizer
 
         return LLTokenizer(self._backend.to_str())
 
     def stream(self) -> TextStream:
-        """Of a stretch that grows."""
+        """Return a decoder for a growing stretch."""
         return TextStream(self._backend)
 
     def spell(self, ids: Iterable[int]) -> str:
-        """The vocabulary's own spelling of ids, for stretches of which nothing is left on decoding."""
+        """Return the spelling of ids in the vocabulary, for stretches that decode to no text."""
         return "".join(self._backend.id_to_token(int(i)) or f"<{int(i)}>" for i in ids)
 
 
 class TextStream:
-    """Text of a stretch that grows, decoded as it grows: each token costs the same, however long the stretch is.
+    """Incremental decoder of a growing stretch; the cost per token does not depend on the length of the stretch.
 
     Attributes:
-        text: whole characters only.
+        text: decoded text; whole characters only.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -168,23 +168,35 @@ class TextStream:
         self._backend, self._stream, self._count = backend, DecodeStream(skip_special_tokens=True), 0
 
     def extend(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Take all tokens of the stretch; those that were there before are passed over."""
+        """Decode the new tokens of the stretch.
+
+        Args:
+            ids: all tokens of the stretch; those of earlier calls are skipped.
+        """
         for token in ids[self._count :]:
             self.text += self._stream.step(self._backend, int(token)) or ""
         self._count = max(self._count, len(ids))
 
 
 class SerialIds(NamedTuple):
-    """Ids of a serial stretch; `drop` characters at their end belong to a tag that is written as text."""
+    """Token ids of a serial stretch.
+
+    Attributes:
+        ids: token ids, int32 [T].
+        drop: number of characters at the end of the text that belong to a tag written as text.
+    """
 
     ids: np.ndarray
     drop: int = 0
 
 
 class BlockIds(NamedTuple):
-    """Ids of a block: titles as announced, and branches without their tags but with their heads.
+    """Token ids of a block.
 
-    `drops` has as many characters for each branch as `SerialIds.drop` has; it is empty where there are none.
+    Attributes:
+        titles: ids of each title as announced before the block.
+        branches: ids of each branch, with its head and without its tags.
+        drops: `SerialIds.drop` of each branch; empty if all are 0.
     """
 
     titles: tuple[np.ndarray, ...]
@@ -192,7 +204,11 @@ class BlockIds(NamedTuple):
     drops: tuple[int, ...] = ()
 
     def texts(self, separator: int) -> list[SerialIds]:
-        """The branches without their heads; `separator`: its tokens."""
+        """Return the branches without their heads.
+
+        Args:
+            separator: number of tokens of the separator.
+        """
         drops = self.drops or (0,) * len(self.branches)
         parts = zip(self.titles, self.branches, drops, strict=True)
         return [SerialIds(branch[len(title) + separator :], drop) for title, branch, drop in parts]
@@ -202,12 +218,12 @@ ItemIds: TypeAlias = SerialIds | BlockIds
 
 
 class Linearisation(NamedTuple):
-    """A structured answer as one sequence.
+    """A structured answer as one token sequence.
 
     Attributes:
         tokens: int32 [T].
-        fed: bool [T], true where the engine feeds the token instead of sampling it (branch heads
-            and `<|/para|>`); these carry no loss by default (protocol, section 9).
+        fed: bool [T], true if the engine feeds the token instead of sampling it (branch heads and `<|/para|>`). These
+            tokens have no loss by default (protocol, section 9).
     """
 
     tokens: np.ndarray
@@ -215,31 +231,34 @@ class Linearisation(NamedTuple):
 
 
 def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bool = True) -> tuple[ItemIds, ...]:
-    """Read the structure of a linearisation from its tags; no tokenizer needed.
+    """Parse the structure of a linearisation from its tags; no tokenizer is needed.
 
     Args:
-        tokens: [T].
+        tokens: token ids [T].
         special: ids of the tags.
-        paired: whether a block must have two or more branches, as many as titles. Other engines drop
-            branches whose title came before.
+        paired: whether a block must have two or more branches, and equal numbers of branches and titles. Other engines
+            drop branches with a repeated title.
+
+    Returns:
+        The items of the answer.
 
     Raises:
-        StructureError: naming the place of the first tag that cannot stand where it does.
+        StructureError: a tag is not allowed at its place; the message names the first one.
     """
     ids = np.asarray(tokens, np.int32)
     tags = [(int(i), int(ids[i])) for i in np.flatnonzero((ids[:, None] == special.ids).any(axis=1))]
     names = dict(zip(special.ids, TAGS.values(), strict=True))
     items: list[ItemIds] = []
-    cursor = 0  # first token not read yet
+    cursor = 0  # index of the first token that is not parsed yet
     at = 0  # index into tags
 
     def take(expected: int) -> int:
         nonlocal at
         if at == len(tags):
-            raise StructureError(f"the answer ends where {names[expected]} should follow")
+            raise StructureError(f"the answer ends where {names[expected]} is expected")
         place, tag = tags[at]
         if tag != expected:
-            raise StructureError(f"token {place}: {names[tag]} stands where {names[expected]} should")
+            raise StructureError(f"token {place}: expected {names[expected]}, got {names[tag]}")
         at += 1
         return place
 
@@ -247,7 +266,7 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
         nonlocal cursor
         place = take(expected)
         if place != cursor:
-            raise StructureError(f"token {cursor}: text stands where {names[expected]} should")
+            raise StructureError(f"token {cursor}: expected {names[expected]}, got text")
         cursor = place + 1
 
     def take_stretch(start: int, end: int) -> np.ndarray:
@@ -269,15 +288,15 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
         while not titles or peek() == special.title_start:
             titles.append(take_stretch(special.title_start, special.title_end))
             if not titles[-1].size:
-                raise StructureError(f"token {cursor - 1}: the title is empty")
+                raise StructureError(f"token {cursor - 1}: expected a title, got none")
         take_adjacent(special.parallel_start)
         while peek() == special.branch_start:
             branches.append(take_stretch(special.branch_start, special.branch_end))
         take_adjacent(special.parallel_end)
         if not branches or (paired and (len(titles) < 2 or len(titles) != len(branches))):
             raise StructureError(
-                f"token {cursor - 1}: the block has {len(titles)} titles and {len(branches)} branches; "
-                "it needs two or more, as many of one as of the other"
+                f"token {cursor - 1}: expected two or more titles and as many branches, "
+                f"got {len(titles)} titles and {len(branches)} branches"
             )
         items.append(BlockIds(tuple(titles), tuple(branches)))
     if cursor < ids.size:
@@ -302,7 +321,7 @@ def join(items: Iterable[ItemIds], special: SpecialTokens) -> np.ndarray:
 
 
 class Codec:
-    """Structured answers <-> token ids for one tokenizer."""
+    """Conversion of structured answers to token ids and back, for one tokenizer."""
 
     def __init__(self, tokenizer: Any, special: SpecialTokens | None = None) -> None:
         self.special = special or add_special_tokens(tokenizer)
@@ -310,7 +329,7 @@ class Codec:
         self.separator_ids = tuple(self.text.encode(SEPARATOR))
 
     def linearise(self, items: Iterable[Item]) -> Linearisation:
-        """Token ids of a structured answer (no end of text; protocol, section 2)."""
+        """Return the linearisation of a structured answer, without an end of text (protocol, section 2)."""
         special = self.special
         tokens: list[int] = []
         fed: list[bool] = []
@@ -335,7 +354,7 @@ class Codec:
         return Linearisation(np.asarray(tokens, np.int32), np.asarray(fed, bool))
 
     def parse(self, tokens: Sequence[int] | np.ndarray) -> Structure:
-        """The structured answer that a linearisation stands for (no end of text).
+        """Return the structured answer of a linearisation without an end of text.
 
         Raises:
             StructureError: the tags are not well formed, or a branch does not start with its title.

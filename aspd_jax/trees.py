@@ -1,4 +1,4 @@
-"""Pytrees whose shapes and dtypes stand in their annotations, once: `tokens: Int32[Array, "B C"]`."""
+"""Pytrees with shapes and dtypes declared in their annotations: `tokens: Int32[Array, "B C"]`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Tree = TypeVar("Tree")
 
 
 def shapes(kind: type[Tree], sizes: Mapping[str, int]) -> Tree:
-    """A NamedTuple of `jax.ShapeDtypeStruct`, as its annotations say.
+    """Return a NamedTuple of `jax.ShapeDtypeStruct` from its annotations.
 
     Args:
-        kind: its fields are arrays annotated with jaxtyping, or such NamedTuples.
-        sizes: of the axes, by letter.
+        kind: NamedTuple class whose fields are arrays annotated with jaxtyping, or such NamedTuples.
+        sizes: size of each axis letter.
     """
 
     def leaf(hint: Any) -> Any:
@@ -30,6 +30,6 @@ def shapes(kind: type[Tree], sizes: Mapping[str, int]) -> Tree:
 
 
 def zeros(kind: type[Tree], sizes: Mapping[str, int]) -> Tree:
-    """The same of arrays of zeros."""
+    """Return a NamedTuple of zeros from its annotations; see `shapes`."""
     tree: Tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes(kind, sizes))
     return tree

@@ -1,6 +1,6 @@
-"""Low-rank adapters among the parameters of a model: merged, taken out, put in (LoRA: Hu et al., 2021).
+"""Merge, extract and insert low-rank adapters in the parameters of a model (LoRA: Hu et al., 2021).
 
-R ranks of an adapter, T new tokens, D hidden size, A adapters.
+R rank of an adapter, T new tokens, D hidden size, A adapters.
 """
 
 from __future__ import annotations
@@ -19,13 +19,21 @@ from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.vocabulary import NEW_TOKENS
 from aspd_jax.model.weights import ADAPTERS, MADE_HERE, WRITING, Path_, Tensor, input_axes, tensors_of
 
-# The embedding and an untied head: what an adapter calls them, and their parameters.
+# Names of the embedding and of an untied head in an adapter, and the paths of their parameters.
 ROWS = {"embedding": EMBEDDING, "head": HEAD}
 KERNELS = {"embedding": ("embedding", "embedding"), "head": ("head", "kernel")}
 
 
 def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
-    """Parameters of a model without adapters and with float kernels that computes the same; on the host."""
+    """Return equivalent parameters on the host, without adapters and with float kernels.
+
+    Args:
+        config: configuration of the model that owns `parameters`.
+        parameters: pytree with adapters, int8 kernels or rows of new tokens; each is optional.
+
+    Returns:
+        A pytree of NumPy arrays. Int8 kernels become `config.dtype`; other kernels keep their dtype.
+    """
     leaves = flatten_dict(parameters)
     merged = {path: leaf for path, leaf in leaves.items() if path[-1] not in MADE_HERE and path[0] != NEW_TOKENS}
     for path in leaves:
@@ -43,18 +51,21 @@ def merge_adapters(config: ModelConfig, parameters: Any) -> Any:
             change = np.moveaxis(change, 0, -1) if path[-2] in WRITING else change
             kernel = kernel.astype(np.float32) + config.lora_alpha / config.lora_rank * change
         merged[path] = kernel.astype(dtype)
-    for name, of in KERNELS.items():
+    for name, target in KERNELS.items():
         if (rows := leaves.get((NEW_TOKENS, name))) is not None:
-            merged[of] = np.array(jax.device_get(leaves[of]))
-            merged[of][list(config.new_tokens)] = np.asarray(jax.device_get(rows))
+            merged[target] = np.array(jax.device_get(leaves[target]))
+            merged[target][list(config.new_tokens)] = np.asarray(jax.device_get(rows))
     return unflatten_dict(merged)
 
 
 def adapter_tensors(
     config: ModelConfig, parameters: Any
 ) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, np.ndarray]]:
-    """What is trained with LoRA, under Hugging Face names, on the host: factors (down [R, inputs], up [outputs, R]) of
-    each linear layer, and rows [T, D] of embedding and head. Layers that are parts of one here share their down.
+    """Return the parameters that LoRA trains, on the host and under Hugging Face names.
+
+    Returns:
+        Factors (down [R, inputs], up [outputs, R]) of each linear layer, and rows [T, D] of the embedding and the head.
+        Layers that share a joint kernel here share their `down`.
     """
     leaves = flatten_dict(parameters)
     factors = {}
@@ -64,57 +75,67 @@ def adapter_tensors(
             part = tensor.cut(np.asarray(jax.device_get(up)))
             flat = np.asarray(jax.device_get(down)).reshape(config.lora_rank, -1)
             factors[name.removesuffix(".weight")] = (flat, part.reshape(-1, config.lora_rank))
-    rows = {name: leaves.get((NEW_TOKENS, of)) for of, name in ROWS.items()}
-    return factors, {name: np.asarray(jax.device_get(own)) for name, own in rows.items() if own is not None}
+    rows = {name: leaves.get((NEW_TOKENS, parameter)) for parameter, name in ROWS.items()}
+    return factors, {name: np.asarray(jax.device_get(values)) for name, values in rows.items() if values is not None}
 
 
 def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | None, number: int) -> Any:
-    """Parameters of a model with several adapters, with another one in place `number`, or with none.
+    """Return the parameters of a model with several adapters after replacing the adapter at index `number`.
 
     Args:
-        adapter: with rows of all new tokens or of none, which leaves theirs as they are for everybody.
+        config: configuration with `adapters` > 0.
+        parameters: pytree; it is not modified.
+        adapter: adapter with rows for all new tokens or for none; without rows, the new tokens keep the rows of the
+            base model. None: clear the index.
+        number: index of the adapter, 0 to A - 1.
 
     Raises:
-        CheckpointError: what of it the model has no place for; nothing has changed then.
+        CheckpointError: the adapter has a tensor that the model does not have, or one of another shape or rank.
     """
     leaves, rank = flatten_dict(parameters), config.lora_rank // config.adapters
-    mine = slice(number * rank, (number + 1) * rank)
+    own_ranks = slice(number * rank, (number + 1) * rank)
     parts: dict[Path_, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors_of(config, leaves).items():
         if tensor.path[-1] == "kernel" and (*tensor.path[:-1], "lora_down") in leaves:
             parts.setdefault(tensor.path[:-1], []).append((name.removesuffix(".weight"), tensor))
     if adapter is not None:
-        known = {name for some in parts.values() for name, _ in some} | set(ROWS.values())
+        known = {name for layers in parts.values() for name, _ in layers} | set(ROWS.values())
         if unknown := sorted({*adapter.factors, *adapter.rows} - known):
             raise CheckpointError(f"{adapter.source} is an adapter for another base: this model has no {unknown[0]}")
     new: dict[Path_, np.ndarray] = {}
-    for path, some in parts.items():
+    for path, layers in parts.items():
         down, up = (np.zeros(leaves[(*path, name)].shape, np.float32) for name in ADAPTERS)
-        down, up = down[mine], up[..., mine]
+        down, up = down[own_ranks], up[..., own_ranks]
         if adapter is not None:
-            _fill(adapter, some, down.reshape(rank, -1), up)
+            _fill(adapter, layers, down.reshape(rank, -1), up)
         new[(*path, "lora_down")], new[(*path, "lora_up")] = down, up
-    for name, theirs in ROWS.items():
-        if (own := leaves.get((NEW_TOKENS, name))) is not None:
+    for name, tensor_name in ROWS.items():
+        if (current_rows := leaves.get((NEW_TOKENS, name))) is not None:
             kernel = leaves[KERNELS[name]]
-            rows = adapter.rows.get(theirs) if adapter is not None else None
-            if rows is not None and rows.values.shape != own.shape[1:]:
-                raise CheckpointError(f"{adapter.source if adapter else ''} has rows {rows.values.shape} for {theirs}")
+            rows = adapter.rows.get(tensor_name) if adapter is not None else None
+            if rows is not None and rows.values.shape != current_rows.shape[1:]:
+                raise CheckpointError(
+                    f"{adapter.source if adapter else ''}: expected rows {current_rows.shape[1:]} for {tensor_name}, "
+                    f"got {rows.values.shape}"
+                )
             values = kernel[jnp.asarray(config.new_tokens)] if rows is None else rows.values
             new[NEW_TOKENS, name] = np.asarray(jax.device_get(values))
     for path, values in new.items():
-        place = (number,) if path[0] == NEW_TOKENS else (..., mine) if path[-1] == "lora_up" else (mine,)
+        place = (number,) if path[0] == NEW_TOKENS else (..., own_ranks) if path[-1] == "lora_up" else (own_ranks,)
         old = leaves[path]
         leaf = old.at[place].set(values.astype(old.dtype))
-        # To put an array where it is would tie it to the device, and programs for others would be compiled again.
+        # `device_put` to an equal sharding would commit the array to its device, which recompiles the programs.
         leaves[path] = leaf if leaf.sharding == old.sharding else jax.device_put(leaf, old.sharding)
     return unflatten_dict(leaves)
 
 
 def _fill(adapter: Adapter, parts: Iterable[tuple[str, Tensor]], down: np.ndarray, up: np.ndarray) -> None:
-    """Write the factors of the linear layers that are one here into its own: down [R, inputs], up [..., R].
+    """Write the factors of the layers that share a joint kernel into `down` [R, inputs] and `up` [..., R], in place.
 
-    Layers with the same down share its ranks; others have ranks of their own.
+    Layers with equal `down` share ranks; other layers use separate ranks.
+
+    Raises:
+        CheckpointError: a factor has another shape, or the layers need more than R ranks.
     """
     rank, used = len(down), 0
     placed: list[tuple[np.ndarray, slice]] = []
@@ -122,18 +143,18 @@ def _fill(adapter: Adapter, parts: Iterable[tuple[str, Tensor]], down: np.ndarra
         factors = adapter.factors.get(name)
         if factors is None:
             continue
-        own = factors.down.astype(np.float32)
+        down_factor = factors.down.astype(np.float32)
         part = tensor.cut(up)
-        if own.shape[1:] != down.shape[1:] or factors.up.shape != (part[..., 0].size, len(own)):
+        if down_factor.shape[1:] != down.shape[1:] or factors.up.shape != (part[..., 0].size, len(down_factor)):
             raise CheckpointError(
                 f"{adapter.source} is an adapter for another base: its factors of {name} are "
-                f"{list(own.shape)} and {list(factors.up.shape)}"
+                f"{list(down_factor.shape)} and {list(factors.up.shape)}"
             )
-        at = next((at for other, at in placed if np.array_equal(other, own)), None)
-        if at is None:
-            at, used = slice(used, used + len(own)), used + len(own)
+        ranks = next((ranks for other, ranks in placed if np.array_equal(other, down_factor)), None)
+        if ranks is None:
+            ranks, used = slice(used, used + len(down_factor)), used + len(down_factor)
             if used > rank:
                 raise CheckpointError(f"{adapter.source}: with {name} it needs {used} ranks, adapters have {rank} here")
-            down[at] = own
-            placed.append((own, at))
-        part[..., at] = factors.scale * factors.up.astype(np.float32).reshape(*part.shape[:-1], -1)
+            down[ranks] = down_factor
+            placed.append((down_factor, ranks))
+        part[..., ranks] = factors.scale * factors.up.astype(np.float32).reshape(*part.shape[:-1], -1)

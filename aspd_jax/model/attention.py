@@ -1,13 +1,14 @@
-"""Attention under the mask of `layout.visible`: one contract, and back ends by name.
+"""Attention under the mask of `layout.visible`: one interface and several back ends, selected by name.
 
-`FULL_PASS_BACK_ENDS` are for `ModelConfig.attention`, `DECODE_BACK_ENDS` for `ModelConfig.decode_attention`.
+`FULL_PASS_BACK_ENDS` lists the values of `ModelConfig.attention`; `DECODE_BACK_ENDS`, those of
+`ModelConfig.decode_attention`.
 
 B batch, Q queries, C keys (tokens of a full pass, or slots of the cache), K kv heads, G query heads per kv head, H head
 size.
 
 Every back end takes query [B, Q, K, G, H], key and value [B, C, K, H] and a `View`, and returns [B, Q, K, G, H] in the
-dtype of the query. Scores and softmax are float32. Key and value may have more rows and slots than the view, which are
-not looked at: a cache is given whole, and who needs a part of it takes that.
+dtype of the query. Scores and softmax are float32. Key and value may have more rows and slots than the view; the extra
+ones are ignored, so that callers pass the whole cache and a back end slices it only if it has to.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ from aspd_jax.model.flash_gpu import GPU
 
 QUERY_CHUNK = 128
 GROUPS = 8
-DECODE_CHUNK = 16  # queries of a row whose scores exist at a time
+DECODE_CHUNK = 16  # queries of a row whose scores are in memory at a time
 
 
-# Sliding window in positions; an array where layers that differ share one program.
+# Sliding window in positions; an array if layers with different windows share one program.
 Window: TypeAlias = int | jax.Array | None
 
 
 class View(NamedTuple):
-    """Who looks at whom: the arguments of `layout.visible` that are arrays.
+    """The array arguments of `layout.visible`.
 
-    `query_slot` [B, Q] and `key_slot` [B, C] are the places in the cache while decoding, else None.
+    Attributes:
+        query: layout of the queries, int32 [B, Q] per field.
+        key: layout of the keys, int32 [B, C] per field.
+        query_slot: cache slot of each query, int32 [B, Q]; None in a full pass.
+        key_slot: cache slot of each key, int32 [B, C]; None in a full pass.
     """
 
     query: Layout
@@ -47,7 +52,7 @@ class View(NamedTuple):
     key_slot: jax.Array | None = None
 
     def mask(self, siblings: Siblings, window: Window) -> jax.Array:
-        """Bool [B, Q, C]."""
+        """Return the mask, bool [B, Q, C]."""
         return visible(self.query, self.key, siblings, window, self.query_slot, self.key_slot)
 
 
@@ -57,51 +62,51 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array, View, Siblings, Window], 
 def reference(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
-    """The definition: all scores at once, memory Q x C."""
+    """Compute attention as it is defined, with all scores at once; memory grows with Q x C."""
     return attend(query, *looked_at(key, value, view), view.mask(siblings, window))
 
 
 def looked_at(key: jax.Array, value: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-    """The rows and slots of a cache that a view is about."""
+    """Slice key and value to the rows and slots of the view."""
     rows, slots = view.key.position.shape
     return key[:rows, :slots], value[:rows, :slots]
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention under a mask, bool [B, Q, C]."""
+    """Compute softmax attention under a mask, bool [B, Q, C]."""
     B, Q, K, G, H = query.shape
-    # All queries of a kv head as one matrix (R = G x Q rows): plain batched products, which every compiler does well.
+    # The queries of a kv head form one matrix (R = G x Q rows), because all compilers handle batched products well.
     rows = (query * H**-0.5).transpose(0, 2, 3, 1, 4).reshape(B, K, G * Q, H)
     scores = jnp.einsum("BKRH,BCKH->BKRC", rows, key, preferred_element_type=jnp.float32)
-    seen = jnp.where(mask[:, None, None], scores.reshape(B, K, G, Q, -1), HIDDEN)
-    shares = jax.nn.softmax(seen).astype(value.dtype).reshape(B, K, G * Q, -1)
-    out = jnp.einsum("BKRC,BCKH->BKRH", shares, value)
+    masked = jnp.where(mask[:, None, None], scores.reshape(B, K, G, Q, -1), HIDDEN)
+    probs = jax.nn.softmax(masked).astype(value.dtype).reshape(B, K, G * Q, -1)
+    out = jnp.einsum("BKRC,BCKH->BKRH", probs, value)
     return out.reshape(B, K, G, Q, H).transpose(0, 3, 1, 2, 4)
 
 
 def decode(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
-    """The one for decoding, where there are few queries and many keys: a few queries of every row at a time."""
+    """Compute attention of few queries over many keys, for decoding: `DECODE_CHUNK` queries of every row at a time."""
 
-    def few(query: jax.Array, key: jax.Array, value: jax.Array, view: View) -> jax.Array:
-        # The barrier keeps compilers from computing the mask again in every layer, for every head.
+    def attend_chunk(query: jax.Array, key: jax.Array, value: jax.Array, view: View) -> jax.Array:
+        # The barrier stops the compiler from recomputing the mask in every layer and for every head.
         mask = jax.lax.optimization_barrier(view.mask(siblings, window))
         return attend(query, key, value, mask)
 
     key, value = looked_at(key, value, view)
     if query.shape[1] <= DECODE_CHUNK:
-        return few(query, key, value, view)
-    return _in_chunks(few, query, key, value, view, DECODE_CHUNK)
+        return attend_chunk(query, key, value, view)
+    return _in_chunks(attend_chunk, query, key, value, view, DECODE_CHUNK)
 
 
 def chunked(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
-    """The one for training: chunks of queries one after another, each recomputed in the backward pass.
+    """Compute attention of a full pass in chunks of queries, each recomputed in the backward pass; for training.
 
-    Exact for full passes, in which keys and queries are the same tokens in the order of the linearisation:
-    a chunk looks at no key behind its group. Memory grows with C, not with Q x C.
+    Keys and queries are the same tokens in the order of the linearisation, and a chunk reads no key behind its group.
+    Memory grows with C instead of Q x C.
     """
     return by_chunks(partial(reference, siblings=siblings, window=window), query, key, value, view)
 
@@ -109,9 +114,9 @@ def chunked(
 def flash(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
-    """For training on a TPU (`model.flash`) or a GPU (CUDA, `model.flash_gpu`); elsewhere `chunked`. Full passes only.
+    """Compute attention of a full pass with the kernels for TPU (`model.flash`) or CUDA (`model.flash_gpu`).
 
-    Memory grows with Q + C; tiles of queries and keys that do not see each other take no time.
+    For training. Other platforms use `chunked`. Memory grows with Q + C; pairs of tiles with an empty mask are skipped.
     """
 
     def plain(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: Window) -> jax.Array:
@@ -123,9 +128,9 @@ def flash(
 def flash_decode(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
-    """The one for decoding as a kernel on a TPU (`model.flash_decode`) or a GPU (CUDA, `model.flash_decode_gpu`).
+    """Compute attention over the cache with the kernel for TPU (`model.flash_decode`) or CUDA (`flash_decode_gpu`).
 
-    On CPU the one for a TPU is interpreted, which is slow: that is for tests. Elsewhere it is `decode`.
+    On CPU, the TPU kernel runs interpreted, which is slow and meant for tests. Other platforms use `decode`.
     """
     seeing, seen = kernels.fields(view.query, view.query_slot), kernels.fields(view.key, view.key_slot)
     kernel = partial(kernels.flash_decode, siblings=siblings, window=window)
@@ -141,9 +146,9 @@ def flash_decode(
     )
 
 
-# Of tokens among themselves, in the order of the linearisation; the view has no slots.
+# Attention among the tokens of a full pass, in the order of the linearisation; the view has no slots.
 FULL_PASS_BACK_ENDS: dict[str, Attention] = {"reference": reference, "chunked": chunked, "flash": flash}
-# Of a few tokens over the slots of a cache, in any order.
+# Attention of a few tokens over the slots of a cache, in any order.
 DECODE_BACK_ENDS: dict[str, Attention] = {"reference": reference, "decode": decode, "flash_decode": flash_decode}
 
 
@@ -154,20 +159,20 @@ def by_chunks(
     value: jax.Array,
     view: View,
 ) -> jax.Array:
-    """Attention of a full pass, `QUERY_CHUNK` queries at a time, in at most `GROUPS` groups.
+    """Apply `attention` to a full pass, `QUERY_CHUNK` queries at a time, in at most `GROUPS` groups.
 
-    A group looks at the keys up to its own end, so that little is computed that lies ahead. Its chunks are a loop,
-    which no compiler can run side by side: scores of one chunk exist per group.
+    A group reads only the keys up to its own end, which skips most of the masked scores. The chunks of a group run in a
+    loop, so that the scores of only one chunk per group are in memory.
     """
     length = query.shape[1]
     group = QUERY_CHUNK * ceil(ceil(length / QUERY_CHUNK) / GROUPS)
-    one = jax.checkpoint(attention)
+    recomputed = jax.checkpoint(attention)
     out = []
     for start in range(0, length, group):
         end = min(start + group, length)
-        ours = View(_part(view.query, slice(start, end)), _part(view.key, slice(end)))
-        part = query[:, start:end], key[:, :end], value[:, :end], ours
-        out.append(one(*part) if end - start <= QUERY_CHUNK else _in_chunks(one, *part, QUERY_CHUNK))
+        group_view = View(_part(view.query, slice(start, end)), _part(view.key, slice(end)))
+        part = query[:, start:end], key[:, :end], value[:, :end], group_view
+        out.append(recomputed(*part) if end - start <= QUERY_CHUNK else _in_chunks(recomputed, *part, QUERY_CHUNK))
     return jnp.concatenate(out, axis=1)
 
 
@@ -179,7 +184,7 @@ def _in_chunks(
     view: View,
     size: int,
 ) -> jax.Array:
-    """Attention by a loop over chunks of so many queries."""
+    """Apply `attention` to chunks of `size` queries in a loop."""
     length = query.shape[1]
     chunks = ceil(length / size)
 

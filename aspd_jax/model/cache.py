@@ -1,7 +1,7 @@
-"""The key-value cache: one preallocated pytree, written in place, never moved (protocol, section 5).
+"""The key-value cache: one preallocated pytree, written in place and never moved (protocol, section 5).
 
-B rows (sequences) of the cache, C slots of a row, T tokens of a pass, L tokens that get logits, K kv heads, H head
-size.
+B rows (sequences) of the cache, C slots of a row, T tokens of a step, L tokens that get logits, K kv heads, H head
+size; R rows and F tokens per row of a `RowView`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,32 @@ from aspd_jax.layout import Layout
 from aspd_jax.model.config import ModelConfig
 from aspd_jax.sharding import named_sharding
 
-# What a token is a part of: a prompt, a tag or the head of a branch; the plain text of an answer; a title.
+# Kind of a token: OTHER is a prompt, a tag or the head of a branch; the rest are plain text and titles of an answer.
 OTHER, PLAIN_TEXT, TITLE_TEXT = 0, 1, 2
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer."""
+    """Keys and values of one layer.
+
+    Attributes:
+        key: rotated keys, in the dtype of the model.
+        value: values, in the dtype of the model.
+    """
 
     key: Float[Array, "B C K H"]
     value: Float[Array, "B C K H"]
 
 
 class Cache(NamedTuple):
-    """Keys and values, and what they belong to.
+    """Keys and values of all layers, and the tokens that they belong to.
 
     Attributes:
-        layers: one per layer.
-        tokens: ids.
-        kind: what each token is a part of: PLAIN_TEXT or TITLE_TEXT of an answer, or OTHER.
-        layout: int32 [B, C] each; `sequence` is 0 in slots that hold nothing, which hides them. A prompt is laid out
-            here before it is fed: nothing that is fed before a token of it may see it.
-        length: slots written.
+        layers: keys and values, one entry per layer.
+        tokens: token ids.
+        kind: kind of each token: PLAIN_TEXT, TITLE_TEXT or OTHER.
+        layout: layout of the tokens, int32 [B, C] per field; `sequence` is 0 in empty slots, which hides them. A prompt
+            is laid out here before it is fed; tokens that are fed earlier never see it.
+        length: written slots of each row.
     """
 
     layers: tuple[LayerCache, ...]
@@ -50,16 +55,16 @@ class Cache(NamedTuple):
 
 
 class TokenBatch(NamedTuple):
-    """The tokens of one pass, a flat list: those of row 0, of row 1, …, and padding at the end.
+    """The tokens of one step as a flat list: those of row 0, of row 1, …, and padding at the end.
 
     Attributes:
-        tokens: ids.
-        layout: int32 [T] each; `sequence` is 0 at padding.
-        row: of the cache; B at padding.
-        slot: of the row; C at padding.
-        kind: as in `Cache`.
-        adapter: of the request that a token belongs to, where the model has several; negative: none.
-        logits_at: which of the T tokens get logits.
+        tokens: token ids.
+        layout: layout of the tokens, int32 [T] per field; `sequence` is 0 at padding.
+        row: cache row of each token; B at padding.
+        slot: slot in the row; C at padding.
+        kind: kind of each token, as in `Cache`.
+        adapter: index of the adapter of each token, if the model has several; negative: the base model.
+        logits_at: indices of the tokens that get logits.
     """
 
     tokens: Int32[Array, " T"]
@@ -72,14 +77,14 @@ class TokenBatch(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The sizes that a pass is compiled for.
+    """The sizes that a program is compiled for.
 
     Attributes:
-        rows: only the first so many rows of the cache feed tokens; 1: only one does, wherever it lies.
-        tokens: T, of all rows together.
-        per_row: most tokens of a row.
-        slots: only the first so many slots of a row are in use, the new tokens' included.
-        longest: most tokens of one of the rows, where that is more: of a fork, or of a prompt beside answers.
+        rows: number of cache rows that feed tokens, counted from row 0; 1: a single row at any index.
+        tokens: T, tokens of all rows together.
+        per_row: maximum tokens per row.
+        slots: number of cache slots in use, counted from slot 0, including those of the new tokens.
+        longest: maximum tokens of one row that may exceed `per_row`: a fork, or a prompt beside decoding rows.
     """
 
     rows: int
@@ -90,17 +95,17 @@ class Bucket(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Most tokens of any row."""
+        """Return the maximum number of tokens of any row."""
         return max(self.per_row, self.longest)
 
 
 def layer_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Where keys or values [B, C, K, H] of a layer lie."""
+    """Return the sharding of the keys or values [B, C, K, H] of a layer."""
     return named_sharding(("batch", None, "kv_heads", None), shape, mesh)
 
 
 def empty_cache(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> Cache:
-    """A cache of `capacity` slots per sequence; on a mesh, split by kv heads and batch."""
+    """Return an empty cache with `batch` rows of `capacity` slots; on a mesh, split by kv heads and batch."""
     shape = (batch, capacity, config.kv_heads, config.head_dim)
     place = None if mesh is None else layer_sharding(shape, mesh)
 
@@ -120,7 +125,7 @@ def empty_cache(config: ModelConfig, batch: int, capacity: int, mesh: Mesh | Non
 
 
 def record(cache: Cache, batch: TokenBatch) -> Cache:
-    """Note which tokens are being fed, and where they stand; the layers follow with `write`."""
+    """Write ids, kinds and layout of the tokens of a step to the cache; `write` adds the keys and values of a layer."""
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[batch.row, batch.slot].set(new, mode="drop")
@@ -136,7 +141,7 @@ def record(cache: Cache, batch: TokenBatch) -> Cache:
 
 
 def write(layer: LayerCache, batch: TokenBatch, key: jax.Array, value: jax.Array) -> LayerCache:
-    """A layer with the keys and values [T, K, H] of a pass."""
+    """Return the layer with the keys and values [T, K, H] of a step written to its slots."""
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[batch.row, batch.slot].set(new.astype(old.dtype), mode="drop")
@@ -145,13 +150,13 @@ def write(layer: LayerCache, batch: TokenBatch, key: jax.Array, value: jax.Array
 
 
 class RowView(NamedTuple):
-    """Flat tokens of a pass by row, as attention needs them.
+    """The flat tokens of a step arranged by row, as attention reads them.
 
     Attributes:
-        row: the only row there is; None: these are the first R of the cache.
-        token: which flat token each place of a row is.
-        layout: int32 [R, F] each, of these; `sequence` is 0 where there is none.
-        slot: of these.
+        row: index of the single row; None: rows 0 to R - 1 of the cache.
+        token: index of the flat token at each place of a row.
+        layout: layout of these tokens, int32 [R, F] per field; `sequence` is 0 at unused places.
+        slot: cache slot of each token.
     """
 
     row: Int32[Array, ""] | None
@@ -160,17 +165,17 @@ class RowView(NamedTuple):
     slot: Int32[Array, "R F"]
 
     def of(self, array: jax.Array) -> jax.Array:
-        """Its rows of an array of the cache, [B, ...]; with those behind them where the first ones are meant."""
+        """Select this view's rows of an array [B, ...]; return the whole array when the view is rows 0..R-1."""
         return array if self.row is None else jax.lax.dynamic_slice_in_dim(array, self.row, 1)
 
 
 class ByRow(NamedTuple):
-    """A pass as attention sees it.
+    """The tokens of a step as attention reads them.
 
     Attributes:
-        parts: the first tokens of every row; and all of the row that has most, where one may have more than others. Or
-            those of the only row.
-        place: where each flat token is in the parts, one behind the other.
+        parts: a view of the first `per_row` tokens of every row, and, if one row may have more, a view of all tokens of
+            the longest row. With one row: a view of that row.
+        place: index of each flat token in the concatenation of the parts.
     """
 
     parts: tuple[RowView, ...]
@@ -178,26 +183,30 @@ class ByRow(NamedTuple):
 
 
 def by_row(batch: TokenBatch, bucket: Bucket) -> ByRow:
-    """See `ByRow`; R is `bucket.rows`, F `bucket.per_row`; then 1 and `bucket.longest`."""
+    """Arrange the flat tokens of a step by row.
+
+    The first part has R = `bucket.rows` and F = `bucket.per_row`; the second has R = 1 and F = `bucket.longest`.
+    """
 
     def part(row: jax.Array, start: jax.Array, size: int) -> RowView:
         place = start[:, None] + jnp.arange(size)
         token = jnp.minimum(place, bucket.tokens - 1)
-        mine = (place < bucket.tokens) & (batch.row[token] == row[:, None])
+        valid = (place < bucket.tokens) & (batch.row[token] == row[:, None])
         layout = Layout(*(field[token] for field in batch.layout))
-        layout = layout._replace(sequence=jnp.where(mine, layout.sequence, 0))
+        layout = layout._replace(sequence=jnp.where(valid, layout.sequence, 0))
         return RowView(None, token, layout, batch.slot[token])
 
     rows = batch.row[:1] if bucket.rows == 1 else jnp.arange(bucket.rows)
     start = jnp.searchsorted(batch.row, rows)
-    own = jnp.minimum(batch.row, bucket.rows - 1)
-    nth = jnp.arange(bucket.tokens) - start[own]
-    every, place = part(rows, start, bucket.per_row), own * bucket.per_row + jnp.clip(nth, 0, bucket.per_row - 1)
+    row_index = jnp.minimum(batch.row, bucket.rows - 1)
+    nth = jnp.arange(bucket.tokens) - start[row_index]
+    all_rows = part(rows, start, bucket.per_row)
+    place = row_index * bucket.per_row + jnp.clip(nth, 0, bucket.per_row - 1)
     if bucket.rows == 1:
-        every = every._replace(row=rows[0])
+        all_rows = all_rows._replace(row=rows[0])
     if bucket.longest <= bucket.per_row:
-        return ByRow((every,), place)
+        return ByRow((all_rows,), place)
     longest = jnp.argmax(jnp.searchsorted(batch.row, rows, side="right") - start)
-    one = part(longest[None], start[longest][None], bucket.longest)._replace(row=longest)
-    behind = every.token.size + jnp.clip(nth, 0, bucket.longest - 1)
-    return ByRow((every, one), jnp.where(own == longest, behind, place))
+    longest_row = part(longest[None], start[longest][None], bucket.longest)._replace(row=longest)
+    behind = all_rows.token.size + jnp.clip(nth, 0, bucket.longest - 1)
+    return ByRow((all_rows, longest_row), jnp.where(row_index == longest, behind, place))

@@ -1,4 +1,4 @@
-"""The shape of a decoder, read from a Hugging Face configuration and written back to one."""
+"""The configuration of a decoder, read from a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-OWN_FIELDS = ("positions", "siblings", "unused_tokens")  # of the object `aspd` in a Hugging Face configuration
-VOCABULARY_MULTIPLE = 1024  # eight ways of a tensor axis, of 128 lanes each
+OWN_FIELDS = ("positions", "siblings", "unused_tokens")  # fields of the object `aspd` in config.json
+VOCABULARY_MULTIPLE = 1024  # divisible by a tensor axis of 8 devices with 128 lanes each
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. Fields below `theta` are read by the scalings named beside them.
+    """Rotary embedding. The scalings that read a field below `theta` are named in brackets.
 
     Attributes:
         theta: base of the frequencies.
         scaling: `default` (none), `linear`, `llama3` or `yarn`.
-        factor: how many times longer than in pretraining (linear, llama3, yarn).
-        original_length: positions seen in pretraining (llama3, yarn).
+        factor: ratio of the context length to that of pretraining (linear, llama3, yarn).
+        original_length: context length of pretraining, in positions (llama3, yarn).
         low_frequency: wavelengths above `original_length / low_frequency` are scaled in full (llama3).
-        high_frequency: wavelengths below `original_length / high_frequency` are left alone (llama3).
+        high_frequency: wavelengths below `original_length / high_frequency` are not scaled (llama3).
         beta_fast, beta_slow: rotations over `original_length` that bound the ramp (yarn).
-        truncate: round the bounds of the ramp to whole dimensions (yarn).
-        attention_factor: multiplies the rotated queries and keys (yarn).
+        truncate: whether the bounds of the ramp are rounded to whole dimensions (yarn).
+        attention_factor: multiplier of the rotated queries and keys (yarn).
     """
 
     theta: float = 10000.0
@@ -57,31 +57,41 @@ class ModelConfig:
     """Shape and arithmetic of a decoder of the Llama line (Llama, Vicuna, Mistral, Qwen2, Qwen3, Gemma 3).
 
     Attributes:
-        vocab_size: tokens that there are.
-        vocab_padding: rows after theirs in embedding and head, so that a mesh can split both. Checkpoints do not have
-            them, and their logits are `HIDDEN`.
+        vocab_size: number of token ids.
+        hidden_size: width of the residual stream.
+        feed_forward: inner width of the feed-forward layers.
+        layers: number of layers.
+        heads, kv_heads: number of query heads, and of key and value heads; `heads` is a multiple of `kv_heads`.
+        head_dim: size of a head.
+        activation: activation of the feed-forward layers, one of `ACTIVATIONS`.
+        norm_epsilon: constant added to the mean square in all norms.
+        norm_offset: constant added to the weights of all norms (Gemma: 1).
+        after_norms: whether attention and feed-forward have a second norm, before the residual addition (Gemma).
+        embedding_scale: multiplier of the embeddings (Gemma: square root of the hidden size).
+        query_scale: multiplier of the scores; None: one by the square root of the head size.
+        rope: rotary embedding.
+        window_rope: rotary embedding of the layers with a sliding window, if it differs (Gemma).
+        query_bias: bias on the query, key and value projections.
+        output_bias: bias on the projection after attention.
+        feed_forward_bias: bias on the projections of the feed-forward layers.
+        query_norm: RMS norm on each head of queries and keys (Qwen3).
+        tied: whether the head uses the kernel of the embedding.
+        window: sliding window in positions, or None.
+        windowed_layers: one flag per layer, true if the layer uses the window.
+        positions, siblings: position scheme and mask in training and decoding (protocol, sections 3 and 4).
+        dtype: dtype of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
+        weights: `float`, or `int8` for the kernels of all layers, with a float32 scale per output.
+        attention: back end of full passes (`model.attention.FULL_PASS_BACK_ENDS`).
+        decode_attention: back end of passes over a cache (`model.attention.DECODE_BACK_ENDS`).
+        lora_rank: rank of the adapters of all layers; 0: no adapters.
+        lora_alpha: numerator of the scale of adapters, `lora_alpha / lora_rank`.
+        adapters: number of adapters that share `lora_rank`, in consecutive ranges of ranks. In a pass over the cache,
+            every token uses one of them or none. 0: one adapter for all tokens.
+        new_tokens: token ids with separate rows of embedding and head. LoRA trains these rows; all others are frozen.
+        vocab_padding: rows added to embedding and head so that a mesh can split both. Checkpoints do not contain them,
+            and their logits are `HIDDEN`.
         unused_tokens: ranges [first, last + 1) of ids without a name in the tokenizer or without a trained row in the
             checkpoint; their logits are `HIDDEN`.
-        norm_offset: what is added to the weights of all norms (Gemma: 1).
-        after_norms: norms after attention and after feed-forward too, before their results are added (Gemma).
-        embedding_scale: embeddings are multiplied by it (Gemma: the root of the hidden size).
-        query_scale: scores are multiplied by it; None: one by the root of the head size.
-        window: sliding window in positions, or None.
-        windowed_layers: which layers use the window; one flag per layer.
-        window_rope: rotary embedding of the layers that use the window, where it is another (Gemma).
-        query_bias: bias on the query, key and value projections; `output_bias` on the one after attention.
-        query_norm: RMS norm on each head of queries and keys (Qwen3).
-        positions, siblings: position scheme and mask in training and decoding (protocol, sections 3 and 4).
-        dtype: of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
-        weights: `float`, or `int8` for the kernels of all layers, with a float32 scale per output.
-        attention: back end for full passes (`model.attention.FULL_PASS_BACK_ENDS`).
-        decode_attention: back end for passes over a cache (`model.attention.DECODE_BACK_ENDS`).
-        lora_rank: rank of the adapters beside the kernels of all layers; 0: none.
-        lora_alpha: adapters count `lora_alpha / lora_rank`.
-        adapters: so many adapters lie one behind the other in `lora_rank`, and every token of a pass over the cache has
-            one of them, or none; 0: there is one, for all tokens.
-        new_tokens: ids whose rows of embedding and head are parameters of their own, so that they are trained while
-            all other rows are not.
     """
 
     vocab_size: int
@@ -132,12 +142,12 @@ class ModelConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of embedding and head, and logits of a token."""
+        """Return the number of rows of embedding and head, which is the number of logits of a token."""
         return self.vocab_size + self.vocab_padding
 
     @property
     def hidden_tokens(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of ids that are never sampled and have no share in the softmax."""
+        """Return the ranges of ids that are never sampled and have no probability in the softmax."""
         padding = ((self.vocab_size, self.padded_vocab_size),) if self.vocab_padding else ()
         return (*self.unused_tokens, *padding)
 
@@ -146,33 +156,40 @@ class ModelConfig:
         return any(first <= token < end for first, end in self.unused_tokens)
 
     def layer_window(self, layer: int) -> int | None:
-        """Sliding window of one layer, or None."""
+        """Return the sliding window of one layer in positions, or None."""
         return self.window if self.is_windowed(layer) else None
 
     def is_windowed(self, layer: int) -> bool:
-        """Whether a layer uses the window."""
+        """Return whether a layer uses the sliding window."""
         return bool(self.windowed_layers) and self.windowed_layers[layer]
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotary embeddings of all layers."""
+        """Return the distinct rotary embeddings of the layers."""
         return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
 
     def layer_rope(self, layer: int) -> int:
-        """Index in `ropes` of the rotary embedding of one layer."""
+        """Return the index in `ropes` of the rotary embedding of one layer."""
         return int(self.window_rope is not None and self.is_windowed(layer))
 
 
 def padded(config: ModelConfig) -> ModelConfig:
-    """The vocabulary padded for a mesh: to the same size for all of them, so that a training run may change its own."""
+    """Return the configuration with its vocabulary padded to a multiple of `VOCABULARY_MULTIPLE`.
+
+    The size does not depend on the mesh, so that a training run can resume on another mesh.
+    """
     return replace(config, vocab_padding=-config.vocab_size % VOCABULARY_MULTIPLE)
 
 
 def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
-    """Read a `transformers` configuration object.
+    """Build the configuration of a model from a `transformers` configuration.
+
+    Args:
+        hf: a `transformers` configuration object.
+        dtype: `float32` or `bfloat16`.
 
     Raises:
-        CheckpointError: naming the field that asks for something this model does not do.
+        CheckpointError: a field requests something that this model does not support; the message names the field.
     """
     family = hf.model_type
     if family not in FAMILIES:
@@ -184,7 +201,7 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
         raise CheckpointError(f"{field} {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(hf, cap, None):
-            raise CheckpointError(f"{cap} {getattr(hf, cap)} is not supported; only none is")
+            raise CheckpointError(f"{cap}: expected none, got {getattr(hf, cap)}; it is not supported")
     if dtype not in ("float32", "bfloat16"):
         raise CheckpointError(f"dtype must be float32 or bfloat16, got {dtype!r}")
     own = dict(getattr(hf, "aspd", None) or {})
@@ -195,7 +212,7 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
     types = getattr(hf, "layer_types", None)
     if family == "llama" or window is None:
         window, windowed = None, ()
-    elif types is not None and family != "mistral":  # which has it in all layers
+    elif types is not None and family != "mistral":  # Mistral uses the window in all layers
         windowed = tuple(kind == "sliding_attention" for kind in types)
     else:
         windowed = (True,) * layers
@@ -228,8 +245,8 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
 
 
 def _rope(hf: Any, layers: str) -> RopeConfig:
-    """Of all layers, or where these differ of those of one kind."""
-    # transformers 5 keeps everything in `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`.
+    """Read the rotary embedding of one kind of layers (`full_attention` or `sliding_attention`)."""
+    # transformers 5 stores all values in `rope_parameters`; earlier versions used `rope_theta` and `rope_scaling`.
     values = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
     values = dict(values.get(layers, values))
     theta = float(values.get("rope_theta") or getattr(hf, "rope_theta", None) or 10000.0)
@@ -266,8 +283,8 @@ def _rope(hf: Any, layers: str) -> RopeConfig:
 
 
 def _yarn_attention_factor(values: dict[str, Any], factor: float) -> float:
-    def scale(of: float, mscale: float = 1.0) -> float:
-        return 1.0 if of <= 1 else 0.1 * mscale * log(of) + 1.0
+    def scale(ratio: float, mscale: float = 1.0) -> float:
+        return 1.0 if ratio <= 1 else 0.1 * mscale * log(ratio) + 1.0
 
     if values.get("attention_factor") is not None:
         return float(values["attention_factor"])

@@ -1,14 +1,15 @@
-"""Attention over the cache as one Pallas kernel: keys and values are read once, scores never leave the chip.
+"""Attention over the cache as one Pallas kernel: keys and values are read once, and scores stay on the chip.
 
-Here is what all platforms share, and the kernel for a TPU; that for a GPU is `model.flash_decode_gpu`.
+This module holds the parts that all platforms share and the kernel for TPU; `model.flash_decode_gpu` holds that for
+GPU.
 
-B rows, Q queries of a row, C slots, K kv heads, G query heads per kv head, H head size; the kernel sees T tiles of P
+B rows, Q queries of a row, C slots, K kv heads, G query heads per kv head, H head size; the kernel uses T tiles of P
 queries, S tiles of W slots, and N = K or K x G groups of R = P x G or P rows of a product.
 
-The grid goes through rows, tiles of queries and, innermost, tiles of slots. All queries of a row, those of all
-branches, are one tile as long as they fit into the chip's memory; so a tile of the cache, with all its heads, is
-fetched once per row. Slots of branches lie between each other in the order of time, so who sees whom is computed for
-every tile from the layout. Softmax is that of Milakov and Gimelshein (2018), in one go over the slots.
+The grid runs over rows, query tiles and, innermost, slot tiles. All queries of a row, from all branches, form one tile
+if they fit on the chip, so that a tile of the cache, with all its heads, is loaded once per row. Slots of different
+branches interleave in the order of decoding, so the mask of every tile is computed from the layout. Softmax is computed
+online over the slots (Milakov and Gimelshein, 2018).
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from jax.experimental.pallas import tpu as pltpu
 from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout, Siblings
 from aspd_jax.sharding import partition_spec
 
-QUERY_ROWS = 1 << 21  # P x K x G x H of a tile at most: 8 MiB of float32 sums
-SLOT_BYTES = 1 << 20  # of a tile of keys at most; long enough for a fetch to reach full bandwidth
-SLOTS = 128  # of a tile at least: one vector's lanes
-ALIGNED = 16  # queries: two bfloat16 share a sublane, of which a vector has 8
-TOGETHER = 128  # rows of a product that fill the matrix unit
-MEMORY = 60 << 20  # bytes of the chip's memory that the kernel may take
+QUERY_ROWS = 1 << 21  # maximum P x K x G x H of a tile: 8 MiB of float32 sums
+SLOT_BYTES = 1 << 20  # maximum bytes of a key tile; large enough for full bandwidth
+SLOTS = 128  # minimum slots of a tile: the lanes of a vector
+ALIGNED = 16  # multiple of queries: 8 sublanes of two bfloat16
+TOGETHER = 128  # rows of a product that fill the matrix unit of a TPU
+MEMORY = 60 << 20  # maximum VMEM of the kernel in bytes
 
 
 class Fields(NamedTuple):
-    """What `layout.visible` looks at, of queries or keys; int32 [B, Q] or [B, C] each.
+    """The fields that the mask reads, for queries or keys; int32 [B, Q] or [B, C] each.
 
     Attributes:
-        order: in which siblings see each other in the ablation `shared`.
+        sequence, position, block, branch: fields of the layout.
+        order: order in which siblings see each other in the ablation `shared`.
     """
 
     sequence: jax.Array
@@ -48,7 +50,7 @@ class Fields(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How a call is cut up.
+    """The tile sizes of a call.
 
     Attributes:
         queries: P.
@@ -61,17 +63,17 @@ class Tiles(NamedTuple):
     together: bool
 
 
-Refs: TypeAlias = Any  # of Pallas, which has no type that says what they hold
-# From query, key, value, fields of both, window int32 [1], `siblings` and `interpret` to the result; on one device.
+Refs: TypeAlias = Any  # Pallas refs, for which there is no precise type
+# Takes query, key, value, fields of both, window int32 [1], `siblings`, `interpret`; returns the result on one device.
 Attend: TypeAlias = Callable[..., jax.Array]
 
 
 def tiles_for(queries: int, slots: int, key: jax.Array, heads: int) -> Tiles:
-    """Tiles for so many queries and slots of a row, over a cache [B, C, K, H] that meets so many query heads."""
+    """Return the tile sizes for a row of `queries` and `slots`, a cache `key` [B, C, K, H] and `heads` query heads."""
     K, H = key.shape[2:]
-    most = max(QUERY_ROWS // (heads * H), ALIGNED)
+    max_queries = max(QUERY_ROWS // (heads * H), ALIGNED)
     whole = pl.cdiv(queries, ALIGNED) * ALIGNED
-    count = pl.cdiv(whole, most)
+    count = pl.cdiv(whole, max_queries)
     P = pl.cdiv(pl.cdiv(whole, count), ALIGNED) * ALIGNED
     W = SLOTS
     while slots > W and 2 * W * K * H * key.dtype.itemsize <= SLOT_BYTES:
@@ -90,16 +92,17 @@ def flash_decode(
     attend: Attend,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of queries [B, Q, K, G, H] over a cache; on the mesh of the context, where its heads and rows lie.
+    """Compute attention of queries over a cache; on the mesh of the context, each device uses its own heads and rows.
 
     Args:
-        key: [B, C, K, H] or longer on the first two axes: a part of the cache would be copied, so the kernel visits it.
-        value: as `key`.
-        seeing: of the queries; `sequence` is 0 at padding, whose results are finite and mean nothing.
-        seen: of the slots that are in use, C of them.
+        query: [B, Q, K, G, H].
+        key: [B, C, K, H], or longer on the first two axes: the kernel skips the rest, because a slice would be a copy.
+        value: same shape as `key`.
+        seeing: fields of the queries; `sequence` is 0 at padding, whose results are finite but meaningless.
+        seen: fields of the C slots in use.
         siblings, window: see `layout.visible`.
-        attend: the kernel of a platform.
-        interpret: run it as plain JAX, on any platform.
+        attend: kernel of a platform.
+        interpret: run the kernel as plain JAX, on any platform.
 
     Returns:
         [B, Q, K, G, H] in the dtype of the query.
@@ -109,7 +112,7 @@ def flash_decode(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return attend(query, key, value, seeing, seen, limit)
-    # No compiler splits a kernel. Rows of the cache that do not feed are left out only where rows are not split.
+    # XLA cannot partition a kernel. Rows are split only if all rows of the cache have queries.
     rows = "batch" if len(query) == len(key) else None
 
     def place(shape: tuple[int, ...], *axes: str | None) -> Any:
@@ -134,7 +137,7 @@ def attend_on_tpu(
     siblings: Siblings,
     interpret: bool,
 ) -> jax.Array:
-    """An `Attend`."""
+    """Compute attention with the TPU kernel; see `Attend`."""
     (B, Q, K, G, H), C = query.shape, seen.sequence.shape[1]
     tiles = tiles_for(Q, C, key, K * G)
     P, W = tiles.queries, tiles.slots
@@ -147,7 +150,7 @@ def attend_on_tpu(
     rows = filled(query * H**-0.5, T * P).reshape(B, T, P, K, G, H).transpose(0, 1, 3, 4, 2, 5).reshape(B, T, N, R, H)
 
     def slots(b: Any, t: Any, s: Any, visits: Refs, _: Refs) -> tuple[Any, Any]:
-        return b, jnp.clip(s, visits[b, t, 0], visits[b, t, 1])  # one that was just there is not fetched again
+        return b, jnp.clip(s, visits[b, t, 0], visits[b, t, 1])  # an unchanged index is not loaded again
 
     def cache_tile(*at: Any) -> tuple[Any, ...]:
         return *slots(*at), *[0] * (key.ndim - 2)
@@ -155,9 +158,9 @@ def attend_on_tpu(
     def query_tile(b: Any, t: Any, *_: Any) -> tuple[Any, ...]:
         return b, t, 0, 0, 0
 
-    if K == 1:  # a head alone lies as one matrix; with an axis of 1, XLA would lay out the cache anew
+    if K == 1:  # drop the axis of size 1, for which XLA would copy the cache into another layout
         key, value = key[:, :, 0], value[:, :, 0]
-    if not interpret:  # else XLA moves small caches whole to the chip's memory and back
+    if not interpret:  # keep the cache in HBM: XLA would move a small cache to VMEM and back
         key, value = (pltpu.with_memory_space_constraint(of_cache, pltpu.HBM) for of_cache in (key, value))
     out = pl.pallas_call(
         partial(_kernel, siblings=siblings, slots=C, shared=N // K),
@@ -190,23 +193,23 @@ def attend_on_tpu(
 
 
 def filled(x: jax.Array, size: int) -> jax.Array:
-    """With zeros behind what there is along the second axis, up to a size."""
+    """Pad the second axis with zeros to `size`."""
     return jnp.pad(x, [(0, 0), (0, size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
 def in_sight(
     seeing: Fields, seen: Fields, window: jax.Array, siblings: Siblings, queries: int, slots: int
 ) -> jax.Array:
-    """The first and the last tile of slots that a tile of queries may see something of.
+    """Return the first and last slot tile that a query tile may see, for every query tile.
 
     Args:
-        seeing, seen: of whole tiles.
+        seeing, seen: fields of whole tiles.
         window: int32 [1].
         siblings: see `layout.visible`.
-        queries, slots: of a tile.
+        queries, slots: sizes of a tile.
 
     Returns:
-        Int32 [B, T, 2]; both are 0 where nothing is seen.
+        Int32 [B, T, 2]; both are 0 if the tile sees nothing.
     """
     rows = len(seeing.position)
 
@@ -214,13 +217,12 @@ def in_sight(
         return field.reshape(rows, -1, size)
 
     real, position = cut(seeing.sequence, queries) > 0, cut(seeing.position, queries)
-    least = jnp.min(jnp.where(real, position, NO_WINDOW), axis=2)[:, :, None]
-    most = jnp.max(jnp.where(real, position, -1), axis=2)[:, :, None]
+    lowest = jnp.min(jnp.where(real, position, NO_WINDOW), axis=2)[:, :, None]
+    highest = jnp.max(jnp.where(real, position, -1), axis=2)[:, :, None]
     held = seen.sequence[:, None] > 0
-    # Positions of siblings do not say which of them came first.
-    near = (
-        held & (least - seen.position[:, None] < window) & ((siblings == "shared") | (seen.position[:, None] <= most))
-    )
+    # With shared siblings, positions do not give the order of decoding, so they do not limit the slots.
+    past = (siblings == "shared") | (seen.position[:, None] <= highest)
+    near = held & past & (lowest - seen.position[:, None] < window)
     some = near.reshape(rows, real.shape[1], -1, slots).any(axis=3)
     last = some.shape[2] - 1 - jnp.argmax(some[:, :, ::-1], axis=2)
     none = ~some.any(axis=2)
@@ -247,19 +249,20 @@ def _kernel(
     slots: int,
     shared: int,
 ) -> None:
-    """What a tile of slots adds to the sums of a tile of queries.
+    """Add a slot tile to the sums of a query tile.
 
     Args:
-        visits: int32 [B, T, 2], `window` int32 [1]: scalars.
-        seeing: [1, P, 5], `seen` [1, 5, W]: `Fields`.
+        visits, window: scalars, int32 [B, T, 2] and int32 [1].
+        seeing, seen: `Fields` of the queries [1, P, 5] and of the slots [1, 5, W].
         query, out: [1, 1, N, R, H].
-        key, value: [1, W, K, H]; of one head, [1, W, H].
-        keys, values: [K, W, H], the same by head.
+        key, value: [1, W, K, H]; with one head, [1, W, H].
+        keys, values: [K, W, H], the tile by head.
         bias: float32 [R, W], 0 where a row sees a slot.
-        highest, total: float32 [N, R, 1]: highest score so far, and the sum of shares beside it.
-        sums: float32 [N, R, H], of values.
+        highest, total: float32 [N, R, 1], maximum score so far and sum of exponentials.
+        sums: float32 [N, R, H], weighted sums of values.
+        siblings: see `layout.visible`.
         slots: C.
-        shared: groups that look at the same kv head.
+        shared: number of groups that share a kv head.
     """
     b, t, s = (pl.program_id(axis) for axis in range(3))
     (N, R, _), W = sums.shape, bias.shape[1]
@@ -273,7 +276,7 @@ def _kernel(
     @pl.when((s >= visits[b, t, 0]) & (s <= visits[b, t, 1]))
     def add_tile() -> None:
         def by_head(tile: jax.Array) -> jax.Array:
-            if slots % W:  # behind the cache may be anything, and nothing times infinity is no number
+            if slots % W:  # memory behind the cache may hold infinities, and 0 times infinity is NaN
                 at = s * W + jax.lax.broadcasted_iota(jnp.int32, tile.shape, 0)
                 tile = jnp.where(at < slots, tile, 0)
             return tile[None] if tile.ndim == 2 else jnp.swapaxes(tile, 0, 1)
@@ -289,10 +292,10 @@ def _kernel(
             scores = _product(query[0, 0, n], keys[head], 1) + bias[...]
             before = highest[n]
             now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-            shares, kept = jnp.exp(scores - now), jnp.exp(before - now)
+            probs, kept = jnp.exp(scores - now), jnp.exp(before - now)
             highest[n] = now
-            total[n] = kept * total[n] + jnp.sum(shares, axis=1, keepdims=True)
-            sums[n] = kept * sums[n] + _product(shares.astype(values.dtype), values[head], 0)
+            total[n] = kept * total[n] + jnp.sum(probs, axis=1, keepdims=True)
+            sums[n] = kept * sums[n] + _product(probs.astype(values.dtype), values[head], 0)
 
         jax.lax.fori_loop(0, N, add, None)
 
@@ -302,12 +305,12 @@ def _kernel(
 
 
 def _product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-    """Rows [R, X] times a matrix, summed over its `axis`; float32."""
+    """Multiply rows [R, X] by a matrix, summed over `axis` of the matrix; float32."""
     return jax.lax.dot_general(rows, matrix, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def sees(q: Fields, k: Fields, window: jax.Array, siblings: Siblings) -> jax.Array:
-    """`layout.visible` for a tile, bool [P, W], of fields [P, 1] and [1, W]."""
+    """Return `layout.visible` for a tile, bool [P, W], from fields [P, 1] and [1, W]."""
     same = (q.sequence == k.sequence) & (k.sequence > 0)
     sibling = (q.block == k.block) & (q.block > 0) & (q.branch != k.branch)
     before = (k.position <= q.position) & ~sibling
@@ -317,8 +320,8 @@ def sees(q: Fields, k: Fields, window: jax.Array, siblings: Siblings) -> jax.Arr
 
 
 def fields(layout: Layout, slot: jax.Array | None) -> Fields:
-    """Fields of a layout [B, …] and its places in the cache; without these, siblings follow in order of branches."""
-    every = (jnp.asarray(field, jnp.int32) for field in layout)
-    position, sequence, block, branch = every
+    """Return the fields of a layout [B, …]; without slots, shared siblings are ordered by branch."""
+    converted = (jnp.asarray(field, jnp.int32) for field in layout)
+    position, sequence, block, branch = converted
     order = branch if slot is None else jnp.broadcast_to(slot, position.shape)
     return Fields(sequence, position, block, branch, order)

@@ -1,12 +1,13 @@
 """Attention over the cache on an NVIDIA GPU: the kernel of `model.flash_decode`, in the form that Triton compiles.
 
-B rows, Q queries of a row, C slots, K kv heads, G query heads per kv head, H head size; the kernel sees T tiles of R
-rows of a product, tiles of W slots, and heads of D, the next power of two.
+B rows, Q queries of a row, C slots, K kv heads, G query heads per kv head, H head size; the kernel uses T tiles of R
+rows of a product, tiles of W slots, heads of D, the next power of two, and P parts of the slots.
 
-The queries of a row with all G heads that share keys are rows of one product: Q x G, cut into tiles of R. Few of them
-leave most of the chip idle, so the slots that a tile of rows may see are divided among P programs, each of which loops
-over its part. It leaves sums of values, of shares, and the highest score, which are put together afterwards. All
-branches of a row are one tile as long as it is not too large, so a tile of the cache is read once.
+The queries of a row with all G heads that share keys are rows of one product: Q x G, cut into tiles of R. Few rows
+leave most of the chip idle, so the slots that a tile of rows may see are divided among P programs (split-K), each of
+which loops over its part. A program returns weighted sums of values, sums of exponentials and the maximum score, which
+are combined afterwards. All branches of a row share a tile up to its maximum size, so that a tile of the cache is read
+once.
 """
 
 from __future__ import annotations
@@ -25,19 +26,24 @@ from aspd_jax.model.flash import product
 from aspd_jax.model.flash_decode import Fields, Refs, filled, in_sight, sees
 from aspd_jax.sizes import next_power
 
-LEAST, MOST_ROWS, ROW_BYTES = 16, 128, 2**15  # of a tile: products have no smaller side; sums stay in registers
-SLOT_BYTES, MOST_SLOTS = 2**14, 64  # of a tile of keys
-PROGRAMS = 132  # processors of an H100, each of which gets one; more would add to what they leave
+LEAST, MOST_ROWS, ROW_BYTES = 16, 128, 2**15  # limits of a tile: smallest product side; sums that fit in registers
+SLOT_BYTES, MOST_SLOTS = 2**14, 64  # maximum size of a key tile
+PROGRAMS = 132  # one program per multiprocessor of an H100; more would add partial results to combine
 LEAST_WARPS, WARP_ROWS, STAGES = 4, 16, 3
 
 
 def parts_for(programs: int, slots: int) -> int:
-    """Into how many parts the slots are divided, where there are so many programs without that, and so many tiles."""
+    """Return the number of split-K partitions of the slot axis.
+
+    Args:
+        programs: number of programs without a split.
+        slots: number of slot tiles.
+    """
     return max(1, min(PROGRAMS // programs, slots))
 
 
 def tiles_of(first: jax.Array, last: jax.Array, part: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
-    """The first tile of a part, and the one behind its last, where those from `first` to `last` are divided."""
+    """Return the first tile of a part and the tile after its last, for `first` to `last` divided into `parts`."""
     count = last - first + 1
     return first + jax.lax.div(part * count, parts), first + jax.lax.div((part + 1) * count, parts)
 
@@ -52,7 +58,7 @@ def attend_on_gpu(
     siblings: Siblings,
     interpret: bool,
 ) -> jax.Array:
-    """An `Attend`."""
+    """Compute attention with the GPU kernel; see `Attend`."""
     (B, Q, K, G, H), C, slots = query.shape, seen.sequence.shape[1], key.shape[1]
     D = max(LEAST, next_power(H))
     width = D * key.dtype.itemsize
@@ -75,7 +81,7 @@ def attend_on_gpu(
     run = pl.pallas_call(
         partial(_kernel, siblings=siblings, slots=C, tile=W, parts=P, scale=float(H**-0.5 * log2(e))),
         [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (sums, numbers, numbers)],
-        grid=(T, K * P, B),  # tiles of rows that read the same part of the cache side by side
+        grid=(T, K * P, B),  # adjacent programs read the same part of the cache
         in_specs=[
             pl.BlockSpec((None, None, 2), lambda t, n, b: (b, t, 0)),
             pl.BlockSpec((1,), lambda t, n, b: (0,)),
@@ -101,17 +107,17 @@ def attend_on_gpu(
 
 
 def _kernel(*refs: Refs, siblings: Siblings, slots: int, tile: int, parts: int, scale: float) -> None:
-    """What a part of the slots adds to the sums of a tile of rows.
+    """Compute the partial result of a tile of rows over a part of the slots.
 
     Args:
-        refs: visits int32 [2]; window int32 [1]; `Fields` of rows int32 [5, R] and of slots [5, C]; query [R, D]; key
-            and value [slots of the cache, H]; and the results, float32: sums of values [R, D], of shares [R], and
-            highest score [R], in which exponentials are powers of two.
+        refs: visits int32 [2]; window int32 [1]; `Fields` of the rows int32 [5, R] and of the slots [5, C]; query [R,
+            D]; key and value [slots of the cache, H]; and the results, float32: weighted sums of values [R, D], sums of
+            exponentials [R], and maximum scores [R]. Exponentials have base 2.
         siblings: see `layout.visible`.
         slots: C.
         tile: W.
         parts: P.
-        scale: of scores.
+        scale: multiplier of the scores.
     """
     visits, window, seeing, seen, query, key, value, weighted, mass, top = refs
     (R, D), H = query.shape, key.shape[1]
@@ -122,16 +128,16 @@ def _kernel(*refs: Refs, siblings: Siblings, slots: int, tile: int, parts: int, 
     def add(number: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         weighted, mass, top = sums
         at = number * tile + jnp.arange(tile)
-        inside = at < slots  # behind the cache may be anything
+        inside = at < slots  # memory behind the cache is undefined
         held = inside[:, None] & (size < H)
         keys, values = (triton.load(x.at[at[:, None], size], mask=held, other=0) for x in (key, value))
         of_slots = (triton.load(seen.at[n, at], mask=inside, other=0)[None] for n in range(len(Fields._fields)))
         mask = sees(of_rows, Fields(*of_slots), window[0], siblings)
         scores = jnp.where(mask, product(queries, keys, 1, 1) * scale, HIDDEN)
         highest = jnp.maximum(top, scores.max(axis=1))
-        shares, kept = jnp.exp2(scores - highest[:, None]), jnp.exp2(top - highest)
-        weighted = kept[:, None] * weighted + product(shares.astype(values.dtype), values, 1, 0)
-        return weighted, kept * mass + shares.sum(axis=1), highest
+        probs, kept = jnp.exp2(scores - highest[:, None]), jnp.exp2(top - highest)
+        weighted = kept[:, None] * weighted + product(probs.astype(values.dtype), values, 1, 0)
+        return weighted, kept * mass + probs.sum(axis=1), highest
 
-    nothing = jnp.zeros((R, D), jnp.float32), jnp.zeros(R, jnp.float32), jnp.full(R, HIDDEN, jnp.float32)
-    weighted[...], mass[...], top[...] = jax.lax.fori_loop(*tiles_of(visits[0], visits[1], part, parts), add, nothing)
+    initial = jnp.zeros((R, D), jnp.float32), jnp.zeros(R, jnp.float32), jnp.full(R, HIDDEN, jnp.float32)
+    weighted[...], mass[...], top[...] = jax.lax.fori_loop(*tiles_of(visits[0], visits[1], part, parts), add, initial)

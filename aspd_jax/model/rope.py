@@ -1,4 +1,4 @@
-"""Rotary embedding (RoPE: Su et al., 2021), plain and scaled; H head size."""
+"""Rotary embedding (RoPE: Su et al., 2021), with optional scaling; H head size."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 
 from aspd_jax.model.config import RopeConfig
 
-Rope: TypeAlias = tuple[jax.Array, jax.Array]  # cosine and sine of the positions of all tokens
+Rope: TypeAlias = tuple[jax.Array, jax.Array]  # cosine and sine of the angles of all tokens
 
 
 def rope_frequencies(rope: RopeConfig, head: int) -> np.ndarray:
-    """Radians per position of each pair of dimensions, float32 [H / 2]."""
+    """Return the frequency of each pair of dimensions in radians per position, float32 [H / 2]."""
     frequency = 1.0 / rope.theta ** (np.arange(0, head, 2, dtype=np.float32) / head)
     if rope.scaling == "linear":
         frequency = frequency / rope.factor
@@ -39,13 +39,13 @@ def rope_frequencies(rope: RopeConfig, head: int) -> np.ndarray:
 
 
 def rotation(rope: RopeConfig, head_dim: int, position: jax.Array) -> Rope:
-    """Cosine and sine for positions [...]; float32 [..., H / 2] each."""
+    """Return cosine and sine for positions [...]; float32 [..., H / 2] each."""
     angle = position[..., None].astype(jnp.float32) * rope_frequencies(rope, head_dim)
     return jnp.cos(angle) * rope.attention_factor, jnp.sin(angle) * rope.attention_factor
 
 
 def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-    """Apply RoPE to [..., heads, H]; halves of the head are the two coordinates, as in Hugging Face."""
+    """Apply RoPE to [..., heads, H]; the two coordinates are the halves of a head, as in Hugging Face."""
     dtype = x.dtype
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cosine, sine = cosine[..., None, :], sine[..., None, :]

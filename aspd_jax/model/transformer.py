@@ -1,10 +1,10 @@
 """The decoder: Llama 2/3, Vicuna, Mistral, Qwen2/2.5, Qwen3 and Gemma 3 in one Flax Linen module.
 
-B batch, S tokens of a row, T tokens of a step over the cache, L of them that get logits, C cache slots, D hidden size,
-N heads, K kv heads, G = N / K, H head size, F feed-forward, V vocabulary and its padding, R ranks of adapters,
-P parts of a joint kernel: G queries, key and value of a kv head (P = G + 2), or gate and up (P = 2).
+B batch, S tokens of a row, T tokens of a step over the cache, L tokens that get logits, C cache slots, D hidden size,
+N heads, K kv heads, G = N / K, H head size, F feed-forward, V padded vocabulary, R ranks of adapters, P parts of a
+joint kernel: G queries, key and value of a kv head (P = G + 2), or gate and up (P = 2).
 
-Pure in (parameters, tokens, layout, cache): nothing about positions or visibility is inferred inside.
+The module is a pure function of (parameters, tokens, layout, cache). Positions and visibility are always inputs.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from aspd_jax.model.rope import Rope, rotate, rotation
 from aspd_jax.model.vocabulary import NEW_TOKENS, NewTokens, completed
 from aspd_jax.sharding import named_sharding, over
 
-LAYERS = "layers"  # name of the stacked layers' parameters
+LAYERS = "layers"  # name of the parameters of stacked layers
 
-# Logical axis of each letter, for the axes of parameters.
+# Logical axis of each letter in the equations of linear layers; `RULES` in `sharding` maps it to the mesh.
 AXES = {
     "D": "embed",
     "N": "heads",
@@ -56,12 +56,13 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise `x` [..., X] over its last axis."""
         c = self.config
         initial = nn.with_partitioning(nn.initializers.constant(1.0 - c.norm_offset), ("norm",))
         scale: Any = self.param("scale", initial, (x.shape[-1],), x.dtype)
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + c.norm_epsilon)
-        if c.norm_offset:  # near 0, as the weights are, they are more exact than the sum would be
+        if c.norm_offset:  # the weights are near 0, where their dtype is more precise than near the offset
             return (y * (c.norm_offset + scale.astype(jnp.float32))).astype(x.dtype)
         return y.astype(x.dtype) * scale.astype(x.dtype)
 
@@ -69,16 +70,18 @@ class RMSNorm(nn.Module):
 class Projection(nn.Module):
     """A linear layer, stated as an einsum of activations and kernel.
 
-    Every kernel ends with the hidden size, the embedding and the head too: what reads the residual stream is
-    [*outputs, D], what writes to it [*inputs, D]. So compilers read it as it lies, for one token and for many, on CPU
-    and TPU. Beside it there may be a low-rank adapter (LoRA: Hu et al., 2021), and the kernel may be int8 with one
-    float32 scale per output.
+    The last axis of every kernel is the hidden size: a layer that reads the residual stream has the kernel [*outputs,
+    D], and a layer that writes to it [*inputs, D]. CPU and TPU compilers then read the kernel without a transpose, for
+    one token and for many. A low-rank adapter (LoRA: Hu et al., 2021) may be added to the kernel, and the kernel may be
+    int8 with one float32 scale per output.
 
     Attributes:
+        config: configuration of the model.
         equation: "...inputs,kernel->...outputs", in the letters of `AXES`.
         parts: size of P.
-        adapted: whether there may be an adapter, or int8.
-        dtype: of the outputs; default: that of the activations.
+        bias: whether the layer has a bias.
+        adapted: whether the layer follows `lora_rank` and `weights` of the configuration.
+        dtype: dtype of the outputs; default: the dtype of the activations.
     """
 
     config: ModelConfig
@@ -90,10 +93,11 @@ class Projection(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, ranks: jax.Array | None = None) -> jax.Array:
-        """Apply the layer to `x` [..., *inputs].
+        """Apply the layer to `x` [..., *inputs]; return [..., *outputs].
 
         Args:
-            ranks: 0 or 1 for each rank of the adapters and token [..., R]; None: all ranks count.
+            x: activations.
+            ranks: 0 or 1 for each token and rank of the adapters, [..., R]; None: all ranks are used.
         """
         c = self.config
         inputs, axes, outputs = letters(self.equation)
@@ -154,12 +158,12 @@ def fan_in_normal(equation: str) -> Any:
 
 
 class OverCache(NamedTuple):
-    """A pass over the cache, as every layer sees it.
+    """The context of a pass over the cache, shared by all layers.
 
     Attributes:
-        batch: the tokens, flat, and where they stand.
-        rows: the same by row.
-        views: who looks at whom, in each part of these.
+        batch: the tokens as a flat list, and their slots.
+        rows: the tokens arranged by row.
+        views: arguments of the mask for each part of `rows`.
     """
 
     batch: TokenBatch
@@ -168,14 +172,14 @@ class OverCache(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What a layer computes with beside its activations.
+    """Inputs of a layer other than its activations.
 
     Attributes:
-        rope: rotations of the tokens' positions.
-        context: who sees whom: `View` in a full pass, `OverCache` in decoding.
-        window: of the layer's attention.
-        cache: of the layer; None in a full pass.
-        ranks: 0 or 1 for each rank of the adapters and token [..., R]; None: all ranks count.
+        rope: cosine and sine of the positions of the tokens.
+        context: `View` in a full pass, `OverCache` in decoding.
+        window: sliding window of the layer.
+        cache: keys and values of the layer; None in a full pass.
+        ranks: 0 or 1 for each token and rank of the adapters, [..., R]; None: all ranks are used.
     """
 
     rope: Rope
@@ -186,15 +190,21 @@ class LayerInputs(NamedTuple):
 
 
 class AttentionLayer(nn.Module):
-    """Grouped-query attention with RoPE: of tokens [B, S] among themselves, or of flat tokens [T] over a cache."""
+    """Grouped-query attention with RoPE: of tokens [B, S] in a full pass, or of flat tokens [T] over a cache.
+
+    Attributes:
+        config: configuration of the model.
+        mesh: mesh on which kernels run, or None.
+    """
 
     config: ModelConfig
     mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, LayerCache | None]:
+        """Apply attention to `x` [..., D]; return the result [..., D] and the cache of the layer."""
         c, (rope, context, window, cache, ranks) = self.config, inputs
-        # One product for everything that looks at `x`: few rows cost what reading the kernels costs.
+        # One product for query, key and value: with few rows, the time is that of reading the kernels.
         group = c.heads // c.kv_heads
         joint = Projection(c, "...D,KPHD->...KPH", group + 2, bias=c.query_bias, name="query_key_value")(x, ranks)
         query, key, value = joint[..., :group, :], joint[..., group, :], joint[..., group + 1, :]
@@ -202,7 +212,7 @@ class AttentionLayer(nn.Module):
         if c.query_norm:
             query, key = RMSNorm(c, name="query_norm")(query), RMSNorm(c, name="key_norm")(key)
         query, key = rotate(query, *rope), rotate(key, *rope)
-        if c.query_scale is not None:  # attention scales by the root of the head size
+        if c.query_scale is not None:  # the back ends divide by the square root of the head size
             query = query * (c.query_scale * c.head_dim**0.5)
         grouped = query.reshape(*x.shape[:-1], c.kv_heads, group, c.head_dim)
         if isinstance(context, View):
@@ -229,21 +239,28 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, ranks: jax.Array | None) -> jax.Array:
+        """Apply the layer to `x` [..., D]."""
         c = self.config
         bias = c.feed_forward_bias
-        both = Projection(c, "...D,PFD->...PF", 2, bias=bias, name="gate_up")(x, ranks)
+        gate_up = Projection(c, "...D,PFD->...PF", 2, bias=bias, name="gate_up")(x, ranks)
         down = Projection(c, "...F,FD->...D", bias=bias, name="down")
-        return down(ACTIVATION[c.activation](both[..., 0, :]) * both[..., 1, :], ranks)
+        return down(ACTIVATION[c.activation](gate_up[..., 0, :]) * gate_up[..., 1, :], ranks)
 
 
 class Layer(nn.Module):
-    """One layer: attention and feed-forward, each after a norm and beside a residual; and before a norm, in some."""
+    """One layer: attention and feed-forward, each with a norm before it, a residual, and optionally a norm after it.
+
+    Attributes:
+        config: configuration of the model.
+        mesh: mesh on which kernels run, or None.
+    """
 
     config: ModelConfig
     mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, LayerCache | None]:
+        """Apply the layer to `x` [..., D]; return the result [..., D] and the cache of the layer."""
         c = self.config
         normed = RMSNorm(c, name="attention_norm")(x)
         out, cache = AttentionLayer(c, self.mesh, name="attention")(normed, inputs)
@@ -257,10 +274,10 @@ class Transformer(nn.Module):
 
     Attributes:
         config: shape and arithmetic.
-        scan: layers as one program run `config.layers` times over parameters stacked along a first axis, as
-            `stack_layers` makes them. It compiles once, however deep the model is. For training: `decode` refuses it.
-        remat: keep only the input of each layer for the backward pass, and compute the rest again.
-        mesh: keep activations split over its batch axes, and the heads of a cache over `tensor`.
+        scan: whether the layers are one scanned layer with parameters stacked along a first axis, as `stack_layers`
+            makes them. Compile time does not grow with the number of layers. For training only: `decode` refuses it.
+        remat: whether only the input of each layer is kept for the backward pass, and the rest is recomputed.
+        mesh: mesh whose batch axes split the activations and whose `tensor` axis splits the heads of a cache, or None.
     """
 
     config: ModelConfig
@@ -269,9 +286,9 @@ class Transformer(nn.Module):
     mesh: Mesh | None = None
 
     def setup(self) -> None:
-        """Embedding, layers (one by one, or as one scanned over), norm and an untied head."""
+        """Create embedding, layers (separate or scanned), norm and an untied head."""
         c = self.config
-        # An untied embedding starts as large as what the layers add to it, or they drown it.
+        # An untied embedding starts at the scale of the layers' outputs; otherwise these outweigh it.
         initial = nn.initializers.normal(0.02 if c.tied else 1.0)
         self.embedding = nn.Embed(
             c.padded_vocab_size,
@@ -295,13 +312,15 @@ class Transformer(nn.Module):
     def __call__(
         self, tokens: jax.Array, layout: Layout, *, head: bool = True, adapter: jax.Array | None = None
     ) -> jax.Array:
-        """A full pass: logits of every token.
+        """Return the logits of all tokens, from a full pass.
 
         Args:
-            tokens: int32 [B, S].
-            layout: of the tokens, int32 [B, S] each.
-            head: false: stop before the head, for a loss that takes `lm_head` of a part at a time.
-            adapter: of each token, int32 [B, S], where there are several; negative: none. It goes with the head.
+            tokens: token ids, int32 [B, S].
+            layout: layout of the tokens, int32 [B, S] per field.
+            head: false: return the input of the head, for a loss that applies `lm_head` to a part of the tokens at a
+                time.
+            adapter: index of the adapter of each token, int32 [B, S], if the model has several; negative or None: the
+                base model. Requires the head.
 
         Returns:
             float32 [B, S, V]; without the head, [B, S, D].
@@ -323,14 +342,14 @@ class Transformer(nn.Module):
         return self.logits(x, adapter) if head or self.is_initializing() else x
 
     def decode(self, batch: TokenBatch, cache: Cache, bucket: Bucket) -> tuple[jax.Array, Cache]:
-        """A pass over new tokens on top of a cache; they are added to it, and see it.
+        """Return the logits of new tokens over a cache, and the cache with these tokens added.
 
-        Linear layers see the flat tokens, whatever rows they belong to; attention sees rows.
+        Linear layers receive the flat tokens of all rows; attention receives them by row.
 
         Args:
-            batch: what is fed, and where it goes.
-            cache: what was fed before.
-            bucket: has room for them.
+            batch: the new tokens and their slots.
+            cache: the tokens of earlier steps.
+            bucket: sizes that hold `batch` and the used slots.
 
         Returns:
             Logits float32 [L, V], and the cache.
@@ -366,11 +385,15 @@ class Transformer(nn.Module):
         return self.logits(self.norm(x[batch.logits_at]), adapter), cache._replace(layers=tuple(layers))
 
     def ropes(self, position: jax.Array) -> tuple[Rope, ...]:
-        """Rotations of positions [...] by each of `config.ropes`."""
+        """Return cosine and sine of positions [...] for each of `config.ropes`."""
         return tuple(rotation(rope, self.config.head_dim, position) for rope in self.config.ropes)
 
     def ranks(self, adapter: jax.Array | None) -> jax.Array | None:
-        """Which ranks of the adapters count for tokens [...] with these adapters: [..., R], 0 or 1."""
+        """Return which ranks of the adapters each token uses: 0 or 1, [..., R].
+
+        Args:
+            adapter: index of the adapter of each token [...]; negative: none. None: the model has no several adapters.
+        """
         c = self.config
         if adapter is None:
             return None
@@ -378,13 +401,13 @@ class Transformer(nn.Module):
         return (adapter[..., None] == of_rank).astype(c.dtype)
 
     def embedded(self, tokens: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
-        """Embeddings [..., D] of tokens [...], each with its adapter where there are several."""
+        """Return embeddings [..., D] of tokens [...]; `adapter` is the index per token if the model has several."""
         c, x = self.config, self.embedding(tokens)
         x = getattr(self, NEW_TOKENS)(tokens, x, adapter) if c.new_tokens else x
         return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
     def logits(self, x: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
-        """Float32 [..., V] of normed activations [..., D], each with its adapter where there are several."""
+        """Return logits float32 [..., V] of normed activations [..., D]; `adapter` is the index per token."""
         c = self.config
         logits = einsum("...D,VD->...V", x, self.embedding.embedding, jnp.float32) if c.tied else self.head(x)
         rows = getattr(self, NEW_TOKENS) if c.new_tokens else None
@@ -394,7 +417,7 @@ class Transformer(nn.Module):
         return getattr(self, f"layer_{number}")
 
     def scanned(self, x: jax.Array, ropes: tuple[Rope, ...], view: View) -> jax.Array:
-        """All layers, over stacked parameters."""
+        """Apply all layers to `x` [B, S, D] by a scan over stacked parameters."""
         c = self.config
         windows = [c.layer_window(number) for number in range(c.layers)]
         mixed, tables = len(set(windows)) > 1, jax.tree.map(lambda *kinds: jnp.stack(kinds), *ropes)
@@ -405,7 +428,7 @@ class Transformer(nn.Module):
             x, _ = module(x, LayerInputs(rope, view, window if mixed else windows[0]))
             return self.spread(x), None
 
-        # A layer without a window, among others that have one, has one that nothing falls out of.
+        # Scanned layers share one program, so a layer without a window gets one that hides no key.
         limits = jnp.asarray([NO_WINDOW if window is None else window for window in windows])
         kinds = jnp.asarray([c.layer_rope(number) for number in range(c.layers)])
         run = nn.scan(
@@ -418,7 +441,7 @@ class Transformer(nn.Module):
         return x
 
     def spread(self, x: jax.Array) -> jax.Array:
-        """Keep activations [B, S, …] split over the batch axes of the mesh."""
+        """Constrain activations [B, S, …] to be split over the batch axes of the mesh."""
         if self.mesh is None:
             return x
         place = named_sharding(("batch", "sequence", *[None] * (x.ndim - 2)), x.shape, self.mesh)
@@ -426,14 +449,14 @@ class Transformer(nn.Module):
 
 
 def stack_layers(params: Any, layers: int) -> Any:
-    """Parameters of a plain model -> those of one with `scan`: the layers' leaves stacked along a new first axis."""
+    """Convert parameters for `scan=True`: stack the leaves of all layers along a new first axis."""
     rest = {name: value for name, value in params.items() if not name.startswith("layer_")}
     each = [params[f"layer_{number}"] for number in range(layers)]
     return rest | {LAYERS: jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)}
 
 
 def unstack_layers(params: Any, layers: int) -> Any:
-    """Inverse of `stack_layers`."""
+    """Convert parameters for `scan=False`: the inverse of `stack_layers`."""
     rest = {name: value for name, value in params.items() if name != LAYERS}
     return rest | {
         f"layer_{number}": jax.tree.map(lambda leaf, number=number: leaf[number], params[LAYERS])

@@ -1,6 +1,6 @@
-"""Embedding and head where some tokens have rows of their own, and the head apart from the model.
+"""Embedding and head with separate rows for new tokens, and the head as a function of its parameters.
 
-D hidden size, V vocabulary and its padding, T new tokens, A adapters.
+D hidden size, V padded vocabulary, T new tokens, A adapters.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ NEW_TOKENS = "new_tokens"  # name of the parameters of `ModelConfig.new_tokens`
 
 
 class NewTokens(nn.Module):
-    """Rows of embedding and head for `ModelConfig.new_tokens`, float32 [T, D] each, or [A, T, D] of A adapters; one for
-    both in a tied model.
+    """Rows of embedding and head for `ModelConfig.new_tokens`, float32.
+
+    The shape of both is [T, D], or [A, T, D] with several adapters. A tied model has only the embedding.
     """
 
     config: ModelConfig
 
     def setup(self) -> None:
-        """The rows."""
+        """Create the rows."""
         c = self.config
         for name in ("embedding",) if c.tied else ("embedding", "head"):
             of_adapters = (c.adapters,) if c.adapters else ()
@@ -37,24 +38,30 @@ class NewTokens(nn.Module):
             setattr(self, name, self.param(name, make, shape, jnp.float32))
 
     def __call__(self, tokens: jax.Array, x: jax.Array, adapter: jax.Array | None = None) -> jax.Array:
-        """Embeddings [..., D] of tokens [...], with the rows in the places of new tokens.
+        """Return the embeddings of tokens, with the rows of new tokens in place of those of the base model.
 
         Args:
-            adapter: of each token, where there are several.
+            tokens: token ids [...].
+            x: embeddings [..., D] from the base model.
+            adapter: index of the adapter of each token [...], if the model has several; negative: the base model.
         """
-        mine = tokens[..., None] == jnp.asarray(self.config.new_tokens)
+        is_new = tokens[..., None] == jnp.asarray(self.config.new_tokens)
         if adapter is not None:
             of_adapter = adapter[..., None] == jnp.arange(self.config.adapters)
-            mine = (of_adapter[..., None] & mine[..., None, :]).reshape(*tokens.shape, -1)
+            is_new = (of_adapter[..., None] & is_new[..., None, :]).reshape(*tokens.shape, -1)
         table = self.embedding.reshape(-1, self.embedding.shape[-1]).astype(x.dtype)
-        rows = einsum("...T,TD->...D", mine.astype(x.dtype), table)
-        return jnp.where(mine.any(axis=-1, keepdims=True), rows, x)
+        rows = einsum("...T,TD->...D", is_new.astype(x.dtype), table)
+        return jnp.where(is_new.any(axis=-1, keepdims=True), rows, x)
 
 
 class Head(NamedTuple):
-    """Parameters of the head: its kernel [V, D], the embedding's in a tied model, and rows of new tokens [T, D] if any.
+    """Parameters of the head.
 
-    V may be a part of the vocabulary, where that is split over devices. A tree of the same form says things about both.
+    A tree of the same form holds properties of both, such as logical axes.
+
+    Attributes:
+        kernel: [V, D], the kernel of the embedding in a tied model; V may be the part of the vocabulary on one device.
+        new_tokens: separate rows of new tokens, float32 [T, D], or None.
     """
 
     kernel: Any
@@ -65,10 +72,13 @@ HEAD_AXES = Head(("vocabulary", "embed"), ("new_tokens", "embed"))  # logical ax
 
 
 def head_of(config: ModelConfig, params: Any, adapter: jax.Array | int = -1) -> Head:
-    """The head among all parameters.
+    """Return the head from the parameters of a model.
 
     Args:
-        adapter: whose rows of new tokens it has, where there are several; negative: nobody's.
+        config: configuration of the model.
+        params: all parameters.
+        adapter: index of the adapter whose rows of new tokens are used, if the model has several; negative: the rows of
+            the base model.
     """
     kernel = params["embedding"]["embedding"] if config.tied else params["head"]["kernel"]
     rows = params[NEW_TOKENS]["embedding" if config.tied else "head"] if config.new_tokens else None
@@ -79,9 +89,12 @@ def head_of(config: ModelConfig, params: Any, adapter: jax.Array | int = -1) -> 
 
 
 def lm_head(config: ModelConfig, head: Head, x: jax.Array, first: int | jax.Array = 0) -> jax.Array:
-    """Float32 [..., V]: `Transformer.logits` of the activations [..., D] that the model has without its head.
+    """Return the logits float32 [..., V] of the activations [..., D] that precede the head.
 
     Args:
+        config: configuration of the model.
+        head: parameters of the head.
+        x: activations.
         first: id of the first row of the kernel.
     """
     logits = einsum("...D,VD->...V", x, head.kernel.astype(x.dtype), jnp.float32)
@@ -96,12 +109,18 @@ def completed(
     first: int | jax.Array = 0,
     adapter: jax.Array | None = None,
 ) -> jax.Array:
-    """Logits [..., V] of activations [..., D]: those of new tokens by their own rows of the head, [T, D] or [A, T, D],
-    if they have any; those of padding and of unused tokens hidden.
+    """Complete logits of the base model: replace those of new tokens, and hide those of padding and unused tokens.
 
     Args:
-        first: id of the first logit; new tokens that are not among them are left out.
-        adapter: [...], where there are A; negative: new tokens have the rows of all others.
+        config: configuration of the model.
+        logits: float32 [..., V].
+        x: activations [..., D] that the logits were computed from.
+        rows: separate rows of new tokens in the head, [T, D] or [A, T, D]; None: no replacement.
+        first: id of the first logit; new tokens outside the logits are skipped.
+        adapter: index of the adapter per token [...], if the model has several; negative: the rows of the base model.
+
+    Returns:
+        float32 [..., V].
     """
     if config.hidden_tokens:
         ids = first + jnp.arange(logits.shape[-1])[:, None]
@@ -109,11 +128,11 @@ def completed(
         logits = jnp.where(((starts <= ids) & (ids < ends)).any(axis=-1), HIDDEN, logits)
     if rows is None:
         return logits
-    own = einsum("...D,TD->...T", x, rows.reshape(-1, rows.shape[-1]).astype(x.dtype), jnp.float32)
-    places = jnp.asarray(config.new_tokens) - first
+    new_logits = einsum("...D,TD->...T", x, rows.reshape(-1, rows.shape[-1]).astype(x.dtype), jnp.float32)
+    new_ids = jnp.asarray(config.new_tokens) - first
     if adapter is not None:
-        of_adapters = own.reshape(*adapter.shape, config.adapters, -1)
-        own = jnp.take_along_axis(of_adapters, jnp.maximum(adapter, 0)[..., None, None], axis=-2)[..., 0, :]
-        own = jnp.where(adapter[..., None] >= 0, own, logits[..., places])
-    outside = logits.shape[-1]  # a negative index would count from the end
-    return logits.at[..., jnp.where(places < 0, outside, places)].set(own, mode="drop")
+        of_adapters = new_logits.reshape(*adapter.shape, config.adapters, -1)
+        new_logits = jnp.take_along_axis(of_adapters, jnp.maximum(adapter, 0)[..., None, None], axis=-2)[..., 0, :]
+        new_logits = jnp.where(adapter[..., None] >= 0, new_logits, logits[..., new_ids])
+    outside = logits.shape[-1]  # out of range on purpose: a negative index would count from the end
+    return logits.at[..., jnp.where(new_ids < 0, outside, new_ids)].set(new_logits, mode="drop")

@@ -1,4 +1,4 @@
-"""Parameters from and to Hugging Face tensors: one table of names, read and written a tensor at a time."""
+"""Conversion of parameters from and to Hugging Face tensors, one tensor at a time, by one table of names."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from aspd_jax.sharding import shardings
 
 Path_ = tuple[str, ...]
 ADAPTERS = ("lora_down", "lora_up")
-MADE_HERE = ("kernel_scale", *ADAPTERS)  # parameters that no Hugging Face checkpoint has
-# Linear layers that write to the residual stream, and the axes of their kernels that are inputs: heads and head size,
-# or the inner size. All others read it: their input is the last axis.
+MADE_HERE = ("kernel_scale", *ADAPTERS)  # parameters that are not in a Hugging Face checkpoint
+# Linear layers that write to the residual stream, and the input axes of their kernels: heads and head size, or the
+# inner size. All other layers read the residual stream, and their input is the last axis.
 WRITING = {"output": (-3, -2), "down": (-2,)}
 
 OF_VOCABULARY = ("embedding", "head")  # parameters with a row for each token
@@ -43,48 +43,53 @@ INSIDE_LAYERS: dict[str, Path_] = {
     "self_attn.o_proj": ("attention", "output"),
     "mlp.down_proj": ("feed_forward", "down"),
 }
-# Where there are norms after attention and feed-forward, the one before feed-forward has another name.
+# With norms after attention and feed-forward, the norm before feed-forward has another name.
 AFTER_NORMS: dict[str, Path_] = {
     "post_attention_layernorm": ("attention_after_norm", "scale"),
     "pre_feedforward_layernorm": ("feed_forward_norm", "scale"),
     "post_feedforward_layernorm": ("feed_forward_after_norm", "scale"),
 }
-# Linear layers that are parts of one here, in their order along its `part` axis: a query for each head of a
-# group, its key and its value; gate and up.
+# Linear layers that share a joint kernel here, in order along its `part` axis: the queries of a group, its key and
+# its value; gate and up.
 QUERY = "self_attn.q_proj"
 JOINT: dict[Path_, tuple[str, ...]] = {
     ("attention", "query_key_value"): (QUERY, "self_attn.k_proj", "self_attn.v_proj"),
     ("feed_forward", "gate_up"): ("mlp.gate_proj", "mlp.up_proj"),
 }
-# Tensors that some exporters store although they follow from the configuration.
+# Suffixes of tensors that some exporters store although they follow from the configuration.
 DERIVED = ("rotary_emb.inv_freq",)
 
 
 class Tensor(NamedTuple):
-    """What a Hugging Face tensor holds: a parameter, or the `part` of one along its `part` axis."""
+    """The parameter that a Hugging Face tensor holds.
+
+    Attributes:
+        path: path of the parameter in the tree.
+        part: range along the `part` axis of a joint kernel; None: the whole parameter.
+    """
 
     path: Path_
     part: slice | None = None
 
     @property
     def transposed(self) -> bool:
-        """Whether inputs come first here; they never do in Hugging Face tensors."""
+        """Return whether the inputs of the kernel are its first axes; in Hugging Face tensors they are last."""
         return self.path[-1] == "kernel" and self.path[-2] in WRITING
 
     @property
     def axis(self) -> int:
-        """The axis of `part`, from the end: what comes after it are the rows of a part, and a kernel's inputs."""
+        """Return the `part` axis, counted from the end; the axes after it are the outputs of a part and the inputs."""
         return -3 if self.path[-1] == "kernel" else -2
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the part of a parameter of shape `whole`."""
+        """Return the shape of the part, for a parameter of shape `whole`."""
         if self.part is None:
             return whole
         axis = self.axis
         return (*whole[:axis], self.part.stop - self.part.start, *whole[axis + 1 :])
 
     def size(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the tensor, of a parameter of shape `whole`."""
+        """Return the shape of the Hugging Face tensor, for a parameter of shape `whole`."""
         shape = self.shape(whole)
         if self.path[-1] == "kernel":
             inputs = prod(shape[axis] for axis in input_axes(self.path))
@@ -92,30 +97,30 @@ class Tensor(NamedTuple):
         return (prod(shape),) if self.path[-1] == "bias" else shape
 
     def read(self, tensor: np.ndarray, whole: tuple[int, ...]) -> np.ndarray:
-        """The tensor as the part of a parameter of shape `whole`."""
+        """Convert a Hugging Face tensor to its part of a parameter of shape `whole`."""
         return np.ascontiguousarray(tensor.T if self.transposed else tensor).reshape(self.shape(whole))
 
     def cut(self, whole: np.ndarray) -> np.ndarray:
-        """The part of a whole parameter, or of a kernel with something else for its last axis."""
+        """Select the part from a whole parameter; the size of the last axis of a kernel may differ."""
         if self.part is None:
             return whole
         return np.moveaxis(np.moveaxis(whole, self.axis, 0)[self.part], 0, self.axis)
 
     def write(self, parameter: np.ndarray) -> np.ndarray:
-        """The tensor, from the whole parameter."""
+        """Convert the whole parameter to the Hugging Face tensor."""
         parameter = self.cut(parameter)
         size = self.size(parameter.shape)
         return np.ascontiguousarray(parameter.reshape(size[::-1]).T if self.transposed else parameter.reshape(size))
 
 
 def abstract_parameters(model: Transformer) -> Any:
-    """Shapes, dtypes and logical axes of all parameters, nothing allocated: a tree of `nn.Partitioned`."""
-    one = np.zeros((1, 1), np.int32)
-    return jax.eval_shape(model.init, jax.random.key(0), one, Layout(one, one, one, one))["params"]
+    """Return shapes, dtypes and logical axes of all parameters as a tree of `nn.Partitioned`, without allocation."""
+    zero = np.zeros((1, 1), np.int32)
+    return jax.eval_shape(model.init, jax.random.key(0), zero, Layout(zero, zero, zero, zero))["params"]
 
 
 def tensors_of(config: ModelConfig, paths: Iterable[Path_]) -> dict[str, Tensor]:
-    """The Hugging Face tensors, by name, that make up the parameters at `paths`."""
+    """Return the Hugging Face tensors, by name, of the parameters at `paths`."""
     names = INSIDE_LAYERS | (AFTER_NORMS if config.after_norms else {})
     inside = {name: Tensor(path) for name, path in names.items()}
     for path, joined in JOINT.items():
@@ -137,7 +142,7 @@ def tensors_of(config: ModelConfig, paths: Iterable[Path_]) -> dict[str, Tensor]
 
 
 def input_axes(path: Path_) -> tuple[int, ...]:
-    """The axes of a kernel that are its inputs."""
+    """Return the input axes of a kernel."""
     return WRITING.get(path[-2], (-1,))
 
 
@@ -149,19 +154,22 @@ def load_parameters(
     stored_vocabulary: int | None = None,
     new_rows: Mapping[int, int] | None = None,
 ) -> Any:
-    """Parameters from Hugging Face tensors, one at a time, straight into their shardings.
+    """Load parameters from Hugging Face tensors, one at a time, directly into their shardings.
 
     Args:
-        source: where the tensors lie, for messages.
-        tensors: with their names.
-        model: whose vocabulary may be larger than the checkpoint's.
-        mesh: where parameters go; default: the default device.
-        stored_vocabulary: vocabulary rows of the checkpoint; default: the model's.
-        new_rows: {row: rows to average over}: vocabulary rows that become the mean of the first so many
-            rows of the checkpoint, in the embedding and in an untied head.
+        source: path of the checkpoint, for messages.
+        tensors: pairs of name and tensor.
+        model: model to load; its vocabulary may be larger than that of the checkpoint.
+        mesh: mesh that the parameters are placed on; default: the default device.
+        stored_vocabulary: vocabulary rows of the checkpoint; default: those of the model.
+        new_rows: {row: count}: vocabulary rows that become the mean of the first `count` rows of the checkpoint, in
+            the embedding and in an untied head.
+
+    Returns:
+        The parameters of the model; adapters are initialised so that they have no effect.
 
     Raises:
-        CheckpointError: naming each missing or unknown tensor, or one of another shape.
+        CheckpointError: a tensor is missing, unknown or of another shape; the message names it.
     """
     abstract = abstract_parameters(model)
     leaves = flatten_dict(nn.meta.unbox(abstract))
@@ -188,10 +196,10 @@ def load_parameters(
             raise CheckpointError(f"{source}: {name} is {list(array.shape)}, its configuration says {list(size)}")
         if of_vocabulary:
             array = _with_new_rows(array, model.config.padded_vocab_size, new_rows or {})
-            own = (NEW_TOKENS, path[0])
-            if own in leaves:
-                rows = array[list(model.config.new_tokens)].astype(leaves[own].dtype)
-                loaded[own] = _place(np.broadcast_to(rows, leaves[own].shape), places[own])
+            rows_path = (NEW_TOKENS, path[0])
+            if rows_path in leaves:
+                rows = array[list(model.config.new_tokens)].astype(leaves[rows_path].dtype)
+                loaded[rows_path] = _place(np.broadcast_to(rows, leaves[rows_path].shape), places[rows_path])
         missing.discard(name)
         parts.setdefault(path, {})[tensor.part.start if tensor.part else 0] = tensor.read(array, shape)
         if len(parts[path]) < awaited[path]:
@@ -204,22 +212,26 @@ def load_parameters(
             loaded[scale_path] = _place(scale, places[scale_path])
         loaded[path] = _place(parameter.astype(leaves[path].dtype), places[path])
     if missing or unknown:
-        told = [
-            f"{what}: {', '.join(some[:6])}{' …' if len(some) > 6 else ''}"
-            for what, some in (("missing", sorted(missing)), ("unknown", unknown))
-            if some
+        problems = [
+            f"{kind}: {', '.join(problem_names[:6])}{' …' if len(problem_names) > 6 else ''}"
+            for kind, problem_names in (("missing", sorted(missing)), ("unknown", unknown))
+            if problem_names
         ]
-        raise CheckpointError(f"the tensors of {source} do not fit its configuration; " + "; ".join(told))
+        raise CheckpointError(f"the tensors of {source} do not fit its configuration; " + "; ".join(problems))
     for path in (path for path in leaves if path[-1] in ADAPTERS):
         loaded[path] = _adapter(path, leaves[path], places[path])
     return unflatten_dict(loaded)
 
 
 def quantise(kernel: np.ndarray, inputs: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """A kernel as int8 and a float32 scale for each of its outputs: symmetric, rounded to the nearest.
+    """Round a kernel to int8, symmetrically and to the nearest value, with a float32 scale per output.
 
     Args:
-        inputs: axes that are inputs.
+        kernel: float kernel.
+        inputs: input axes of the kernel.
+
+    Returns:
+        The int8 kernel, and the scales, of the shape of the outputs.
     """
     kernel = kernel.astype(np.float32)
     scale = np.maximum(np.abs(kernel).max(axis=inputs, keepdims=True), 1e-12) / 127
@@ -227,7 +239,7 @@ def quantise(kernel: np.ndarray, inputs: tuple[int, ...]) -> tuple[np.ndarray, n
 
 
 def quantise_layers(parameters: Any) -> Any:
-    """Float parameters of a model with those of its int8 twin: the kernels of all layers rounded, with their scales."""
+    """Convert the parameters of a float model to those of the int8 model: round the kernels of all layers."""
     leaves: dict[Path_, Any] = {}
     for path, leaf in flatten_dict(parameters).items():
         leaves[path] = leaf
@@ -238,7 +250,7 @@ def quantise_layers(parameters: Any) -> Any:
 
 
 def _adapter(path: Path_, leaf: Any, sharding: Any) -> jax.Array:
-    """A fresh adapter: its first factor random by its place, its second zero, so that it changes nothing yet."""
+    """Return a fresh factor of an adapter: `lora_down` random, seeded by its path, and `lora_up` zero."""
     if path[-1] == "lora_up":
         return _place(np.zeros(leaf.shape, leaf.dtype), sharding)
     random = np.random.default_rng(crc32("/".join(path).encode()))
@@ -263,10 +275,15 @@ def _place(array: np.ndarray, sharding: Any) -> jax.Array:
 
 
 def tensors_from(config: ModelConfig, parameters: Any, dtype: str | None = None) -> Iterator[tuple[str, np.ndarray]]:
-    """Parameters as Hugging Face tensors, one at a time.
+    """Yield the parameters as Hugging Face tensors, one at a time.
 
     Args:
-        dtype: of the tensors; default: as the parameters are.
+        config: configuration of the model.
+        parameters: parameters without adapters and with float kernels.
+        dtype: dtype of the tensors; default: that of the parameters.
+
+    Yields:
+        Pairs of name and tensor on the host.
     """
     leaves = flatten_dict(parameters)
     for name, tensor in tensors_of(config, leaves).items():

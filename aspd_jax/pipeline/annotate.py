@@ -1,4 +1,4 @@
-"""Candidates of the teacher, and its votes, for one answer (protocol, section 7, stages 1 to 3)."""
+"""Candidates and votes of the teacher for one answer (protocol, section 7, stages 1 to 3)."""
 
 from __future__ import annotations
 
@@ -13,29 +13,36 @@ from aspd_jax.pipeline.teacher import Teacher
 
 
 class Vote(NamedTuple):
-    """For or against, and why."""
+    """A vote on the independence of a block.
+
+    Attributes:
+        in_favour: whether the branches are independent.
+        reason: reason given by the teacher.
+    """
 
     in_favour: bool
     reason: str
 
 
 async def annotate(teacher: Teacher, question: str, answer: str) -> tuple[list[tuple[BlockSpan, ...]], list[str]]:
-    """As many candidates as asked for, those without a block left out, and why replies and groups are rejected.
+    """Return candidates for an answer, and the reasons why replies and groups were rejected.
+
+    Candidates without a block and repeated ones are dropped.
 
     Raises:
-        Unanswered: the endpoint gave no reply.
+        Unanswered: the endpoint did not reply.
     """
     values = {"question": question, "answer": numbered(answer)}
-    found: list[tuple[BlockSpan, ...]] = []
+    candidates: list[tuple[BlockSpan, ...]] = []
     rejected: list[str] = []
 
-    async def one(number: int) -> list[Group] | str:
+    async def ask(number: int) -> list[Group] | str:
         try:
             return await teacher.ask("annotate", values, number, read_groups)
         except DataError as error:
             return str(error)
 
-    for groups in await asyncio.gather(*(one(number) for number in range(teacher.settings.candidates))):
+    for groups in await asyncio.gather(*(ask(number) for number in range(teacher.settings.candidates))):
         if isinstance(groups, str):
             rejected.append(groups)
             continue
@@ -44,25 +51,25 @@ async def annotate(teacher: Teacher, question: str, answer: str) -> tuple[list[t
             try:
                 block = block_of(answer, group)
                 if blocks and block.start < blocks[-1].end:
-                    raise StructureError(f"the group of {block.branches[0].title!r} begins inside the one before")
+                    raise StructureError(f"the group of {block.branches[0].title!r} begins inside the group before it")
                 blocks.append(block)
             except StructureError as error:
                 rejected.append(str(error))
-        if blocks and tuple(blocks) not in found:
-            found.append(tuple(blocks))
-    return found, rejected
+        if blocks and tuple(blocks) not in candidates:
+            candidates.append(tuple(blocks))
+    return candidates, rejected
 
 
 def read_groups(value: Any) -> list[Group]:
-    """Groups of a reply to `annotate`.
+    """Return the groups of a reply to `annotate`.
 
     Raises:
-        DataError: it has another form.
+        DataError: the reply has another form.
     """
     groups = value.get("groups") if isinstance(value, dict) else None
     if not isinstance(groups, list):
         raise DataError('the reply has no list "groups"')
-    found = []
+    parsed = []
     for number, group in enumerate(groups):
         parts = group.get("parts") if isinstance(group, dict) else None
         if not isinstance(parts, list) or not _is_number(group.get("last")):
@@ -73,8 +80,8 @@ def read_groups(value: Any) -> list[Group]:
             raise DataError(
                 f'group {number} of the reply has a part without the number of its "first" piece or a title'
             )
-        found.append(Group(tuple(Part(part["first"], part["title"].strip()) for part in parts), group["last"]))
-    return found
+        parsed.append(Group(tuple(Part(part["first"], part["title"].strip()) for part in parts), group["last"]))
+    return parsed
 
 
 def _is_number(value: Any) -> bool:
@@ -82,11 +89,11 @@ def _is_number(value: Any) -> bool:
 
 
 async def independence(teacher: Teacher, question: str, answer: str, blocks: Sequence[BlockSpan]) -> list[Vote]:
-    """Whether all votes take each block for independent; the reason of the first that does not.
+    """Return a vote per block, in favour if all votes of the teacher are; otherwise with the first reason against.
 
     Raises:
-        DataError: a vote had no right form.
-        Unanswered: the endpoint gave no reply.
+        DataError: a vote does not have the required form.
+        Unanswered: the endpoint did not reply.
     """
     groups = "\n".join(
         f'<group number="{number}">\n'
@@ -98,7 +105,7 @@ async def independence(teacher: Teacher, question: str, answer: str, blocks: Seq
     def read(value: Any) -> list[Vote]:
         found = value.get("groups") if isinstance(value, dict) else None
         if not isinstance(found, list) or len(found) != len(blocks):
-            raise DataError(f"a vote must hold {len(blocks)} groups, as there are blocks")
+            raise DataError(f"a vote must hold {len(blocks)} groups, one per block")
         if not all(isinstance(one, dict) and isinstance(one.get("independent"), bool) for one in found):
             raise DataError('a vote must say "independent" for every group')
         return [Vote(one["independent"], str(one.get("reason", ""))) for one in found]

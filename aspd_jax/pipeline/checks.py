@@ -1,6 +1,7 @@
-"""What an answer's words tell against a block: references to siblings, counters and results shared between branches.
+"""Rules that refuse a block by its words: references to siblings, and counters or results shared between branches.
 
-Every check names the branch and the words, or None. None of them needs a model; they find what is said, and no more.
+Every check yields reasons that name the branch and the words. The checks need no model, and detect only explicit
+dependence.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _GOES_ON = re.compile(
     r"|然后|接着|接下来|随后|因此|所以|由此|再将|其次再",
     re.IGNORECASE,
 )
-# What cooking, mixing and calculating steps leave to the next one.
+# Results of a step in cooking, mixing and calculating that the next step uses.
 _LEFT_OVER = re.compile(
     r"\b(?:the|this|that|your) (?:\w+ )?(?:mixture|dough|batter|resulting \w+|remaining \w+|result|rest of the|"
     r"reserved \w+|marinade|filling|blended \w+|cooked \w+|mashed \w+|chopped \w+|prepared \w+)\b",
@@ -52,15 +53,17 @@ _NUMBER = re.compile(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?![\w])")
 _OPERAND = re.compile(r"(?<![\w.,])(\d+)(?=\s*[-+*/×÷x]\s*\$?\d)|[-+*/×÷x]\s*\$?(\d+)(?!\w)")
 _SYMBOL = re.compile(r"(?<![\w\\])([A-Za-z](?:_\w+|\d)?)\s*=(?!=)")
 _INNER_COUNTER = re.compile(r"(?m)^[ \t]*(\d{1,3})[.)][ \t]")
-REPEATED = 6  # words in a row
+REPEATED = 6  # length of a repeated run in words
 COUNTS = {*NUMBERS[1:], *map(str, range(2, 21))}
 
 
 def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
-    """The first thing that tells against a block, in words; None: nothing does.
+    """Return the first reason why the branches of a block depend on each other, or None.
 
     Args:
-        question: everything that was said before the answer.
+        question: all text before the answer.
+        answer: text of the answer.
+        block: block to check.
     """
     texts = [answer[branch.start : branch.end] for branch in block.branches]
     titles = unplanned([branch.title for branch in block.branches])
@@ -88,7 +91,7 @@ def _says_nothing(titles: Sequence[str]) -> Iterator[str]:
 
 def _duplicates(titles: Sequence[str]) -> Iterator[str]:
     seen: dict[str, int] = {}
-    leads: dict[str, int] = {}  # before a colon: an item that comes twice, or who speaks in a dialogue
+    leads: dict[str, int] = {}  # text before a colon: a repeated item, or the speaker in a dialogue
     for number, title in enumerate(titles, 1):
         if (name := " ".join(title.casefold().split())) in seen:
             yield f"duplicate title: branches {seen[name]} and {number} are both {title!r}"
@@ -154,7 +157,7 @@ def _shared_results(before: str, texts: Sequence[str]) -> Iterator[str]:
     for number, text in enumerate(texts, 1):
         operands = {found[1] or found[2] for found in _OPERAND.finditer(text)}
         for value in _numbers(text):
-            # One digit may be there by chance, but hardly as what is calculated with.
+            # A single digit may be a coincidence, unless it is an operand.
             if value in results and results[value] != number and (len(value.lstrip("-")) > 1 or value in operands):
                 yield f"shared result: branch {number} uses {value}, which branch {results[value]} works out"
         for found in _RESULT.finditer(text):
@@ -180,15 +183,16 @@ def _shared_symbols(before: str, texts: Sequence[str]) -> Iterator[str]:
 
 
 def asked_for(question: str) -> int | None:
-    """How many parts a question asks for: the one number from 2 to 20 in it, word or figures; None: there is none."""
+    """Return how many parts a question asks for: the only number from 2 to 20 in it, in words or figures, or None."""
     words = (word.casefold() for word in re.findall(r"\b[A-Za-z]+\b|\b\d+\b", question))
     found = {NUMBERS.index(word) + 1 if word in NUMBERS else int(word) for word in words if word in COUNTS}
     return found.pop() if len(found) == 1 else None
 
 
 def repetition(text: str) -> float:
-    """Share of the words of a text that go on with something it has said before: the last of six words in a row which
-    stand there for the second time. Models that go round in circles come close to 1, others stay near 0.
+    """Return the share of words that repeat earlier text: the last word of a run of six that occurred before.
+
+    Text of a model in a loop approaches 1; other text stays near 0.
     """
     words = text.casefold().split()
     runs = [tuple(words[end - REPEATED : end]) for end in range(REPEATED, len(words) + 1)]

@@ -1,4 +1,4 @@
-"""Questions from forms and topics, and follow-ups: what a model is asked, so that it learns from its own answers."""
+"""Questions composed from forms and topics, and follow-ups, for training a model on its own answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from aspd_jax.pipeline.sources import Conversation
 
 SLOT = re.compile(r"\{(\w+)\}")
 NUMBER = "n"
-HELD_OUT_EVERY = 16  # one question in so many is held out
+HELD_OUT_EVERY = 16  # one question in 16 is held out
 
 
 @dataclass(frozen=True)
 class Group:
-    """Forms that have a share of all questions in common. A form is a question with `{topic}` places in it."""
+    """Forms with a common share of all questions.
+
+    Attributes:
+        share: weight of the group relative to other groups.
+        forms: questions with `{topic}` slots.
+    """
 
     share: float
     forms: tuple[str, ...]
@@ -27,13 +32,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Questions:
-    """What questions are made of.
+    """Material of which questions are composed.
 
     Attributes:
-        topics: what may stand in each place of a form.
-        numbers: what may stand for `{n}`.
-        groups: forms, by kind of question.
-        follow_ups: what may be asked after any answer.
+        topics: values of each slot of a form.
+        groups: forms by kind of question.
+        numbers: values of `{n}`.
+        follow_ups: questions that may follow any answer.
     """
 
     topics: dict[str, tuple[str, ...]]
@@ -48,28 +53,31 @@ class Questions:
             for form in group.forms:
                 unknown = set(SLOT.findall(form)) - {NUMBER, *self.topics}
                 if unknown:
-                    there = ", ".join(sorted({NUMBER, *self.topics}))
-                    raise ConfigError(f"groups.{name}: {form!r} has a place {unknown.pop()!r}; topics are {there}")
+                    known = ", ".join(sorted({NUMBER, *self.topics}))
+                    raise ConfigError(f"groups.{name}: {form!r} has a place {unknown.pop()!r}; topics are {known}")
 
 
 def held_out(question: str) -> bool:
-    """Whether a question is among those that are never trained on; it is decided by its text."""
+    """Return whether a question is held out from training, which its text alone decides."""
     return crc32(question.encode()) % HELD_OUT_EVERY == 0
 
 
-def compose(of: Questions, count: int, seed: int, apart: bool) -> list[tuple[str, str]]:
-    """So many different questions, each with the name of its group, in random order; or all that there are.
+def compose(material: Questions, count: int, seed: int, apart: bool) -> list[tuple[str, str]]:
+    """Return different questions, each with the name of its group, in random order.
 
-    A group that has too few gives its share to the others. Within a group, forms take turns.
+    A group with too few questions passes its share to the others. Within a group, forms alternate.
 
     Args:
-        apart: the held-out questions; else the others.
+        material: topics, forms and follow-ups.
+        count: number of questions; fewer if the forms have no more.
+        seed: seed of the order.
+        apart: true: the held-out questions; false: all others.
     """
     chance = random.Random(seed)
-    left = {name: _turns(of, group, chance, apart) for name, group in of.groups.items()}
-    taken: dict[str, list[str]] = {name: [] for name in of.groups}
+    left = {name: _turns(material, group, chance, apart) for name, group in material.groups.items()}
+    taken: dict[str, list[str]] = {name: [] for name in material.groups}
     while left and sum(map(len, taken.values())) < count:
-        name = min(left, key=lambda group: (len(taken[group]) + 1) / of.groups[group].share)
+        name = min(left, key=lambda group: (len(taken[group]) + 1) / material.groups[group].share)
         question = next(left[name], None)
         if question is None:
             del left[name]
@@ -80,20 +88,30 @@ def compose(of: Questions, count: int, seed: int, apart: bool) -> list[tuple[str
     return questions
 
 
-def go_on(of: Questions, answered: Sequence[Conversation], count: int, seed: int) -> list[list[dict[str, str]]]:
-    """So many of the conversations, or all, in random order, each with a follow-up; follow-ups take turns.
+def go_on(material: Questions, answered: Sequence[Conversation], count: int, seed: int) -> list[list[dict[str, str]]]:
+    """Return conversations with a follow-up question each, in random order; follow-ups alternate.
+
+    Args:
+        material: topics, forms and follow-ups.
+        answered: conversations that end with an answer.
+        count: number of conversations; fewer if `answered` has no more.
+        seed: seed of the order.
 
     Raises:
         ConfigError: there are no follow-ups.
     """
-    if not of.follow_ups:
+    if not material.follow_ups:
         raise ConfigError("follow_ups: there are none; list what may be asked after any answer")
     chance = random.Random(seed)
     some = chance.sample(answered, min(count, len(answered)))
-    asked = [text for _ in range(0, len(some), len(of.follow_ups)) for text in _shuffled(of.follow_ups, chance)]
+    follow_ups = material.follow_ups
+    asked = [text for _ in range(0, len(some), len(follow_ups)) for text in _shuffled(follow_ups, chance)]
     return [
-        [*({"role": role, "content": content} for role, content in one.messages), {"role": "user", "content": text}]
-        for one, text in zip(some, asked, strict=False)
+        [
+            *({"role": role, "content": content} for role, content in conversation.messages),
+            {"role": "user", "content": text},
+        ]
+        for conversation, text in zip(some, asked, strict=False)
     ]
 
 
@@ -101,8 +119,8 @@ def _shuffled(texts: Sequence[str], chance: random.Random) -> list[str]:
     return chance.sample(texts, len(texts))
 
 
-def _turns(of: Questions, group: Group, chance: random.Random, apart: bool) -> Iterator[str]:
-    forms = [_of_form(of, form, chance, apart) for form in group.forms]
+def _turns(material: Questions, group: Group, chance: random.Random, apart: bool) -> Iterator[str]:
+    forms = [_of_form(material, form, chance, apart) for form in group.forms]
     while forms:
         for form in list(forms):
             question = next(form, None)
@@ -112,13 +130,13 @@ def _turns(of: Questions, group: Group, chance: random.Random, apart: bool) -> I
                 yield question
 
 
-def _of_form(of: Questions, form: str, chance: random.Random, apart: bool) -> Iterator[str]:
-    """All questions of a form in random order, with a random number in each."""
+def _of_form(material: Questions, form: str, chance: random.Random, apart: bool) -> Iterator[str]:
+    """Yield all questions of a form in random order, each with a random number."""
     slots = [name for name in dict.fromkeys(SLOT.findall(form)) if name != NUMBER]
-    choices = list(product(*(of.topics[name] for name in slots)))
+    choices = list(product(*(material.topics[name] for name in slots)))
     chance.shuffle(choices)
     for chosen in choices:
-        values = dict(zip(slots, chosen, strict=True)) | {NUMBER: chance.choice(of.numbers)}
+        values = dict(zip(slots, chosen, strict=True)) | {NUMBER: chance.choice(material.numbers)}
         question = form.format(**values)
         if held_out(question) == apart:
             yield question

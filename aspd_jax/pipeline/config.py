@@ -1,4 +1,4 @@
-"""What a run of the data pipeline is told."""
+"""The configuration of the data pipeline."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Titles = Literal["plan", "plain"]
 
 @dataclass(frozen=True)
 class TeacherSection(EndpointSection):
-    """The annotating language model.
+    """The language model that annotates answers.
 
     Attributes:
-        candidates: annotations asked for every answer; 0: candidates come from the answer's form only.
-        votes: on the independence of every block; all must agree. 0: none.
-        schema: how replies are held to their form (`aspd_jax.endpoint.Endpoint`).
-        prompts: folder with prompts of your own; files that it lacks are the project's.
+        candidates: annotations per answer; 0: candidates come only from the form of the answer.
+        votes: votes on the independence of each block, which must all be in favour; 0: no votes.
+        schema: how the form of replies is enforced (`aspd_jax.endpoint.Endpoint`).
+        prompts: folder with custom prompts; missing files are replaced by those of the project.
     """
 
     section: ClassVar[str] = "teacher"
@@ -40,14 +40,14 @@ class TeacherSection(EndpointSection):
 
 @dataclass(frozen=True)
 class LikelihoodSection:
-    """Independence by a model of ours: how much less likely a branch is when its siblings are hidden.
+    """Independence measured by a local model: how much less likely a branch is when its siblings are hidden.
 
     Attributes:
-        model: checkpoint folder, or `demo`; empty: not asked.
-        mean_rise: most that a branch's negative log-likelihood may rise, nats per token.
-        peak_rise: the same, over the eight tokens in a row where it rises most.
-        length: tokens of question and answer; longer ones are not scored, and their blocks fail.
-        batch: answers scored at a time.
+        model: checkpoint folder, or `demo`; empty: no model.
+        mean_rise: maximum increase of the negative log-likelihood of a branch, nats per token.
+        peak_rise: maximum increase over the eight consecutive tokens with the largest one, nats per token.
+        length: maximum tokens of question and answer; the blocks of longer answers fail.
+        batch: answers per batch.
     """
 
     model: str = ""
@@ -65,17 +65,18 @@ class LikelihoodSection:
 
 @dataclass(frozen=True)
 class SelectSection:
-    """Which blocks and answers become parallel.
+    """Selection of the blocks and records that become parallel.
 
     Attributes:
-        tokenizer: checkpoint folder whose tokens are counted; empty: that of `likelihood.model`, else an estimate.
-        min_tokens: shorter answers stay serial.
-        max_branches: blocks with more stay serial.
-        min_saved: passes that a block has to save, by its critical path.
-        max_repetition: records with an answer that repeats itself more than this are left out of both sets (share of
-            words that go on with what was said before, `aspd_jax.pipeline.checks.repetition`); 1: none are.
-        serial_ratio: most records without a block for each that has one, chosen by their text; 0: all stay.
-        as_asked: leave records out of both sets whose question names a number of parts that no block of its answer has.
+        tokenizer: checkpoint folder whose tokenizer counts tokens; empty: that of `likelihood.model`, else an estimate.
+        min_tokens: minimum tokens of an answer with blocks.
+        max_branches: maximum branches of a block.
+        min_saved: minimum steps that a block saves, by its critical path.
+        max_repetition: maximum repetition of an answer (`aspd_jax.pipeline.checks.repetition`, 0 to 1); records above
+            it are left out of both sets.
+        as_asked: whether records are left out of both sets if their question asks for a number of parts that no block
+            of the answer has.
+        serial_ratio: maximum records without a block per record with one, chosen by a hash of the text; 0: no limit.
     """
 
     tokenizer: str = ""
@@ -93,12 +94,15 @@ class SelectSection:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """All of it.
+    """The configuration of the data pipeline.
 
     Attributes:
-        rules: propose blocks by the answer's form, without a model.
-        check_references: refuse branches that refer to a sibling, count on, or use what a sibling works out.
-        titles: `plan`: with their number and how many there are (`aspd_jax.pipeline.titles.planned`); `plain`: without.
+        rules: whether the form of an answer proposes blocks, without a model.
+        check_references: whether branches are refused that refer to a sibling, continue a count, or use a sibling's
+            result.
+        titles: `plan`: titles with their number and the number of branches (`aspd_jax.pipeline.titles.planned`);
+            `plain`: titles only.
+        teacher, likelihood, select: sections.
     """
 
     rules: bool = True
@@ -110,7 +114,7 @@ class DataConfig:
 
     @property
     def tokenizer(self) -> str:
-        """Folder whose tokens are counted; empty: they are estimated."""
+        """Return the folder whose tokenizer counts tokens; empty: the number is estimated."""
         return self.select.tokenizer or self.likelihood.model
 
     def __post_init__(self) -> None:

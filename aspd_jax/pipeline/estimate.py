@@ -1,4 +1,4 @@
-"""What a run would ask of the teacher, before it does."""
+"""Estimate of the calls, tokens and cost of a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from aspd_jax.pipeline.sources import Conversation
 from aspd_jax.pipeline.teacher import read_prompts
 from aspd_jax.pipeline.work import Shard, answers_of, counter
 
-ANNOTATION = 120  # tokens of a candidate: a number and a title for every part
-VOTE = 60  # tokens of a vote
+ANNOTATION = 120  # mean tokens of a candidate: a number and a title for every part
+VOTE = 60  # mean tokens of a vote
 
 
 def estimate(config: DataConfig, source: str, shard: Shard) -> str:
-    """Answers, calls, tokens and cost of a run, if no call has to be repeated and every candidate comes to a vote.
+    """Return a summary of the answers, calls, tokens and cost of a run.
+
+    The figures assume that no call is repeated and that all candidates reach the vote.
 
     Raises:
-        AspdError: as `aspd_jax.pipeline.run.build`.
+        AspdError: see `aspd_jax.pipeline.run.build`.
     """
     teacher, count = config.teacher, counter(config.tokenizer)
     prompts = {name: estimate_tokens(text) for name, text in read_prompts(teacher.prompts).items()}

@@ -1,7 +1,7 @@
-"""Blocks, branches and titles read off an answer's own form, without any model (protocol, section 7, stage 1).
+"""Extract blocks, branches and titles from the form of an answer, without a model (protocol, section 7, stage 1).
 
-The block structure comes from a Markdown parser; what models write beyond Markdown (numbers that go on after an
-unindented paragraph, bold leads, "Step 2:", Chinese numbering, lines such as "Pros: …") from the markers of lines.
+A Markdown parser gives the structure of blocks. Markers of lines give what models write beyond Markdown: numbers that
+continue after an unindented paragraph, bold leads, "Step 2:", Chinese numbering, and lines such as "Pros: …".
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from aspd_jax.pipeline.markers import Marker, marker_of
 from aspd_jax.pipeline.spans import BlockSpan, BranchSpan, end_like_siblings
 from aspd_jax.pipeline.titles import titles_of
 
-_NEWLINE = re.compile(r"\r\n?|\n")  # what the Markdown parser takes for the end of a line
+_NEWLINE = re.compile(r"\r\n?|\n")  # ends of lines in the Markdown parser
 _CONCLUDING = (
     r"in (conclusion|summary)|overall|to (conclude|summari[sz]e|sum up)|conclusions?\b|summary\b|"
     r"final (thoughts|words)|总结|結論|まとめ"
 )
-# Titles of parts that depend on the others.
+# Titles of concluding parts, which depend on the others.
 CONCLUSIONS = re.compile(
     rf"[-#*_\s\d.)]*(?:[ivx]+[.)]\s)?[*_\s]*({_CONCLUDING}|closing\b|outro\b|final remarks|结论)", re.IGNORECASE
 )
-# Beginnings of what follows a list and does not belong to its last part.
+# Beginnings of text that follows a list and does not belong to its last part.
 _CLOSERS = re.compile(
     rf"[#*_\s\d.]*({_CONCLUDING}|in (short|general|addition|the end)|final note|remember|"
     r"these (are|\w+ (are|can|will))|this (is|will)|"
@@ -39,7 +39,7 @@ _CLOSERS = re.compile(
 )
 _WHOLE_SENTENCE = re.compile(r"[.!?。！？][\"'”’)*_]*\s*$")
 _BOLD_LEAD = re.compile(r"(\*\*|__)[^\n]+?([:：]\1|\1\s*[:：]|\1\s*$)")
-# The parser looks for blocks only, without those that models rarely mean: underlined headings, HTML, link definitions.
+# The parser detects blocks only, except kinds that models rarely intend: underlined headings, HTML, link definitions.
 _PARSER = MarkdownIt("commonmark", {"maxNesting": 40}).enable("table")
 _PARSER.disable(["inline", "lheading", "html_block", "reference"])
 _CUT = ("inline", "paragraph_open", "heading_open", "bullet_list_open", "ordered_list_open", "list_item_open")
@@ -47,15 +47,16 @@ _CUT = ("inline", "paragraph_open", "heading_open", "bullet_list_open", "ordered
 
 @dataclass
 class _Atom:
-    """What may begin a part: a heading, a list item, a line of a paragraph with a marker; or what cannot be cut.
+    """A unit that may begin a part (a heading, a list item, a paragraph line with a marker), or that is never cut.
 
     Attributes:
-        start: its first line; it reaches to the next atom.
-        node: number of the Markdown block that it stands in.
+        start: index of its first line; it ends where the next atom starts.
+        node: index of the Markdown block that contains it.
         kind: `heading`, `item`, `text` or `opaque` (code, tables, quotes).
-        family: of its marker; parts of one list share it.
-        number: of its marker, if that counts.
-        children: what stands inside a list item.
+        family: family of its marker, shared by the parts of one list.
+        number: number of its marker, or None.
+        level: level of a heading.
+        children: atoms inside a list item.
     """
 
     start: int
@@ -68,16 +69,21 @@ class _Atom:
 
 
 class _Run(NamedTuple):
-    """Parts of one list: the places of the atoms that begin them, and where the last one ends."""
+    """The parts of one list.
+
+    Attributes:
+        heads: indices of the atoms that begin a part.
+        end: index after the last atom of the last part.
+    """
 
     heads: tuple[int, ...]
     end: int
 
 
 def propose(answer: str) -> list[tuple[BlockSpan, ...]]:
-    """Different readings of an answer's form, each with one block or more: its outermost lists, and its innermost ones.
+    """Return candidates from the form of an answer, each with at least one block: outermost lists, and innermost lists.
 
-    Spans are exact: every block follows the one before, branches adjoin, code is never cut.
+    Blocks are in order and do not overlap, branches adjoin, and code is never cut.
     """
     lines = _Lines(answer)
     atoms = _atoms(lines)
@@ -92,13 +98,13 @@ def propose(answer: str) -> list[tuple[BlockSpan, ...]]:
 
 
 def line_starts(answer: str) -> list[int]:
-    """Where the lines of an answer begin."""
+    """Return the offset of each line of an answer."""
     ends = [found.end() for found in _NEWLINE.finditer(answer)]
     return [0, *(end for end in ends if end < len(answer))] if answer else []
 
 
 def whole_ranges(answer: str) -> Iterator[tuple[int, int]]:
-    """Characters of what is never cut: code, tables, quotes."""
+    """Yield the ranges of characters that are never cut: code, tables, quotes."""
     lines = _Lines(answer)
     for token in _PARSER.parse(lines.markdown):
         if token.map and token.nesting >= 0 and token.type not in _CUT:
@@ -107,13 +113,14 @@ def whole_ranges(answer: str) -> Iterator[tuple[int, int]]:
 
 
 class _Lines:
-    """Lines of an answer, and where they begin.
+    """The lines of an answer and their offsets.
 
     Attributes:
-        markdown: what the parser gets: the answer, with an empty line before every line that begins with a marker, or
-            at the margin after a whole sentence; Markdown would take many of them for the rest of the paragraph or list
-            item before.
-        origin: the line of the answer that each line of `markdown` is.
+        answer: text of the answer.
+        starts: offset of each line.
+        markdown: input of the parser: the answer with an empty line before each line that begins with a marker, or that
+            follows a whole sentence and is not indented. Markdown would join these lines to the block before.
+        origin: for each line of `markdown`, the index of the line of the answer.
     """
 
     def __init__(self, answer: str) -> None:
@@ -136,22 +143,22 @@ class _Lines:
         return len(self.starts)
 
     def offset(self, line: int) -> int:
-        """Of the first character of a line; past the last line, the length of the answer."""
+        """Return the offset of a line; the length of the answer after the last line."""
         return self.starts[line] if line < len(self.starts) else len(self.answer)
 
     def text(self, line: int) -> str:
-        """Of one line, without spaces around it."""
+        """Return a line without the white space around it."""
         return self.answer[self.offset(line) : self.offset(line + 1)].strip()
 
 
 def _atoms(lines: _Lines) -> list[_Atom]:
-    """The Markdown blocks of an answer, as a tree of atoms."""
+    """Return the Markdown blocks of an answer as a tree of atoms."""
     root: list[_Atom] = []
     levels = [root]
     lists: list[tuple[str, int]] = []
     closing, level = "", 0
     for number, token in enumerate(_PARSER.parse(lines.markdown)):
-        if closing:  # inside what cannot be cut
+        if closing:  # inside a block that is never cut
             closing = "" if token.type == closing and token.level == level else closing
             continue
         kind = token.type
@@ -184,7 +191,7 @@ def _item(lines: _Lines, token: Token, kind: str, node: int, before: Sequence[_A
     if kind == "bullet_list_open":
         return _Atom(start, node, "item", f"bullet {token.markup}")
     number = int(token.info[:9] or 0)
-    if before and before[-1].node == node:  # within a list it is the order that counts, as in "1. 1. 1."
+    if before and before[-1].node == node:  # within a list, the order determines the number, as in "1. 1. 1."
         number = (before[-1].number or 0) + 1
     return _Atom(start, node, "item", f"N{token.markup}", number)
 
@@ -200,17 +207,17 @@ def _paragraph(lines: _Lines, start: int, end: int, node: int) -> Iterator[_Atom
 
 
 def _part_marker(line: str) -> Marker | None:
-    """The marker of a line wherever it stands; a sentence may go on with a bold word, which is none."""
+    """Return the marker of a line inside a paragraph, where a bold word without a colon is not a marker."""
     marker = marker_of(line)
     return None if marker and marker.family == "bold" and not _BOLD_LEAD.match(line) else marker
 
 
 def _blocks(lines: _Lines, atoms: Sequence[_Atom], end: int, inner: bool) -> Iterator[BlockSpan]:
-    """Blocks among atoms that reach to line `end`; `inner`: rather those within the parts."""
+    """Yield the blocks of atoms that end at line `end`; `inner`: prefer blocks within parts."""
     runs = _outermost(_runs(lines, atoms), len(atoms))
     place = 0
     for run in [*runs, None]:
-        # A list between two others may stand inside what belongs to neither, as an item of a list of one.
+        # Text between two runs may contain a list of its own, such as that in the only item of a list.
         for atom_place in range(place, run.heads[0] if run else len(atoms)):
             after = atoms[atom_place + 1].start if atom_place + 1 < len(atoms) else end
             if atoms[atom_place].children:
@@ -236,7 +243,7 @@ def _blocks(lines: _Lines, atoms: Sequence[_Atom], end: int, inner: bool) -> Ite
 
 
 def _runs(lines: _Lines, atoms: Sequence[_Atom]) -> list[_Run]:
-    """Every sequence of two or more parts with markers of one family that follow one another."""
+    """Return all sequences of two or more consecutive parts with markers of one family."""
     found = []
     for family in sorted({atom.family for atom in atoms if atom.family}):
         current: list[int] = []
@@ -252,7 +259,7 @@ def _runs(lines: _Lines, atoms: Sequence[_Atom]) -> list[_Run]:
 
 
 def _follows(lines: _Lines, atoms: Sequence[_Atom], current: Sequence[int], place: int) -> bool:
-    """Whether an atom goes on with the list whose last part began before."""
+    """Return whether an atom continues the list whose parts so far are `current`."""
     before, here = atoms[current[-1]], atoms[place]
     between = atoms[current[-1] + 1 : place]
     if here.kind == "heading":
@@ -272,12 +279,12 @@ def _follows(lines: _Lines, atoms: Sequence[_Atom], current: Sequence[int], plac
 
 
 def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | None:
-    """Where the last part ends; None where these are no parts."""
+    """Return the run of parts that begin at `heads`, with the end of the last part; None if they are not parts."""
     heads = list(heads)
     family = atoms[heads[0]].family
     while heads and CONCLUSIONS.match(lines.text(atoms[heads[-1]].start)):
-        heads.pop()  # a conclusion depends on what it concludes
-    alone = bool(heads) and heads[-1] - heads[0] == len(heads) - 1  # leads with nothing between them
+        heads.pop()  # a conclusion depends on the other parts
+    alone = bool(heads) and heads[-1] - heads[0] == len(heads) - 1  # leads on adjacent lines
     if len(heads) < (3 if family == "lead" and alone else 2):
         return None
     if family == "ordinal" and atoms[heads[0]].number != 1:
@@ -293,7 +300,7 @@ def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | 
                 break
             end += 1
         return _Run(tuple(heads), end)
-    # What stands between the marker lines of its siblings tells how much of what follows is the last part's own.
+    # The last part may be as long as its shortest sibling, counted in Markdown blocks.
     allowed = min(len(_nodes(atoms, first, after)) for first, after in pairwise(heads)) - 1
     if _last_text(lines, atoms[end].start if end < len(atoms) else len(lines)).endswith((":", "：")):
         allowed = max(allowed, 1)
@@ -311,19 +318,19 @@ def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | 
 
 
 def _last_text(lines: _Lines, end: int) -> str:
-    """The last line with text before line `end`."""
+    """Return the last non-empty line before line `end`."""
     while end > 1 and not lines.text(end - 1):
         end -= 1
     return lines.text(end - 1)
 
 
 def _nodes(atoms: Sequence[_Atom], first: int, after: int) -> set[int]:
-    """The Markdown blocks of a part; the atom that begins it counts as one of its own, whatever list it stands in."""
+    """Return the Markdown blocks of a part; the atom that begins it counts as a separate block."""
     return {-1, *(atom.node for atom in atoms[first + 1 : after])}
 
 
 def _outermost(runs: Sequence[_Run], count: int) -> list[_Run]:
-    """Runs that do not overlap, those that hold most first."""
+    """Return runs that do not overlap, preferring longer runs."""
     taken = [False] * count
     chosen = []
     for run in sorted(runs, key=lambda run: (run.heads[0] - run.end, -len(run.heads), run.heads[0])):
@@ -336,9 +343,9 @@ def _outermost(runs: Sequence[_Run], count: int) -> list[_Run]:
 
 
 def _block(lines: _Lines, starts: Sequence[int], end: int) -> BlockSpan | None:
-    """The block whose parts begin on these lines; None where a part has nothing that a title could be made of.
+    """Return the block whose parts begin at these lines; None if a part has no text for a title.
 
-    The last part may be a marker alone, where an answer was cut off: it stays outside.
+    The last part may be a marker alone if the answer was cut off; it is then left out of the block.
     """
     edges = [*(lines.offset(line) for line in starts), lines.offset(end)]
     titles = titles_of([lines.answer[first:after] for first, after in pairwise(edges)])

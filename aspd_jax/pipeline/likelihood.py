@@ -1,4 +1,4 @@
-"""How much less likely a branch is to a model of ours when its siblings are hidden (protocol, section 7, stage 2).
+"""Measure how much less likely a branch is to a model when its siblings are hidden (protocol, section 7, stage 2).
 
 B answers, S tokens of a row.
 """
@@ -21,23 +21,31 @@ from aspd_jax.model.vocabulary import head_of, lm_head
 from aspd_jax.pipeline.spans import BlockSpan
 from aspd_jax.pipeline.titles import unplanned
 
-PEAK_TOKENS = 8  # in a row, over which a rise is at its peak
-CHUNK = 128  # tokens whose logits are there at a time
+PEAK_TOKENS = 8  # length of the window of `Rise.peak`
+CHUNK = 128  # tokens whose logits are in memory at a time
 
 
 class Rise(NamedTuple):
-    """Of the negative log-likelihood of a branch, nats per token: over all of it, and over its worst few in a row."""
+    """Increase of the negative log-likelihood of a branch, nats per token.
+
+    Attributes:
+        mean: mean over all tokens of the branch.
+        peak: largest mean over `PEAK_TOKENS` consecutive tokens.
+    """
 
     mean: float
     peak: float
 
 
 class Row(NamedTuple):
-    """An answer as tokens, laid out with its branches invisible to each other and as plain text; [S] each field.
+    """An answer as tokens, with two layouts; [S] per field.
 
     Attributes:
-        branch: 1, 2, … for the tokens that count for a branch, over all blocks; 0: none. What names a branch, its
-            marker and title, does not count: the title is known before.
+        tokens: token ids.
+        hidden: layout with branches that are invisible to each other.
+        plain: layout of plain text.
+        branch: 1, 2, … for the tokens scored for a branch, over all blocks; 0: not scored. Marker and title of a branch
+            are not scored, because the title is known before the block.
     """
 
     tokens: np.ndarray
@@ -47,9 +55,9 @@ class Row(NamedTuple):
 
 
 def encode(lm: LanguageModel, question: str, answer: str, blocks: Sequence[BlockSpan]) -> Row:
-    """Tokens of question and answer, every stretch encoded on its own; no tags, which the model need not know.
+    """Return a question and an answer as a row; every stretch is encoded separately, and without tags.
 
-    The question stands in the model's chat template, if it has one.
+    The question is rendered by the chat template of the model, if it has one.
     """
     encode_text = lm.codec.text.encode
     tokens: list[int] = []
@@ -96,10 +104,12 @@ def _prompt(lm: LanguageModel, question: str) -> list[int]:
 
 
 def rises(lm: LanguageModel, rows: Sequence[Row], size: int) -> Iterator[list[Rise]]:
-    """Of every branch of some rows, each in two passes over all of them; the first branch of a block has none.
+    """Yield the increases of every branch of each row, from two full passes; the first branch of a block has none.
 
     Args:
-        size: tokens that rows are filled up to, S.
+        lm: model that scores.
+        rows: rows of one batch.
+        size: S, to which rows are padded.
     """
     losses = []
     for layouts in ([row.hidden for row in rows], [row.plain for row in rows]):
@@ -126,10 +136,9 @@ def _peak(values: np.ndarray) -> float:
 
 @partial(jax.jit, static_argnames="model")
 def token_losses(model: Transformer, params: Any, tokens: jax.Array, layout: Layout) -> jax.Array:
-    """Negative log-likelihood of each token, given what it may see of those before it; float32 [B, S].
+    """Return the negative log-likelihood of each token given the visible tokens before it; float32 [B, S].
 
-    Siblings begin side by side, so what stands before a token is not always the token to its left: the first token of a
-    branch is predicted by the last token before its block.
+    The token before the first token of a branch is not its left neighbour but the last token before the block.
     """
     x: jax.Array = jnp.asarray(model.apply({"params": params}, tokens, layout, head=False))
     B, S = tokens.shape

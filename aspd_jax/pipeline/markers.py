@@ -1,7 +1,7 @@
-"""How the parts of an answer announce themselves: numbers, bullets, bold leads, headings, words such as "Step 2".
+"""Markers that begin the parts of an answer: numbers, bullets, bold leads, headings, words such as "Step 2".
 
-A marker belongs to a family; parts of one list share it. Families that count have a number, by which a part is known to
-follow another whatever stands between them.
+A marker belongs to a family, which the parts of one list share. Markers of counting families have a number, which
+identifies the next part of a list across any text between.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 CHINESE = "一二三四五六七八九"
 CHINESE_ORDINALS = {"首先": 1, "其次": 2, "再次": 3}
 _CJK = f"{CHINESE}十"
-# Characters of scripts without spaces between words, for a class of a regular expression.
+# Characters of scripts without spaces between words, for use in a character class.
 SPACELESS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 
-# Tried in this order. Each has its number, if it counts, in the group `n`.
+# Patterns by family, tried in this order; the group `n` matches the number.
 _COUNTED = {
     "N.": r"(?P<n>\d{1,3})\.(?=[ \t]|\*\*|$)",
     "N)": r"(?P<n>\d{1,3})[)](?=[ \t]|\*\*|$)",
@@ -50,20 +50,20 @@ _COUNTED_LINES = [(name, re.compile(_EMPHASIS + pattern, re.IGNORECASE)) for nam
 _CASED = {"I.", "A.", "a.", "A)", "a)"}
 ROMAN = ["I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X", "XI", "XII"]
 _BULLET = re.compile(r"[•●・](?=\S)|[•●○▪◦‣·・–—*+\-][ \t]+")
-BOLD = re.compile(r"(\*\*|__)(?=\S)([^\n]{1,120}?)\1")  # groups: the marks, and what they make bold
+BOLD = re.compile(r"(\*\*|__)(?=\S)([^\n]{1,120}?)\1")  # groups: the marks and the bold text
 _LEAD = re.compile(r"(?=[^\W_a-z]|[“\"'`])(?P<text>[^:：.!?;\n|]{2,60}?)(?::(?=\s|$|\*)|：)")
-# Beginnings of sentences that lead to something, rather than names of what follows.
+# Beginnings of introductory sentences, which are not leads.
 _NO_LEAD = re.compile(r"(?:here|this|that|these|those|following|so|let|if|when|now|then|i|we|you|it|there|for)\b", re.I)
 MOST_LEAD_WORDS = 8
 
 
 class Marker(NamedTuple):
-    """What a line begins with.
+    """The marker of a line.
 
     Attributes:
-        family: what markers of one list have in common.
-        number: where it stands in its list, from 1; None: markers of this family do not count.
-        length: its characters, those of marks of emphasis before it included.
+        family: family of the marker.
+        number: number in its list, from 1; None: the family does not count.
+        length: length in characters, including marks of emphasis before it.
     """
 
     family: str
@@ -72,7 +72,7 @@ class Marker(NamedTuple):
 
 
 def marker_of(line: str) -> Marker | None:
-    """The marker of a line without its indentation."""
+    """Return the marker of a line without indentation, or None."""
     if not line:
         return None
     for name, pattern in _COUNTED_LINES:

@@ -1,4 +1,4 @@
-"""What a structured answer saves, and which candidate is best (protocol, sections 7 and 8)."""
+"""Measures of structured answers, and the choice of the best candidate (protocol, sections 7 and 8)."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from aspd_jax.pipeline.markers import SPACELESS
 from aspd_jax.pipeline.spans import BlockSpan
 
 Count = Callable[[str], int]
-# Runs of letters, digits, or single other characters; every character of scripts without spaces counts.
+# Runs of letters, and single digits, symbols and characters of scripts without spaces.
 _PIECES = re.compile(rf"[{SPACELESS}]|[^\W\d_]+|\d|[^\w\s]")
-TAGS = 2  # `<|title|>` and `<|/title|>`
+TAGS = 2  # tags of a title: `<|title|>` and `<|/title|>`
 
 
 def estimate_tokens(text: str) -> int:
-    """Tokens of a text, by its words: for where no tokenizer is given."""
+    """Return an estimate of the number of tokens of a text from its words, for use without a tokenizer."""
     return sum(1 + (len(piece) - 1) // 6 for piece in _PIECES.findall(text))
 
 
 class Measures(NamedTuple):
-    """Of one answer; a plain one has no blocks.
+    """Measures of one answer; a plain answer has no blocks.
 
     Attributes:
-        tokens: of the answer.
-        branch_tokens: of all branches, title_tokens of their titles.
-        critical_path: passes of which each waits for the one before; the serial answer's is `tokens + 1`.
-        blocks, branches: how many.
+        tokens: content tokens of the answer.
+        branch_tokens: tokens of all branches.
+        title_tokens: tokens of the titles.
+        critical_path: number of sequential steps plus one; `tokens + 1` for a serial answer.
+        blocks, branches: numbers of blocks and branches.
     """
 
     tokens: int
@@ -39,27 +40,27 @@ class Measures(NamedTuple):
 
     @property
     def parallelism(self) -> float:
-        """DP: branch tokens by all tokens."""
+        """Return DP: branch tokens divided by all tokens."""
         return self.branch_tokens / max(1, self.tokens)
 
     @property
     def mean_branches(self) -> float:
-        """ABN."""
+        """Return ABN: mean number of branches per block."""
         return self.branches / max(1, self.blocks)
 
     @property
     def efficiency(self) -> float:
-        """PE."""
+        """Return PE: branch tokens without titles divided by branch tokens."""
         return (self.branch_tokens - self.title_tokens) / max(1, self.branch_tokens)
 
     @property
     def ideal_speedup(self) -> float:
-        """Content tokens by critical path."""
+        """Return the ideal speed-up: content tokens divided by critical path."""
         return self.tokens / max(1, self.critical_path)
 
 
 def measure(answer: str, blocks: Sequence[BlockSpan], count: Count) -> Measures:
-    """Count the tokens of an answer's stretches."""
+    """Return the measures of an answer with blocks; `count` returns the tokens of a text."""
     serial, critical, in_branches, in_titles, place = 0, 1, 0, 0, 0
     for block in blocks:
         serial += count(answer[place : block.start])
@@ -80,18 +81,18 @@ def measure(answer: str, blocks: Sequence[BlockSpan], count: Count) -> Measures:
 
 
 def passes_of(lengths: Sequence[int], titles: Sequence[int]) -> int:
-    """Critical path of a block: titles, `<|para|>`, and the longest branch with its closing tag."""
+    """Return the critical path of a block: titles, `<|para|>`, and the longest branch with its closing tag."""
     return sum(titles) + TAGS * len(titles) + 1 + max(lengths) + 1
 
 
 def saved(answer: str, block: BlockSpan, count: Count) -> int:
-    """Passes that a block saves; negative where its titles cost more than decoding side by side brings."""
+    """Return the steps that a block saves; negative if its titles cost more than parallel decoding saves."""
     lengths, titles = _lengths(answer, block, count)
     return sum(lengths) - passes_of(lengths, titles)
 
 
 def _lengths(answer: str, block: BlockSpan, count: Count) -> tuple[list[int], list[int]]:
-    """Tokens of every branch, and of its title."""
+    """Return the tokens of every branch, and of every title."""
     return (
         [count(answer[branch.start : branch.end]) for branch in block.branches],
         [count(branch.title) for branch in block.branches],
@@ -99,6 +100,9 @@ def _lengths(answer: str, block: BlockSpan, count: Count) -> tuple[list[int], li
 
 
 def best(measures: Sequence[Measures]) -> int | None:
-    """The candidate with the highest parallelism, then mean branches, then efficiency; the first of equals."""
+    """Return the index of the best candidate by parallelism, mean branches and efficiency, in this order.
+
+    The first of equal candidates is best; None if no candidate has a block.
+    """
     order = [(m.parallelism, m.mean_branches, m.efficiency, -place) for place, m in enumerate(measures) if m.blocks]
     return -max(order)[3] if order else None

@@ -1,6 +1,6 @@
-"""An answer in numbered pieces, by which an annotator says where parts begin and end (protocol, section 7, stage 1).
+"""An answer as numbered lines and sentences (pieces), by which an annotator marks parts (protocol, section 7, stage 1).
 
-The annotator copies nothing, so nothing of the answer can change, and a reply is a few numbers and titles long.
+The annotator copies no text, so the answer cannot change, and a reply consists of a few numbers and titles.
 """
 
 from __future__ import annotations
@@ -16,30 +16,40 @@ from aspd_jax.pipeline.extract import line_starts, whole_ranges
 from aspd_jax.pipeline.spans import BlockSpan, BranchSpan, end_like_siblings
 
 MOST_TITLE_WORDS = 16
-LEAST_WORDS = 4  # of a sentence that is a piece of its own; the number of an item is none
+LEAST_WORDS = 4  # minimum words of a sentence that is a separate piece; the number of an item is shorter
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]*_]*\s+|[。！？][\"'”’』」）]*")
 _WORD = re.compile(r"\w+|[。！？]")
 _FORMULA = re.compile(r"\$\$.*?\$\$|\\\[.*?\\\]", re.DOTALL)
 
 
 class Part(NamedTuple):
-    """A part of a group: the number of the piece that it begins with, from 1, and its title."""
+    """A part of a group.
+
+    Attributes:
+        first: number of its first piece, from 1.
+        title: title of the part.
+    """
 
     first: int
     title: str
 
 
 class Group(NamedTuple):
-    """Parts that adjoin, and the number of the last piece of the last one."""
+    """Adjacent parts.
+
+    Attributes:
+        parts: the parts in order.
+        last: number of the last piece of the last part.
+    """
 
     parts: tuple[Part, ...]
     last: int
 
 
 def piece_starts(answer: str) -> list[int]:
-    """Where the pieces of an answer begin: its lines, and the sentences of these; empty lines belong to what they end.
+    """Return the offsets of the pieces of an answer: its lines, and the sentences of the lines.
 
-    Code, tables, quotes and formulas are never cut.
+    An empty line belongs to the piece before it. Code, tables, quotes and formulas are never cut.
     """
     whole = [*whole_ranges(answer), *(found.span() for found in _FORMULA.finditer(answer))]
     starts: list[int] = []
@@ -53,17 +63,17 @@ def piece_starts(answer: str) -> list[int]:
 
 
 def numbered(answer: str) -> str:
-    """The answer as an annotator sees it: every piece behind its number."""
+    """Return the answer with a number before every piece, as the annotator reads it."""
     starts = piece_starts(answer)
     ends = [*starts[1:], len(answer)]
     return "\n".join(f"[{n}] {answer[a:b].strip()}" for n, (a, b) in enumerate(zip(starts, ends, strict=True), 1))
 
 
 def block_of(answer: str, group: Group) -> BlockSpan:
-    """The spans of a group.
+    """Return the spans of a group.
 
     Raises:
-        StructureError: it has no such pieces, they are out of order, or a title is not fit.
+        StructureError: a piece does not exist, the pieces are out of order, or a title is not valid.
     """
     starts = piece_starts(answer)
     if len(group.parts) < 2:
@@ -82,10 +92,10 @@ def block_of(answer: str, group: Group) -> BlockSpan:
 
 
 def check_title(answer: str, title: str) -> None:
-    """Whether an annotator's title is one.
+    """Check the title of an annotator.
 
     Raises:
-        StructureError: it is not, and why.
+        StructureError: the title is not valid; the message says why.
     """
     if not any(char.isalnum() for char in title) or "\n" in title or title != title.strip():
         raise StructureError(f"{title!r} is no title")
@@ -96,7 +106,7 @@ def check_title(answer: str, title: str) -> None:
 
 
 def _sentences(answer: str, start: int, end: int) -> list[int]:
-    """Where the sentences of a line begin, its first apart."""
+    """Return the offsets of the sentences of a line, except the first."""
     begins: list[int] = []
     before = start
     words = [found.start() for found in _WORD.finditer(answer, start, end)]

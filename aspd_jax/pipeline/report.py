@@ -1,4 +1,4 @@
-"""What a run of the pipeline found: yields of every stage, and statistics of the result (protocol, section 7)."""
+"""Report of a run of the pipeline: counts per stage, and statistics of the result (protocol, section 7)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ QUANTILES = (0.1, 0.5, 0.9, 1.0)
 
 
 class Account(NamedTuple):
-    """Replies of the teacher, tokens counted by the endpoint, and prices of a million of them."""
+    """Use of the teacher.
+
+    Attributes:
+        replies: number of replies.
+        prompt_tokens, completion_tokens: tokens counted by the endpoint.
+        input_price, output_price: prices per million tokens.
+    """
 
     replies: int = 0
     prompt_tokens: int = 0
@@ -25,22 +31,25 @@ class Account(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """In the currency of the prices."""
+        """Return the cost in the currency of the prices."""
         return (self.prompt_tokens * self.input_price + self.completion_tokens * self.output_price) / 1e6
 
 
 @dataclass
 class Report:
-    """Counts over records and answers; grows with `add`.
+    """Counts over records and answers.
 
     Attributes:
-        records: read; unreadable, unanswered, unfit and spared ones are in neither set.
-        answers: all their measures, plain ones too.
-        proposed: answers for which each kind of source proposed a block.
-        blocks: proposed, over all candidates.
-        failed: blocks and candidates by the stage they failed at.
-        reasons: the kinds of reasons of failed checks.
-        rises: of negative log-likelihood, mean and peak, of all scored branches.
+        account: use of the teacher.
+        records: number of records read.
+        unreadable, unanswered, unfit, spared: numbers of records in neither set, because they cannot be read, lack a
+            reply of the teacher, are refused, or exceed `select.serial_ratio`.
+        answers: measures of all answers, including plain ones.
+        proposed: number of answers with a proposed block, by kind of source.
+        blocks: number of proposed blocks over all candidates.
+        failed: number of failed blocks and candidates by stage.
+        reasons: number of failed checks by kind of reason.
+        rises: mean and peak increase of the negative log-likelihood of all scored branches, nats per token.
     """
 
     account: Account
@@ -57,7 +66,14 @@ class Report:
     rises: list[Sequence[float]] = field(default_factory=list)
 
     def add(self, measures: Measures, sources: Iterable[str], rejected: Iterable[dict[str, Any]], blocks: int) -> None:
-        """Take note of an answer."""
+        """Add an answer.
+
+        Args:
+            measures: measures of the answer.
+            sources: sources of its candidates.
+            rejected: rejected blocks and candidates, with `stage` and `reason`.
+            blocks: number of proposed blocks.
+        """
         self.answers.append(measures)
         self.proposed.update({source.split()[0] for source in sources})
         self.blocks += blocks
@@ -67,11 +83,11 @@ class Report:
                 self.reasons[rejection["reason"].split(":")[0]] += 1
 
     def statistics(self) -> dict[str, Any]:
-        """PPD, DP, ABN, PE and ideal speed-up of the answers (protocol, section 7)."""
+        """Return PPD, DP, ABN, PE and ideal speed-up of the answers (protocol, section 7)."""
         return statistics(self.answers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the report as plain values, for JSON."""
         return {
             "records": self.records,
             "unreadable": self.unreadable,
@@ -97,7 +113,7 @@ class Report:
         }
 
     def markdown(self) -> str:
-        """For people."""
+        """Return the report as Markdown."""
         lines = ["# Report of `aspd data build`", "", "| stage | |", "|---|---|"]
         lines += [f"| records read | {self.records} |", f"| not readable | {self.unreadable} |"]
         lines += [f"| without a reply of the teacher, left for the next run | {self.unanswered} |"]
@@ -107,7 +123,7 @@ class Report:
         names = {"form": "by their form", "teacher": "by the teacher"}
         lines += [f"| … with a block proposed {names[source]} | {n} |" for source, n in sorted(self.proposed.items())]
         lines += [f"| blocks proposed, over all candidates | {self.blocks} |"]
-        told = {
+        descriptions = {
             "short": "answers too short to fork",
             "annotate": "replies without the right form, and groups that the answer does not have",
             "integrity": "candidates that are not well formed",
@@ -116,7 +132,9 @@ class Report:
             "vote": "blocks that a vote was against",
             "select": "blocks that save nothing, or have too many branches",
         }
-        lines += [f"| left out: {what} | {self.failed[stage]} |" for stage, what in told.items() if self.failed[stage]]
+        lines += [
+            f"| left out: {what} | {self.failed[stage]} |" for stage, what in descriptions.items() if self.failed[stage]
+        ]
         lines += [f"| … {reason} | {count} |" for reason, count in self.reasons.most_common()]
         lines += ["", *statistics_table(self.statistics())]
         if self.rises:
@@ -132,7 +150,7 @@ class Report:
 
 
 def statistics(answers: Sequence[Measures]) -> dict[str, Any]:
-    """PPD, DP, ABN, PE and ideal speed-up; those of blocks are over answers that have one."""
+    """Return PPD, DP, ABN, PE and ideal speed-up; those of blocks are over answers with a block."""
     forked = [m for m in answers if m.blocks]
     tokens = sum(m.tokens for m in answers)
     in_branches = sum(m.branch_tokens for m in answers)
@@ -152,7 +170,7 @@ def statistics(answers: Sequence[Measures]) -> dict[str, Any]:
 
 
 def statistics_table(found: dict[str, Any]) -> list[str]:
-    """Markdown."""
+    """Return the lines of a Markdown table of `statistics`."""
     quantiles = ", ".join(f"{v:.2f}x" for v in found["ideal_speedup_quantiles"]) or "none"
     return [
         "| statistics | |",

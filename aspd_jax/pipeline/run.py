@@ -1,6 +1,6 @@
-"""The pipeline over a source of records: its stages, several answers at a time (protocol, section 7).
+"""Run the pipeline over a source of records, stage by stage and several answers at a time (protocol, section 7).
 
-Every stage goes over all answers, and over none that it has been over before.
+Every stage processes all answers that it has not processed before with the same inputs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
 from aspd_jax.structure import plain_text
 
-LEAST_ROW = 256  # tokens of the smallest rows that are scored
+LEAST_ROW = 256  # minimum padded length of a scored row in tokens
 
 
 class Outcome(NamedTuple):
-    """The report, and how many answers have no reply yet."""
+    """Result of a run.
+
+    Attributes:
+        report: report of the run.
+        unanswered: number of answers without a reply of the teacher.
+    """
 
     report: Report
     unanswered: int
@@ -42,10 +47,17 @@ class Outcome(NamedTuple):
 
 @outside_event_loop
 def build(config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, progress: bool = True) -> Outcome:
-    """Run all stages; writes `structured.jsonl`, `plain.jsonl`, `rejected.jsonl`, `report.md` and `report.json`.
+    """Run all stages and write `structured.jsonl`, `plain.jsonl`, `rejected.jsonl`, `report.md` and `report.json`.
+
+    Args:
+        config: configuration of the pipeline.
+        source: path or name of the records, see `read_records`.
+        output: folder of the results and of the store of the run.
+        shard: part of the records to process.
+        progress: whether to show progress bars.
 
     Raises:
-        AspdError: the source cannot be read, the endpoint refuses, or a setting cannot work.
+        AspdError: the source cannot be read, the endpoint refuses, or a setting is not valid.
     """
     store = Store(output / shard.name("work", ".sqlite"))
     try:
@@ -69,14 +81,14 @@ class _Run:
             if self.config.likelihood.model:
                 self._score(total)
             await self._stage("judge", self._judge, total)
-        except ExceptionGroup as group:  # several calls may have failed for the same reason
+        except ExceptionGroup as group:  # concurrent calls usually fail for one reason, so the first is raised
             raise group.exceptions[0] from None
         finally:
             if self.teacher is not None:
                 await self.teacher.close()
 
     async def _stage(self, name: str, make: Callable[[Answer], Awaitable[Any]], total: int) -> None:
-        """Do a stage's work on every answer that it has not been done on, several at a time."""
+        """Apply a stage to every answer without a stored result, several at a time."""
         left = self.work.answers()
         workers = self.config.teacher.concurrency if self.teacher else 1
         with tqdm(total=total, desc=name, unit="answer", disable=None if self.progress else True) as bar:
@@ -99,21 +111,21 @@ class _Run:
                     group.create_task(worker())
 
     async def _propose(self, answer: Answer) -> dict[str, Any]:
-        found: list[Candidate] = []
+        candidates: list[Candidate] = []
         rejected: list[dict[str, str]] = []
         tokens = self.work.count(answer.text)
         if tokens < self.config.select.min_tokens:
             reason = f"{tokens} tokens, fewer than select.min_tokens ({self.config.select.min_tokens})"
             return {"candidates": [], "rejected": [{"stage": "short", "source": "", "reason": reason}]}
         if self.config.rules:
-            found += [Candidate(f"form {n}", blocks) for n, blocks in enumerate(propose(answer.text), 1)]
+            candidates += [Candidate(f"form {n}", blocks) for n, blocks in enumerate(propose(answer.text), 1)]
         if self.teacher is not None and self.config.teacher.candidates:
-            made, reasons = await annotate(self.teacher, answer.question, answer.text)
+            annotated, reasons = await annotate(self.teacher, answer.question, answer.text)
             rejected += [{"stage": "annotate", "source": "teacher", "reason": reason} for reason in reasons]
-            found += [Candidate(f"teacher {n}", blocks) for n, blocks in enumerate(made, 1)]
+            candidates += [Candidate(f"teacher {n}", blocks) for n, blocks in enumerate(annotated, 1)]
         kept: list[dict[str, Any]] = []
         plan = self.config.titles == "plan"
-        for candidate in found:
+        for candidate in candidates:
             try:
                 structure = structure_of(answer.text, candidate.blocks)
                 if plain_text(structure) != answer.text:
@@ -126,7 +138,7 @@ class _Run:
         return {"candidates": kept, "rejected": rejected}
 
     def _score(self, total: int) -> None:
-        """Score all candidates, rows of like length together."""
+        """Score all candidates in batches of rows with similar lengths."""
         from aspd_jax.language_model import load_model
 
         waiting: dict[int, list[Any]] = defaultdict(list)
@@ -149,7 +161,7 @@ class _Run:
                 candidates = self.work.candidates(answer)
                 blocks = [block for candidate in candidates for block in candidate.blocks]
                 if all(self._check(answer, block, None) for block in blocks):
-                    continue  # none of them can be selected, whatever a model says
+                    continue  # no block can be selected, whatever its score
                 scores: list[Any] = [None] * len(candidates)
                 rows = []
                 for number, candidate in enumerate(candidates):
@@ -173,7 +185,7 @@ class _Run:
             self.work.put("score", answer, scores)
 
     async def _judge(self, answer: Answer) -> list[list[dict[str, str] | None]]:
-        """For every block of every candidate, the stage that it fails at and why; None: it passes."""
+        """Return, for every block of every candidate, the stage at which it fails and the reason; None: it passes."""
         candidates = self.work.candidates(answer)
         scores = self.work.get("score", answer) if self.config.likelihood.model else None
         verdicts = []
@@ -200,7 +212,7 @@ class _Run:
         return verdicts
 
     def _check(self, answer: Answer, block: BlockSpan, scores: Any) -> dict[str, str] | None:
-        """What costs nothing: rules, likelihood, and whether the block saves anything."""
+        """Apply the checks without calls: number of branches, saved steps, rules and likelihood."""
         select, likelihood = self.config.select, self.config.likelihood
         if len(block.branches) > select.max_branches:
             reason = f"{len(block.branches)} branches, select.max_branches is {select.max_branches}"
@@ -213,10 +225,10 @@ class _Run:
         if isinstance(scores, str):
             return {"stage": "likelihood", "reason": scores}
         for branch, (mean, peak) in zip(block.branches, scores or [], strict=False):
-            for name, value, most in (("mean", mean, likelihood.mean_rise), ("peak", peak, likelihood.peak_rise)):
-                if value > most:
+            for name, value, limit in (("mean", mean, likelihood.mean_rise), ("peak", peak, likelihood.peak_rise)):
+                if value > limit:
                     reason = (
-                        f"{branch.title!r}: {name} rise of {value:.2f} nats a token, likelihood.{name}_rise is {most}"
+                        f"{branch.title!r}: {name} rise of {value:.2f} nats a token, likelihood.{name}_rise is {limit}"
                     )
                     return {"stage": "likelihood", "reason": reason}
         return None

@@ -1,4 +1,4 @@
-"""The sets that a run leaves: of every answer the best of what survived, what was left out and why, and the report."""
+"""Write the results of a run: the best surviving candidate of each answer, the rejected ones, and the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from aspd_jax.structure import to_json
 
 
 def write(work: Work, output: Path, account: Account) -> Report:
-    """The sets, what was left out and why, and the report; each file whole or not at all."""
+    """Write the sets, the rejected records and blocks, and the report, each file atomically; return the report."""
     return _Sets(work, output, Report(account)).write()
 
 
@@ -52,7 +52,7 @@ class _Sets:
         return report
 
     def _share_of_serial(self) -> float:
-        """Of the records without a block, the share that `select.serial_ratio` leaves."""
+        """Return the share of records without a block that `select.serial_ratio` keeps."""
         if not self.work.config.select.serial_ratio:
             return 1.0
         records = (r for r in self.work.records() if isinstance(r, Conversation) and not self._unfit(r))
@@ -93,7 +93,7 @@ class _Sets:
         put("structured", base | {"messages": structured, "pipeline": details})
 
     def _unfit(self, record: Conversation) -> str | None:
-        """Why a record belongs into neither set, whatever structure it has."""
+        """Return the reason why a record belongs to neither set, whatever its structure, or None."""
         select = self.work.config.select
         for _, answer in answers_of(record):
             if (repeated := repetition(answer.text)) > select.max_repetition:
@@ -109,7 +109,7 @@ class _Sets:
         return None
 
     def _select(self, answer: Answer, report: Report) -> tuple[tuple[BlockSpan, ...], dict[str, Any]]:
-        """The best of what survives of an answer's candidates, and where the rest failed."""
+        """Return the best surviving candidate of an answer, and the details of the others."""
         proposed = self.work.get("propose", answer) or {"rejected": []}
         rejected = list(proposed["rejected"])
         verdicts = self.work.get("judge", answer) or []

@@ -1,4 +1,4 @@
-"""Structured records for the eye: on a terminal, and as a page of their own with branches coloured."""
+"""Show structured records on a terminal, or as an HTML page with coloured branches."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from aspd_jax.structure import Serial, Structure
 
 
 def read_structured(file: Path, left_out: list[str]) -> Iterator[dict[str, Any]]:
-    """Records of a file of `aspd data build`, or of any JSONL that `aspd train` reads.
+    """Yield the records of a file of `aspd data build`, or of any JSONL that `aspd train` reads.
 
     Args:
-        left_out: takes file, line and reason of each line that is no conversation.
+        file: JSONL file.
+        left_out: list to which file, line and reason of each unreadable line are appended.
 
-    Returns:
-        Of each record its fields; `messages` of `role` and `content`; and `answers`, place and structure of each.
+    Yields:
+        The fields of each record, with `messages` of `role` and `content`, and `answers`, pairs of place and structure.
 
     Raises:
         DataError: the file cannot be read.
@@ -44,10 +45,10 @@ def read_structured(file: Path, left_out: list[str]) -> Iterator[dict[str, Any]]
 
 
 def find(file: Path, name: str, left_out: list[str]) -> dict[str, Any]:
-    """The record with an id; `left_out` as in `read_structured`.
+    """Return the record with an id; `left_out` as in `read_structured`.
 
     Raises:
-        DataError: there is none.
+        DataError: no record has this id.
     """
     for record in read_structured(file, left_out):
         if str(record.get("id")) == name:
@@ -56,7 +57,7 @@ def find(file: Path, name: str, left_out: list[str]) -> dict[str, Any]:
 
 
 def show(record: dict[str, Any], console: Console) -> None:
-    """Print a record: questions, answers with their branches side by side in colours, and what was left out and why."""
+    """Print a record: questions, answers with coloured branches, and rejected blocks with their reasons."""
     answers = dict(record["answers"])
     details = {detail["message"]: detail for detail in record.get("pipeline", [])}
     for place, message in enumerate(record["messages"]):
@@ -93,7 +94,7 @@ def _notes(detail: dict[str, Any]) -> Iterator[str]:
 
 
 def records_page(records: Sequence[dict[str, Any]], title: str) -> str:
-    """A self-contained HTML page; reasons for what was left out appear on hover."""
+    """Return a self-contained HTML page; the reasons of rejected blocks appear on hover."""
     return page(title, "\n".join([f"<h1>{escape(title)}</h1>", *map(_article, records)]))
 
 
@@ -107,10 +108,10 @@ def _article(record: dict[str, Any]) -> str:
             continue
         parts.append(answer_html(answers[place]))
         detail = details.get(place, {})
-        told = list(_notes(detail))
+        notes = list(_notes(detail))
         if detail.get("measures"):
-            parts.append(f'<p class="note">{escape(told.pop(0))}</p>')
-        if told:
-            reasons = escape("\n".join(told), quote=True)
-            parts.append(f'<p class="note"><span class="rejected" title="{reasons}">{len(told)} left out</span></p>')
+            parts.append(f'<p class="note">{escape(notes.pop(0))}</p>')
+        if notes:
+            reasons = escape("\n".join(notes), quote=True)
+            parts.append(f'<p class="note"><span class="rejected" title="{reasons}">{len(notes)} left out</span></p>')
     return f"<article>{''.join(parts)}</article>"

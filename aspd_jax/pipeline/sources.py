@@ -1,4 +1,4 @@
-"""Records in the shapes that people keep them in -> conversations; unreadable ones are named (protocol, section 7)."""
+"""Read records of common formats as conversations; unreadable ones are returned with a reason (protocol, section 7)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,22 @@ ROLES = {
     "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
 TEXT_PARTS = ("text", "input_text", "output_text")
-# Fields that change what a message says, or whether it is learned. The core has no form for them.
+# Fields that change the content of a message or whether it is trained on, which are not supported.
 UNSUPPORTED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "audio")
 QUESTIONS = ("question", "prompt", "instruction", "query", "input", "user", "problem")
 ANSWERS = ("answer", "response", "output", "completion", "chosen", "assistant", "solution", "text")
 IDS = ("id", "question_id", "uuid", "conversation_id")
-LONGEST_REASON = 300  # characters
+LONGEST_REASON = 300  # maximum characters of a reason
 
 
 class Message(NamedTuple):
-    """A message; `structure` where an answer came with one."""
+    """A message of a conversation.
+
+    Attributes:
+        role: `system`, `user`, `assistant` or `tool`.
+        content: text of the message.
+        structure: structure of an answer, if the record has it.
+    """
 
     role: str
     content: str
@@ -38,13 +44,14 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A record: messages of `role` and `content`, the last one an assistant's.
+    """A record: messages of `role` and `content`, the last one from the assistant.
 
     Attributes:
-        number: which record of its file it is, from 1; the line, for JSONL.
-        id: its own name, or else its number.
-        structures: of the answers that came with one, by place.
-        unanswered: number of messages behind the last answer, which are dropped.
+        number: number of the record in its file, from 1; the line number for JSONL.
+        id: id of the record, or its number.
+        messages: pairs of role and content.
+        structures: structures of answers, by index of the message.
+        unanswered: number of dropped messages after the last answer.
     """
 
     number: int
@@ -55,17 +62,23 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """Places of the assistant's messages."""
+        """Return the indices of the messages of the assistant."""
         return [place for place, (role, _) in enumerate(self.messages) if role == "assistant"]
 
     def structure(self, place: int) -> Structure:
-        """Return the structure of an answer; one serial stretch where it came without."""
+        """Return the structure of an answer; one serial stretch if the record has none."""
         return self.structures.get(place, (Serial(self.messages[place][1]),))
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A record that is no conversation, and why."""
+    """A record that is not a conversation.
+
+    Attributes:
+        number: number of the record in its file, from 1.
+        id: id of the record, or its number.
+        reason: reason why it cannot be read.
+    """
 
     number: int
     id: str
@@ -73,10 +86,10 @@ class Unreadable:
 
 
 def read_records(source: str) -> Iterator[Conversation | Unreadable]:
-    """Records of a JSONL, JSON or CSV file, or of what `datasets` reads: a Parquet file, a folder, or a name.
+    """Yield the records of a JSONL, JSON or CSV file, or of a source that `datasets` reads (Parquet, folder, name).
 
     Raises:
-        DataError: there is no such file or dataset.
+        DataError: the file or dataset does not exist or cannot be read.
     """
     path = Path(source)
     if path.suffix in (".jsonl", ".ndjson"):
@@ -96,7 +109,7 @@ def read_records(source: str) -> Iterator[Conversation | Unreadable]:
         for number in range(1, len(rows) + 1):
             try:
                 row = rows[number - 1]
-            except Exception as error:  # a column of this row that cannot be decoded
+            except Exception as error:  # a column of this row may not be decodable
                 yield Unreadable(number, str(number), f"the row cannot be read: {error}"[:LONGEST_REASON])
             else:
                 yield conversation(row, number)
@@ -108,7 +121,7 @@ def _read_jsonl(path: Path) -> Iterator[Conversation | Unreadable]:
 
 
 def _json_values(path: Path) -> list[Any] | None:
-    """Elements of a file that is one JSON array or object; None: it is not, so it may be JSONL."""
+    """Return the elements of a file that is one JSON array or object; None: the file is neither, and may be JSONL."""
     try:
         value = json.loads(path.read_bytes().removeprefix(BOM).decode(errors="surrogateescape"))
     except OSError as error:
@@ -134,7 +147,7 @@ def _read_csv(path: Path) -> Iterator[Conversation | Unreadable]:
 
 
 def _csv_rows(rows: Iterator[dict[Any, Any]]) -> Iterator[dict[Any, Any] | str]:
-    """Rows, or the reason why one cannot be read."""
+    """Yield rows, or the reason why a row cannot be read."""
     while True:
         try:
             yield next(rows)
@@ -160,12 +173,12 @@ def _dataset(source: str) -> Any:
         return datasets.load_dataset(source, split="train")
     except AspdError:
         raise
-    except Exception as error:  # what `datasets` raises depends on the format
+    except Exception as error:  # the types of errors depend on the format
         raise DataError(f"{source} cannot be read: {error}") from None
 
 
 def conversation(row: Any, number: int) -> Conversation | Unreadable:
-    """A record as a conversation: chat messages, ShareGPT, Alpaca, FastChat answers, or question and answer."""
+    """Convert a record to a conversation: chat messages, ShareGPT, Alpaca, FastChat answers, or question and answer."""
     own = next((row[key] for key in IDS if row.get(key) is not None), number) if isinstance(row, Mapping) else number
     name = str(own).encode(errors="replace").decode()
     try:
@@ -190,7 +203,10 @@ def conversation(row: Any, number: int) -> Conversation | Unreadable:
 
 
 def _with_structure(messages: list[Message], value: Any) -> list[Message]:
-    """Add the structure beside a conversation: the last answer, or its structure (`aspd generate` writes both)."""
+    """Add a structure that is stored beside a conversation: as its last answer, or as the structure of the last answer.
+
+    `aspd generate` writes both forms.
+    """
     if value is None or not messages:
         return messages
     *others, last = messages
@@ -236,10 +252,10 @@ def _messages(row: Mapping[str, Any]) -> Iterator[Message]:
 
 
 def parse_messages(value: Any, where: str) -> list[Message]:
-    """Messages of a conversation, in OpenAI's form (`role`, `content`) or ShareGPT's (`from`, `value`).
+    """Parse the messages of a conversation in OpenAI's form (`role`, `content`) or ShareGPT's (`from`, `value`).
 
     Raises:
-        DataError: which message cannot be read, and why.
+        DataError: a message cannot be read; the error names it.
     """
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
         raise DataError(f'"{where}" must be a list of {{"role", "content"}} objects, got {_shown(value)}')
@@ -265,10 +281,10 @@ def _message(turn: Any, where: str) -> Message:
 
 
 def text_content(content: Any, where: str) -> str:
-    """Text of a message's `content`: a string, or a list of text parts.
+    """Return the text of a message's `content`: a string, or a list of text parts.
 
     Raises:
-        DataError: it is none, or a part is no text.
+        DataError: it is neither, or a part is not text.
     """
     if isinstance(content, str):
         return content
@@ -286,10 +302,10 @@ def text_content(content: Any, where: str) -> str:
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse text that no file and no tokenizer can hold.
+    """Check that text can be encoded as UTF-8.
 
     Raises:
-        DataError: it holds a lone surrogate.
+        DataError: the text contains a lone surrogate.
     """
     try:
         text.encode()
@@ -298,6 +314,6 @@ def check_text(text: str, where: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON has it, shortened."""
+    """Return a value as shortened JSON."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,4 +1,4 @@
-"""Structure as character spans over an answer that stays as it is (protocol, section 7)."""
+"""Structure as character spans over an unchanged answer (protocol, section 7)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure
 
 @dataclass(frozen=True)
 class BranchSpan:
-    """One branch: `answer[start:end]`, under a title."""
+    """One branch of an answer.
+
+    Attributes:
+        title: title of the branch.
+        start, end: range of characters, `answer[start:end]`.
+    """
 
     title: str
     start: int
@@ -22,38 +27,42 @@ class BranchSpan:
 
 @dataclass(frozen=True)
 class BlockSpan:
-    """Two or more branches, each beginning where the one before ends."""
+    """A block of an answer.
+
+    Attributes:
+        branches: two or more branches; each starts where the one before ends.
+    """
 
     branches: tuple[BranchSpan, ...]
 
     @property
     def start(self) -> int:
-        """First character."""
+        """Return the offset of the first character."""
         return self.branches[0].start
 
     @property
     def end(self) -> int:
-        """Past the last character."""
+        """Return the offset after the last character."""
         return self.branches[-1].end
 
 
 def planned_block(block: BlockSpan) -> BlockSpan:
-    """The block with titles that tell their number and how many there are (`planned`)."""
+    """Return the block with titles that contain their number and the number of branches (`planned`)."""
     titles = planned([branch.title for branch in block.branches])
     return BlockSpan(tuple(replace(b, title=t) for b, t in zip(block.branches, titles, strict=True)))
 
 
 def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
-    """The structured answer; its plain text is the answer, whatever the spans are.
+    """Return the structured answer; its plain text is always the answer.
 
     Raises:
-        StructureError: spans overlap, leave gaps within a block, are empty, or stand outside the answer.
+        StructureError: spans overlap, leave gaps within a block, are empty, or are outside the answer.
     """
     items: list[Item] = []
     place = 0
     for block in blocks:
         if block.start < place:
-            raise StructureError(f"a block begins at character {block.start}, inside what stands before it")
+            raise StructureError(f"a block begins at character {block.start}, inside the block before it")
         if place < block.start:
             items.append(Serial(answer[place : block.start]))
         place = block.start
@@ -61,8 +70,8 @@ def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
         for branch in block.branches:
             if branch.start != place or not branch.start < branch.end <= len(answer):
                 raise StructureError(
-                    f"branch {branch.title!r} is characters {branch.start} to {branch.end} of {len(answer)}; "
-                    f"it has to begin at {place} and to hold at least one"
+                    f"branch {branch.title!r}: expected one or more characters from {place} on, "
+                    f"got {branch.start} to {branch.end} of {len(answer)}"
                 )
             branches.append(Branch(branch.title, answer[branch.start : branch.end]))
             place = branch.end
@@ -73,10 +82,11 @@ def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
 
 
 def end_like_siblings(answer: str, edges: Sequence[int]) -> int:
-    """Where the last of some adjoining branches ends: with the white space that its sibling ends with, or with none.
+    """Return the end of the last branch: with the white space that the branch before ends with, or without any.
 
     Args:
-        edges: where every branch begins, and where the last one may end at most.
+        answer: text of the answer.
+        edges: start of every branch, and the maximum end of the last one.
     """
     *_, before, start, end = edges
     last = start + len(answer[start:end].rstrip())
@@ -86,7 +96,7 @@ def end_like_siblings(answer: str, edges: Sequence[int]) -> int:
 
 
 def spans_of(items: Sequence[Item]) -> tuple[BlockSpan, ...]:
-    """The spans of a structured answer over its plain text."""
+    """Return the spans of a structured answer over its plain text."""
     blocks, place = [], 0
     for item in items:
         if isinstance(item, Serial):
@@ -101,10 +111,10 @@ def spans_of(items: Sequence[Item]) -> tuple[BlockSpan, ...]:
 
 
 def blocks_to_json(blocks: Sequence[BlockSpan]) -> list[list[list[Any]]]:
-    """`[[[title, start, end], …], …]`."""
+    """Convert to JSON: `[[[title, start, end], …], …]`."""
     return [[[b.title, b.start, b.end] for b in block.branches] for block in blocks]
 
 
 def blocks_from_json(value: Any) -> tuple[BlockSpan, ...]:
-    """Read `blocks_to_json` back."""
+    """Convert from the JSON form of `blocks_to_json`."""
     return tuple(BlockSpan(tuple(BranchSpan(*branch) for branch in block)) for block in value)

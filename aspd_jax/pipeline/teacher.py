@@ -1,4 +1,4 @@
-"""The annotating language model, and what it is asked (protocol, section 7)."""
+"""The language model that annotates answers, and its prompts (protocol, section 7)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _list(of: Any) -> dict[str, Any]:
     return {"type": "array", "items": of}
 
 
-# JSON schemas of replies, as strict structured outputs want them: every field required, no others.
+# JSON schemas of replies. Strict structured outputs require all fields, and allow no others.
 SCHEMAS = {
     "annotate": _object(groups=_list(_object(parts=_list(_object(first=_NUMBER, title=_STRING)), last=_NUMBER))),
     "independence": _object(groups=_list(_object(independent={"type": "boolean"}, reason=_STRING))),
@@ -38,13 +38,13 @@ SCHEMAS = {
 
 
 def read_prompts(folder: str) -> dict[str, str]:
-    """The prompts, those of a user's folder before the project's own.
+    """Return the prompts by name; files in a user's folder replace those of the project.
 
     Raises:
-        ConfigError: the folder is missing, or a prompt lacks a placeholder.
+        ConfigError: the folder does not exist, or a prompt lacks a placeholder.
     """
     if folder and not Path(folder).is_dir():
-        raise ConfigError(f"teacher.prompts: {folder} is no folder")
+        raise ConfigError(f"teacher.prompts: {folder} is not a folder")
     prompts = {}
     for name, wanted in PLACEHOLDERS.items():
         own = Path(folder) / f"{name}.md"
@@ -52,43 +52,48 @@ def read_prompts(folder: str) -> dict[str, str]:
         prompts[name] = own.read_text() if is_own else (files(__package__) / "prompts" / f"{name}.md").read_text()
         for key in wanted:
             if f"{{{key}}}" not in prompts[name]:
-                raise ConfigError(f"{own}: the prompt has no {{{key}}}, where the {key} should stand")
+                raise ConfigError(f"{own}: the prompt has no {{{key}}}; add this placeholder")
     return prompts
 
 
 def fill(prompt: str, values: Mapping[str, str]) -> str:
-    """A prompt with its placeholders filled, all at once: what is filled in may hold braces."""
+    """Fill the placeholders of a prompt in one pass, because values may contain braces."""
     return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), prompt)
 
 
 class Teacher:
-    """Asks an endpoint with the project's prompts, or with one's own."""
+    """Client that sends prompts to an endpoint and parses the replies.
+
+    Attributes:
+        settings: settings of the endpoint.
+        prompts: prompts by name.
+    """
 
     def __init__(self, settings: TeacherSection, store: Store) -> None:
         self.settings, self.prompts = settings, read_prompts(settings.prompts)
         self._endpoint = Endpoint(settings, store, settings.schema)
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         await self._endpoint.close()
 
     @property
     def spent(self) -> dict[str, int]:
-        """Calls that were answered, and their tokens."""
+        """Return the numbers of answered calls and their tokens."""
         return self._endpoint.spent
 
     async def ask(self, kind: str, values: Mapping[str, str], number: int, read: Callable[[Any], Made]) -> Made:
-        """What `read` makes of a reply.
+        """Return the parsed reply to a prompt.
 
         Args:
-            kind: of prompt and schema.
-            values: for the placeholders.
-            number: which of several equal questions this is.
-            read: checks the JSON value of a reply; raises DataError where it has not the right form.
+            kind: name of the prompt and of its schema.
+            values: values of the placeholders.
+            number: index among equal questions.
+            read: parser of the JSON value of a reply; raises DataError if its form is not valid.
 
         Raises:
-            DataError: no reply had the right form.
-            Unanswered, RequestError: as `Endpoint.reply`.
+            DataError: no reply has a valid form.
+            Unanswered, RequestError: see `Endpoint.reply`.
         """
         messages = [{"role": "user", "content": fill(self.prompts[kind], values)}]
         problem = ""

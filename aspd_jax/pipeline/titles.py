@@ -1,4 +1,4 @@
-"""Titles of parts, from their own leads: bold words, headings, what stands before a colon, or their first words."""
+"""Titles of parts from their own leads: bold words, headings, text before a colon, or their first words."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from aspd_jax.pipeline.markers import BOLD, SPACELESS, marker_of
 
-MOST_WORDS = 7  # of a lead that is taken whole
-FIRST_WORDS = 5  # of a part without a lead
-LAST_WORDS = 16  # where fewer do not tell parts apart
+MOST_WORDS = 7  # maximum words of a lead that is a title
+FIRST_WORDS = 5  # words of a title without a lead
+LAST_WORDS = 16  # maximum words if fewer do not distinguish the parts
 _TRAILING = re.compile(
     r"(?:[ \t,]+(?:an?|the|of|and|or|to|that|which|from|by|for|with|in|on|at|as|is|are|your|its|their|also|can))+$",
     re.I,
@@ -18,16 +18,16 @@ _TRAILING = re.compile(
 _HEADING = re.compile(r"#{1,6}[ \t]+")
 _LEAD = re.compile(r"([^\n]{1,80}?)(?::(?=\s|$|\*)|：|[ \t]+[-–—][ \t]+|(?<=\w)—(?=\w))")
 _SENTENCE = re.compile(r"([^\n]{1,80}?)(?:[.!?](?=\s|$|\*)|[。！？])")
-# A word, or one character of a script that has no spaces.
+# A word, or one character of a script without spaces.
 _WORD = re.compile(rf"[{SPACELESS}]|[^\s{SPACELESS}]+")
 _EMPHASIS = re.compile(r"\*\*|__|`")
 _EDGES = '*_#:：`.,;，。、；-–—"“”「」 \t'
 
 
 def titles_of(parts: Sequence[str]) -> list[str]:
-    """A title for every part, words of its own; empty where it has none, as a marker alone.
+    """Return a title for every part, from its own words; empty for a part without words, such as a marker alone.
 
-    Titles that would be equal take more words; they stay equal where the parts begin alike.
+    Equal titles are extended by more words; they stay equal if the parts begin alike.
     """
     titles = [_title(part, FIRST_WORDS) for part in parts]
     for words in range(FIRST_WORDS, LAST_WORDS, 3):
@@ -43,16 +43,16 @@ def titles_of(parts: Sequence[str]) -> list[str]:
 
 
 def planned(titles: Sequence[str]) -> list[str]:
-    """Titles that tell their number and how many there are, as `2/5 Set clear goals`.
+    """Return titles with their number and the number of branches, such as `2/5 Set clear goals`.
 
-    A model that has learned them decides once, at the first title, how many parts there will be. Without, it decides
-    after every title whether another follows, and going on is nearly always right; and no branch would know its number.
+    With such titles, a model decides once, at the first title, how many branches follow. Without them, it decides after
+    each title, where continuing is nearly always more likely; and no branch knows its number.
     """
     return [f"{number}/{len(titles)} {title}" for number, title in enumerate(titles, 1)]
 
 
 def unplanned(titles: Sequence[str]) -> list[str]:
-    """Inverse of `planned`; other titles stay as they are."""
+    """Return titles without the prefix of `planned`; other titles are unchanged."""
     starts = [f"{number}/{len(titles)} " for number in range(1, len(titles) + 1)]
     if not all(title.startswith(start) for title, start in zip(titles, starts, strict=True)):
         return list(titles)
@@ -60,7 +60,7 @@ def unplanned(titles: Sequence[str]) -> list[str]:
 
 
 def _body(part: str) -> str:
-    """A part without the marker that it begins with, unless nothing else stands on its line."""
+    """Return a part without its marker; a marker that is alone on its line is kept if it is a word."""
     text = part.strip()
     heading = _HEADING.match(text)
     if heading:
@@ -102,6 +102,6 @@ def _first_words(text: str, words: int) -> str:
 
 
 def _bare(text: str) -> str:
-    """A lead without marks of emphasis and punctuation around it; empty where no word is left."""
+    """Return a lead without emphasis and punctuation around it; empty if no word is left."""
     text = _EMPHASIS.split(text.strip(_EDGES))[0].strip(_EDGES)
     return text if any(char.isalnum() for char in text) else ""

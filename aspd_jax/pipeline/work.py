@@ -1,7 +1,7 @@
-"""What a run works on, and what its stages have made of it so far (protocol, section 7).
+"""The answers of a run, and the stored results of its stages (protocol, section 7).
 
-What a stage makes of an answer is stored with a hash of what it was made of. So a killed run goes on, and a changed
-setting runs again what depends on it.
+A result is stored with a hash of its inputs. A killed run therefore resumes, and a changed setting reruns the stages
+that depend on it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
 from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json
 from aspd_jax.store import Store
 
-VERSION = 4  # of what stages make; another one runs them again
+VERSION = 4  # version of the stages; a change reruns all of them
 
 
 class Shard(NamedTuple):
-    """Which records are one's own: every `of`-th, beginning with `number`."""
+    """The part of the records that a process works on.
+
+    Attributes:
+        number: index of the first record.
+        of: number of shards; the shard has every `of`-th record.
+    """
 
     number: int = 0
     of: int = 1
 
     @staticmethod
     def parse(text: str) -> Shard:
-        """From `i/n`.
+        """Parse `i/n`.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the text has another form, or i is not less than n.
         """
         number, found, of = text.partition("/")
         if not (found and number.isdigit() and of.isdigit() and int(number) < int(of)):
@@ -42,11 +47,11 @@ class Shard(NamedTuple):
         return Shard(int(number), int(of))
 
     def name(self, stem: str, suffix: str) -> str:
-        """Of a file of this shard."""
+        """Return the name of a file of this shard."""
         return f"{stem}{suffix}" if self.of == 1 else f"{stem}-{self.number:05d}-of-{self.of:05d}{suffix}"
 
     def records(self, source: str) -> Iterator[Conversation | Unreadable]:
-        """Of this shard."""
+        """Yield the records of this shard."""
         return islice(read_records(source), self.number, None, self.of)
 
 
@@ -54,7 +59,13 @@ WHOLE = Shard()
 
 
 class Answer(NamedTuple):
-    """An answer to work on: its key in the store, everything said before it, and its text."""
+    """An answer to process.
+
+    Attributes:
+        key: key in the store.
+        question: all text before the answer.
+        text: text of the answer.
+    """
 
     key: str
     question: str
@@ -62,24 +73,29 @@ class Answer(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """Blocks proposed for an answer, and by whom: `form 1`, `teacher 2`."""
+    """Blocks proposed for an answer.
+
+    Attributes:
+        source: source of the blocks, such as `form 1` or `teacher 2`.
+        blocks: the blocks in order.
+    """
 
     source: str
     blocks: tuple[BlockSpan, ...]
 
 
 def answers_of(record: Conversation) -> Iterator[tuple[int, Answer]]:
-    """Every answer of a conversation with its place, and what was said before."""
+    """Yield the answers of a conversation with their index, each with the text before it."""
     for place in record.answers:
         said = "\n\n".join(f"{content}" for _, content in record.messages[:place])
         yield place, Answer(f"{record.number}/{place}", said, record.messages[place][1])
 
 
 def counter(folder: str) -> Count:
-    """How tokens are counted: as the tokenizer of a model has them, or an estimate where none is named.
+    """Return a function that counts tokens: with the tokenizer of a checkpoint, or by an estimate without a folder.
 
     Raises:
-        ConfigError: the model has no tokenizer.
+        ConfigError: the checkpoint has no tokenizer.
     """
     if not folder:
         return estimate_tokens
@@ -93,17 +109,21 @@ def counter(folder: str) -> Count:
 
 
 class Work:
-    """The answers of a shard, and a store of what stages made of them.
+    """The answers of a shard, and the stored results of stages.
 
     Args:
-        prompts: of the teacher, by name; what it was asked belongs to what a candidate was made of.
+        config: configuration of the pipeline.
+        source: path or name of the records.
+        shard: part of the records to process.
+        store: store of the run.
+        prompts: prompts of the teacher by name; they are inputs of the stages.
 
     Attributes:
-        count: tokens of a text.
-        unanswered: keys of answers for which a call got no reply in this run, and why.
+        count: function that counts the tokens of a text.
+        unanswered: reasons why answers have no reply in this run, by key.
 
     Raises:
-        ConfigError: the model whose tokens are counted has no tokenizer.
+        ConfigError: the checkpoint that counts tokens has no tokenizer.
     """
 
     def __init__(self, config: DataConfig, source: str, shard: Shard, store: Store, prompts: Mapping[str, str]) -> None:
@@ -127,7 +147,7 @@ class Work:
             "score": [config.likelihood.model, config.likelihood.length],
             "judge": [config.check_references, asdict(config.likelihood), asdict(s), config.teacher.votes],
         }
-        # Of each stage and all before it.
+        # The hash of a stage includes the settings of all stages before it.
         whole = hashlib.sha256()
         self._settings: dict[str, str] = {}
         for stage, values in settings.items():
@@ -135,29 +155,29 @@ class Work:
             self._settings[stage] = whole.hexdigest()
 
     def records(self) -> Iterator[Conversation | Unreadable]:
-        """Of this shard."""
+        """Yield the records of this shard."""
         return self.shard.records(self.source)
 
     def answers(self) -> Iterator[Answer]:
-        """Of this shard, those that hold nothing left out."""
+        """Yield the non-empty answers of the conversations of this shard."""
         for record in self.records():
             if isinstance(record, Conversation):
                 yield from (answer for _, answer in answers_of(record) if answer.text.strip())
 
     def get(self, stage: str, answer: Answer) -> Any:
-        """What a stage has made of an answer, or None."""
+        """Return the stored result of a stage for an answer, or None."""
         return self._store.get(answer.key, stage, self._made_of(stage, answer))
 
     def put(self, stage: str, answer: Answer, value: Any) -> None:
-        """Keep what a stage made of an answer."""
+        """Store the result of a stage for an answer."""
         self._store.put(answer.key, stage, self._made_of(stage, answer), value)
 
     def candidates(self, answer: Answer) -> list[Candidate]:
-        """What the first stage has proposed."""
+        """Return the candidates that the first stage proposed."""
         value = self.get("propose", answer) or {"candidates": []}
         return [Candidate(c["source"], blocks_from_json(c["blocks"])) for c in value["candidates"]]
 
     def _made_of(self, stage: str, answer: Answer) -> str:
-        """Hash of everything that a stage's outcome for an answer depends on."""
+        """Return a hash of all inputs of a stage for an answer."""
         what = [self._settings[stage], answer.question, answer.text]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
