@@ -64,17 +64,27 @@ settings.load_profile("project")
 
 
 TESTS = count(1)
+GROWTH = 3 << 30  # bytes of memory that compiled programs may take before they are dropped
+resident_after_drop = 0
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)
-def few_memory_maps() -> Iterator[None]:
-    """Forget compiled programs when there are many; counting them takes a while, so not after every test."""
+def few_programs() -> Iterator[None]:
+    """Drop compiled programs when they take many memory maps or much memory; counting is slow, so every fourth test."""
+    global resident_after_drop
     yield
     if next(TESTS) % 4 == 0 and Path("/proc/self/maps").exists():
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
-        if Path("/proc/self/maps").read_bytes().count(b"\n") > 2 / 3 * most:
+        maps = Path("/proc/self/maps").read_bytes().count(b"\n")
+        if maps > 2 / 3 * most or resident() > resident_after_drop + GROWTH:
             jax.clear_caches()
             gc.collect()
+            resident_after_drop = resident()
 
 
 def pytest_collection_finish() -> None:

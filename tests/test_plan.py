@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from aspd_jax.errors import CheckpointError
+from aspd_jax.formats import open_checkpoint
 from aspd_jax.sharding import make_mesh
 from tests.conftest import ROOT
 from tests.test_train import changed
@@ -97,6 +99,11 @@ def test_the_checkpoint_is_read_where_it_is_there(tmp_path: Path) -> None:
     assert planned_shape(config).hidden_size == 32
     away = changed(SMALL, model__checkpoint=str(tmp_path / "none"), data__train=("x.jsonl",))
     assert planned_shape(away).hidden_size == 128
+    named = changed(SMALL, model__checkpoint="demo", data__train=("x.jsonl",))
+    assert planned_shape(named).hidden_size == open_checkpoint("demo").hf.hidden_size
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        planned_shape(changed(SMALL, model__checkpoint=str(tmp_path / "empty"), data__train=("x.jsonl",)))
 
 
 def test_flops_by_hand() -> None:

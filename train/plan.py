@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, NamedSharding
 
+from aspd_jax.formats import NAMES, open_checkpoint
 from aspd_jax.formats.hf_config import make_config, read_config
 from aspd_jax.model.attention import QUERY_CHUNK
 from aspd_jax.model.config import ModelConfig, from_hugging_face, padded
@@ -58,11 +59,12 @@ class Plan:
 
 
 def planned_shape(config: TrainConfig) -> ModelConfig:
-    """Return the shape in the checkpoint's config.json, or the configuration's where the file does not exist yet."""
+    """Return the shape of the checkpoint, or the configuration's where it is a path at which nothing exists yet."""
     of = config.model
-    file = Path(of.checkpoint) / "config.json"
-    if of.checkpoint and file.exists():
-        hf = make_config(read_config(file)[0], str(file))
+    path = Path(of.checkpoint)
+    if of.checkpoint and (path.exists() or of.checkpoint in NAMES):
+        file = path / "config.json"  # the weights of a folder need not be there
+        hf = make_config(read_config(file)[0], str(file)) if file.exists() else open_checkpoint(of.checkpoint).hf
         shape = padded(as_configured(from_hugging_face(hf, of.dtype), config))
     else:
         shape = scratch_shape(config)
