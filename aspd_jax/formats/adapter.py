@@ -8,16 +8,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import Tensors
 from aspd_jax.formats.folder import write_tokenizer
+from aspd_jax.formats.hf_config import POSITIVE
+from aspd_jax.formats.shards import list_tensors, read_stored
+from aspd_jax.formats.side_files import read_object
+from aspd_jax.layout import PositionScheme, Siblings
 
 CONFIG, WEIGHTS, OURS = "adapter_config.json", "adapter_model.safetensors", "aspd.json"
 PREFIX = "base_model.model."
@@ -30,6 +33,7 @@ IMPLEMENTED = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", 
 NEUTRAL = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
     *("lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config", "qalora_group_size"),
+    *("lora_dtype", "lorap_emb_lr", "lorap_lr_ratio"),  # of ms-swift: a dtype and rates of learning
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
 )
 # Values of other fields beside `OFF`, in lower case. These initialisations leave the base as it is; others change it.
@@ -40,6 +44,7 @@ ALLOWED = {
 }
 OFF: tuple[Any, ...] = (None, False, [], {})  # of every field, those of later versions of PEFT included
 DEFAULT_RANK = DEFAULT_ALPHA = 8  # PEFT's
+SETTINGS = {"positions": get_args(PositionScheme), "siblings": get_args(Siblings)}  # in `OURS`
 
 
 class Factors(NamedTuple):
@@ -138,14 +143,14 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
     folder = Path(path)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} is no adapter folder: it must hold {CONFIG} and {WEIGHTS}")
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-        settings = json.loads((folder / OURS).read_text()) if (folder / OURS).exists() else {}
-        with safe_open(folder / WEIGHTS, framework="numpy") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (ValueError, OSError, RecursionError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: {error}") from None
+    config = read_object(folder / CONFIG)
     _check_fields(folder / CONFIG, config)
+    settings = read_object(folder / OURS) if (folder / OURS).exists() else {}
+    for name, value in settings.items():
+        if name not in SETTINGS or value not in SETTINGS[name]:
+            expected = {key: " or ".join(values) for key, values in SETTINGS.items()}
+            raise CheckpointError(f"{folder / OURS}: expected {expected}, got {name} {value!r}")
+    tensors = dict(read_stored(list_tensors(folder / WEIGHTS)))
     factors, rows = {}, {}
     for name, tensor in tensors.items():
         bare = name.removeprefix(PREFIX)
@@ -172,11 +177,12 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
     return Adapter(str(folder), factors, rows, settings)
 
 
-def _check_fields(file: Path, config: Any) -> None:
+def _check_fields(file: Path, config: Mapping[str, Any]) -> None:
     """Raise a CheckpointError that names a field whose value asks for something that is not done."""
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else config
-        raise CheckpointError(f"{file}: peft_type {kind!r} is not supported; only LORA is")
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{file}: peft_type {config.get('peft_type')!r} is not supported; only LORA is")
+    if not isinstance(config.get("use_rslora"), (bool, type(None))):
+        raise CheckpointError(f"{file}: use_rslora: expected true or false, got {config['use_rslora']!r}")
     for key, value in config.items():
         allowed = ALLOWED.get(key, OFF)
         plain = value in OFF or value in allowed or (isinstance(value, str) and value.lower() in allowed)
@@ -198,9 +204,12 @@ def _factors(folder: Path, config: Mapping[str, Any], layer: str, down: np.ndarr
 
     try:
         rank = value("rank_pattern", "r", DEFAULT_RANK)
-        alpha = float(value("alpha_pattern", "lora_alpha", DEFAULT_ALPHA))
-    except (re.error, TypeError, ValueError, AttributeError) as error:
+        alpha = value("alpha_pattern", "lora_alpha", DEFAULT_ALPHA)
+    except (re.error, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / CONFIG}: rank and alpha of {layer} cannot be read: {error}") from None
+    for name, number in (("r", rank), ("lora_alpha", alpha)):
+        if not POSITIVE.accepts(number):
+            raise CheckpointError(f"{folder / CONFIG}: {name} of {layer}: expected {POSITIVE.expected}, got {number!r}")
     if down.ndim != 2 or up.ndim != 2 or not len(down) == up.shape[1] == rank:
         raise CheckpointError(
             f"{folder / WEIGHTS}: the factors of {layer} are {list(down.shape)} and {list(up.shape)}, "

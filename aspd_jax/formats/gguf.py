@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
-from transformers import AutoConfig
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats import Checkpoint, Tensors
 from aspd_jax.formats.gguf_metadata import Metadata
 from aspd_jax.formats.gguf_tokenizer import read_end_ids, read_tokenizer
+from aspd_jax.formats.hf_config import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Kind, make_config
 
 # Architectures by their GGUF name; Mistral files call themselves llama.
 FAMILIES = {
@@ -61,14 +61,17 @@ HEAD_SIZES = (
     *("rope.dimension_count", "rope.dimension_count_swa"),
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
 )
-READ = (
-    *("block_count", "context_length", "embedding_length", "feed_forward_length", *HEAD_SIZES),
-    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
-    *("rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
-    *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
-    *("vocab_size", "rope.scaling.finetuned", "tensor_data_layout"),  # these change nothing
-)
-READ_GEMMA = ("attention.sliding_window", "rope.freq_base_swa")
+READ: dict[str, Kind] = {
+    **dict.fromkeys(("block_count", "context_length", "embedding_length", "feed_forward_length", *HEAD_SIZES), COUNT),
+    **dict.fromkeys(("attention.head_count", "attention.head_count_kv", "attention.key_length"), COUNT),
+    **dict.fromkeys(("attention.layer_norm_rms_epsilon", "rope.freq_base"), POSITIVE),
+    **dict.fromkeys(("rope.scale_linear", "rope.scaling.factor"), NOT_NEGATIVE),  # 0: no scaling
+    **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), POSITIVE),
+    "rope.scaling.original_context_length": COUNT,
+    "rope.scaling.type": TEXT,
+}
+READ_GEMMA = {"attention.sliding_window": COUNT, "rope.freq_base_swa": POSITIVE}
+UNREAD = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")  # these change nothing
 # Values of other keys that change nothing; of the rest these are 0, false and what is empty.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -104,7 +107,7 @@ def open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(
         source=str(path),
         hf_config=hf_config,
-        hf=AutoConfig.for_model(**hf_config),
+        hf=make_config(hf_config, str(path)),
         tokenizer=tokenizer,
         end_ids=read_end_ids(metadata, hf_config["vocab_size"]),
         tensors=lambda: _read(path, family, hf_config, tensors),
@@ -135,7 +138,7 @@ def _open_parts(path: Path) -> list[tuple[Metadata, GGUFReader]]:
         CheckpointError: a part is not beside it.
     """
     opened = _open(path)
-    number, count = int(opened[0].get("split.no", 0)), int(opened[0].get("split.count", 1))
+    number, count = opened[0].get("split.no", 0), opened[0].get("split.count", 1)
     if count <= 1:
         return [opened]
     name = PART.fullmatch(path.name)
@@ -156,9 +159,15 @@ def _open_parts(path: Path) -> list[tuple[Metadata, GGUFReader]]:
 
 def _check_keys(metadata: Metadata, family: str) -> None:
     """Raise a CheckpointError that names a value of the architecture that is not read here and not neutral."""
+    known = READ | (READ_GEMMA if family == "gemma3" else {})
     for key in metadata.keys:
         name, value = key.removeprefix(f"{family}."), metadata.get(key)
-        if name == key or name in READ or (name in READ_GEMMA and family == "gemma3"):
+        if name == key or name in UNREAD:
+            continue
+        if name in known:
+            value = _one(metadata, key, value)
+            if not known[name].accepts(value):
+                raise CheckpointError(f"{metadata.path}: {key}: expected {known[name].expected}, got {value!r}")
             continue
         plain = not any(value) if isinstance(value, list) else not value
         if value not in NEUTRAL[name] if name in NEUTRAL else not plain:
@@ -173,16 +182,21 @@ def _one(metadata: Metadata, key: str, value: Any) -> Any:
     """
     if not isinstance(value, list):
         return value
-    if len(set(value)) != 1:
+    if not value or any(other != value[0] for other in value):
         raise CheckpointError(f"{metadata.path}: {key}: expected one value for all layers, got {value}")
     return value[0]
+
+
+def _value(metadata: Metadata, key: str, default: Any = None) -> Any:
+    """Return a value, or the default where the file has none; see `_one`."""
+    return _one(metadata, key, metadata.get(key, default))
 
 
 def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -> dict[str, Any]:
     """What config.json would hold."""
 
     def of(key: str, default: Any = None) -> Any:
-        return _one(metadata, f"{family}.{key}", metadata.get(f"{family}.{key}", default))
+        return _value(metadata, f"{family}.{key}", default)
 
     def needed(key: str) -> Any:
         return _one(metadata, f"{family}.{key}", metadata[f"{family}.{key}"])
@@ -252,8 +266,11 @@ def _gemma(config: dict[str, Any], window: int, local_base: float) -> dict[str, 
 def _rope_scaling(
     metadata: Metadata, family: str, head: int, tensors: dict[str, ReaderTensor]
 ) -> dict[str, Any] | None:
-    factor = metadata.get(f"{family}.rope.scaling.factor") or metadata.get(f"{family}.rope.scale_linear") or 1.0
-    kind = metadata.get(f"{family}.rope.scaling.type", "none" if factor == 1.0 else "linear")
+    def of(key: str, default: Any = None) -> Any:
+        return _value(metadata, f"{family}.rope.{key}", default)
+
+    factor = of("scaling.factor") or of("scale_linear") or 1.0
+    kind = of("scaling.type", "none" if factor == 1.0 else "linear")
     if ROPE_FACTORS in tensors:
         if kind != "none":
             raise CheckpointError(
@@ -265,8 +282,8 @@ def _rope_scaling(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        length = metadata[f"{family}.rope.scaling.original_context_length"]
-        ramp = {key: metadata.get(f"{family}.rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
+        length = of("scaling.original_context_length", metadata[f"{family}.rope.scaling.original_context_length"])
+        ramp = {key: of(f"scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
         ramp = {key: value for key, value in ramp.items() if value is not None}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length} | ramp
     raise CheckpointError(
@@ -283,7 +300,7 @@ def _llama3_scaling(metadata: Metadata, family: str, head: int, factors: np.ndar
     from aspd_jax.model.config import RopeConfig
     from aspd_jax.model.rope import rope_frequencies
 
-    theta, factor = float(metadata.get(f"{family}.rope.freq_base", 10000.0)), float(factors.max())
+    theta, factor = float(_value(metadata, f"{family}.rope.freq_base", 10000.0)), float(factors.max())
     scaled = rope_frequencies(RopeConfig(theta, "llama3", factor, LLAMA3_LENGTH), head)
     if not np.allclose(rope_frequencies(RopeConfig(theta), head) / factors, scaled, rtol=1e-4):
         raise CheckpointError(

@@ -9,6 +9,21 @@ import numpy as np
 from gguf import GGUFReader
 
 from aspd_jax.errors import CheckpointError
+from aspd_jax.formats.hf_config import FLAG, ID, IDS, SIZE, TEXT, Kind
+
+TEXTS = Kind("a list of strings", lambda v: isinstance(v, list) and all(isinstance(one, str) for one in v))
+NUMBERS = Kind("a list of numbers", lambda v: isinstance(v, list) and all(isinstance(one, (int, float)) for one in v))
+# Of values that do not belong to an architecture.
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("split.no", "split.count", "split.tensors.count"), SIZE),
+    **dict.fromkeys(("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"), TEXT),
+    **dict.fromkeys(("tokenizer.chat_template", "aspd.positions", "aspd.siblings"), TEXT),
+    **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), TEXTS),
+    **dict.fromkeys(("tokenizer.ggml.token_type", "tokenizer.ggml.scores"), NUMBERS),
+    **dict.fromkeys(("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"), FLAG),
+    "aspd.end_ids": Kind("a list of token ids", lambda v: isinstance(v, list) and IDS.accepts(v)),
+}
+TOKEN_ID = "_token_id"  # end of the keys of single tokens
 
 
 class Metadata:
@@ -29,9 +44,16 @@ class Metadata:
         if key not in self._fields:
             return default
         if key not in self._read:
-            value = self._fields[key].contents()
+            try:
+                value = self._fields[key].contents()
+            except ValueError as error:
+                raise CheckpointError(f"{self.path}: {key}: expected text in UTF-8, got {error}") from None
             # float32 in the file: the shortest number that it stands for, 1e-06 and not 9.999999974752427e-07
-            self._read[key] = float(str(np.float32(value))) if isinstance(value, float) else value
+            value = float(str(np.float32(value))) if isinstance(value, float) else value
+            kind = ID if key.endswith(TOKEN_ID) else KINDS.get(key)
+            if kind is not None and not kind.accepts(value):
+                raise CheckpointError(f"{self.path}: {key}: expected {kind.expected}, got {str(value)[:80]}")
+            self._read[key] = value
         return self._read[key]
 
     def __getitem__(self, key: str) -> Any:

@@ -45,6 +45,8 @@ SPLITTINGS = {
     "llama-bpe": Splitting(LLAMA3, whole_first=True),
     "tekken": Splitting(TEKKEN, whole_first=True),
     "qwen2": Splitting(QWEN2),
+    "deepseek-r1-qwen": Splitting(QWEN2),
+    **dict.fromkeys(("llama3", "llama-v3"), Splitting(LLAMA3, whole_first=True)),  # other names of llama-bpe
 }
 
 
@@ -62,7 +64,10 @@ def read_end_ids(metadata: Metadata, vocab_size: int) -> tuple[int, ...]:
     Raises:
         CheckpointError: an id is not in the vocabulary.
     """
-    if (own := metadata.get("aspd.end_ids")) is not None:  # of a file that was written here
+    own = metadata.get("aspd.end_ids")  # of a file that was written here
+    if own is not None:
+        if not all(0 <= number < vocab_size for number in own):
+            raise CheckpointError(f"{metadata.path}: aspd.end_ids: expected ids below {vocab_size}, got {own}")
         return tuple(own)
     keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom")]
     ids = {key: metadata.get(key) for key in keys if metadata.get(key) is not None}

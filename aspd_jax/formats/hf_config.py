@@ -6,6 +6,7 @@ A field is read, known to change nothing, or refused by name. No code from a che
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.side_files import read_object
 from aspd_jax.model.config import FAMILIES, OWN_FIELDS
 
+LARGEST_SIZE = 2**31 - 1  # sizes are int32 in programs
 COMPOSITE = {"gemma3": "gemma3_text"}  # families with an image part, and those of their text part
 
 
@@ -26,16 +28,19 @@ class Kind(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= -1
 
 
-COUNT = Kind("a whole number above 0", lambda v: isinstance(v, int) and not isinstance(v, bool) and v > 0)
-SIZE = Kind("a whole number, 0 or more", lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 0)
+COUNT = Kind("a whole number above 0", lambda v: SIZE.accepts(v) and v > 0)
+SIZE = Kind(
+    "a whole number, 0 or more", lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= LARGEST_SIZE
+)
 POSITIVE = Kind("a number above 0", lambda v: _is_number(v) and v > 0)
+NOT_NEGATIVE = Kind("a number, 0 or more", lambda v: _is_number(v) and v >= 0)
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))
 TEXT = Kind("a string", lambda v: isinstance(v, str))
 OBJECT = Kind("an object", lambda v: isinstance(v, Mapping))
@@ -108,10 +113,12 @@ NEUTRAL = frozenset(
         "dtype",
         "embd_pdrop",
         "finetuning_task",
+        "gradient_checkpointing",
         "hidden_dropout",
         "hidden_dropout_prob",
         "id2label",
         "initializer_range",
+        "is_decoder",
         "is_llama_config",
         "keys_to_ignore_at_inference",
         "label2id",
@@ -238,8 +245,9 @@ ROPE_NUMBERS = (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
     "attention_factor", "mscale", "mscale_all_dim", "rope_theta",
 )  # fmt: skip
-ROPE_NEUTRAL = ("finetuned", "original_max_position_embeddings")  # in scalings that do not read them
-ROPE_NEUTRAL_VALUES = {"partial_rotary_factor": 1, "factor": 1, "attn_factor": 1, "extrapolation_factor": 1}
+# In scalings that do not read them. `transformers` does not read `attn_factor`, which Qwen3 distillations carry.
+ROPE_NEUTRAL = ("finetuned", "original_max_position_embeddings", "attn_factor")
+ROPE_NEUTRAL_VALUES = {"partial_rotary_factor": 1, "factor": 1, "extrapolation_factor": 1}
 
 
 def read_config(file: Path) -> tuple[dict[str, Any], bool]:

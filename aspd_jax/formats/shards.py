@@ -49,17 +49,17 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
             "or give the base model and this folder as the adapter."
         )
     if (folder / SINGLE).exists():
-        return {name: Stored(folder / SINGLE, name) for name in _names(folder / SINGLE)}
+        return list_tensors(folder / SINGLE)
     if not (folder / INDEX).exists():
         hint = "; convert its .bin files to safetensors first" if list(folder.glob("*.bin")) else ""
         raise CheckpointError(f"{folder} holds no {SINGLE}{hint}")
     weight_map = _read_index(folder)
     found: dict[str, Stored] = {}
     for shard in sorted(set(weight_map.values())):
-        for name in _names(folder / shard):
+        for name, stored in list_tensors(folder / shard).items():
             # A tensor that the index does not name is read, as in `transformers`; one that it names elsewhere is stale.
             if weight_map.get(name, shard) == shard:
-                found[name] = Stored(folder / shard, name)
+                found[name] = stored
     if lost := sorted(set(weight_map) - set(found)):
         raise CheckpointError(
             f"{folder / INDEX} names {lost[0]} in {weight_map[lost[0]]}, which does not hold it. "
@@ -93,8 +93,8 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file}: expected safetensors, got a broken file ({error})") from None
 
 
-def _names(file: Path) -> list[str]:
-    """Return the names of a file's tensors.
+def list_tensors(file: Path) -> dict[str, Stored]:
+    """Return the place of every tensor of a file, by name.
 
     Raises:
         CheckpointError: it is no safetensors file, or one of its tensors has a dtype that is not supported.
@@ -109,7 +109,7 @@ def _names(file: Path) -> list[str]:
                     f"{file}: {name} has dtype {dtype}; supported are {', '.join(DTYPES)}. "
                     "Use a checkpoint that is not quantised."
                 )
-    return names
+    return {name: Stored(file, name) for name in names}
 
 
 def text_part(found: Mapping[str, Stored]) -> tuple[dict[str, Stored], int]:

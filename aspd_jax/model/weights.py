@@ -205,6 +205,8 @@ def load_parameters(
         if len(parts[path]) < awaited[path]:
             continue
         in_order = [part for _, part in sorted(parts.pop(path).items())]
+        if len({part.dtype for part in in_order}) > 1:
+            in_order = [part.astype(np.float32) for part in in_order]
         parameter = in_order[0] if len(in_order) == 1 else np.concatenate(in_order, axis=tensor.axis)
         if leaves[path].dtype == jnp.int8:
             parameter, scale = quantise(parameter, input_axes(path))
