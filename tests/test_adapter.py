@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -160,7 +161,19 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
         (lambda folder: changed(folder, use_dora=True), "use_dora: expected None or False or .*, got True"),
         (lambda folder: changed(folder, trainable_token_indices=None), r"trainable_token_indices: expected token ids"),
         (lambda folder: without(folder, "lora_B"), "without its lora_B"),
-        (lambda folder: (folder / WEIGHTS).write_bytes(b"0" * 100), "adapter: "),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b"0" * 100), f"{WEIGHTS}: expected safetensors, got a broken"),
+        (lambda folder: (folder / WEIGHTS).write_bytes(b""), f"{WEIGHTS}: expected safetensors, got an empty file"),
+        (lambda folder: (folder / CONFIG).write_text("version https://git-lfs.github.com/spec/v1"), "Git LFS pointer"),
+        (lambda folder: (folder / "aspd.json").write_text("[]"), "aspd.json: expected a JSON object, got list"),
+        (lambda folder: (folder / "aspd.json").write_text('{"layers": 3}'), "aspd.json: expected .*, got layers 3"),
+        (lambda folder: changed(folder, use_rslora="false"), "use_rslora: expected true or false, got 'false'"),
+        (
+            lambda folder: changed(folder, lora_alpha=float("nan")),
+            "lora_alpha of .*: expected a number above 0, got nan",
+        ),
+        (lambda folder: changed(folder, r=0), "r of .*: expected a number above 0, got 0"),
+        (lambda folder: stored_as(folder, ml_dtypes.float8_e4m3fn), "has dtype F8_E4M3; supported are"),
+        (lambda folder: stored_as(folder, np.int8), "has dtype I8; supported are"),
     ],
 )
 def test_what_is_wrong_with_a_folder_is_named(edit: Any, message: str, tmp_path: Path) -> None:
@@ -174,6 +187,11 @@ def test_what_is_wrong_with_a_folder_is_named(edit: Any, message: str, tmp_path:
 def changed(folder: Path, **values: Any) -> None:
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(config | values))
+
+
+def stored_as(folder: Path, dtype: Any) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name: tensor.astype(dtype) for name, tensor in tensors.items()}, folder / WEIGHTS)
 
 
 def without(folder: Path, part: str) -> None:
@@ -204,6 +222,7 @@ NEUTRAL: dict[str, Any] = {
     **{"init_lora_weights": "gaussian", "modules_to_save": [], "layers_to_transform": [0], "layers_pattern": "layers"},
     **{"revision": "main", "auto_mapping": {"base_model_class": "X"}, "peft_version": "9.9", "exclude_modules": ["x"]},
     **{"eva_config": {"rho": 2.0}, "loftq_config": {}, "qalora_group_size": 16, "megatron_core": "megatron.core"},
+    **{"lora_dtype": "bfloat16", "lorap_emb_lr": 1e-6},
     **{"inference_mode": False, "lora_dropout": 0.1, "some_later_field": None, "another_one": False},
 }
 

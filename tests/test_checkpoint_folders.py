@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -16,9 +17,10 @@ from safetensors.numpy import load_file, save_file
 from aspd_jax import load_model, save_model
 from aspd_jax.errors import CheckpointError, RequestError
 from aspd_jax.formats import open_tokenizer
-from aspd_jax.formats.hf_config import check_fields
+from aspd_jax.formats.hf_config import check_fields, make_config
 from aspd_jax.formats.shards import read_tensors
 from aspd_jax.layout import HIDDEN
+from aspd_jax.model.config import from_hugging_face
 from infer import Engine, SamplingParams
 from tests.conftest import seeded_tensors, tiny_config, write_checkpoint
 from tests.make_parity import CASES, GEMMA3, QWEN2
@@ -76,8 +78,10 @@ def test_real_fields_that_change_nothing(name: str, tmp_path: Path) -> None:
         "attention_dropout": 0.1,
         "cache_implementation": "hybrid",
         "dtype": "bfloat16",
+        "gradient_checkpointing": True,
         "id2label": {"0": "LABEL_0"},
         "initializer_range": 0.02,
+        "is_decoder": True,
         "is_llama_config": True,
         "logits_scaling": 1.0,
         "pretraining_tp": 1,
@@ -120,6 +124,8 @@ def test_real_fields_that_change_nothing(name: str, tmp_path: Path) -> None:
         (tiny_config(rope_scaling={"rope_type": "llama3", "factor": 2.0}), "llama3 scaling needs low_freq_factor"),
         (tiny_config(rope_parameters={"rope_type": "longrope", "short_factor": [1.0]}), "'longrope'"),
         (tiny_config(hidden_size="32"), "hidden_size: expected a whole number above 0, got '32'"),
+        (tiny_config(hidden_size=2**40), "hidden_size: expected a whole number above 0, got 1099511627776"),
+        (tiny_config(rms_norm_eps=float("inf")), "rms_norm_eps: expected a number above 0, got inf"),
         (tiny_config(tie_word_embeddings=0), "tie_word_embeddings: expected true or false"),
         (tiny_config(model_type="llama4"), "model_type 'llama4'"),
         (tiny_config(model_type=["llama"]), "model_type"),
@@ -245,6 +251,26 @@ def test_a_folder_with_a_model_and_an_adapter_is_refused(tmp_path: Path) -> None
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(CheckpointError, match="holds a whole model and an adapter"):
         load_model(tmp_path)
+
+
+def test_a_yarn_field_that_transformers_does_not_read_changes_nothing() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    configs = [tiny_config(rope_scaling=values) for values in (scaling, scaling | {"attn_factor": 0.878})]
+    for config in configs:
+        check_fields("config.json", config)
+    plain, other = (from_hugging_face(make_config(config, "config.json"), "float32") for config in configs)
+    assert plain == other
+
+
+def test_tensors_may_have_different_dtypes(tmp_path: Path) -> None:
+    """Queries, keys and values are one parameter here."""
+    config = tiny_config()
+    kinds = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+    tensors = {name: t.astype(kinds[n % 4]) for n, (name, t) in enumerate(seeded_tensors(config).items())}
+    mixed = load_model(write_checkpoint(tmp_path / "mixed", config, tensors=tensors))
+    rounded = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    plain = load_model(write_checkpoint(tmp_path / "plain", config, tensors=rounded))
+    assert jax.tree.all(jax.tree.map(np.array_equal, mixed.params, plain.params))
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int8])

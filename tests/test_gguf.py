@@ -261,6 +261,28 @@ def test_a_value_that_nothing_reads_is_refused(key: str, value: Any, plain_file:
         open_checkpoint(with_keys(plain_file, tmp_path / "a.gguf", **{f"llama.{key}": value}))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("llama.embedding_length", "32", "a whole number above 0, got '32'"),
+        ("llama.attention.head_count", 0, "a whole number above 0, got 0"),
+        ("llama.block_count", 2.0, "a whole number above 0, got 2.0"),
+        ("llama.attention.layer_norm_rms_epsilon", float("nan"), "a number above 0, got nan"),
+        ("llama.rope.freq_base", -1.0, "a number above 0, got -1.0"),
+        ("llama.rope.scaling.factor", "x", "a number, 0 or more, got 'x'"),
+        ("split.count", "three", "a whole number, 0 or more, got three"),
+        ("tokenizer.ggml.eos_token_id", "x", "a token id, got x"),
+        ("tokenizer.ggml.model", 3, "a string, got 3"),
+        ("aspd.end_ids", [999], r"ids below 64, got \[999\]"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(
+    key: str, value: Any, expected: str, plain_file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"{key}: expected {expected}"):
+        open_checkpoint(with_keys(plain_file, tmp_path / "a.gguf", **{key: value}))
+
+
 def test_neutral_values_change_nothing(plain_file: Path, tmp_path: Path) -> None:
     keys = {"logit_scale": 1.0, "expert_count": 0, "attention.causal": True, "use_parallel_residual": False}
     keys |= {"attention.head_count_kv": [2, 2], "rope.scaling.attn_factor": 1.0, "attention.scale": 0.0}
