@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from transformers import AutoConfig
 
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
@@ -21,6 +20,7 @@ from aspd_jax.formats import open_checkpoint
 from aspd_jax.formats.adapter import HEAD, Adapter, Factors, Rows, open_adapter, write_adapter
 from aspd_jax.formats.folder import write_settings, write_tensors
 from aspd_jax.formats.gguf_writer import write_gguf
+from aspd_jax.formats.hf_config import make_config
 from aspd_jax.layout import Layout
 from aspd_jax.model.adapters import adapter_parameters, adapter_tensors, merge_adapters
 from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face, padded
@@ -232,7 +232,7 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
     target, kept = Path(path), dtype or lm.config.dtype
     tensors = tensors_from(lm.config, merge_adapters(lm.config, lm.params), dtype)
     if target.suffix == ".gguf":
-        hf = AutoConfig.for_model(**{key: value for key, value in hf_config.items() if key != "aspd"})
+        hf = make_config({key: value for key, value in hf_config.items() if key != "aspd"}, str(target))
         write_gguf(target, hf, lm.tokenizer, lm.end_ids, tensors, kept, aspd, lm.config.unused_tokens)
         return
     named = () if lm.tokenizer is None else sorted(lm.tokenizer.get_vocab().values())

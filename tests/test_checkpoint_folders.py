@@ -317,6 +317,22 @@ def test_a_tokenizer_needs_its_vocabulary(tmp_path: Path) -> None:
         load_model(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [
+        ("chat_template", 3, "got int"),
+        ("chat_template", [{"name": "default"}], "got list"),
+        ("model_max_length", "long", "got 'long'"),
+        ("tokenizer_class", 3, "got 3"),
+    ],
+)
+def test_settings_of_a_tokenizer_are_checked(name: str, value: Any, got: str, tmp_path: Path) -> None:
+    file = with_tokenizer(tmp_path) / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    with pytest.raises(CheckpointError, match=f"tokenizer_config.json: {name}: expected .*{got}"):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize("prefixes", [("language_model.model.", ""), ("model.language_model.", "model.")])
 def test_the_text_part_of_a_model_that_reads_images(
     prefixes: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -64,3 +64,14 @@ def test_an_export_keeps_every_field(name: str, way: str, tmp_path: Path) -> Non
     assert ours.chat_template == theirs.chat_template == "{{ messages }}"
     for text in ("Some <|x|> words: 3.", "a\n\nb"):
         assert ours.encode(text) == theirs.encode(text)
+
+
+def test_named_special_tokens_and_an_empty_template_come_back(tmp_path: Path) -> None:
+    file = source(tmp_path / "source", "TokenizersBackend") / "tokenizer_config.json"
+    (file.parent / "chat_template.jinja").unlink()
+    own = {"extra_special_tokens": {"image_token": "<|x|>"}, "chat_template": ""}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    save_model(load_model(file.parent), tmp_path / "export")
+    assert read(tmp_path / "export", file.name)["extra_special_tokens"] == own["extra_special_tokens"]
+    back = load_model(tmp_path / "export").tokenizer
+    assert back.image_token == "<|x|>" and not back.chat_template

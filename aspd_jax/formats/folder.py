@@ -146,6 +146,8 @@ def write_tokenizer(folder: Path, tokenizer: Any) -> None:
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if named := config.pop("model_specific_special_tokens", None):
+        config["extra_special_tokens"] = named
     file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 

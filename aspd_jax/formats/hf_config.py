@@ -6,6 +6,7 @@ A field is read, known to change nothing, or refused by name. No code from a che
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -272,7 +273,8 @@ def make_config(config: Mapping[str, Any], source: str) -> Any:
     """
     known = COMMON | READ[config["model_type"]]
     try:
-        return AutoConfig.for_model(**{name: value for name, value in config.items() if name in known})
+        # `transformers` writes into the objects that it is given.
+        return AutoConfig.for_model(**{name: deepcopy(value) for name, value in config.items() if name in known})
     except Exception as error:  # its validation has exceptions of its own
         raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
 

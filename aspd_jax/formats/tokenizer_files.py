@@ -49,6 +49,7 @@ def read_tokenizer(folder: Path) -> Any:
     except Exception as error:  # the `tokenizers` library has no class of its own for what it cannot read
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{folder / vocabularies[0]}: expected a tokenizer, got a broken one: {reason}") from None
+    tokenizer.chat_template = tokenizer.chat_template or None
     _check_template(folder, tokenizer)
     return tokenizer
 
@@ -57,14 +58,24 @@ def _check_settings(file: Path, settings: dict[str, Any]) -> None:
     name = settings.get("tokenizer_class")
     if name is not None and not isinstance(name, str):
         raise CheckpointError(f"{file}: tokenizer_class: expected a string, got {name!r}")
-    if settings.get("auto_map") and name is not None and tokenizer_class_from_name(name) is None:
+    if settings.get("auto_map") and (name is None or tokenizer_class_from_name(name) is None):
         raise CheckpointError(
             f"{file}: tokenizer_class {name!r} needs code from the checkpoint (auto_map), which is never run. "
             "Use a checkpoint whose tokenizer is one of transformers' classes."
         )
     template = settings.get("chat_template")
-    if template is not None and not isinstance(template, (str, list)):
-        raise CheckpointError(f"{file}: chat_template: expected a string, got {type(template).__name__}")
+    named = template if isinstance(template, list) else []
+    whole = all(
+        isinstance(one, dict) and all(isinstance(one.get(k), str) for k in ("name", "template")) for one in named
+    )
+    if template is not None and not (isinstance(template, (str, list)) and whole):
+        raise CheckpointError(
+            f"{file}: chat_template: expected a string or a list of objects with name and template, "
+            f"got {type(template).__name__}"
+        )
+    length = settings.get("model_max_length")
+    if length is not None and not (isinstance(length, (int, float)) and length > 0):
+        raise CheckpointError(f"{file}: model_max_length: expected a number above 0, got {length!r}")
 
 
 def _check_template(folder: Path, tokenizer: Any) -> None:
