@@ -15,11 +15,13 @@ from transformers import PreTrainedTokenizerFast
 import aspd
 from aspd_jax import LanguageModel, load_model, save_model
 from aspd_jax.errors import CheckpointError
-from aspd_jax.formats import find_model
+from aspd_jax.formats import find_model, open_checkpoint
 from aspd_jax.formats.gguf_tokenizer import SPLITTINGS, pre_tokenizer
+from aspd_jax.formats.gguf_writer import PROBE
 from tests.conftest import tiny_config, write_checkpoint
 from tests.make_parity import QWEN2
 from tests.test_adapter import as_if_trained, base_folder, logits
+from tests.test_gguf import with_keys
 from tests.test_tokens import byte_level, sentencepiece_like
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -88,6 +90,13 @@ def test_bfloat16_and_adapters(tmp_path: Path) -> None:
 def test_known_cuts_have_their_name(name: str, tmp_path: Path) -> None:
     save_model(load_model(base(tmp_path / "base", CASES["tied"], gguf_ready(name))), tmp_path / "model.gguf")
     assert GGUFReader(tmp_path / "model.gguf").fields["tokenizer.ggml.pre"].contents() == name
+
+
+def test_a_splitting_may_have_another_name(tmp_path: Path) -> None:
+    save_model(load_model(base(tmp_path / "base", CASES["tied"], gguf_ready("qwen2"))), tmp_path / "model.gguf")
+    file = with_keys(tmp_path / "model.gguf", tmp_path / "other.gguf", **{"tokenizer.ggml.pre": "deepseek-r1-qwen"})
+    known, other = (open_checkpoint(path).tokenizer for path in (tmp_path / "model.gguf", file))
+    assert known(PROBE)["input_ids"] == other(PROBE)["input_ids"]
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -45,9 +45,8 @@ SPLITTINGS = {
     "llama-bpe": Splitting(LLAMA3, whole_first=True),
     "tekken": Splitting(TEKKEN, whole_first=True),
     "qwen2": Splitting(QWEN2),
-    "deepseek-r1-qwen": Splitting(QWEN2),
-    **dict.fromkeys(("llama3", "llama-v3"), Splitting(LLAMA3, whole_first=True)),  # other names of llama-bpe
 }
+ALIASES = {"deepseek-r1-qwen": "qwen2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}  # of splittings
 
 
 # Control tokens that end an answer by their text, as in llama.cpp.
@@ -132,6 +131,7 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     """Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM), from its merges."""
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    name = ALIASES.get(name, name)
     if name not in SPLITTINGS:
         raise CheckpointError(
             f"{metadata.path}: tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(SPLITTINGS)}"

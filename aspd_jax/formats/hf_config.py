@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import AutoConfig
 
 from aspd_jax.errors import CheckpointError
@@ -18,6 +18,7 @@ from aspd_jax.formats.side_files import read_object
 from aspd_jax.model.config import FAMILIES, OWN_FIELDS
 
 LARGEST_SIZE = 2**31 - 1  # sizes are int32 in programs
+LARGEST = float(np.finfo(np.float32).max)
 COMPOSITE = {"gemma3": "gemma3_text"}  # families with an image part, and those of their text part
 
 
@@ -29,17 +30,17 @@ class Kind(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= -1
 
 
-COUNT = Kind("a whole number above 0", lambda v: SIZE.accepts(v) and v > 0)
 SIZE = Kind(
     "a whole number, 0 or more", lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= LARGEST_SIZE
 )
+COUNT = Kind("a whole number above 0", lambda v: SIZE.accepts(v) and v > 0)
 POSITIVE = Kind("a number above 0", lambda v: _is_number(v) and v > 0)
 NOT_NEGATIVE = Kind("a number, 0 or more", lambda v: _is_number(v) and v >= 0)
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))
