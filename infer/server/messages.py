@@ -125,6 +125,8 @@ class Part(Strict):
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind in PART_KINDS:
             raise fault(f"{PART_KINDS[kind]} parts are not supported")
+        if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
+            raise fault(f"expected 'text', 'input_text' or 'output_text', got {spell(kind)}", "type")
         return data
 
 
@@ -195,6 +197,7 @@ class Common(Strict):
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     aspd: Aspd = Aspd()
 
     @model_validator(mode="after")
@@ -327,6 +330,8 @@ class ChatRequest(Completion):
 
     neutral = Common.neutral | {
         "add_special_tokens": Neutral((False,)),
+        "max_tokens": Neutral((-1,)),  # no limit, as clients of local servers ask for it
+        "max_completion_tokens": Neutral((-1,)),
         "echo": Neutral((False,)),
         "top_logprobs": Neutral((0,)),
     }
@@ -369,6 +374,7 @@ class CompletionRequest(Completion):
 
     neutral = Common.neutral | {
         "add_special_tokens": Neutral((True,)),
+        "chat_template_kwargs": Neutral(kinds=(dict,)),  # prompts have no template
         "logprobs": Neutral((False,)),
         "suffix": Neutral(("",), reason="text between a prompt and a suffix is not supported"),
     }
