@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from transformers.utils.chat_template_utils import render_jinja_template
+
 from aspd_jax.errors import ConversationError
 from aspd_jax.tokens import TAGS, TextCodec
 
@@ -202,7 +204,8 @@ class Chat:
 
 
 def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
-    own = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    renderers = (type(tokenizer).apply_chat_template, render_jinja_template)
+    own = {"messages", *tokenizer.special_tokens_map}.union(*(inspect.signature(one).parameters for one in renderers))
     for name, value in variables.items():
         where = f"chat_template_kwargs.{name}"
         if name in own:

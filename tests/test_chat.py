@@ -177,6 +177,6 @@ def test_variables_are_rendered_as_transformers_renders_them(value: Any) -> None
     if isinstance(value, str) and "<|end|>" in value:  # text is text
         (plain,), _ = encode_history(other, codec.text, (other.eos_token_id,), messages, variables={"mood": ""})
         assert ids.count(other.eos_token_id) == plain.count(other.eos_token_id)
-    for name in ("tokenize", "conversation", "messages", "chat_template", "tools", "documents", "eos_token"):
+    for name in ("tokenize", "self", "conversations", "messages", "chat_template", "tools", "eos_token"):
         with pytest.raises(ConversationError, match=rf"^chat_template_kwargs\.{name}: expected a variable"):
             encode_history(other, codec.text, (other.eos_token_id,), messages, variables={name: value})
