@@ -256,7 +256,7 @@ class _Server:
             try:
                 for choice in range(body.candidates):
                     params = self._params(body, choice)
-                    variables = body.chat_template_kwargs
+                    variables = body.template_variables
                     jobs.append(self._engine.check(prompt, params, body.aspd.mode, adapter, continues, variables))
             except RequestError as error:
                 raise RequestError(f"prompt[{number}]: {error}" if len(prompts) > 1 else str(error)) from None

@@ -197,7 +197,6 @@ class Common(Strict):
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     aspd: Aspd = Aspd()
 
     @model_validator(mode="after")
@@ -231,6 +230,11 @@ class Common(Strict):
     def with_growing_usage(self) -> bool:
         """Whether every chunk of a stream has the usage so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template, for messages."""
+        return {}
 
     @property
     def choices(self) -> int:
@@ -338,6 +342,7 @@ class ChatRequest(Completion):
     messages: Annotated[list[Message], Field(min_length=1)]
     continue_final_message: StrictBool = False
     add_generation_prompt: StrictBool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Limit | None = None
     logprobs: StrictBool | None = False
     top_logprobs: TopLogprobs | None = None
@@ -351,6 +356,11 @@ class ChatRequest(Completion):
             beside = str(self.continue_final_message).lower()
             raise fault(f"expected {expected} beside continue_final_message: {beside}", "add_generation_prompt")
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """As in `Common`."""
+        return self.chat_template_kwargs
 
     @model_validator(mode="after")
     def _alternatives_of_logprobs(self) -> Self:
