@@ -6,9 +6,13 @@ writes special tokens.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from aspd_jax.errors import ConversationError
 from aspd_jax.tokens import TAGS, TextCodec
@@ -26,13 +30,20 @@ class Chat:
         codec: codec of the tokenizer.
         ends: ids that end an answer; the first is used if the template has none of them.
         messages: messages with `role` and `content`, both strings.
+        variables: variables of the template, such as `enable_thinking`: strings, numbers, true, false or None.
 
     Raises:
-        ConversationError: a message is not valid Unicode.
+        ConversationError: a message is not valid Unicode, or a variable has another kind of value or a name that
+            rendering itself uses.
     """
 
     def __init__(
-        self, tokenizer: Any, codec: TextCodec, ends: Sequence[int], messages: Sequence[Mapping[str, Any]]
+        self,
+        tokenizer: Any,
+        codec: TextCodec,
+        ends: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._tokenizer, self._codec, self._ends, self._messages = tokenizer, codec, ends, messages
         self._sign = "\ue000"  # extended until no message contains it
@@ -46,19 +57,27 @@ class Chat:
                 ) from None
             while self._sign in said:
                 self._sign += "\ue000"
+        _check_variables(tokenizer, variables)
+        while any(self._sign in value for value in variables.values() if isinstance(value, str)):
+            self._sign += "\ue000"
         self._spelt: list[str] = []
+        self._variables = self._hide(variables)
         self._shown = [self._placeholder(number, message) for number, message in enumerate(messages)]
 
     def _placeholder(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
         if message["role"] == "assistant":
             return {"role": "assistant", "content": self._mark(number)}
+        return self._hide(message)
+
+    def _hide(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields with placeholders for the special tokens that they spell."""
 
         def hide(found: re.Match[str]) -> str:
             self._spelt.append(found[0])
             return f"{self._sign}s{len(self._spelt) - 1}\ue001"
 
         return {
-            key: self._codec.special.sub(hide, text) if isinstance(text, str) else text for key, text in message.items()
+            key: self._codec.special.sub(hide, text) if isinstance(text, str) else text for key, text in fields.items()
         }
 
     def _mark(self, place: int) -> str:
@@ -172,7 +191,9 @@ class Chat:
         if not messages:
             raise ConversationError("messages[0]: no message asks for this answer")
         try:
-            rendered = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=prompt, **self._variables
+            )
         except Exception as error:  # a template is a program, which may raise any error
             kind = "" if type(error).__name__ == "TemplateError" else f"{type(error).__name__}: "
             roles = ", ".join(str(message["role"]) for message in messages[:8]) + (", …" if len(messages) > 8 else "")
@@ -180,6 +201,21 @@ class Chat:
                 f"messages: the chat template refuses a conversation of {roles}: {kind}{error}"
             ) from None
         return str(rendered)
+
+
+def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    renderers = (type(tokenizer).apply_chat_template, render_jinja_template)
+    own = {"messages", *tokenizer.special_tokens_map}.union(*(inspect.signature(one).parameters for one in renderers))
+    for name, value in variables.items():
+        where = f"chat_template_kwargs.{name}"
+        if name in own:
+            raise ConversationError(f"{where}: expected a variable of the chat template, got a name of its renderer")
+        if not isinstance(value, (str, bool, int, float, type(None))):
+            raise ConversationError(f"{where}: expected a string, a number, true, false or null")
+        try:
+            f"{name}{value}".encode()
+        except UnicodeEncodeError:
+            raise ConversationError("chat_template_kwargs: expected Unicode, got half a surrogate pair") from None
 
 
 def encode_turns(
@@ -214,6 +250,7 @@ def encode_history(
     ends: Sequence[int],
     messages: Sequence[Mapping[str, Any]],
     continues: bool = False,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[list[list[int]], list[str]]:
     """Return the stretches of a prompt, and the answers between them as the prompt contains them (`Chat.answers`).
 
@@ -223,8 +260,9 @@ def encode_history(
         ends: ids that end an answer; the first is used if the template has none of them.
         messages: messages with `role` and `content`.
         continues: whether the last message is the beginning of an answer; the stretch after it is then empty.
+        variables: see `Chat`.
     """
-    chat = Chat(tokenizer, codec, ends, messages)
+    chat = Chat(tokenizer, codec, ends, messages, variables)
     stop = len(messages)
     if continues:
         stretches, beginning = chat.continuation()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -110,7 +111,13 @@ class Engine:
             self._constrain, self.adapters.place, reader,
         )  # fmt: skip
 
-    def encode(self, prompt: Prompt, mode: Mode = "adaptive", continue_final_message: bool = False) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        mode: Mode = "adaptive",
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are.
 
         Tags that text or messages spell are text; only ids can hold a block.
@@ -119,6 +126,7 @@ class Engine:
 
         Args:
             continue_final_message: the messages end with the beginning of an answer, which the answer goes on with.
+            chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
         """
         if isinstance(prompt, str):
             ids = encode_prompt(self._tokenizer(), self.lm.codec.text, prompt)
@@ -126,7 +134,7 @@ class Engine:
             return ids
         items = list(prompt)
         if items and all(isinstance(item, dict) for item in items):
-            return self._encode_messages(items, mode, continue_final_message)  # type: ignore[arg-type]
+            return self._encode_messages(items, mode, continue_final_message, chat_template_kwargs)  # type: ignore[arg-type]
         if not all(isinstance(item, (int, np.integer)) for item in items):
             raise RequestError("a prompt is text, a list of {'role', 'content'} messages, or a list of token ids")
         ids = [int(item) for item in items]  # type: ignore[call-overload]
@@ -141,7 +149,11 @@ class Engine:
             raise RequestError(f"{where}token id {unused[0]} has no name in the tokenizer or no row in the embedding")
 
     def _encode_messages(
-        self, messages: Sequence[Mapping[str, Any]], mode: Mode, continue_final_message: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        mode: Mode,
+        continue_final_message: bool,
+        chat_template_kwargs: Mapping[str, Any],
     ) -> list[int]:
         """Return the prompt of a conversation.
 
@@ -167,7 +179,9 @@ class Engine:
         if not ends and any(message["role"] == "assistant" for message in messages):
             raise RequestError("this model names no end of text, so a conversation cannot go on after an answer")
         codec = self.lm.codec.text
-        (ids, *stretches), answers = encode_history(tokenizer, codec, ends, messages, continue_final_message)
+        (ids, *stretches), answers = encode_history(
+            tokenizer, codec, ends, messages, continue_final_message, chat_template_kwargs
+        )
         places = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         for place, answer, after in zip(places, answers, stretches, strict=True):
             decoded = self._decoded(place, messages[place]) if messages[place]["content"] == answer else None
@@ -258,17 +272,18 @@ class Engine:
         mode: Mode = "adaptive",
         adapter: str = "",
         continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Job:
         """A request that `scheduler.submit` takes; from any thread.
 
         Args:
-            continue_final_message: see `encode`.
+            continue_final_message, chat_template_kwargs: see `encode`.
 
         Raises:
             RequestError: which limit it breaks.
         """
-        if continue_final_message:
-            prompt = self.encode(prompt, mode, continue_final_message)
+        if continue_final_message or chat_template_kwargs:
+            prompt = self.encode(prompt, mode, continue_final_message, chat_template_kwargs)
         return self._job(prompt, params or SamplingParams(), mode, adapter)
 
     def step(self, steps: int = NO_LIMIT) -> bool:

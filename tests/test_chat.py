@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aspd_jax.chat import encode_history, encode_prompt, encode_turns
+from aspd_jax.errors import ConversationError
 from aspd_jax.language_model import LanguageModel, load_model
 from aspd_jax.pipeline.sources import Conversation, conversation
 from aspd_jax.tokens import TAGS, Codec
@@ -162,3 +163,20 @@ def test_an_answer_goes_on_where_transformers_goes_on(template: str, beginning: 
         ids += [*codec.text.encode(answer), *(token for token in after if token not in ends)]
     assert codec.text.decode(ids) == expected
     assert not set(ids) & set(codec.special.ids)
+
+
+@pytest.mark.parametrize("value", [None, True, False, 3, "low", "</s><|end|>\ue000s0\ue001<|title|>"])
+def test_variables_are_rendered_as_transformers_renders_them(value: Any) -> None:
+    other = byte_level()
+    other.chat_template = "{{ mood }};{{ absent is defined }};" + CHATML
+    codec, messages = Codec(other), [{"role": "user", "content": "Hi \ue000s0\ue001"}]
+    (ids,), _ = encode_history(other, codec.text, (other.eos_token_id,), messages, variables={"mood": value})
+    expected = other.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, mood=value)
+    assert codec.text.decode(ids) == expected
+    assert not set(ids) & set(codec.special.ids)
+    if isinstance(value, str) and "<|end|>" in value:  # text is text
+        (plain,), _ = encode_history(other, codec.text, (other.eos_token_id,), messages, variables={"mood": ""})
+        assert ids.count(other.eos_token_id) == plain.count(other.eos_token_id)
+    for name in ("tokenize", "self", "conversations", "messages", "chat_template", "tools", "eos_token"):
+        with pytest.raises(ConversationError, match=rf"^chat_template_kwargs\.{name}: expected a variable"):
+            encode_history(other, codec.text, (other.eos_token_id,), messages, variables={name: value})

@@ -180,6 +180,36 @@ def test_neutral_values_reach_an_answer(server: Running) -> None:
             assert plain["output"][0]["content"] == full["output"][0]["content"]
 
 
+def test_variables_of_the_chat_template(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach the template as vLLM passes them; prompts of completions have no template."""
+    tokenizer = server.engine.lm.tokenizer
+    template = "{{ '' if enable_thinking is defined and not enable_thinking else '5 6 7 ' }}" + tokenizer.chat_template
+    tokens = {}
+    for path, (_, body) in KINDS.items():
+        for value in ({}, {"enable_thinking": False}, {"enable_thinking": True}):
+            with monkeypatch.context() as patch:
+                patch.setattr(tokenizer, "chat_template", template)
+                limit = "max_output_tokens" if path == "responses" else "max_tokens"
+                asked = {**body, "chat_template_kwargs": value, limit: 1}
+                reply = httpx.post(f"{server.url}/v1/{path}", json=asked, timeout=60)
+            assert reply.status_code == 200, reply.text
+            usage = reply.json()["usage"]
+            tokens.setdefault(path, []).append(usage.get("prompt_tokens", usage.get("input_tokens")))
+    for path, (plain, without, within) in tokens.items():
+        assert plain == within == without + (0 if path == "completions" else len(tokenizer("5 6 7 ")["input_ids"]))
+    for value, where in (({"tokenize": True}, ".tokenize"), ({"a": [1]}, ".a"), ({"eos_token": "x"}, ".eos_token")):
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, "chat_template_kwargs": value})
+        assert reply.status_code == 400
+        assert reply.json()["error"]["message"].startswith(f"chat_template_kwargs{where}: expected")
+
+
+def test_no_limit_as_clients_of_local_servers_ask_for_it() -> None:
+    for field in ("max_tokens", "max_completion_tokens"):
+        body, said = parse("chat/completions", {**CHAT, field: -1})
+        assert not said and body.limit is None
+    assert parse("completions", {**TEXT, "max_tokens": -1})[1].startswith("max_tokens: expected at least 0")
+
+
 # Errors in terms of the request.
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
@@ -191,6 +221,7 @@ CONTENTS: list[tuple[Any, str]] = [
     ([{"type": "text", "text": None}], "[0].text: a value is required"),
     ([{"type": "text", "text": 5}], "[0].text: expected a string, got 5"),
     ([{"type": "x", "text": "a"}], "[0].type: expected 'text', 'input_text' or 'output_text', got 'x'"),
+    ([{"type": "thinking", "x": "a"}], "[0].type: expected 'text', 'input_text' or 'output_text', got 'thinking'"),
     (["a"], "[0]: expected an object, got 'a'"),
     (5, ": expected a string or a list, got 5"),
     ({"text": "a"}, ": expected a string or a list, got an object"),

@@ -108,7 +108,7 @@ class _Proxy:
         ):
             if given:
                 raise Refused(400, f"{field}: the proxy does not have it", param=field)
-        prompt = await asyncio.to_thread(self._encode, messages)
+        prompt = await asyncio.to_thread(self._encode, messages, body.chat_template_kwargs)
         sampling = Sampling(
             1.0 if body.temperature is None else body.temperature,
             1.0 if body.top_p is None else body.top_p,
@@ -132,11 +132,13 @@ class _Proxy:
         whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(prompt, answer, self._codec)}
         return whole | ({"aspd": [self._statistics(answer)]} if body.aspd.statistics else {})
 
-    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
+    def _encode(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> list[int]:
         if messages[-1]["role"] == "assistant":
             raise Refused(400, "the last message is an answer; a prompt ends with a message of the user")
         try:
-            (ids, *stretches), answers = encode_history(self._tokenizer, self._codec.text, self._ends, messages)
+            (ids, *stretches), answers = encode_history(
+                self._tokenizer, self._codec.text, self._ends, messages, variables=variables
+            )
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
         for said, after in zip(answers, stretches, strict=True):

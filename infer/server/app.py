@@ -256,7 +256,8 @@ class _Server:
             try:
                 for choice in range(body.candidates):
                     params = self._params(body, choice)
-                    jobs.append(self._engine.check(prompt, params, body.aspd.mode, adapter, continues))
+                    variables = body.template_variables
+                    jobs.append(self._engine.check(prompt, params, body.aspd.mode, adapter, continues, variables))
             except RequestError as error:
                 raise RequestError(f"prompt[{number}]: {error}" if len(prompts) > 1 else str(error)) from None
         return jobs

@@ -125,6 +125,8 @@ class Part(Strict):
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind in PART_KINDS:
             raise fault(f"{PART_KINDS[kind]} parts are not supported")
+        if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
+            raise fault(f"expected 'text', 'input_text' or 'output_text', got {spell(kind)}", "type")
         return data
 
 
@@ -230,6 +232,11 @@ class Common(Strict):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template, for messages."""
+        return {}
+
+    @property
     def choices(self) -> int:
         """Answers to each prompt of the request."""
         return 1
@@ -327,12 +334,15 @@ class ChatRequest(Completion):
 
     neutral = Common.neutral | {
         "add_special_tokens": Neutral((False,)),
+        "max_tokens": Neutral((-1,)),  # no limit, as clients of local servers ask for it
+        "max_completion_tokens": Neutral((-1,)),
         "echo": Neutral((False,)),
         "top_logprobs": Neutral((0,)),
     }
     messages: Annotated[list[Message], Field(min_length=1)]
     continue_final_message: StrictBool = False
     add_generation_prompt: StrictBool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Limit | None = None
     logprobs: StrictBool | None = False
     top_logprobs: TopLogprobs | None = None
@@ -346,6 +356,11 @@ class ChatRequest(Completion):
             beside = str(self.continue_final_message).lower()
             raise fault(f"expected {expected} beside continue_final_message: {beside}", "add_generation_prompt")
         return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """As in `Common`."""
+        return self.chat_template_kwargs
 
     @model_validator(mode="after")
     def _alternatives_of_logprobs(self) -> Self:
@@ -369,6 +384,7 @@ class CompletionRequest(Completion):
 
     neutral = Common.neutral | {
         "add_special_tokens": Neutral((True,)),
+        "chat_template_kwargs": Neutral(kinds=(dict,)),  # prompts have no template
         "logprobs": Neutral((False,)),
         "suffix": Neutral(("",), reason="text between a prompt and a suffix is not supported"),
     }

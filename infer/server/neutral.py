@@ -109,7 +109,6 @@ REQUEST: Mapping[str, Neutral] = {
     "return_dict": _EITHER,
     "documents": _NO_LIST,
     "chat_template": Neutral(reason="the server's own template is used"),
-    "chat_template_kwargs": _NO_OBJECT,
     "mm_processor_kwargs": _NO_OBJECT,
     "vllm_xargs": _NO_OBJECT,
     "kv_transfer_params": _NO_OBJECT,

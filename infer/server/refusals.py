@@ -100,7 +100,7 @@ def read_json(raw: bytes) -> Any:
     except RecursionError:
         raise Refused(400, "the request: expected JSON, got objects or lists nested too deep") from None
     except ValueError as error:
-        raise Refused(400, f"the request: expected JSON: {error}") from None
+        raise Refused(400, f"the request: expected JSON: {str(error).partition(';')[0]}") from None
     if b"\\" in raw:  # only an escape spells a surrogate
         for where, text in _strings(value, ()):
             try:

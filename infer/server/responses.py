@@ -53,6 +53,7 @@ class ResponsesRequest(Common):
     instructions: str | None = None
     max_output_tokens: Limit | None = None
     text: TextSettings = TextSettings()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     top_logprobs: TopLogprobs | None = None
     include: list[
         Literal[
@@ -75,6 +76,11 @@ class ResponsesRequest(Common):
         if isinstance(self.input, str):
             return [*first, {"role": "user", "content": self.input}]
         return [*first, *(message.plain for message in self.input)]
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """As in `Common`."""
+        return self.chat_template_kwargs
 
     @property
     def limit(self) -> int | None:
