@@ -80,7 +80,7 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
 
     expected = free(plain, 58)  # what is discarded counts
     block = len(linearise(engine.config.special, PARTS[:2], end=None))
-    assert sum(len(ids) - block for ids in expected) > 60 and len({tuple(ids[block:]) for ids in expected}) > 5
+    assert sum(len(ids) - block for ids in expected) > 50 and len({tuple(ids[block:]) for ids in expected}) > 5
     assert free(repeating, 60) == expected
 
     def nothing(state: DecodeState) -> DecodeState:
@@ -97,8 +97,8 @@ def test_a_title_has_no_line_break(lm: LanguageModel) -> None:
     codec = lm.codec.text
     table = of_tokens(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
     assert table.line_break[codec.encode("\n")].all() and not table.line_break[codec.encode("a b")].any()
-    engine = Engine(lm, max_length=256, max_batch=4)
-    asked = [SamplingParams(temperature=30.0, max_new_tokens=200, seed=seed) for seed in range(32)]
+    engine = Engine(lm, max_length=512, max_batch=8)
+    asked = [SamplingParams(temperature=30.0, max_new_tokens=400, max_branch_tokens=8, seed=n) for n in range(32)]
 
     def titles_and_texts() -> tuple[list[str], str]:
         found, text = [], ""
