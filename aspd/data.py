@@ -63,6 +63,7 @@ def run_build(options: argparse.Namespace) -> None:
     from aspd_jax.pipeline.config import DataConfig
     from aspd_jax.pipeline.estimate import estimate
     from aspd_jax.pipeline.run import build
+    from aspd_jax.pipeline.sources import no_record
     from aspd_jax.pipeline.work import Shard
 
     config = read_config(DataConfig, options.config, options.overrides)
@@ -71,6 +72,10 @@ def run_build(options: argparse.Namespace) -> None:
         print(estimate(config, options.source, shard))
         return
     outcome = build(config, options.source, options.output, shard)
+    left_out = outcome.report.left_out
+    if len(left_out) == outcome.report.records and (left_out or shard.of == 1):
+        raise no_record(options.source, left_out)
+    print_left_out(left_out)
     print(outcome.report.markdown())
     if outcome.unanswered:
         raise RequestError(
@@ -84,6 +89,7 @@ def run_show(options: argparse.Namespace) -> None:
 
     from aspd_jax.files import write_whole
     from aspd_jax.pipeline.show import find, read_structured, records_page, show
+    from aspd_jax.pipeline.sources import no_record
 
     positive(options, "records")
     left_out: list[str] = []
@@ -91,6 +97,8 @@ def run_show(options: argparse.Namespace) -> None:
         records = [find(options.file, options.id, left_out)]
     else:
         records = list(islice(read_structured(options.file, left_out), options.records))
+    if not records:
+        raise no_record(str(options.file), left_out)
     print_left_out(left_out)
     if options.html is not None:
         write_whole(options.html, records_page(records, options.file.name))
@@ -106,20 +114,22 @@ def run_stats(options: argparse.Namespace) -> None:
     from aspd_jax.pipeline.measures import measure
     from aspd_jax.pipeline.report import statistics, statistics_table
     from aspd_jax.pipeline.show import read_structured
+    from aspd_jax.pipeline.sources import no_record
     from aspd_jax.pipeline.spans import spans_of
     from aspd_jax.pipeline.work import counter
     from aspd_jax.structure import plain_text
 
     count, left_out = counter(options.tokenizer), list[str]()
-    found = statistics(
-        [
-            measure(plain_text(structure), spans_of(structure), count)
-            for file in options.files
-            for record in read_structured(file, left_out)
-            for _, structure in record["answers"]
-        ]
-    )
+    measures = [
+        measure(plain_text(structure), spans_of(structure), count)
+        for file in options.files
+        for record in read_structured(file, left_out)
+        for _, structure in record["answers"]
+    ]
+    if left_out and not measures:
+        raise no_record(", ".join(map(str, options.files)), left_out)
     print_left_out(left_out)
+    found = statistics(measures)
     print(json.dumps(found, indent=1) if options.json else "\n".join(statistics_table(found)))
 
 
@@ -128,14 +138,17 @@ def run_questions(options: argparse.Namespace) -> None:
     from aspd_jax.configuration import read_config
     from aspd_jax.files import write_whole
     from aspd_jax.pipeline.compose import Questions, compose, go_on
-    from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
+    from aspd_jax.pipeline.sources import Conversation, Unreadable, no_record, read_records
 
     positive(options, "count")
     config, made = read_config(Questions, options.config), list[dict[str, object]]()
     if options.after:
         records = list(read_records(options.after))
         answered = [record for record in records if isinstance(record, Conversation)]
-        print_left_out([f"{options.after}, line {r.number}: {r.reason}" for r in records if isinstance(r, Unreadable)])
+        left_out = [f"{options.after}, line {r.number}: {r.reason}" for r in records if isinstance(r, Unreadable)]
+        if not answered:
+            raise no_record(options.after, left_out)
+        print_left_out(left_out)
         for number, messages in enumerate(go_on(config, answered, options.count, options.seed), 1):
             made.append({"id": f"follow-up {number}", "kind": "follow-up", "messages": messages})
     else:

@@ -94,6 +94,8 @@ class Chat:
         Raises:
             ConversationError: the template refuses the conversation or omits an answer.
         """
+        if not stop or self._messages[stop - 1]["role"] == "assistant":
+            raise ConversationError(f"messages[{stop}]: no message asks for this answer")
         return self._split(self._render(self._shown[:stop], True), stop)
 
     def answers(self, stop: int) -> list[str]:
@@ -188,8 +190,6 @@ class Chat:
         return [*stretches, rest]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
-        if not messages:
-            raise ConversationError("messages[0]: no message asks for this answer")
         try:
             rendered = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=prompt, **self._variables

@@ -123,3 +123,32 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
         (tmp_path / "x.txt").write_text("")
         with pytest.raises(DataError, match=name):
             list(read_records(str(tmp_path / name)))
+
+
+GOOD = json.dumps({"question": 'q, [x] {y} "z" \\', "answer": "a\n1"}).encode()
+ARRAYS = {
+    "one is no JSON": (b'[%s, {"question": NaN}, %s]' % (GOOD, GOOD), [True, False, True]),
+    "one is not UTF-8": (b'[%s, {"question": "\xe9", "answer": "x"}, %s]' % (GOOD, GOOD), [True, False, True]),
+    "one is nested too deep": (b"[%s, %s, %s]" % (GOOD, b"[" * 99999 + b"]" * 99999, GOOD), [True, False, True]),
+    "a comma too many": (b"[%s,]" % GOOD, [True, False]),
+    "it is cut off": (b'[%s, {"question": "x"' % GOOD, [True, False]),
+    "something follows": (b"[%s] x" % GOOD, [True, False]),
+    "scalars": (b'[1, "x", null]', [False] * 3),
+    "nothing": (b" [ ] ", []),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_fault_in_an_array_leaves_the_other_elements(name: str, tmp_path: Path) -> None:
+    data, readable = ARRAYS[name]
+    (tmp_path / "records.json").write_bytes(data)
+    records = list(read_records(str(tmp_path / "records.json")))
+    assert [isinstance(record, Conversation) for record in records] == readable
+    assert [record.number for record in records] == list(range(1, 1 + len(readable)))
+
+
+def test_a_quote_that_stays_open_leaves_the_rows_before_it(tmp_path: Path) -> None:
+    file = tmp_path / "records.csv"
+    file.write_text('question,answer\nq,a\n"q,a\nq,a\n')
+    first, *others = read_records(str(file))
+    assert isinstance(first, Conversation) and others and all(isinstance(other, Unreadable) for other in others)

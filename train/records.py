@@ -23,7 +23,7 @@ from aspd_jax.chat import Chat
 from aspd_jax.errors import AspdError, ConfigError, DataError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import build_layout
-from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
+from aspd_jax.pipeline.sources import Conversation, Unreadable, no_record, read_records
 from aspd_jax.structure import Serial, Structure, plain_text
 from aspd_jax.tokens import SpecialTokens
 from train.config import DataSection
@@ -225,8 +225,7 @@ class Records:
         starts = np.cumsum([0, *[len(table) for table in tables]])
         self._rows = np.concatenate([place + start for place, start in zip(places, starts, strict=False)])
         if not self._rows.size:
-            first = f"; the first: {_where(self.problems[0])}" if self.problems else ""
-            raise DataError(f"{', '.join(files)}: no record can be used{first}")
+            raise no_record(", ".join(files), [_where(problem) for problem in self.problems[:1]])
         whole = datasets.concatenate_datasets(tables)
         self.sizes = np.asarray(whole["size"])[self._rows]
         self._table = whole.with_format("numpy", columns=list(Example._fields))

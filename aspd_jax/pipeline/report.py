@@ -41,9 +41,10 @@ class Report:
 
     Attributes:
         account: use of the teacher.
+        left_out: source, line and reason of each record that cannot be read.
         records: number of records read.
-        unreadable, unanswered, unfit, spared: numbers of records in neither set, because they cannot be read, lack a
-            reply of the teacher, are refused, or exceed `select.serial_ratio`.
+        unanswered, unfit, spared: numbers of records in neither set, because they lack a reply of the teacher, are
+            refused, or exceed `select.serial_ratio`.
         answers: measures of all answers, including plain ones.
         proposed: number of answers with a proposed block, by kind of source.
         blocks: number of proposed blocks over all candidates.
@@ -53,8 +54,8 @@ class Report:
     """
 
     account: Account
+    left_out: list[str] = field(default_factory=list)
     records: int = 0
-    unreadable: int = 0
     unanswered: int = 0
     unfit: int = 0
     spared: int = 0
@@ -90,7 +91,7 @@ class Report:
         """Return the report as plain values, for JSON."""
         return {
             "records": self.records,
-            "unreadable": self.unreadable,
+            "unreadable": len(self.left_out),
             "unanswered": self.unanswered,
             "unfit": self.unfit,
             "spared": self.spared,
@@ -115,7 +116,7 @@ class Report:
     def markdown(self) -> str:
         """Return the report as Markdown."""
         lines = ["# Report of `aspd data build`", "", "| stage | |", "|---|---|"]
-        lines += [f"| records read | {self.records} |", f"| not readable | {self.unreadable} |"]
+        lines += [f"| records read | {self.records} |", f"| not readable | {len(self.left_out)} |"]
         lines += [f"| without a reply of the teacher, left for the next run | {self.unanswered} |"]
         lines += [f"| left out of both sets: repetitive, or not as asked | {self.unfit} |"]
         lines += [f"| left out of both sets: more records without a block than wanted | {self.spared} |"]

@@ -43,7 +43,7 @@ class _Sets:
             for record in self.work.records():
                 report.records += 1
                 if isinstance(record, Unreadable):
-                    report.unreadable += 1
+                    report.left_out.append(f"{work.source}, line {record.number}: {record.reason}")
                     put("rejected", {"id": record.id, "line": record.number, "stage": "read", "reason": record.reason})
                     continue
                 self._write_record(record, put, kept)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,7 @@ QUESTIONS = ("question", "prompt", "instruction", "query", "input", "user", "pro
 ANSWERS = ("answer", "response", "output", "completion", "chosen", "assistant", "solution", "text")
 IDS = ("id", "question_id", "uuid", "conversation_id")
 LONGEST_REASON = 300  # maximum characters of a reason
+_JSON_MARK = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{},]', re.DOTALL)
 
 
 class Message(NamedTuple):
@@ -94,11 +96,11 @@ def read_records(source: str) -> Iterator[Conversation | Unreadable]:
     path = Path(source)
     if path.suffix in (".jsonl", ".ndjson"):
         yield from _read_jsonl(path)
-    elif path.suffix == ".json" and (values := _json_values(path)) is not None:
-        for number, value in enumerate(values, 1):
+    elif path.suffix == ".json" and (texts := _json_texts(path)) is not None:
+        for number, text in enumerate(texts, 1):
             try:
-                yield conversation(parse_json(json.dumps(value).encode()), number)
-            except (DataError, RecursionError) as error:
+                yield conversation(parse_json(text), number)
+            except DataError as error:
                 yield Unreadable(number, str(number), str(error))
     elif path.suffix == ".json":
         yield from _read_jsonl(path)
@@ -120,22 +122,43 @@ def _read_jsonl(path: Path) -> Iterator[Conversation | Unreadable]:
         yield Unreadable(number, str(number), reason) if reason else conversation(value, number)
 
 
-def _json_values(path: Path) -> list[Any] | None:
-    """Return the elements of a file that is one JSON array or object; None: the file is neither, and may be JSONL."""
+def _json_texts(path: Path) -> list[bytes] | None:
+    """Return the elements of a file that is one JSON array, or its one object; None: it is neither, so it may be JSONL.
+
+    Elements are cut apart before they are parsed, so that a fault in one of them leaves the others.
+    """
     try:
-        value = json.loads(path.read_bytes().removeprefix(BOM).decode(errors="surrogateescape"))
+        data = path.read_bytes().removeprefix(BOM).strip(b" \t\r\n")
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, list) else [value]
+    if not data.startswith(b"["):
+        try:
+            parse_json(data)
+        except DataError:
+            return None
+        return [data]
+    texts, depth, start = [], 1, 1
+    for found in _JSON_MARK.finditer(data, start):
+        mark = found[0]
+        if mark in (b"[", b"{"):
+            depth += 1
+        elif mark in (b"]", b"}"):
+            depth -= 1
+        if depth == 0 or (depth == 1 and mark == b","):
+            texts.append(data[start : found.start()])
+            start = found.end()
+        if depth == 0:
+            break
+    if rest := data[start:].strip():
+        texts.append(rest)
+    return [] if not b"".join(texts).strip() else texts
 
 
 def _read_csv(path: Path) -> Iterator[Conversation | Unreadable]:
     csv.field_size_limit(1 << 30)
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            rows = csv.DictReader(file)
+            rows = csv.DictReader(file, strict=True)  # a quote that stays open would swallow the rows behind it
             for number, row in enumerate(_csv_rows(rows), 1):
                 if isinstance(row, str) or None in row:
                     reason = row if isinstance(row, str) else f"expected {len(rows.fieldnames or ())} fields, got more"
@@ -299,6 +322,16 @@ def text_content(content: Any, where: str) -> str:
             raise DataError(f"{where}.content[{number}].text: expected a string, got {_shown(part.get('text'))}")
         texts.append(part["text"])
     return "".join(texts)
+
+
+def no_record(source: str, left_out: Sequence[str]) -> DataError:
+    """Return the error for a source that holds no record that can be used.
+
+    Args:
+        left_out: source, line and reason of each record that was left out.
+    """
+    first = f"; the first: {left_out[0]}" if left_out else ""
+    return DataError(f"{source}: no record can be used{first}")
 
 
 def check_text(text: str, where: str) -> None:
