@@ -181,7 +181,7 @@ def test_two_processes_cannot_share_a_store(tmp_path: Path) -> None:
     assert again.reply("key") == ("text", 1, 2) and again.reply("other") is None
     again.close()
     (tmp_path / "text.sqlite").write_bytes(os.urandom(5000))
-    with pytest.raises(AspdError, match="no store"):
+    with pytest.raises(AspdError, match="not the store of a run"):
         Store(tmp_path / "text.sqlite")
 
 
