@@ -1,67 +1,38 @@
-"""What streams send, and in which order."""
+"""What streams send: joined text, or every event with its place."""
 
 from __future__ import annotations
 
-from random import Random
-from typing import Any
-
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.answers.events import Event
-from infer.server.deltas import AsTheyCome, ReadingOrder
+from infer.server.deltas import branch_deltas, text_deltas
+
+TOKENS = st.builds(
+    lambda block, branch, text: Event("token", block, branch, text),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.text("abc", max_size=3),
+)
+OTHERS = st.sampled_from(
+    [Event("fork", 1, titles=("t", "u")), Event("branch", 1, 2, "abc"), Event("merge", 1), Event("done")]
+)
 
 
-def events_of(answer: list[Any], random: Random) -> tuple[list[Event], str]:
-    """Events of an answer in which all branches of a block grow side by side, and its text."""
-    events, text, block = [], "", 0
-    for item in answer:
-        if isinstance(item, str):
-            events += [Event("token", text=item[i : i + 2]) for i in range(0, len(item), 2)]
-            text += item
-            continue
-        block += 1
-        events.append(Event("fork", block, titles=tuple("t" for _ in item)))
-        left = dict(enumerate(item, 1))
-        while left:
-            branch = random.choice(sorted(left))
-            if left[branch]:
-                events.append(Event("token", block, branch, left[branch][:2]))
-                left[branch] = left[branch][2:]
-            else:
-                events.append(Event("branch", block, branch, item[branch - 1]))
-                del left[branch]
-        events.append(Event("merge", block))
-        text += "".join(item)
-    return events, text
+@given(st.lists(TOKENS | OTHERS, max_size=12))
+def test_every_text_is_sent_once(events: list[Event]) -> None:
+    expected = "".join(event.text for event in events if event.kind == "token")
+    joined, placed = text_deltas(events), branch_deltas(events)
+    assert len(joined) == bool(expected), "what several events bring is sent at once, and nothing where there is none"
+    assert "".join(delta.text for delta in joined) == "".join(delta.text for delta in placed) == expected
+    assert all(delta.place is None for delta in joined)
 
 
-texts = st.text("abc", max_size=7)
-
-
-@settings(max_examples=150)
-@given(st.lists(texts | st.lists(texts, min_size=2, max_size=4), max_size=5), st.randoms(use_true_random=False))
-def test_reading_order(answer: list[Any], random: Random) -> None:
-    """Every text that was sent is a beginning of the answer, and as long as it can be."""
-    events, text = events_of(answer, random)
-    order, sent = ReadingOrder(), ""
-    written: dict[tuple[int, int], str] = {}
-    for event in events:
-        sent += "".join(delta.text for delta in order.take([event]))
-        assert text.startswith(sent)
-        if event.kind == "token" and event.branch <= 1:  # serial text and first branches are never held back
-            assert sent.endswith(event.text)
-        if event.kind == "merge":
-            assert len(sent) >= len("".join(written.values()))
-        if event.kind == "token":
-            written[event.block, event.branch] = written.get((event.block, event.branch), "") + event.text
-    assert sent == text
-    looks = [events[at : at + 3] for at in range(0, len(events), 3)]
-    joined, one_by_one = ReadingOrder(), ReadingOrder()
-    for look in looks:  # what several events bring is sent at once
-        deltas = joined.take(look)
-        assert len(deltas) <= 1
-        assert "".join(delta.text for delta in deltas) == "".join(d.text for e in look for d in one_by_one.take([e]))
-    if any(isinstance(item, list) and sum(map(bool, item)) > 1 for item in answer):
-        mixed = "".join(delta.text for event in events for delta in AsTheyCome().take([event]))
-        assert sorted(mixed) == sorted(text)
+@given(st.lists(TOKENS | OTHERS, max_size=12))
+def test_branches_are_sent_with_their_places(events: list[Event]) -> None:
+    sent = [delta.place for delta in branch_deltas(events)]
+    shown = [event for event in events if event.kind != "done" and (event.kind != "token" or event.text)]
+    places = [(place["event"], place["block"], place["branch"]) for place in sent if place is not None]
+    assert places == [(event.kind, event.block, event.branch) for event in shown]
+    titles = [place["titles"] for place in sent if place is not None and "titles" in place]
+    assert titles == [list(event.titles) for event in shown if event.kind == "fork"]
