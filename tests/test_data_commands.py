@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import aspd
+from tests.conftest import ROOT
 from tests.pipeline_data import faithful, write_two
 from tests.teacher_server import TeacherServer
 
@@ -80,3 +81,24 @@ def test_dry_run_asks_nobody(built: Path, capsys: Any) -> None:
 def test_mistakes_are_named(built: Path, override: str, message: str, capsys: Any, tmp_path: Path) -> None:
     assert aspd.main(["data", "build", str(built / "in.jsonl"), override, "--output", str(tmp_path / "o")]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", ["build", "show", "stats", "questions"])
+def test_a_file_without_a_usable_record_is_an_error(command: str, capsys: Any, tmp_path: Path) -> None:
+    file, output = tmp_path / "bad.jsonl", tmp_path / "out"
+    file.write_bytes(b"x\n\xff\n")
+    arguments = {
+        "build": [str(file), "--output", str(output)],
+        "show": [str(file)],
+        "stats": [str(file)],
+        "questions": [str(ROOT / "configs/smollm2/questions.yaml"), "--after", str(file), "--output", str(output)],
+    }[command]
+    assert aspd.main(["data", command, *arguments]) == 2
+    assert "no record can be used; the first: " in (said := capsys.readouterr().err) and "line 1: not JSON" in said
+
+
+def test_build_names_the_lines_that_it_leaves_out(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mixed.jsonl"
+    file.write_text('{"question": "q", "answer": "a"}\nx\n')
+    assert not aspd.main(["data", "build", str(file), "--output", str(tmp_path / "out")])
+    assert f"{file}, line 2: not JSON" in capsys.readouterr().err

@@ -253,3 +253,13 @@ def test_real_templates(lm: LanguageModel) -> None:
     asked = encode_turns(own.tokenizer, own.codec.text, end, messages[:3], prompt=True)
     trained = encode_turns(own.tokenizer, own.codec.text, end, messages[:4], prompt=False)
     assert trained == [*asked, list(end)]
+
+
+def test_the_second_of_two_answers_in_a_row_is_left_out(lm: LanguageModel, tmp_path: Path) -> None:
+    """Nobody asks for it: the engine refuses a prompt that ends with an answer."""
+    row = {"messages": [*PLAIN["messages"][:2], {"role": "assistant", "content": "More."}]}
+    file = write(tmp_path / "data.jsonl", [row])
+    records = Records(lm, [file], DataSection(length=256), tmp_path / "cache")
+    assert len(records) == 1 and [(p.line, p.reason) for p in records.problems] == [
+        (1, "messages[2]: no message asks for this answer")
+    ]
