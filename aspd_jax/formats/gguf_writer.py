@@ -67,42 +67,29 @@ def write_gguf(
         names = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{hf.model_type} models are not written as GGUF, but {names}; {INSTEAD}")
     with partial_file(path) as partial:
-        _write(partial, hf, tokenizer, end_ids, tensors, dtype, aspd, unused)
-
-
-def _write(
-    partial: Path,
-    hf: Any,
-    tokenizer: Any,
-    end_ids: tuple[int, ...],
-    tensors: Tensors,
-    dtype: str,
-    aspd: dict[str, str],
-    unused: Ranges,
-) -> None:
-    writer = GGUFWriter(partial, ARCHITECTURES[hf.model_type], use_temp_file=True)
-    kind, file_type = TYPES[dtype]
-    _write_shape(writer, hf, file_type)
-    _write_tokenizer(writer, tokenizer, hf.vocab_size, end_ids, unused)
-    for key, value in aspd.items():
-        writer.add_string(f"aspd.{key}", value)
-    config = from_hugging_face(hf, dtype)
-    if config.rope.scaling == "llama3":  # the file holds what the scaling comes to for each frequency
-        plain = RopeConfig(theta=config.rope.theta)
-        factors = rope_frequencies(plain, config.head_dim) / rope_frequencies(config.rope, config.head_dim)
-        writer.add_tensor(ROPE_FACTORS, factors.astype(np.float32))
-    for name, tensor in tensors:
-        ours = gguf_name(name)
-        values = tensor.astype(np.float32)
-        heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(ours.split(".")[-2])
-        if heads and writer.arch == "llama":
-            values = neighbours_of_heads(values, heads)
-        of = kind if values.ndim > 1 else GGMLQuantizationType.F32
-        writer.add_tensor(ours, quantize(values, of), raw_dtype=of)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        writer = GGUFWriter(partial, ARCHITECTURES[hf.model_type], use_temp_file=True)
+        kind, file_type = TYPES[dtype]
+        _write_shape(writer, hf, file_type)
+        _write_tokenizer(writer, tokenizer, hf.vocab_size, end_ids, unused)
+        for key, value in aspd.items():
+            writer.add_string(f"aspd.{key}", value)
+        config = from_hugging_face(hf, dtype)
+        if config.rope.scaling == "llama3":  # the file holds what the scaling comes to for each frequency
+            plain = RopeConfig(theta=config.rope.theta)
+            factors = rope_frequencies(plain, config.head_dim) / rope_frequencies(config.rope, config.head_dim)
+            writer.add_tensor(ROPE_FACTORS, factors.astype(np.float32))
+        for name, tensor in tensors:
+            ours = gguf_name(name)
+            values = tensor.astype(np.float32)
+            heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(ours.split(".")[-2])
+            if heads and writer.arch == "llama":
+                values = neighbours_of_heads(values, heads)
+            of = kind if values.ndim > 1 else GGMLQuantizationType.F32
+            writer.add_tensor(ours, quantize(values, of), raw_dtype=of)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
 
 
 def gguf_name(name: str) -> str:

@@ -286,9 +286,9 @@ def _within(answer: Answer, config: EngineConfig, limit: int | None, cut_branch:
     """Return an answer without what the budgets of text and of all tokens have no room for."""
     items, head = answer.items, len(config.separator)
     content = count_content(items, head)
-    if limit is None or (limit > content and not cut_branch):
-        limit = content + 1
-    kept = shortened(items, head, limit, cut_branch)
+    if not cut_branch and (limit is None or limit > content):
+        return answer
+    kept = shortened(items, head, content + 1 if limit is None else limit, cut_branch)
     if count_content(kept, head) == content and len(kept) == len(items):
         return answer
     ids = join(kept, config.special) if tags_are_tokens else answer.token_ids
