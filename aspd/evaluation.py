@@ -85,7 +85,7 @@ def _report(folder: Path) -> None:
 
 
 def _questions(config: Any, left_out: list[str] | None = None) -> dict[str, Any]:
-    """Of every benchmark; `left_out` takes the lines that hold none."""
+    """Return the questions of each benchmark; add lines without one to `left_out`."""
     from infer.evaluation.questions import read_questions
 
     return {

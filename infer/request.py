@@ -28,7 +28,7 @@ class SamplingParams:
         frequency_penalty: subtracted from the logit of a token for each occurrence in the same text; 0 is none.
         presence_penalty: subtracted once from the logit of a token that occurs in it; 0 is none.
         logit_bias: added to the logits of token ids, wherever they are sampled, -100 to 100; the grammar comes first.
-        min_tokens: the answer does not end by itself before its plain text has so many tokens; branches may.
+        min_tokens: minimum tokens of the plain text before the model may end the answer; branches may end earlier.
         max_new_tokens: bound on all tokens of the answer: of all branches, tags and heads included.
         max_content_tokens: bound on the tokens of the plain text, which is what a client sees. None: no further bound;
             0: no answer, for log probabilities of the prompt alone.
@@ -159,5 +159,5 @@ class Job:
 
     @property
     def constrained(self) -> bool:
-        """Whether a schema or another grammar says what its tokens may be."""
+        """Return whether a schema or another grammar restricts its tokens."""
         return bool(self.params.answer_grammar or self.params.branch_schema)

@@ -90,9 +90,6 @@ class EventReader:
         stop: strings that end the answer.
         in_order: make the events of a branch when all branches before it have ended, so that texts come in reading
             order. With stop strings it is always so.
-
-    Attributes:
-        stopped: whether the answer holds a stop string.
     """
 
     def __init__(self, codec: Codec | None, head: int, stop: Sequence[str], in_order: bool) -> None:
@@ -108,7 +105,7 @@ class EventReader:
 
     @property
     def stopped(self) -> bool:
-        """Whether the answer holds a stop string."""
+        """Return whether the answer holds a stop string."""
         return self._filter.matched
 
     def news(self, answer: Answer, result: Result | None = None) -> list[Event]:

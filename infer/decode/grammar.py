@@ -159,7 +159,7 @@ def _close_cost(titles: jax.Array, title_tokens: jax.Array, config: EngineConfig
 
 
 class Room(NamedTuple):
-    """What the budget of all tokens has room for, bool [B] each: it can then be closed, too.
+    """Parts that fit the budget of all tokens together with what closes them, bool [B] each.
 
     Attributes:
         block: the smallest block.

@@ -106,7 +106,7 @@ def ready_branches(s: SequenceState, config: EngineConfig) -> Bool[Array, "B N"]
 
 
 class BranchBudget(NamedTuple):
-    """Whether each branch may take another token that is not its closing tag.
+    """Permission of each branch to take another token that is not its closing tag.
 
     Attributes:
         affordable: the budget of all tokens has room for it.

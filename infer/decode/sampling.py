@@ -67,8 +67,8 @@ def penalise(logits: jax.Array, request: Request, state: DecodeState, config: En
 
 
 def _count(tokens: jax.Array, seen: jax.Array, size: int) -> jax.Array:
-    """How often each of `size` tokens is among those of `tokens`, int32 [L, C], that are `seen`, bool [L, C]: float32
-    [L, V].
+    """Return the occurrences, float32 [L, V], of each of `size` tokens among `tokens`, int32 [L, C], where `seen`, bool
+    [L, C], is true.
 
     XLA sorts all indices of a scatter for TPU, and writes one after another, so there they are counted by a product.
     """

@@ -42,7 +42,7 @@ POLICY = (
 )
 DISCONNECT_SECONDS = 0.1  # between two looks at whether a client that waits for a whole answer is still there
 
-# Of an answer, by its number: what to send after a look at it, its tokens so far, and how it ended, if it has.
+# Number of an answer, its new deltas, its tokens so far, and its result if it has ended.
 News: TypeAlias = tuple[int, list[Delta], int, Result | Broken | None]
 
 

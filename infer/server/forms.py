@@ -21,7 +21,7 @@ Answer: TypeAlias = dict[str, Any] | Chunks
 
 
 def usage(results: Sequence[Result], answers: int) -> dict[str, Any]:
-    """Tokens, as a client counts them: of its prompts, each of which has so many answers, and of all their texts."""
+    """Return the tokens of the prompts, each of which has `answers` results, and of the texts of all results."""
     prompt = sum(result.stats.prompt_tokens for result in results[::answers])
     cached = sum(result.stats.reused_tokens for result in results[::answers])
     generated = sum(result.stats.content_tokens for result in results)

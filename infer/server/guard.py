@@ -1,4 +1,4 @@
-"""What every request goes through before an application sees it: identifiers, bounds of bodies, other origins."""
+"""Middleware before every application: request identifiers, bounds of bodies, other origins."""
 
 from __future__ import annotations
 
