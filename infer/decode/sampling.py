@@ -8,6 +8,7 @@ what a lane draws depends on nothing else in the batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -175,15 +176,17 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
     too_short = request.min_tokens > 0
     penalised = (request.repetition_penalty != 1) | (request.frequency_penalty != 0) | (request.presence_penalty != 0)
 
+    def where_any(changed: jax.Array, change: Callable[[], jax.Array], logits: jax.Array) -> jax.Array:
+        return split_by_vocabulary(jax.lax.cond(jnp.any(changed), change, lambda: logits), config)
+
     def shape() -> jax.Array:
         arguments = request, state, config, lanes
-        held = jax.lax.cond(jnp.any(too_short), lambda: hold_back_end(logits, *arguments), lambda: logits)
+        held = where_any(too_short, lambda: hold_back_end(logits, *arguments), logits)
         biased = jnp.where(request.biased[:, None], held + state.bias[lanes.row], held)
-        return jax.lax.cond(jnp.any(penalised), lambda: penalise(biased, *arguments), lambda: biased)
+        return where_any(penalised, lambda: penalise(biased, *arguments), biased)
 
-    # One conditional: each copies the logits.
-    logits = jax.lax.cond(jnp.any(too_short | request.biased | penalised), shape, lambda: logits)
-    logits = split_by_vocabulary(logits, config)
+    # One conditional around the others: each copies the logits.
+    logits = where_any(too_short | request.biased | penalised, shape, logits)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> jax.Array:
