@@ -40,11 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    from aspd import answers, benchmarks, checkpoints, data, evaluation, serving, training
+    from aspd import benchmarks, conversion, data, evaluation, generation, serving, training
     from aspd.aot import command as compiling
 
     parser = argparse.ArgumentParser(prog="aspd", description="Adaptive serial-parallel decoding.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (answers, serving, data, training, checkpoints, evaluation, benchmarks, compiling):
+    for group in (generation, serving, data, training, conversion, evaluation, benchmarks, compiling):
         group.add(commands)
     return parser

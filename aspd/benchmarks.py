@@ -94,7 +94,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     from aspd_jax import load_model
     from aspd_jax.language_model import as_int8
     from aspd_jax.shapes import benchmark_model
-    from infer.bench.benchmark import ANSWER_HEAD, answer_rows, answer_times, published, transformers_time
+    from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times, published, transformers_time
     from infer.bench.passes import copy_bandwidth, logit_error, pass_table, pass_times, peak_bytes
 
     positive(options, "context", "batch", "repeats")
@@ -169,7 +169,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
 
 def run_bench_train(options: argparse.Namespace) -> None:
     """`aspd bench train`."""
-    from train.benchmark import step_times, table
+    from train.throughput import step_times, table
 
     positive(options, "rows", "length", "repeats")
     results = step_times(options.shape, options.dtype, options.rows, options.length, options.repeats)
@@ -194,7 +194,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
 
     from aspd_jax.configuration import at_least
     from infer.bench.load import Load, load, middle, undisturbed
-    from infer.evaluation.config import BenchmarkSection
+    from infer.evaluation.eval_config import BenchmarkSection
     from infer.evaluation.questions import read_questions
     from infer.request import Mode
     from train.tasks import FAMILIES, LONG_FAMILY, problem

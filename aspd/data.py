@@ -60,9 +60,9 @@ def add(commands: Any) -> None:
 def run_build(options: argparse.Namespace) -> None:
     """`aspd data build`."""
     from aspd_jax.configuration import read_config
-    from aspd_jax.pipeline.config import DataConfig
+    from aspd_jax.pipeline.build import build
+    from aspd_jax.pipeline.data_config import DataConfig
     from aspd_jax.pipeline.estimate import estimate
-    from aspd_jax.pipeline.run import build
     from aspd_jax.pipeline.sources import no_record
     from aspd_jax.pipeline.work import Shard
 
@@ -111,8 +111,8 @@ def run_show(options: argparse.Namespace) -> None:
 
 def run_stats(options: argparse.Namespace) -> None:
     """`aspd data stats`."""
+    from aspd_jax.pipeline.data_report import statistics, statistics_table
     from aspd_jax.pipeline.measures import measure
-    from aspd_jax.pipeline.report import statistics, statistics_table
     from aspd_jax.pipeline.show import read_structured
     from aspd_jax.pipeline.sources import no_record
     from aspd_jax.pipeline.spans import spans_of

@@ -91,7 +91,7 @@ def run_proxy(options: argparse.Namespace) -> None:
     from aspd_jax.formats import open_checkpoint
     from aspd_jax.language_model import read_template
     from aspd_jax.tokens import add_special_tokens
-    from infer.proxy.app import make_app
+    from infer.proxy.routes import make_app
     from infer.proxy.upstream import UpstreamConfig
 
     at_least("--max-new-tokens", options.max_new_tokens, 1)
@@ -116,8 +116,8 @@ def run_serve(options: argparse.Namespace) -> None:
     from aspd_jax.formats import NAMES, find_model
     from aspd_jax.language_model import for_conversations, load_model
     from infer.engine import Engine
-    from infer.server.config import ServerConfig
     from infer.server.serve import follow, serve
+    from infer.server.server_config import ServerConfig
 
     keys = _keys(options.key_file)
     local = options.host in ("127.0.0.1", "::1", "localhost")

@@ -18,7 +18,7 @@ from infer.answers.answer import Result
 from infer.decode.recogniser import TextReader, TextTags, of_text
 from infer.decode.state import MOST_BRANCHES, EngineConfig, Tags
 from infer.request import Job, Mode, SamplingParams
-from infer.scheduling.adapters import Adapters
+from infer.scheduling.adapter_slots import Adapters
 from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import capacity_for
 from infer.scheduling.handle import NO_LIMIT, Handle, Stream

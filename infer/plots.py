@@ -23,7 +23,7 @@ from aspd_jax.pictures import COLOURS, SERIAL_COLOUR, TITLE_COLOUR, branch_colou
 
 if TYPE_CHECKING:
     from infer.answers.timeline import Span
-    from infer.bench.benchmark import AnswerTime
+    from infer.bench.decoding import AnswerTime
     from infer.bench.load import Load
     from infer.bench.passes import PassTime
 

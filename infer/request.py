@@ -144,7 +144,7 @@ class Job:
         prompt: token ids, at least one.
         budget: tokens the answer may have, within `max_new_tokens` and what the cache has room for.
         seed: of its random streams.
-        adapter: number of an adapter (`infer.scheduling.adapters`); 0: none.
+        adapter: number of an adapter (`infer.scheduling.adapter_slots`); 0: none.
     """
 
     prompt: tuple[int, ...]

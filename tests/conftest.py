@@ -40,7 +40,7 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 import aspd  # noqa: F401 (the door sets XLA's flags; processes that tests start come through it)
-import infer.decode.step
+import infer.decode.decode_step
 import infer.scheduling.runner
 import infer.scheduling.warm_up
 from aspd_jax import LanguageModel, SpecialTokens, load_model
@@ -51,8 +51,8 @@ from infer.decode.state import PROMPT, DecodeState, EngineConfig
 from infer.request import Job
 from infer.scheduling.admission import begin, new_state
 from infer.scheduling.buckets import capacity_for
+from train.byte_tokenizer import train_tokenizer
 from train.tasks import problem
-from train.vocabulary import train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -95,21 +95,21 @@ def pytest_collection_finish() -> None:
 
 
 @contextmanager
-def patched(module: ModuleType = infer.decode.step, **functions: Callable[..., Any]) -> Iterator[None]:
+def patched(module: ModuleType = infer.decode.decode_step, **functions: Callable[..., Any]) -> Iterator[None]:
     """Other functions in the step, which is traced anew with them; what has been compiled without them stays."""
     with pytest.MonkeyPatch.context() as patch:
         for name, function in functions.items():
             patch.setattr(module, name, function)
-        compiled, inner = infer.decode.step.run, infer.decode.step.run.__wrapped__
+        compiled, inner = infer.decode.decode_step.run, infer.decode.decode_step.run.__wrapped__
         again = jax.jit(wraps(inner)(lambda *args: inner(*args)), static_argnames=("config", "bucket", "drafting"))
-        for user in (infer.decode.step, infer.scheduling.runner, infer.scheduling.warm_up):
+        for user in (infer.decode.decode_step, infer.scheduling.runner, infer.scheduling.warm_up):
             if getattr(user, "run", None) is compiled:
                 patch.setattr(user, "run", again)
         yield
 
 
 # One pass, compiled for each `Bucket`.
-one_step = jax.jit(infer.decode.step.step, static_argnames=("config", "bucket", "drafting"))
+one_step = jax.jit(infer.decode.decode_step.step, static_argnames=("config", "bucket", "drafting"))
 
 
 def laid_out(lm: LanguageModel, config: EngineConfig, jobs: Sequence[Job]) -> DecodeState:

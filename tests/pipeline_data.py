@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from aspd_jax.pipeline.config import DataConfig, SelectSection, TeacherSection
+from aspd_jax.pipeline.data_config import DataConfig, SelectSection, TeacherSection
 from tests.teacher_server import Reply, TeacherServer, section
 
 LIST = (

@@ -20,7 +20,7 @@ from aspd_jax import LanguageModel, build_layout, load_model, save_model
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.adapter import CONFIG, WEIGHTS, open_adapter
 from aspd_jax.language_model import save_adapter
-from aspd_jax.model.adapters import merge_adapters
+from aspd_jax.model.lora import merge_adapters
 from aspd_jax.model.weights import ADAPTERS
 from tests.conftest import tiny_config, write_checkpoint
 from tests.make_parity import GEMMA3, QWEN2
@@ -127,7 +127,7 @@ def test_an_adapter_of_peft_is_merged(tmp_path: Path) -> None:
 
 def test_only_adapters_and_new_rows_get_gradients(tmp_path: Path) -> None:
     """What `train.setup` trains; rows of other tokens stay, through training and on being merged."""
-    from train.step import is_trained
+    from train.train_step import is_trained
 
     lm = as_if_trained(base_folder(tmp_path / "base", CASES["tied"]))
     trained = {path for path in flatten_dict(lm.params) if is_trained(path, RANK)}

@@ -16,12 +16,12 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import as_int8
 from aspd_jax.shapes import SHAPES, benchmark_model
-from infer.bench import benchmark, passes
-from infer.bench.benchmark import answer_rows, answer_times, published
+from infer.bench import decoding, passes
+from infer.bench.decoding import answer_rows, answer_times, published
 from infer.bench.passes import copy_bandwidth, logit_error, pass_table, pass_times
 from tests.conftest import tiny_config, write_checkpoint
-from train.benchmark import step_times
-from train.benchmark import table as steps_table
+from train.throughput import step_times
+from train.throughput import table as steps_table
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ def test_what_was_measured_is_there_when_a_benchmark_is_ended(
             raise KeyboardInterrupt
         return answer_times(lm, branches, *rest)
 
-    monkeypatch.setattr(benchmark, "answer_times", ended)
-    monkeypatch.setattr(benchmark, "transformers_time", lambda *_: None)
+    monkeypatch.setattr(decoding, "answer_times", ended)
+    monkeypatch.setattr(decoding, "transformers_time", lambda *_: None)
     file = tmp_path / "bench.json"
     arguments = ["bench", "decode", "--shape", "tiny", "--repeats", "1", "--context", "16", "--json", str(file)]
     with contextlib.suppress(KeyboardInterrupt):
@@ -154,15 +154,15 @@ def test_transformers_is_timed_in_the_same_type_or_left_out(tiny: LanguageModel,
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", generate)
     half = replace(tiny, config=replace(tiny.config, dtype="bfloat16"))
-    timed = benchmark.transformers_time(half, content=3, context=8, batch=2, repeats=1)
+    timed = decoding.transformers_time(half, content=3, context=8, batch=2, repeats=1)
     assert timed is not None and timed.seconds > 0
     assert types == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
     monkeypatch.setattr(LlamaForCausalLM, "generate", full)
-    assert benchmark.transformers_time(half, content=3, context=8, batch=2, repeats=1) is None
+    assert decoding.transformers_time(half, content=3, context=8, batch=2, repeats=1) is None
     assert "no figures of transformers at batch 2" in caplog.text and torch.get_default_dtype() == torch.float32
-    monkeypatch.setattr(benchmark.jax, "default_backend", lambda: "tpu")
-    assert benchmark.transformers_time(tiny, content=3, context=8, batch=1, repeats=1) is None, "torch sees no TPU"
+    monkeypatch.setattr(decoding.jax, "default_backend", lambda: "tpu")
+    assert decoding.transformers_time(tiny, content=3, context=8, batch=1, repeats=1) is None, "torch sees no TPU"
 
 
 def test_unknown_shapes_are_refused() -> None:
@@ -186,4 +186,4 @@ def test_random_prompts_hold_no_tags() -> None:
     """Of a model whose special tokens are not its last ones."""
     lm = load_model("demo")
     assert lm.special_tokens is not None and max(lm.special_tokens.ids) < lm.config.vocab_size - 100
-    assert not {*lm.special_tokens.ids, *lm.end_ids} & set(benchmark.random_prompt(lm, 10_000))
+    assert not {*lm.special_tokens.ids, *lm.end_ids} & set(decoding.random_prompt(lm, 10_000))

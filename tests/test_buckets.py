@@ -15,9 +15,9 @@ import infer.decode.inputs
 from aspd_jax import SpecialTokens
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power, powers
+from infer.decode.decode_step import Report
 from infer.decode.inputs import Widths, most_lanes, widest
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, STOP, EngineConfig
-from infer.decode.step import Report
 from infer.scheduling.buckets import MOST_TOKENS, PROMPT_BESIDE, Buckets, capacity_for
 
 

@@ -20,7 +20,7 @@ from aspd_jax.formats import open_tokenizer
 from aspd_jax.formats.hf_config import check_fields, make_config
 from aspd_jax.formats.shards import read_tensors
 from aspd_jax.layout import HIDDEN
-from aspd_jax.model.config import from_hugging_face
+from aspd_jax.model.model_config import from_hugging_face
 from infer import Engine, SamplingParams
 from tests.conftest import seeded_tensors, tiny_config, write_checkpoint
 from tests.make_parity import CASES, GEMMA3, QWEN2

@@ -16,7 +16,7 @@ from aspd_jax.formats import WHEELS
 from aspd_jax.structure import to_json
 from infer import Engine, Result, SamplingParams
 from tests.conftest import ROOT, SHARED, tiny_config, write_checkpoint
-from train.ablation import VARIANTS
+from train.ablation_models import VARIANTS
 from train.tasks import problem
 
 PROBLEM = problem(1, True, "orders", "parallel")

@@ -13,12 +13,12 @@ import pytest
 from aspd_jax.language_model import LanguageModel, random_model
 from aspd_jax.model import cpu
 from aspd_jax.model.cache import Bucket, empty_cache
-from aspd_jax.model.config import ModelConfig
+from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import make_mesh, shardings
 from aspd_jax.tokens import SpecialTokens
 from infer import Engine
-from infer.decode.step import run
+from infer.decode.decode_step import run
 from infer.scheduling.admission import new_state
 from infer.scheduling.warm_up import NO_PASS
 

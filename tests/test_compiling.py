@@ -10,14 +10,14 @@ import jax
 import pytest
 
 import aspd
-from aspd.aot import report
+from aspd.aot import aot_report
 from aspd.aot.abstract import abstract_model, configuration
+from aspd.aot.aot_report import Figures, compile_for
 from aspd.aot.decode import CompiledPass, compile_pass, expected_answer
-from aspd.aot.report import Figures, compile_for
 from aspd.aot.topology import Chip, Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.model.cache import Bucket
-from aspd_jax.model.config import ModelConfig
+from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh
 from tests.conftest import ROOT
@@ -37,7 +37,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Topology:
 
 @pytest.mark.parametrize("branches,length,serial,adaptive", [(2, 20, 62, 57), (4, 12, 60, 57), (3, 30, 107, 71)])
 def test_expected_passes_are_those_of_the_engine(branches: int, length: int, serial: int, adaptive: int) -> None:
-    """Passes as `infer.bench.benchmark.answer_times` counts them."""
+    """Passes as `infer.bench.decoding.answer_times` counts them."""
 
     def passes(width: int, milliseconds: float | None) -> CompiledPass:
         read = Figures(True, 0.0, None, 1, 1, 1, 0, (), 0, 0, 0.0, milliseconds, 0.0)
@@ -77,9 +77,9 @@ def test_what_does_not_fit_says_by_how_much(here: Topology, monkeypatch: pytest.
                 "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 21.95G of 15.75G hbm. Exceeded …"
             )
 
-    found = report.figures(compile_for(Refused(), here, 1), True, 0, 0)
+    found = aot_report.figures(compile_for(Refused(), here, 1), True, 0, 0)
     assert not found.fits and round(found.spare / 2**30, 2) == -6.2 and found.bytes is None
-    assert report.fit(found) == "no, 6.20 missing"
+    assert aot_report.fit(found) == "no, 6.20 missing"
 
 
 def test_the_commands(here: Topology, tmp_path: Path, capsys: Any) -> None:

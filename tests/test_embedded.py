@@ -9,9 +9,9 @@ from aspd.evaluation import synthetic_questions
 from aspd_jax import load_model
 from aspd_jax.formats import ADAPTED, EMBEDDED
 from infer.engine import Engine
-from infer.evaluation.ablation import forked
-from infer.evaluation.answers import answer_questions
-from infer.evaluation.config import DecodingSection, System
+from infer.evaluation.ablation_table import forked
+from infer.evaluation.conversations import answer_questions
+from infer.evaluation.eval_config import DecodingSection, System
 from tests.conftest import ROOT
 
 WEIGHTS = (".safetensors", ".gguf", ".npz", ".npy", ".bin", ".msgpack")

@@ -17,9 +17,9 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.sharding import make_mesh
 from aspd_jax.sizes import next_power
 from infer import Engine, SamplingParams
+from infer.decode.decode_step import report_of
 from infer.decode.inputs import widest
 from infer.decode.state import PROMPT, RUNNING, DecodeState
-from infer.decode.step import report_of
 from infer.request import Job
 from infer.scheduling.buckets import Buckets
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same

@@ -21,7 +21,7 @@ from aspd_jax.formats import open_checkpoint
 from aspd_jax.formats.folder import convert
 from aspd_jax.language_model import save_adapter
 from aspd_jax.store import Reply, Store
-from infer.offline.jsonl import append, read_journal
+from infer.offline.journal import append, read_journal
 from infer.plots import save_figure
 from tests.conftest import ROOT
 from tests.test_adapter import CASES, as_if_trained, base_folder

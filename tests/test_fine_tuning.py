@@ -16,10 +16,10 @@ from aspd_jax import LanguageModel, build_layout, load_model
 from aspd_jax.sharding import make_mesh
 from tests.training import SMALL, changed, losses, on_records, prepared
 from train.checkpoints import Checkpoints
-from train.config import TrainConfig
 from train.loop import export
 from train.loop import train as run_training
 from train.setup import initial_model, load
+from train.train_config import TrainConfig
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from aspd.aot.aot_report import collectives_of, pass_of, product_flops
 from aspd.aot.hlo import Array, Program, cheapest, dearest, parse
-from aspd.aot.report import collectives_of, pass_of, product_flops
 from aspd.aot.topology import topology
 from aspd_jax.errors import ConfigError
 from aspd_jax.sharding import make_mesh, named_sharding

@@ -17,19 +17,19 @@ import pytest
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.configuration import read_config
 from aspd_jax.errors import AspdError
-from aspd_jax.pipeline.config import DataConfig, LikelihoodSection, SelectSection, TeacherSection
+from aspd_jax.pipeline.build import build
+from aspd_jax.pipeline.data_config import DataConfig, LikelihoodSection, SelectSection, TeacherSection
 from aspd_jax.pipeline.likelihood import Rise
 from aspd_jax.pipeline.measures import estimate_tokens, measure, saved
-from aspd_jax.pipeline.run import build
 from aspd_jax.pipeline.spans import spans_of
 from aspd_jax.pipeline.work import Shard
 from aspd_jax.structure import from_json, plain_text
 from tests.conftest import ROOT
 from tests.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE, SMALL, faithful, lines, write_source, write_two
 from tests.teacher_server import TeacherServer
-from train.config import DataSection
 from train.records import Records
 from train.tasks import problem
+from train.train_config import DataSection
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_likelihood_decides(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
     def known(lm: LanguageModel, rows: Any, size: int) -> Any:
         return ([Rise(0.3, 2.0)] * int(row.branch.max()) for row in rows)
 
-    monkeypatch.setattr("aspd_jax.pipeline.run.rises", known)
+    monkeypatch.setattr("aspd_jax.pipeline.build.rises", known)
     (tmp_path / "out" / "work.sqlite").unlink()
     for limits, left in (
         ({"mean_rise": 0.3, "peak_rise": 2.0}, 2),

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
-from infer.proxy.app import make_app
+from infer.proxy.routes import make_app
 from infer.proxy.upstream import UpstreamConfig
 from tests.serving import wait_for
 

@@ -21,10 +21,10 @@ from aspd_jax.errors import RequestError
 from aspd_jax.tokens import SerialIds, split
 from infer import Engine, Event, SamplingParams
 from infer.answers.logprobs import token_logprobs
+from infer.decode.decode_step import report_of
 from infer.decode.inputs import BranchBudget
 from infer.decode.slots import copy_slots
 from infer.decode.state import PROMPT, SequenceState
-from infer.decode.step import report_of
 from infer.scheduling.buckets import PROMPT_BESIDE
 from infer.scheduling.policy import Policy, Sample, StepCost, fit
 from infer.scheduling.prefix_cache import LEAST_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in

@@ -26,7 +26,7 @@ import aspd
 from aspd_jax import load_model
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
-from infer.server.metrics import programs_compiled
+from infer.server.prometheus import programs_compiled
 from tests.conftest import ROOT
 from tests.serving import QUESTIONS, SERVE, Running, ask, serving, wait_for
 

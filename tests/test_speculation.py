@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import infer.decode.step
+import infer.decode.decode_step
 import infer.scheduling.policy
 from aspd_jax import LanguageModel, build_layout
 from aspd_jax.errors import RequestError, StructureError

@@ -15,7 +15,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
 from infer.server.app import make_app
-from infer.server.config import ServerConfig
+from infer.server.server_config import ServerConfig
 from tests.conftest import patched
 
 

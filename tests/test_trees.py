@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int32
 from aspd_jax import LanguageModel
 from aspd_jax.trees import shapes, zeros
 from infer import Engine, SamplingParams
-from infer.decode import step
+from infer.decode import decode_step
 from infer.decode.state import Request, SequenceState
 from tests.answers import SEPARATOR
 from tests.conftest import ROOT, patched
@@ -61,7 +61,7 @@ def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, draft_
 def test_a_decode_step_is_few_frames_from_its_caller(bare_lm: LanguageModel) -> None:
     """From `Engine.generate` to the forward pass; of ours alone."""
     depths: list[int] = []
-    forward = step.forward
+    forward = decode_step.forward
 
     def counted(*args: Any) -> Any:
         ours = [frame.function for frame in inspect.stack() if frame.filename.startswith(str(ROOT / "infer"))]

@@ -26,12 +26,12 @@ from train.batches import (
     record_steps,
 )
 from train.checkpoints import Checkpoints
-from train.config import TrainConfig
 from train.loss import Sums
 from train.metrics import MetricsWriter, memory_in_use, model_flops, peak_flops
 from train.records import Records
 from train.setup import Setup, load, set_up
-from train.step import TrainState, evaluation_sums, join, part_losses, train_step
+from train.train_config import TrainConfig
+from train.train_step import TrainState, evaluation_sums, join, part_losses, train_step
 
 # What may differ when a run goes on: where it runs, and what it tells; not what it computes.
 MAY_CHANGE = ("mesh", "save_every", "keep", "log_every", "tensorboard")

@@ -26,7 +26,7 @@ from aspd_jax.layout import build_layout
 from aspd_jax.pipeline.sources import Conversation, Unreadable, no_record, read_records
 from aspd_jax.structure import Serial, Structure, plain_text
 from aspd_jax.tokens import SpecialTokens
-from train.config import DataSection
+from train.train_config import DataSection
 
 SHOWN = 5  # problems that are printed; all of them go to the report
 VERSION = 2  # of tokenised records; files of another one are made again

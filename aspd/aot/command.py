@@ -49,7 +49,7 @@ def _topology_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _write(file: Path | None, record: dict[str, Any]) -> None:
-    from aspd.aot.report import NOT_MEASURED
+    from aspd.aot.aot_report import NOT_MEASURED
 
     if file is not None:
         write_whole(file, json.dumps({"figures": NOT_MEASURED, **record}, indent=1) + "\n")
@@ -62,8 +62,8 @@ def run_compile_decode(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from aspd.aot.abstract import abstract_model, configuration
+    from aspd.aot.aot_report import NOT_MEASURED, collective_table
     from aspd.aot.decode import CompiledPass, answer_table, compile_pass, expected_answer, pass_table
-    from aspd.aot.report import NOT_MEASURED, collective_table
     from aspd.aot.topology import topology
 
     positive(options, "batch", "widths", "slots")
@@ -111,10 +111,10 @@ def _plain_figures(of: Any) -> dict[str, Any]:
 
 def run_compile_train(options: argparse.Namespace) -> None:
     """`aspd compile train`."""
-    from aspd.aot.report import NOT_MEASURED, collective_table
+    from aspd.aot.aot_report import NOT_MEASURED, collective_table
     from aspd.aot.topology import topology
     from aspd.aot.train import compile_step, step_table
-    from train.config import load_config
+    from train.train_config import load_config
 
     config, on = load_config(options.config, options.overrides), topology(options.topology)
     print(f"{options.config} for {on.name}; {NOT_MEASURED}; compiling", flush=True)

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from aspd.aot.abstract import everywhere, placed
-from aspd.aot.report import Figures, compile_for, figures, fit, gib, local_bytes
+from aspd.aot.aot_report import Figures, compile_for, figures, fit, gib, local_bytes
 from aspd.aot.topology import Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket, layer_sharding
-from infer.bench.benchmark import SEPARATOR, SERIAL_TEXT, TITLE
+from infer.bench.decoding import SEPARATOR, SERIAL_TEXT, TITLE
+from infer.decode.decode_step import Limits, run
 from infer.decode.state import DecodeState
-from infer.decode.step import Limits, run
 from infer.engine import Engine
 from infer.scheduling.admission import new_state
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.layout import Layout
-from aspd_jax.model.config import ModelConfig
+from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import NEW_TOKENS
 from aspd_jax.sharding import shardings

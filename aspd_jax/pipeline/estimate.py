@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aspd_jax.pipeline.config import DataConfig
+from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.extract import propose
 from aspd_jax.pipeline.measures import estimate_tokens
 from aspd_jax.pipeline.pieces import numbered
@@ -20,7 +20,7 @@ def estimate(config: DataConfig, source: str, shard: Shard) -> str:
     The figures assume that no call is repeated and that all candidates reach the vote.
 
     Raises:
-        AspdError: see `aspd_jax.pipeline.run.build`.
+        AspdError: see `aspd_jax.pipeline.build.build`.
     """
     teacher, count = config.teacher, counter(config.tokenizer)
     prompts = {name: estimate_tokens(text) for name, text in read_prompts(teacher.prompts).items()}

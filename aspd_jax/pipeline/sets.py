@@ -12,8 +12,8 @@ from zlib import crc32
 
 from aspd_jax.files import replacing, write_whole
 from aspd_jax.pipeline.checks import asked_for, repetition
+from aspd_jax.pipeline.data_report import Account, Report
 from aspd_jax.pipeline.measures import Measures, best, measure
-from aspd_jax.pipeline.report import Account, Report
 from aspd_jax.pipeline.sources import Conversation, Unreadable
 from aspd_jax.pipeline.spans import BlockSpan, structure_of
 from aspd_jax.pipeline.work import Answer, Work, answers_of

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from aspd_jax.endpoint import Endpoint, Form, parse_json
 from aspd_jax.errors import ConfigError, DataError
-from aspd_jax.pipeline.config import TeacherSection
+from aspd_jax.pipeline.data_config import TeacherSection
 from aspd_jax.store import Store
 
 Made = TypeVar("Made")

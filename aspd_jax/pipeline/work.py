@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import ConfigError
-from aspd_jax.pipeline.config import DataConfig
+from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.measures import Count, estimate_tokens
 from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
 from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json

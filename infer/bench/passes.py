@@ -26,9 +26,9 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.model.cpu import einsum
 from aspd_jax.model.vocabulary import head_of
 from aspd_jax.model.weights import input_axes
+from infer.decode.decode_step import Limits, run
 from infer.decode.slots import occupy
 from infer.decode.state import EngineConfig
-from infer.decode.step import Limits, run
 from infer.engine import NO_TOKENS
 from infer.scheduling.admission import new_state
 from infer.scheduling.buckets import capacity_for

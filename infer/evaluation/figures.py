@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from infer.evaluation.config import EvalConfig
+from infer.evaluation.eval_config import EvalConfig
+from infer.evaluation.evaluate import answers_file, speed_file
 from infer.evaluation.intervals import difference, interval
 from infer.evaluation.questions import Question
-from infer.evaluation.run import answers_file, speed_file
 from infer.evaluation.speed import total
-from infer.offline.jsonl import read_journal
+from infer.offline.journal import read_journal
 
 RATIO = "content tokens/s, ratio"
 QUANTILES = (0.1, 0.5, 0.9, 1.0)

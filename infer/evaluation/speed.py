@@ -17,9 +17,9 @@ from aspd_jax.errors import AspdError, RequestError
 from aspd_jax.files import Log
 from infer.answers.answer import Result, content_ids
 from infer.engine import Engine
-from infer.evaluation.config import DecodingSection, SpeedSection, System
+from infer.evaluation.eval_config import DecodingSection, SpeedSection, System
 from infer.evaluation.questions import Question, spread
-from infer.offline.jsonl import append, read_journal
+from infer.offline.journal import append, read_journal
 
 PHASES = ("queued", "prefill", "serial", "parallel", "first_token", "total")
 

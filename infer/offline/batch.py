@@ -22,7 +22,7 @@ from aspd_jax.pipeline.sources import parse_messages
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.engine import Engine, Prompt
-from infer.offline.jsonl import append, read_journal
+from infer.offline.journal import append, read_journal
 from infer.request import Mode, SamplingParams
 from infer.scheduling.handle import Handle
 

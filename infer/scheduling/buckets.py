@@ -12,9 +12,9 @@ import numpy as np
 
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power, powers
+from infer.decode.decode_step import Report
 from infer.decode.inputs import most_lanes, only_row
 from infer.decode.state import PROMPT, EngineConfig
-from infer.decode.step import Report
 
 LEAST_CAPACITY = 128  # slots of the smallest cache
 LEAST_SLOTS = 512  # of a row that a pass looks at: below, there is little to save; of several rows half as many

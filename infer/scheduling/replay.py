@@ -17,9 +17,9 @@ from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, split
+from infer.decode.decode_step import count_pass, forward
 from infer.decode.inputs import Inputs, next_inputs, widths
 from infer.decode.state import FORK, PROMPT, RUNNING, DecodeState, EngineConfig
-from infer.decode.step import count_pass, forward
 from infer.decode.transition import advance, by_stretch
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import begin, new_state

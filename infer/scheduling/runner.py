@@ -13,10 +13,10 @@ import numpy as np
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
+from infer.decode.decode_step import Limits, Report, run
 from infer.decode.inputs import widest
 from infer.decode.packed import Packed
 from infer.decode.state import DecodeState, EngineConfig
-from infer.decode.step import Limits, Report, run
 from infer.scheduling.buckets import Buckets
 from infer.scheduling.policy import DraftControl, StepCost
 

@@ -21,10 +21,10 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
 from aspd_jax.sizes import next_power
 from infer.answers.answer import Answer, Reading, Result, look_at, read, readings, result
+from infer.decode.decode_step import Report, report_of
 from infer.decode.recogniser import TextReader
 from infer.decode.slots import NO_CAP, copy_slots, permit, set_branch_cap, stop_stretches
 from infer.decode.state import FORK, LENGTH, PARALLEL, PROMPT, RUNNING, SERIAL, DecodeState, EngineConfig
-from infer.decode.step import Report, report_of
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import Beginning, begin, new_state
 from infer.scheduling.buckets import LEAST_CAPACITY

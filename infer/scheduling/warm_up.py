@@ -20,9 +20,9 @@ from aspd_jax.processes import agreed
 from aspd_jax.sizes import powers
 from infer.answers.answer import read
 from infer.answers.logprobs import CHUNK, likeliest
+from infer.decode.decode_step import Limits, report_of, run
 from infer.decode.slots import NO_CAP, copy_slots, occupy, permit, put_bias, set_branch_cap, stop_stretches
 from infer.decode.state import DecodeState, EngineConfig
-from infer.decode.step import Limits, report_of, run
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import LEAST_PROMPT, begin
 from infer.scheduling.buckets import Buckets

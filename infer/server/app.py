@@ -23,15 +23,15 @@ from aspd_jax.errors import RequestError
 from infer.answers.answer import Result
 from infer.engine import Engine
 from infer.request import Job, SamplingParams
-from infer.server.config import ServerConfig
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.driver import Broken, Busy, Driver, Ticket
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
 from infer.server.guard import add_guard
 from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter
-from infer.server.metrics import Metrics, programs_compiled
+from infer.server.prometheus import Metrics, programs_compiled
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import NOT_STORED, ResponsesRequest, reply_response
+from infer.server.server_config import ServerConfig
 
 log = logging.getLogger("aspd.server")
 OPEN = ("/", "/health", "/live")  # paths that need no key

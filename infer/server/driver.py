@@ -19,7 +19,7 @@ from infer.engine import Engine
 from infer.lockstep import Asked, Lockstep, StepCommand
 from infer.request import Job
 from infer.scheduling.handle import Handle, Stream
-from infer.server.config import ServerConfig
+from infer.server.server_config import ServerConfig
 
 log = logging.getLogger("aspd.server")
 FIRST_STEPS = 4  # passes of the first chunk, before it is known how long one takes

@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from infer.answers.logprobs import MOST_ALTERNATIVES
 from infer.request import Mode, SamplingParams
-from infer.server.config import ServerConfig
 from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
+from infer.server.server_config import ServerConfig
 
 MOST_STOPS = 64  # stop strings; OpenAI has 4, evaluation harnesses send more
 

@@ -13,15 +13,15 @@ from typing import Any
 import jax
 
 from aspd.aot.abstract import abstract_model
+from aspd.aot.aot_report import Compiled, Figures, compile_for, figures
 from aspd.aot.decode import bucket_for, needed_bytes, needed_collective_bytes, trace_passes
 from aspd.aot.hlo import Instruction
-from aspd.aot.report import Compiled, Figures, compile_for, figures
 from aspd.aot.topology import Topology, topology
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh
-from infer.bench.benchmark import SEPARATOR
+from infer.bench.decoding import SEPARATOR
 from infer.engine import Engine
 
 LAYERS = 4

@@ -15,7 +15,7 @@ pytest.importorskip("libtpu", reason="make test-accelerators has an environment 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
 from aspd.aot.abstract import everywhere, placed
-from aspd.aot.report import Compiled
+from aspd.aot.aot_report import Compiled
 from aspd.aot.topology import topology
 from aspd_jax.layout import Layout
 from aspd_jax.model.attention import FULL_PASS_BACK_ENDS, View

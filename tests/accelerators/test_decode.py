@@ -12,8 +12,8 @@ pytest.importorskip("libtpu", reason="make test-accelerators has an environment 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
 from aspd.aot.abstract import everywhere
+from aspd.aot.aot_report import collectives_of, local_bytes, pass_of
 from aspd.aot.hlo import Program, cheapest, dearest
-from aspd.aot.report import collectives_of, local_bytes, pass_of
 from aspd.aot.topology import topology
 from aspd_jax.model.cache import Bucket
 from aspd_jax.shapes import SHAPES

@@ -17,11 +17,11 @@ from aspd_jax.endpoint import Unanswered, outside_event_loop
 from aspd_jax.errors import DataError, StructureError
 from aspd_jax.pipeline.annotate import annotate, independence
 from aspd_jax.pipeline.checks import find_dependence
-from aspd_jax.pipeline.config import DataConfig
+from aspd_jax.pipeline.data_config import DataConfig
+from aspd_jax.pipeline.data_report import Account, Report
 from aspd_jax.pipeline.extract import propose
 from aspd_jax.pipeline.likelihood import encode, rises
 from aspd_jax.pipeline.measures import saved
-from aspd_jax.pipeline.report import Account, Report
 from aspd_jax.pipeline.sets import write
 from aspd_jax.pipeline.spans import BlockSpan, blocks_to_json, planned_block, structure_of
 from aspd_jax.pipeline.teacher import Teacher

@@ -14,11 +14,11 @@ from markdown_it import MarkdownIt
 from aspd_jax.files import write_whole
 from aspd_jax.pictures import page
 from infer.answers.timeline import Span
-from infer.evaluation.config import EvalConfig
+from infer.evaluation.eval_config import EvalConfig
+from infer.evaluation.evaluate import answers_file
 from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question
-from infer.evaluation.run import answers_file
-from infer.offline.jsonl import read_journal
+from infer.offline.journal import read_journal
 
 # Published results (protocol, section 10), by how the name of a benchmark begins: model, Ori, Seq, ASPD, speed-up.
 PUBLISHED = {

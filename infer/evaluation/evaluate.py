@@ -29,12 +29,12 @@ from aspd_jax.pipeline.likelihood import CHUNK, token_losses
 from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
 from infer.engine import Engine
-from infer.evaluation.answers import answer_questions, write_model_answers
-from infer.evaluation.config import EvalConfig, ModelSection
+from infer.evaluation.conversations import answer_questions, write_model_answers
+from infer.evaluation.eval_config import EvalConfig, ModelSection
 from infer.evaluation.judge import Answers, judge
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
-from infer.offline.jsonl import append, read_journal
+from infer.offline.journal import append, read_journal
 
 PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy", "scipy", "math-verify")
 

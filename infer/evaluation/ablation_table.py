@@ -23,7 +23,7 @@ def table(models: Mapping[str, Sequence[Record]], reference: str) -> str:
     """Compare models as a Markdown table.
 
     Args:
-        models: records of `infer.evaluation.answers` by model, on the same questions, in any order.
+        models: records of `infer.evaluation.conversations` by model, on the same questions, in any order.
         reference: the model that exact match is compared with, paired by question.
     """
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]

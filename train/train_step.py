@@ -20,8 +20,8 @@ from aspd_jax.model.vocabulary import NEW_TOKENS, head_of, lm_head
 from aspd_jax.model.weights import ADAPTERS, abstract_parameters
 from aspd_jax.sharding import shardings
 from train.batches import PARTS, Batch
-from train.config import OptimiserSection
 from train.loss import Sums, loss_over_mesh, next_token_loss
+from train.train_config import OptimiserSection
 
 DECAYING = ("kernel", "embedding", *ADAPTERS)
 

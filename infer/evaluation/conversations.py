@@ -20,11 +20,11 @@ from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.answers.timeline import timeline
 from infer.engine import Engine
-from infer.evaluation.config import DecodingSection, System
+from infer.evaluation.eval_config import DecodingSection, System
 from infer.evaluation.health import health
 from infer.evaluation.questions import Question
 from infer.evaluation.scoring import correct
-from infer.offline.jsonl import append, read_journal
+from infer.offline.journal import append, read_journal
 from infer.request import Mode
 from infer.scheduling.handle import Handle
 
