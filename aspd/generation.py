@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         "--branch-policy", default="all", metavar="POLICY", help="all, cap:N branches, or slo:MS milliseconds a pass"
     )
     generate.add_argument(
-        "--draft-tokens", type=int, default=0, help="guesses per stretch and pass, looked up in what was said before"
+        "--draft-tokens", type=int, default=0, help="guesses per segment and pass, looked up in what was said before"
     )
     generate.add_argument(
         "--training-free", action="store_true", help="for a model without the special tokens: ask for tags in its text"

@@ -111,7 +111,7 @@ def sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-tokens", type=int, default=0, help="minimum tokens of plain text of an answer")
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--max-branch-tokens", type=int, default=1024)
-    parser.add_argument("--stop", action="append", default=[], help="string that ends its stretch; may be repeated")
+    parser.add_argument("--stop", action="append", default=[], help="string that ends its segment; may be repeated")
     parser.add_argument("--seed", type=int, help="of the random streams")
 
 

@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
     serve.add_argument(
         "--branch-policy", default="all", help="which branches of a loaded batch wait: all, cap:N or slo:MS"
     )
-    serve.add_argument("--draft-tokens", type=int, default=0, help="guesses per stretch and pass")
+    serve.add_argument("--draft-tokens", type=int, default=0, help="guesses per segment and pass")
     serve.add_argument("--key-file", type=Path, metavar="FILE", help="API keys, one a line; also: ASPD_API_KEY")
     serve.add_argument("--insecure", action="store_true", help="listen on other addresses than loopback without a key")
     serve.add_argument(

@@ -153,18 +153,18 @@ class Chat:
         return self._ended(self.encode(rest))[0]
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a stretch of a prompt."""
+        """Return the token ids of a segment of a prompt."""
         parts = re.split(f"{self._sign}s([0-9]+)\ue001", text)
         spelt = [self._spelt[int(part)] if number % 2 else part for number, part in enumerate(parts)]
         return _encode_alternating(self._tokenizer, self._codec, spelt)
 
-    def encode_stretches(self, stretches: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of a prompt; each stretch but the first begins with the end of the previous answer."""
-        first, *others = map(self.encode, stretches)
+    def encode_segments(self, segments: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of a prompt; each segment but the first begins with the end of the previous answer."""
+        first, *others = map(self.encode, segments)
         return [first, *map(self._ended, others)]
 
-    def _ended(self, stretch: list[int]) -> list[int]:
-        return stretch if stretch and stretch[0] in self._ends else [self._ends[0], *stretch]
+    def _ended(self, segment: list[int]) -> list[int]:
+        return segment if segment and segment[0] in self._ends else [self._ends[0], *segment]
 
     def _with(self, contents: Mapping[int, str], stop: int) -> list[dict[str, Any]]:
         return [
@@ -178,16 +178,16 @@ class Chat:
         return text
 
     def _split(self, text: str, stop: int) -> list[str]:
-        stretches, rest = [], text
+        segments, rest = [], text
         for place in self._places(stop):
-            stretch, found, rest = rest.partition(self._mark(place))
+            segment, found, rest = rest.partition(self._mark(place))
             if not found:
                 raise ConversationError(
                     f"messages[{place}]: the chat template does not show this answer as it stands; "
                     "use another chat_template"
                 )
-            stretches.append(stretch)
-        return [*stretches, rest]
+            segments.append(segment)
+        return [*segments, rest]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool) -> str:
         try:
@@ -221,10 +221,10 @@ def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
 def encode_turns(
     tokenizer: Any, codec: TextCodec, ends: Sequence[int], messages: Sequence[Mapping[str, Any]], prompt: bool
 ) -> list[list[int]]:
-    """Return the token ids around the answers of a conversation: one more stretch than there are answers.
+    """Return the token ids around the answers of a conversation: one more segment than there are answers.
 
-    The template is rendered with placeholders, so that answers are encoded stretch by stretch (protocol, section 2).
-    Every stretch but the first begins with the end of text of the previous answer.
+    The template is rendered with placeholders, so that answers are encoded segment by segment (protocol, section 2).
+    Every segment but the first begins with the end of text of the previous answer.
 
     Args:
         tokenizer: a `transformers` tokenizer with a chat template.
@@ -232,16 +232,16 @@ def encode_turns(
         ends: ids that end an answer; the first is used if the template has none of them.
         messages: messages with `role` and `content`.
         prompt: whether an answer follows the conversation. Otherwise the conversation ends with an answer, and the last
-            stretch is only an end of text.
+            segment is only an end of text.
 
     Raises:
         ConversationError: the chat template refuses the conversation, or changes an answer.
     """
     chat = Chat(tokenizer, codec, ends, messages)
     if prompt:
-        return chat.encode_stretches(chat.prompt(len(messages)))
+        return chat.encode_segments(chat.prompt(len(messages)))
     last = len(messages) - 1
-    return [*chat.encode_stretches(chat.prompt(last)), [chat.end(last)]]
+    return [*chat.encode_segments(chat.prompt(last)), [chat.end(last)]]
 
 
 def encode_history(
@@ -252,22 +252,22 @@ def encode_history(
     continues: bool = False,
     variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[list[list[int]], list[str]]:
-    """Return the stretches of a prompt, and the answers between them as the prompt contains them (`Chat.answers`).
+    """Return the segments of a prompt, and the answers between them as the prompt contains them (`Chat.answers`).
 
     Args:
         tokenizer: a `transformers` tokenizer with a chat template.
         codec: codec of the tokenizer.
         ends: ids that end an answer; the first is used if the template has none of them.
         messages: messages with `role` and `content`.
-        continues: whether the last message is the beginning of an answer; the stretch after it is then empty.
+        continues: whether the last message is the beginning of an answer; the segment after it is then empty.
         variables: see `Chat`.
     """
     chat = Chat(tokenizer, codec, ends, messages, variables)
     stop = len(messages)
     if continues:
-        stretches, beginning = chat.continuation()
-        return [*chat.encode_stretches(stretches), []], [*chat.answers(stop - 1), beginning]
-    return chat.encode_stretches(chat.prompt(stop)), chat.answers(stop)
+        segments, beginning = chat.continuation()
+        return [*chat.encode_segments(segments), []], [*chat.answers(stop - 1), beginning]
+    return chat.encode_segments(chat.prompt(stop)), chat.answers(stop)
 
 
 def encode_prompt(tokenizer: Any, codec: TextCodec, text: str) -> list[int]:

@@ -21,7 +21,7 @@ def agreed(values: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
-def tell_all(data: bytes = b"") -> bytes:
+def broadcast(data: bytes = b"") -> bytes:
     """Return the bytes of process 0 in all processes.
 
     All processes must call it; the data of other processes is ignored.

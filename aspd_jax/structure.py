@@ -15,7 +15,7 @@ from aspd_jax.errors import StructureError
 
 @dataclass(frozen=True)
 class Serial:
-    """A stretch of an answer that is decoded one token at a time."""
+    """A segment of an answer that is decoded one token at a time."""
 
     text: str
 
@@ -65,9 +65,9 @@ def plain_text(items: Iterable[Item]) -> str:
 
 
 def canonical(items: Iterable[Item]) -> Structure:
-    """Return an equal answer with adjacent serial stretches joined and empty ones dropped.
+    """Return an equal answer with adjacent serial segments joined and empty ones dropped.
 
-    Linearisation keeps no boundary between two serial stretches, so a round trip through tokens returns this form.
+    Linearisation keeps no boundary between two serial segments, so a round trip through tokens returns this form.
     """
     result: list[Item] = []
     for item in items:

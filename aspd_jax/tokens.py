@@ -1,7 +1,7 @@
 """The six special tokens, and the conversion of structured answers to token ids and back (protocol, section 2).
 
-Every stretch between tags (serial text, title, branch text) is encoded separately. The ids that the engine samples and
-those that training reads are therefore equal, and every stretch decodes to its exact text.
+Every segment between tags (serial text, title, branch text) is encoded separately. The ids that the engine samples and
+those that training reads are therefore equal, and every segment decodes to its exact text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def add_special_tokens(tokenizer: Any) -> SpecialTokens:
 
 
 class TextCodec:
-    """Exact conversion between the text and the token ids of one stretch.
+    """Exact conversion between the text and the token ids of one segment.
 
     Strings that look like special tokens are ordinary text here: an answer that contains `<|title|>` or `</s>`
     literally is encoded as those characters.
@@ -91,7 +91,7 @@ class TextCodec:
         self._space_id = self._backend.token_to_id("▁")
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a stretch.
+        """Return the ids of a segment.
 
         Raises:
             TokenizerError: the tokenizer has no ids that decode to exactly this text.
@@ -114,29 +114,29 @@ class TextCodec:
         )
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of a stretch; special tokens are skipped."""
+        """Return the text of a segment; special tokens are skipped."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def text_of(self, stretch: SerialIds) -> str:
-        """Return the text of a serial stretch, without the characters that belong to a tag."""
-        text = self.decode(stretch.ids)
-        return text[: len(text) - stretch.drop]
+    def text_of(self, segment: SerialIds) -> str:
+        """Return the text of a serial segment, without the characters that belong to a tag."""
+        text = self.decode(segment.ids)
+        return text[: len(text) - segment.drop]
 
     def token_bytes(self, ids: Sequence[int], first: Sequence[int] = ()) -> list[bytes]:
         """Return the bytes of each token.
 
         Args:
-            ids: tokens of a stretch, or alternatives to its first token.
-            first: the stretch itself, if `ids` are alternatives to its first token.
+            ids: tokens of a segment, or alternatives to its first token.
+            first: the segment itself, if `ids` are alternatives to its first token.
 
         Returns:
-            The bytes of each token. Concatenated, those of a stretch are the UTF-8 of its text.
+            The bytes of each token. Concatenated, those of a segment are the UTF-8 of its text.
         """
         pieces = [self._spelled.decode_bytes([int(token)]) for token in ids]
-        stretch = first or ids
-        joined = b"".join(self._spelled.decode_bytes([int(token)]) for token in stretch)
-        # Some tokenizers drop the space at the beginning of a stretch.
-        if joined.startswith(b" ") and joined.decode(errors="replace") != self.decode(stretch):
+        segment = first or ids
+        joined = b"".join(self._spelled.decode_bytes([int(token)]) for token in segment)
+        # Some tokenizers drop the space at the beginning of a segment.
+        if joined.startswith(b" ") and joined.decode(errors="replace") != self.decode(segment):
             pieces = [part.removeprefix(b" ") if first or not place else part for place, part in enumerate(pieces)]
         return pieces
 
@@ -148,16 +148,16 @@ class TextCodec:
         return LLTokenizer(self._backend.to_str())
 
     def stream(self) -> TextStream:
-        """Return a decoder for a growing stretch."""
+        """Return a decoder for a growing segment."""
         return TextStream(self._backend)
 
     def spell(self, ids: Iterable[int]) -> str:
-        """Return the spelling of ids in the vocabulary, for stretches that decode to no text."""
+        """Return the spelling of ids in the vocabulary, for segments that decode to no text."""
         return "".join(self._backend.id_to_token(int(i)) or f"<{int(i)}>" for i in ids)
 
 
 class TextStream:
-    """Incremental decoder of a growing stretch; the cost per token does not depend on the length of the stretch.
+    """Incremental decoder of a growing segment; the cost per token does not depend on the length of the segment.
 
     Attributes:
         text: decoded text; whole characters only.
@@ -168,10 +168,10 @@ class TextStream:
         self._backend, self._stream, self._count = backend, DecodeStream(skip_special_tokens=True), 0
 
     def extend(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Decode the new tokens of the stretch.
+        """Decode the new tokens of the segment.
 
         Args:
-            ids: all tokens of the stretch; those of earlier calls are skipped.
+            ids: all tokens of the segment; those of earlier calls are skipped.
         """
         for token in ids[self._count :]:
             self.text += self._stream.step(self._backend, int(token)) or ""
@@ -179,7 +179,7 @@ class TextStream:
 
 
 class SerialIds(NamedTuple):
-    """Token ids of a serial stretch.
+    """Token ids of a serial segment.
 
     Attributes:
         ids: token ids, int32 [T].
@@ -269,12 +269,12 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
             raise StructureError(f"token {cursor}: expected {names[expected]}, got text")
         cursor = place + 1
 
-    def take_stretch(start: int, end: int) -> np.ndarray:
+    def take_segment(start: int, end: int) -> np.ndarray:
         nonlocal cursor
         take_adjacent(start)
         place = take(end)
-        stretch, cursor = ids[cursor:place], place + 1
-        return stretch
+        segment, cursor = ids[cursor:place], place + 1
+        return segment
 
     def peek() -> int:
         return tags[at][1] if at < len(tags) else -1
@@ -286,12 +286,12 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
         titles: list[np.ndarray] = []
         branches: list[np.ndarray] = []
         while not titles or peek() == special.title_start:
-            titles.append(take_stretch(special.title_start, special.title_end))
+            titles.append(take_segment(special.title_start, special.title_end))
             if not titles[-1].size:
                 raise StructureError(f"token {cursor - 1}: expected a title, got none")
         take_adjacent(special.parallel_start)
         while peek() == special.branch_start:
-            branches.append(take_stretch(special.branch_start, special.branch_end))
+            branches.append(take_segment(special.branch_start, special.branch_end))
         take_adjacent(special.parallel_end)
         if not branches or (paired and (len(titles) < 2 or len(titles) != len(branches))):
             raise StructureError(

@@ -2,7 +2,7 @@
 
 from infer.answers.answer import Result, Statistics
 from infer.answers.events import Event
-from infer.decode.recogniser import TextTags
+from infer.decode.tag_automaton import TextTags
 from infer.engine import Engine
 from infer.request import SamplingParams
 from infer.scheduling.replay import Trace

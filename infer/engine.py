@@ -15,8 +15,8 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import plain_text
 from aspd_jax.tokens import SpecialTokens
 from infer.answers.answer import Result
-from infer.decode.recogniser import TextReader, TextTags, of_text
-from infer.decode.state import MOST_BRANCHES, EngineConfig, Tags
+from infer.decode.state import MAX_BRANCHES, EngineConfig, Tags
+from infer.decode.tag_automaton import TextReader, TextTags, text_automaton
 from infer.request import Job, Mode, SamplingParams
 from infer.scheduling.adapter_slots import Adapters
 from infer.scheduling.admission import prompt_layout
@@ -44,7 +44,7 @@ class Engine:
         separator_ids: what follows the title at the head of a branch; default: the tokenizer's ids of `": "`.
         branch_policy: `all`, `cap:N` or `slo:MS` (`infer.scheduling.policy.Policy`).
         reuse: let a prompt begin with what the cache still holds of it: an earlier turn, or a shared beginning.
-        draft_tokens: guesses per stretch and pass, looked up in what was said before, and verified; 0: none. Answers
+        draft_tokens: guesses per segment and pass, looked up in what was said before, and verified; 0: none. Answers
             are the same token by token; where guesses do not pay for the wider passes, they are left out.
         text_tags: of a model without special tokens: it writes them as text, as these ask it to; None: special tokens.
 
@@ -74,8 +74,8 @@ class Engine:
         ):
             if value < least:
                 raise RequestError(f"{name} must be at least {least}, got {value}")
-        if max_branches >= MOST_BRANCHES:
-            raise RequestError(f"max_branches must be below {MOST_BRANCHES}, got {max_branches}")
+        if max_branches >= MAX_BRANCHES:
+            raise RequestError(f"max_branches must be below {MAX_BRANCHES}, got {max_branches}")
         if draft_tokens and lm.config.siblings == "shared":
             raise RequestError("draft_tokens must be 0 for this model: its branches would see each other's guesses")
         self.lm, self.text_tags = lm, text_tags
@@ -179,11 +179,11 @@ class Engine:
         if not ends and any(message["role"] == "assistant" for message in messages):
             raise RequestError("this model names no end of text, so a conversation cannot go on after an answer")
         codec = self.lm.codec.text
-        (ids, *stretches), answers = encode_history(
+        (ids, *segments), answers = encode_history(
             tokenizer, codec, ends, messages, continue_final_message, chat_template_kwargs
         )
         places = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        for place, answer, after in zip(places, answers, stretches, strict=True):
+        for place, answer, after in zip(places, answers, segments, strict=True):
             decoded = self._decoded(place, messages[place]) if messages[place]["content"] == answer else None
             ids = [*ids, *(codec.encode(answer) if decoded is None else decoded), *after]
         return ids
@@ -395,11 +395,11 @@ class Engine:
     def _check_script(self, script: Sequence[Sequence[int]], budget: int) -> None:
         most = 1 + self.config.max_branches
         if len(script) > most:
-            raise RequestError(f"script has {len(script)} stretches; with max_branches there are {most} at most")
+            raise RequestError(f"script has {len(script)} segments; with max_branches there are {most} at most")
         if (tokens := sum(map(len, script))) > budget:
             raise RequestError(f"script has {tokens} tokens, the answer may have {budget}")
-        for stretch in script:
-            self._check_ids(stretch, "script: ")
+        for segment in script:
+            self._check_ids(segment, "script: ")
 
 
 def _read_text(
@@ -411,6 +411,6 @@ def _read_text(
     codec = lm.codec.text
     opening, ending, closing = map(codec.encode, (tags.branch_start, tags.parallel_end, tags.branch_end))
     costs = map(len, (tags.title_start, tags.title_end, tags.parallel_start, tags.branch_end))
-    recogniser = of_text(codec, lm.config.padded_vocab_size, tags, end, forbidden)
+    automaton = text_automaton(codec, lm.config.padded_vocab_size, tags, end, forbidden)
     written = Tags(tuple(opening), tuple(ending), closing[0], *costs)
-    return written, TextReader(codec, tags, recogniser, len(opening), len(ending))
+    return written, TextReader(codec, tags, automaton, len(opening), len(ending))

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from aspd_jax.errors import AspdError
-from aspd_jax.processes import tell_all
+from aspd_jax.processes import broadcast
 from infer.answers.logprobs import TokenLogprob, token_logprobs
 from infer.engine import Engine
 from infer.request import Job, SamplingParams
@@ -99,17 +99,17 @@ class Lockstep:
     def lead(self, command: StepCommand) -> None:
         """Obey a command, here and in the other processes."""
         if jax.process_count() > 1:
-            tell_all(command.to_bytes())
+            broadcast(command.to_bytes())
         self.do(command)
 
     def end(self) -> None:
         """Let the other processes end."""
         if jax.process_count() > 1:
-            tell_all(StepCommand(last=True).to_bytes())
+            broadcast(StepCommand(last=True).to_bytes())
 
     def follow(self) -> None:
         """Do the turns of the first process, until its last."""
-        while not (command := StepCommand.from_bytes(tell_all())).last:
+        while not (command := StepCommand.from_bytes(broadcast())).last:
             self.do(command)
             self.logprobs.clear()
             self.handles = {number: handle for number, handle in self.handles.items() if handle.result is None}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from infer.bench.passes import PassTime
 
 BLUE = "#4c78a8"
-MOST_LABELLED = 64  # tokens whose names are readable beside a matrix
+MAX_LABELLED = 64  # tokens whose names are readable beside a matrix
 
 
 def draw_visibility(
@@ -57,7 +57,7 @@ def draw_visibility(
     matrix.set(title=title, ylabel="token")
     below.scatter(range(length), np.asarray(layout.position), c=kind, cmap=colours, vmin=0, vmax=1 + len(COLOURS), s=9)
     below.set(ylabel="position", xlabel="" if names else "token it may look at")
-    if names and length <= MOST_LABELLED:
+    if names and length <= MAX_LABELLED:
         short = [name if len(name) <= 12 else name[:11] + "…" for name in names]
         matrix.set_yticks(range(length), short, fontsize=6)
         below.set_xticks(range(length), short, fontsize=6, rotation=90)

@@ -17,14 +17,14 @@ GRAMMARS = ("json_schema", "regex", "choices", "grammar")  # fields that constra
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled, in serial stretches and in branches alike (protocol, section 5).
+    """How tokens are sampled, in serial segments and in branches alike (protocol, section 5).
 
     Attributes:
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
         min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
-        repetition_penalty: over what a stretch can see of the answer's plain text, a title of its titles; 1 is none.
+        repetition_penalty: over what a segment can see of the answer's plain text, a title of its titles; 1 is none.
         frequency_penalty: subtracted from the logit of a token for each occurrence in the same text; 0 is none.
         presence_penalty: subtracted once from the logit of a token that occurs in it; 0 is none.
         logit_bias: added to the logits of token ids, wherever they are sampled, -100 to 100; the grammar comes first.
@@ -33,14 +33,14 @@ class SamplingParams:
         max_content_tokens: bound on the tokens of the plain text, which is what a client sees. None: no further bound;
             0: no answer, for log probabilities of the prompt alone.
         max_branch_tokens: bound on the tokens sampled in one branch, its closing tag included.
-        stop: strings that end the stretch they appear in: a branch, or in a serial stretch the answer.
+        stop: strings that end the segment they appear in: a branch, or in a serial segment the answer.
         seed: of the random streams; None draws one.
         json_schema: the answer is one JSON value of this schema (text or a mapping), and does not fork.
         regex, choices, grammar: the answer matches this regular expression (Rust's syntax), is one of these strings, or
             follows this grammar (Lark or GBNF), and does not fork. At most one of these and `json_schema`.
         branch_schema: the text of every branch is one JSON value of this schema.
-        script: token ids to take in place of sampled ones: of the serial stretch (titles and tags included), of the
-            first branch, and so on; every block has the same. A stretch that has no more of them is sampled. Passes are
+        script: token ids to take in place of sampled ones: of the serial segment (titles and tags included), of the
+            first branch, and so on; every block has the same. A segment that has no more of them is sampled. Passes are
             those of any answer: so two ways to decode one content are compared.
     """
 
@@ -70,7 +70,7 @@ class SamplingParams:
             object.__setattr__(self, name, _spelled(name, getattr(self, name)))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "script", tuple(tuple(stretch) for stretch in self.script))
+        object.__setattr__(self, "script", tuple(tuple(segment) for segment in self.script))
         object.__setattr__(self, "choices", tuple(self.choices))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         most = self.max_new_tokens if self.max_content_tokens is None else self.max_content_tokens

@@ -18,7 +18,7 @@ EXAMPLE = [[3, 4], [([5], [6, 7, 8]), ([9, 2], [1]), ([5], [])], [4], [([1], [2]
 
 
 def linearise(special: SpecialTokens, parts: list, end: int | None = 0) -> list[int]:
-    """Serial stretches (lists) and blocks (lists of (title, text)), as the protocol writes them down."""
+    """Serial segments (lists) and blocks (lists of (title, text)), as the protocol writes them down."""
     ids: list[int] = []
     for part in parts:
         if part and isinstance(part[0], tuple):

@@ -18,7 +18,7 @@ from aspd_jax.sizes import next_power, powers
 from infer.decode.decode_step import Report
 from infer.decode.inputs import Widths, most_lanes, widest
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, STOP, EngineConfig
-from infer.scheduling.buckets import MOST_TOKENS, PROMPT_BESIDE, Buckets, capacity_for
+from infer.scheduling.buckets import MAX_TOKENS, PROMPT_BESIDE, Buckets, capacity_for
 
 
 def config_for(branches: int, title_tokens: int = 24) -> EngineConfig:
@@ -236,7 +236,7 @@ def test_there_are_few_programs(rows: int, capacity: int, branches: int) -> None
         assert {other.slots for other in every if other[:3] == of[:3]} == set(
             powers(min(512 if of.rows == 1 else 256, capacity), capacity)
         )
-    assert max(of.rows for of in every) == rows and max(of.tokens for of in every) == MOST_TOKENS
+    assert max(of.rows for of in every) == rows and max(of.tokens for of in every) == MAX_TOKENS
     assert (rows, capacity, branches) != (32, 2048, 16) or len(every) <= 100
 
 
@@ -260,7 +260,7 @@ def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
         piece = min(left, bucket.tokens)
         assert bucket.rows == 1 and bucket.tokens == bucket.per_row and 2 * piece >= bucket.tokens
         assert piece == left or smaller < left, "else the loop would end at once, and choose the same again"
-    assert bucket.tokens == MOST_TOKENS
+    assert bucket.tokens == MAX_TOKENS
 
 
 def test_a_prompt_beside_answers_holds_them_up_little() -> None:
@@ -269,7 +269,7 @@ def test_a_prompt_beside_answers_holds_them_up_little() -> None:
     bucket, _, _ = buckets.choose(beside.report, True)
     assert (bucket.tokens, bucket.per_row, bucket.longest) == (PROMPT_BESIDE, 16, PROMPT_BESIDE)
     prompts = Pass(buckets, [Row(PROMPT, 3000, 1, 0)] * 8)
-    assert buckets.choose(prompts.report, True)[0].tokens == MOST_TOKENS, "nobody waits for the next token"
+    assert buckets.choose(prompts.report, True)[0].tokens == MAX_TOKENS, "nobody waits for the next token"
 
 
 @pytest.mark.parametrize(("count", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (512, 512), (513, 1024)])

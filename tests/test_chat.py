@@ -157,9 +157,9 @@ def test_an_answer_goes_on_where_transformers_goes_on(template: str, beginning: 
     other.chat_template, codec = template, Codec(other)
     expected = other.apply_chat_template(messages, tokenize=False, continue_final_message=True)
     ends = (other.eos_token_id,)
-    (first, *stretches), answers = encode_history(other, codec.text, ends, messages, continues=True)
+    (first, *segments), answers = encode_history(other, codec.text, ends, messages, continues=True)
     ids = list(first)
-    for answer, after in zip(answers, stretches, strict=True):
+    for answer, after in zip(answers, segments, strict=True):
         ids += [*codec.text.encode(answer), *(token for token in after if token not in ends)]
     assert codec.text.decode(ids) == expected
     assert not set(ids) & set(codec.special.ids)

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from aspd_jax.model import cpu
-from aspd_jax.model.cpu import computed_once, einsum
+from aspd_jax.model.cpu import einsum, materialise
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
 from tests.test_model import BASE, BLOCK, fed
@@ -172,10 +172,10 @@ def test_plain_forms_transpose_what_theirs_do_not(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_layers_share_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: where XLA keeps to `optimization_barrier`, `computed_once` can go."""
+    """Negative control: where XLA keeps to `optimization_barrier`, `materialise` can go."""
 
     def layers(x: jax.Array, kernel: jax.Array, always: jax.Array) -> jax.Array:
-        (sine,) = computed_once((jnp.sin(x),), always)
+        (sine,) = materialise((jnp.sin(x),), always)
         for _ in range(4):
             x = (x * sine) @ kernel
         return x

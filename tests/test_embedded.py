@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 
 WEIGHTS = (".safetensors", ".gguf", ".npz", ".npy", ".bin", ".msgpack")
 MOST = 25_000_000  # bytes of weights in the wheel and in a clone
-MOST_OF_ALL = 40_000_000  # bytes of all files in a clone
+MAX_OF_ALL = 40_000_000  # bytes of all files in a clone
 
 
 def test_weights_are_bounded() -> None:
@@ -30,7 +30,7 @@ def test_weights_are_bounded() -> None:
         f"aspd_jax/adapters/{name}/adapter_model.safetensors" for name in ADAPTED
     }
     assert 10_000_000 < sum(weights.values()) <= MOST
-    assert sum(sizes.values()) <= MOST_OF_ALL
+    assert sum(sizes.values()) <= MAX_OF_ALL
 
 
 def test_the_model_answers_rightly_and_forks_where_it_should(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_stream_ends_with_the_result(lm: LanguageModel) -> None:
     assert len(lengths) > 5
 
 
-def test_stop_strings_end_their_stretch(lm: LanguageModel) -> None:
+def test_stop_strings_end_their_segment(lm: LanguageModel) -> None:
     own = Engine(lm, max_length=512)
     stopped_answers = 0
     for seed in range(8):

@@ -98,7 +98,7 @@ def test_result_and_gradients_equal_the_reference(siblings: Any, windowed: bool,
 
 def test_tiles_of_keys_may_be_smaller_than_those_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they are on a GPU."""
-    monkeypatch.setattr(flash_gpu, "MOST_BY_KEY", TILE)
+    monkeypatch.setattr(flash_gpu, "MAX_BY_KEY", TILE)
 
     @settings(max_examples=10)
     @given(layouts(), st.integers(1, 30))

@@ -128,7 +128,7 @@ def test_many_queries_are_several_tiles(monkeypatch: pytest.MonkeyPatch, name: s
     """Each tile of queries looks at the slots that it may see: with a window, not from the first one on."""
     monkeypatch.setattr(flash_decode, "QUERY_ROWS", 16 * K * G * H)
     monkeypatch.setattr(flash_decode, "TOGETHER", 8)
-    monkeypatch.setattr(flash_decode_gpu, "MOST_ROWS", 16)
+    monkeypatch.setattr(flash_decode_gpu, "MAX_ROWS", 16)
     args = scene([[[1] * 280], [[2] * 100]], 1)
     tiles = flash_decode.tiles_for(QUERIES, SLOTS, args[1], K * G)
     assert tiles == flash_decode.Tiles(16, 128, False)

@@ -8,7 +8,7 @@ import pytest
 
 from aspd_jax import LanguageModel
 from aspd_jax.layout import Layout
-from aspd_jax.pipeline.likelihood import PEAK_TOKENS, Row, encode, rises, token_losses
+from aspd_jax.pipeline.likelihood import PEAK_TOKENS, Row, encode, nll_increases, token_losses
 from aspd_jax.pipeline.spans import BlockSpan, BranchSpan
 
 ANSWER = "Two ideas: go out and walk. stay in and read. That is all."
@@ -53,7 +53,7 @@ def test_visible_siblings_are_the_plain_answer(lm: LanguageModel, row: Row) -> N
 
 
 def test_rises_are_what_hiding_costs(lm: LanguageModel, row: Row) -> None:
-    (first, second), again = rises(lm, [row, row], 256)
+    (first, second), again = nll_increases(lm, [row, row], 256)
     rise = losses(lm, row, row.hidden) - losses(lm, row, row.plain)
     assert first.mean == pytest.approx(0, abs=1e-4)  # nothing before the first branch is hidden
     own = rise[row.branch == 2]

@@ -78,10 +78,10 @@ texts = st.text("ab<&>\"'\n中 ", max_size=12)
 def test_html_has_every_word_and_no_markup_of_theirs(items: list[Serial | Parallel]) -> None:
     whole = page("a <title>", answer_html(tuple(items)))
     words = [unescape(text) for text in re.findall(r"<pre>(.*?)</pre>", whole, re.DOTALL)]
-    stretches = [[item.text] if isinstance(item, Serial) else [b.text for b in item.branches] for item in items]
+    segments = [[item.text] if isinstance(item, Serial) else [b.text for b in item.branches] for item in items]
     expected = [
         text if isinstance(item, Serial) else text.strip("\n")
-        for item, texts in zip(items, stretches, strict=True)
+        for item, texts in zip(items, segments, strict=True)
         for text in texts
     ]
     assert words == expected

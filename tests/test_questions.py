@@ -10,7 +10,7 @@ import pytest
 
 from aspd_jax.errors import DataError
 from infer.evaluation.eval_config import BenchmarkSection
-from infer.evaluation.questions import Question, gold, read_questions, spread
+from infer.evaluation.questions import Question, gold, read_questions, select_evenly
 from infer.evaluation.scoring import chosen_letter, correct, same_value
 from tests.conftest import SHARED
 
@@ -120,9 +120,9 @@ def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
 
 def test_a_limit_takes_from_all_categories() -> None:
     every = [Question(n, "abc"[n % 3 if n < 6 else 0], ("?",)) for n in range(20)]
-    assert [q.id for q in spread(every, 4)] == [0, 1, 2, 3]
-    assert [q.id for q in spread(every, 8)] == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert len(spread(every, 0)) == 20 and len(spread(every, 99)) == 20
+    assert [q.id for q in select_evenly(every, 4)] == [0, 1, 2, 3]
+    assert [q.id for q in select_evenly(every, 8)] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert len(select_evenly(every, 0)) == 20 and len(select_evenly(every, 99)) == 20
 
 
 def test_real_files() -> None:

@@ -27,7 +27,7 @@ from infer.decode.slots import copy_slots
 from infer.decode.state import PROMPT, SequenceState
 from infer.scheduling.buckets import PROMPT_BESIDE
 from infer.scheduling.policy import Policy, Sample, StepCost, fit
-from infer.scheduling.prefix_cache import LEAST_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
+from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
 from infer.scheduling.runner import Run, Runner
 from tests.answers import EXAMPLE, SEPARATOR, linearise, same
 from tests.conftest import patched
@@ -165,7 +165,7 @@ def first_turns(fresh: Engine, prompt: list[int]) -> list[SamplingParams]:
     with_end = [
         params
         for params, answer in answers
-        if answer.stats.blocks and answer.finish_reason == "stop" and len(answer.token_ids) > LEAST_COPIED
+        if answer.stats.blocks and answer.finish_reason == "stop" and len(answer.token_ids) > MIN_COPIED
     ]
     assert len(with_end) >= 3
     return with_end[:3]
@@ -285,7 +285,7 @@ def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, data: st.Dat
     match = best_match(held, target, prompt, 5, whole)
     source, (tokens, slots) = held[match.source], match.beginning
     assert tokens < len(prompt) and source.ids[:tokens].tolist() == prompt[:tokens]
-    assert match.source == target or tokens >= LEAST_COPIED, "copying less is not worth it"
+    assert match.source == target or tokens >= MIN_COPIED, "copying less is not worth it"
     goes_on = tokens == source.ids.size and slots == source.slots and slots - tokens <= 5
     if slots > source.in_order or match.in_order < slots:  # a whole row, gone on with after a block
         assert goes_on and whole and match.in_order == source.in_order
@@ -297,7 +297,7 @@ def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, data: st.Dat
         possible = min(common, memory.in_order)
         if common == memory.ids.size and memory.slots - common <= 5 and (whole or memory.in_order == memory.slots):
             possible = common
-        assert possible <= tokens or (row != target and possible < LEAST_COPIED)
+        assert possible <= tokens or (row != target and possible < MIN_COPIED)
 
 
 @given(rows=st.lists(one_row, min_size=1, max_size=6), data=st.data())
@@ -307,16 +307,16 @@ def test_what_a_row_held_moves_to_the_row_left_longest_ago(rows: Any, data: st.D
     target = free[0]
     keep = row_to_keep_in(held, free, target)
     if keep is None:
-        assert held[target].ids.size < LEAST_COPIED or held[target].stamp == min(held[row].stamp for row in free)
+        assert held[target].ids.size < MIN_COPIED or held[target].stamp == min(held[row].stamp for row in free)
         return
-    assert keep in free and keep != target and held[target].ids.size >= LEAST_COPIED
+    assert keep in free and keep != target and held[target].ids.size >= MIN_COPIED
     assert held[keep].stamp == min(held[row].stamp for row in free)
     alike = [row for row in free if held[row].stamp == held[keep].stamp]
     assert held[keep].ids.size == 0 or all(held[row].ids.size for row in alike), "an empty one before one that is not"
 
 
 def test_who_is_kept_where() -> None:
-    long, short = PROMPT_IDS[:LEAST_COPIED], PROMPT_IDS[: LEAST_COPIED - 1]
+    long, short = PROMPT_IDS[:MIN_COPIED], PROMPT_IDS[: MIN_COPIED - 1]
     assert row_to_keep_in(memories([(long, 0, 0, 3), (long, 0, 0, 2), (long, 0, 0, 1)]), [0, 1, 2], 0) == 2
     assert row_to_keep_in(memories([(long, 0, 0, 3), (long, 0, 0, 2), (long, 0, 0, 1)]), [0, 1], 0) == 1
     assert row_to_keep_in(memories([(short, 0, 0, 3), (long, 0, 0, 2)]), [0, 1], 0) is None, "not worth it"

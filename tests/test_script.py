@@ -61,7 +61,7 @@ def test_serial_mode_says_what_branches_said(own: Engine) -> None:
     ("script", "error"),
     [
         ([[1] * 9], "script has 9 tokens, the answer may have 8"),
-        ([[1], [2], [2], [2], [2]], "script has 5 stretches; with max_branches there are 4 at most"),
+        ([[1], [2], [2], [2], [2]], "script has 5 segments; with max_branches there are 4 at most"),
         ([[1, 24]], "script: token ids must be between 0 and 23"),
         ([[-1]], "script: token ids must be between 0 and 23"),
     ],

@@ -101,7 +101,7 @@ def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong:
         assert result.token_ids == expected and result.finish_reason == "stop"
         stats = result.stats
         assert stats.critical_path == critical_path(special, parts)
-        # What is guessed beyond the end of a stretch is never taken.
+        # What is guessed beyond the end of a segment is never taken.
         assert (stats.accepted_tokens > 0.75 * stats.drafted_tokens) == (wrong == 0)
         assert stats.passes < (0.5 if wrong == 0 else 0.8) * stats.critical_path
 

@@ -26,7 +26,7 @@ def test_json_round_trip(structure: tuple) -> None:
 
 
 @given(structures)
-def test_canonical_keeps_the_text_and_joins_serial_stretches(structure: tuple) -> None:
+def test_canonical_keeps_the_text_and_joins_serial_segments(structure: tuple) -> None:
     joined = canonical(structure)
     assert plain_text(joined) == plain_text(structure)
     assert canonical(joined) == joined

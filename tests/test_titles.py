@@ -17,8 +17,8 @@ from aspd_jax.errors import StructureError
 from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
 from infer.decode.grammar import completes_plan
-from infer.decode.recogniser import number_of, of_tokens
 from infer.decode.state import NOTHING, TITLE, DecodeState
+from infer.decode.tag_automaton import number_of, token_automaton
 from tests.answers import SEPARATOR, critical_path, linearise
 from tests.conftest import patched
 from tests.test_speculation import knowing
@@ -95,7 +95,7 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
 def test_a_title_has_no_line_break(lm: LanguageModel) -> None:
     """Sampled nearly evenly, with one negative control without the table and one of serial text."""
     codec = lm.codec.text
-    table = of_tokens(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
+    table = token_automaton(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
     assert table.line_break[codec.encode("\n")].all() and not table.line_break[codec.encode("a b")].any()
     engine = Engine(lm, max_length=512, max_batch=8)
     asked = [SamplingParams(temperature=30.0, max_new_tokens=400, max_branch_tokens=8, seed=n) for n in range(32)]
@@ -111,14 +111,14 @@ def test_a_title_has_no_line_break(lm: LanguageModel) -> None:
     titles, text = titles_and_texts()
     assert len(titles) > 15 and not any("\n" in title for title in titles) and "\n" in text
     state = engine.scheduler._state_now()
-    none = jnp.zeros_like(state.recogniser.line_break)
-    engine.scheduler._change(state._replace(recogniser=state.recogniser._replace(line_break=none)))
+    none = jnp.zeros_like(state.automaton.line_break)
+    engine.scheduler._change(state._replace(automaton=state.automaton._replace(line_break=none)))
     assert any("\n" in title for title in titles_and_texts()[0])
 
 
 def test_markers_do_not_tell_titles_apart(lm: LanguageModel) -> None:
     codec = lm.codec.text
-    table = of_tokens(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
+    table = token_automaton(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
     texts = ("3", "/", " ", "**", ".", "a", "the", " b", "é")
     marked = {text: bool(table.marker[codec.encode(text)].all()) for text in texts}
     assert marked == dict.fromkeys(texts[:5], True) | dict.fromkeys(texts[5:], False)
@@ -194,7 +194,7 @@ def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> Non
     sequence = SimpleNamespace(
         titles=jnp.asarray([len(titles)]), title_length=jnp.asarray(length), title_tokens=jnp.asarray(tokens)
     )  # fmt: skip
-    state: Any = SimpleNamespace(sequence=sequence, recogniser=SimpleNamespace(number=jnp.asarray(NUMBERS)))
+    state: Any = SimpleNamespace(sequence=sequence, automaton=SimpleNamespace(number=jnp.asarray(NUMBERS)))
     assert bool(completes_plan(state)[0]) == says_it_is_last(titles[-1])
 
 

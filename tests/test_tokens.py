@@ -107,7 +107,7 @@ structures = st.lists(
 @every_codec
 @settings(max_examples=200)
 @given(text=texts)
-def test_stretches_are_exact(codec: Codec, text: str) -> None:
+def test_segments_are_exact(codec: Codec, text: str) -> None:
     ids = codec.text.encode(text)
     assert codec.text.decode(ids) == text
     assert not set(ids) & set(codec.special.ids), "text never becomes a tag"

@@ -16,8 +16,8 @@ from aspd_jax import LanguageModel
 from aspd_jax.errors import ConfigError, RequestError
 from aspd_jax.structure import Branch, Parallel, Serial, Structure
 from infer import Engine, SamplingParams, TextTags
-from infer.decode.recogniser import Recogniser, of_text, pieces
 from infer.decode.slots import snapshot
+from infer.decode.tag_automaton import TagAutomaton, pieces, text_automaton
 from tests.conftest import patched
 
 TAGS = TextTags()
@@ -239,13 +239,13 @@ def test_mistakes_are_named(bare_lm: LanguageModel, free: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def tables(lm: LanguageModel) -> Recogniser:
-    return of_text(lm.codec.text, lm.config.vocab_size, TAGS, (), ())
+def tables(lm: LanguageModel) -> TagAutomaton:
+    return text_automaton(lm.codec.text, lm.config.vocab_size, TAGS, (), ())
 
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_the_recogniser_finds_what_is_there(tables: Recogniser, spellings: dict[str, list[int]], data: Any) -> None:
+def test_the_recogniser_finds_what_is_there(tables: TagAutomaton, spellings: dict[str, list[int]], data: Any) -> None:
     """Tables against searching the text."""
     alphabet = st.sampled_from(["<", "/", "t", "title", ">", "part", "parts", "s>", " ", "a", "</", *TAGS.strings])
     text = "".join(data.draw(st.lists(alphabet, max_size=12)))

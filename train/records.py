@@ -71,23 +71,23 @@ class _Turns:
     """Consecutive answers that share an example: each prompt continues the one before.
 
     Attributes:
-        stretches: text around the answers, up to the last one.
+        segments: text around the answers, up to the last one.
         answers: the answers as the last prompt holds them, and the last one.
         learned: places of the answers with loss, among `answers`.
     """
 
     def __init__(self) -> None:
-        self.stretches: list[str] = []
+        self.segments: list[str] = []
         self.answers: list[Structure] = []
         self.learned: set[int] = set()
         self.end = 0
 
-    def continues(self, stretches: Sequence[str], history: Sequence[Structure]) -> bool:
+    def continues(self, segments: Sequence[str], history: Sequence[Structure]) -> bool:
         """Return whether a prompt begins with this example."""
         count = len(self.answers)
         return (
             count > 0
-            and list(stretches[:count]) == self.stretches
+            and list(segments[:count]) == self.segments
             and list(map(plain_text, history[:count])) == list(map(plain_text, self.answers))
         )
 
@@ -110,18 +110,18 @@ def encode_conversation(
         try:
             if not messages[place]["content"].strip():
                 raise DataError("the answer is empty")
-            stretches, shown, end = chat.prompt(place), chat.answers(place), chat.end(place)
+            segments, shown, end = chat.prompt(place), chat.answers(place), chat.end(place)
         except AspdError as error:
             skipped[place] = str(error)
             continue
         whole = [record.structure(earlier) for earlier in record.answers if earlier < place]
         history = [_end_of(structure, text) for structure, text in zip(whole, shown, strict=True)]
-        if not (examples and examples[-1].continues(stretches, history)):
+        if not (examples and examples[-1].continues(segments, history)):
             examples.append(_Turns())
         turns = examples[-1]
         turns.learned.add(len(history))
-        turns.stretches, turns.end = stretches, end
-        turns.answers = [*history, _behind(stretches[-1], record.structure(place))]
+        turns.segments, turns.end = segments, end
+        turns.answers = [*history, _behind(segments[-1], record.structure(place))]
     made = []
     for turns in examples:
         try:
@@ -132,7 +132,7 @@ def encode_conversation(
 
 
 def _example(lm: LanguageModel, chat: Chat, turns: _Turns, structured: bool, fed_loss: bool) -> Example:
-    first, *others = [*chat.encode_stretches(turns.stretches), [turns.end]]
+    first, *others = [*chat.encode_segments(turns.segments), [turns.end]]
     tokens, loss = list(first), [False] * len(first)
     for number, (structure, after) in enumerate(zip(turns.answers, others, strict=True)):
         answer = lm.codec.linearise(structure if structured else (Serial(plain_text(structure)),))

@@ -51,7 +51,7 @@ def causal(
 
 
 def branched_batch(special: SpecialTokens, vocabulary: int, rows: int, length: int) -> Batch:
-    """Rows of random tokens: serial stretches, and blocks of four branches of a tenth of the row each."""
+    """Rows of random tokens: serial segments, and blocks of four branches of a tenth of the row each."""
     random = np.random.default_rng(0)
     tokens = random.integers(1, vocabulary - 6, (rows, length))
     start = length // 4

@@ -30,8 +30,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from aspd_jax.layout import HIDDEN, Layout, Siblings
 from aspd_jax.sharding import MESH_AXES, partition_spec
 
-MOST_TOKENS = 512  # maximum tokens of a tile
-MOST_BYTES = 2**20  # maximum bytes of a query tile of one kv head; a kernel holds up to eight of them in 16 MiB
+MAX_TOKENS = 512  # maximum tokens of a tile
+MAX_BYTES = 2**20  # maximum bytes of a query tile of one kv head; a kernel holds up to eight of them in 16 MiB
 LANES = 128  # tokens of a tile are a multiple of this
 FIRST, LAST, WHOLE = 1, 2, 4  # flags of a visit, see `Visits`
 
@@ -131,7 +131,7 @@ def tile_for(length: int, width: int) -> int:
         length: tokens of a row.
         width: bytes per token in the queries of a kv head.
     """
-    max_tokens = max(LANES, min(MOST_TOKENS, MOST_BYTES // width // LANES * LANES))
+    max_tokens = max(LANES, min(MAX_TOKENS, MAX_BYTES // width // LANES * LANES))
     return LANES * ceil(length / ceil(length / max_tokens) / LANES)
 
 

@@ -26,10 +26,10 @@ from aspd_jax.model.flash import product
 from aspd_jax.model.flash_decode import Fields, Refs, filled, in_sight, sees
 from aspd_jax.sizes import next_power
 
-LEAST, MOST_ROWS, ROW_BYTES = 16, 128, 2**15  # limits of a tile: smallest product side; sums that fit in registers
-SLOT_BYTES, MOST_SLOTS = 2**14, 64  # maximum size of a key tile
+LEAST, MAX_ROWS, ROW_BYTES = 16, 128, 2**15  # limits of a tile: smallest product side; sums that fit in registers
+SLOT_BYTES, MAX_SLOTS = 2**14, 64  # maximum size of a key tile
 PROGRAMS = 132  # one program per multiprocessor of an H100; more would add partial results to combine
-LEAST_WARPS, WARP_ROWS, STAGES = 4, 16, 3
+MIN_WARPS, WARP_ROWS, STAGES = 4, 16, 3
 
 
 def parts_for(programs: int, slots: int) -> int:
@@ -62,8 +62,8 @@ def attend_on_gpu(
     (B, Q, K, G, H), C, slots = query.shape, seen.sequence.shape[1], key.shape[1]
     D = max(LEAST, next_power(H))
     width = D * key.dtype.itemsize
-    R = min(MOST_ROWS, max(LEAST, min(ROW_BYTES // width, next_power(Q * G))))
-    W = min(MOST_SLOTS, max(LEAST, SLOT_BYTES // width))
+    R = min(MAX_ROWS, max(LEAST, min(ROW_BYTES // width, next_power(Q * G))))
+    W = min(MAX_SLOTS, max(LEAST, SLOT_BYTES // width))
     T, S = pl.cdiv(Q * G, R), pl.cdiv(C, W)
     P = parts_for(B * K * T, S)
 
@@ -95,7 +95,7 @@ def attend_on_gpu(
             pl.BlockSpec((None, None, None, R, D), lambda *at: (*tile(*at), 0)),
             *[pl.BlockSpec((None, None, None, R), tile)] * 2,
         ],
-        compiler_params=triton.CompilerParams(num_warps=max(LEAST_WARPS, R // WARP_ROWS), num_stages=STAGES),
+        compiler_params=triton.CompilerParams(num_warps=max(MIN_WARPS, R // WARP_ROWS), num_stages=STAGES),
         name="flash_decode",
         interpret=interpret,
     )

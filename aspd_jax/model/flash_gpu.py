@@ -28,8 +28,8 @@ from aspd_jax.model.flash import Arrays, Kernel, Passes, intervals, product, row
 from aspd_jax.sizes import next_power
 
 # Limits of a tile: tokens, and bytes of one head. They keep bfloat16 sums in registers; keys and values need two sums.
-LEAST, MOST, MOST_BY_KEY, MOST_BYTES = 16, 128, 64, 2**15
-LEAST_SIZE = 16  # minimum head size: the smallest side of a matrix product
+LEAST, MOST, MAX_BY_KEY, MAX_BYTES = 16, 128, 64, 2**15
+MIN_SIZE = 16  # minimum head size: the smallest side of a matrix product
 WARPS, STAGES = 8, 2
 
 
@@ -87,7 +87,7 @@ def _scale(arrays: Arrays) -> float:
 def _padded(kernel: Kernel, x: jax.Array) -> jax.Array:
     """Pad [B, S, …, H] to whole tiles of tokens and to a head size that kernels support."""
     x = whole_tiles(kernel, x, 1)
-    more = max(LEAST_SIZE, next_power(x.shape[-1])) - x.shape[-1]
+    more = max(MIN_SIZE, next_power(x.shape[-1])) - x.shape[-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
@@ -116,7 +116,7 @@ def _run(
     """
     B, S, K, G, H = arrays[0].shape
     # The tile here is a power of two that divides the tile of `kernel`, to which the arrays are padded.
-    T = min(kernel.tile, MOST_BY_KEY if by_key else MOST, max(LEAST, MOST_BYTES // (H * arrays[0].dtype.itemsize)))
+    T = min(kernel.tile, MAX_BY_KEY if by_key else MOST, max(LEAST, MAX_BYTES // (H * arrays[0].dtype.itemsize)))
     spans = intervals(kernel, layout)
     sight = tiles_in_sight(spans, T, window)
     tiles, ends = order(*(jnp.swapaxes(x, 1, 2) for x in sight) if by_key else sight)

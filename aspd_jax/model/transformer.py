@@ -21,7 +21,7 @@ from aspd_jax.errors import ConfigError
 from aspd_jax.layout import NO_WINDOW, Layout
 from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, ByRow, Cache, LayerCache, TokenBatch, by_row, record, write
-from aspd_jax.model.cpu import computed_once, einsum, letters
+from aspd_jax.model.cpu import einsum, letters, materialise
 from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.rope import Rope, rotate, rotation
 from aspd_jax.model.vocabulary import NEW_TOKENS, NewTokens, completed
@@ -329,7 +329,7 @@ class Transformer(nn.Module):
         layout = Layout(*(jnp.asarray(field) for field in layout))
         if c.adapters:
             adapter = jnp.full(layout.position.shape, -1) if adapter is None else adapter
-        x = self.spread(self.embedded(jnp.asarray(tokens), adapter))
+        x = self.constrain_activations(self.embedded(jnp.asarray(tokens), adapter))
         ropes, view, ranks = self.ropes(layout.position), View(layout, layout), self.ranks(adapter)
         if self.scan:
             x = self.scanned(x, ropes, view)
@@ -337,7 +337,7 @@ class Transformer(nn.Module):
             for number in range(c.layers):
                 rope, window = ropes[c.layer_rope(number)], c.layer_window(number)
                 x, _ = self._layer(number)(x, LayerInputs(rope, view, window, ranks=ranks))
-                x = self.spread(x)
+                x = self.constrain_activations(x)
         x = self.norm(x)
         return self.logits(x, adapter) if head or self.is_initializing() else x
 
@@ -373,7 +373,7 @@ class Transformer(nn.Module):
         )
         adapter = batch.adapter if c.adapters else None
         shared = self.ropes(batch.layout.position), OverCache(batch, rows, views), self.ranks(adapter)
-        ropes, context, ranks = computed_once(shared, cache.length[0] >= 0)
+        ropes, context, ranks = materialise(shared, cache.length[0] >= 0)
         batch = context.batch
         x = self.embedded(batch.tokens, adapter)
         layers = []
@@ -426,7 +426,7 @@ class Transformer(nn.Module):
             window, kind = of_layer
             rope = ropes[0] if len(ropes) == 1 else jax.tree.map(lambda table: table[kind], tables)
             x, _ = module(x, LayerInputs(rope, view, window if mixed else windows[0]))
-            return self.spread(x), None
+            return self.constrain_activations(x), None
 
         # Scanned layers share one program, so a layer without a window gets one that hides no key.
         limits = jnp.asarray([NO_WINDOW if window is None else window for window in windows])
@@ -440,7 +440,7 @@ class Transformer(nn.Module):
         x, _ = run(getattr(self, LAYERS), x, (limits, kinds))
         return x
 
-    def spread(self, x: jax.Array) -> jax.Array:
+    def constrain_activations(self, x: jax.Array) -> jax.Array:
         """Constrain activations [B, S, …] to be split over the batch axes of the mesh."""
         if self.mesh is None:
             return x

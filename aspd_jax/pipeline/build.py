@@ -20,7 +20,7 @@ from aspd_jax.pipeline.checks import find_dependence
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.data_report import Account, Report
 from aspd_jax.pipeline.extract import propose
-from aspd_jax.pipeline.likelihood import encode, rises
+from aspd_jax.pipeline.likelihood import encode, nll_increases
 from aspd_jax.pipeline.measures import saved
 from aspd_jax.pipeline.sets import write
 from aspd_jax.pipeline.spans import BlockSpan, blocks_to_json, planned_block, structure_of
@@ -30,7 +30,7 @@ from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
 from aspd_jax.structure import plain_text
 
-LEAST_ROW = 256  # minimum padded length of a scored row in tokens
+MIN_ROW = 256  # minimum padded length of a scored row in tokens
 
 
 class Outcome(NamedTuple):
@@ -149,7 +149,9 @@ class _Run:
             def flush(size: int) -> None:
                 rows = [row for _, _, _, row in waiting[size]]
                 filled = [*rows, *[rows[-1]] * (self.config.likelihood.batch - len(rows))]
-                for (answer, number, scores, _), of_row in zip(waiting[size], rises(lm, filled, size), strict=False):
+                for (answer, number, scores, _), of_row in zip(
+                    waiting[size], nll_increases(lm, filled, size), strict=False
+                ):
                     scores[number] = [list(rise) for rise in of_row]
                     self._store_scores(answer, scores)
                 waiting[size] = []
@@ -173,7 +175,7 @@ class _Run:
                         rows.append((number, row))
                 self._store_scores(answer, scores)
                 for number, row in rows:
-                    size = max(LEAST_ROW, next_power(len(row.tokens)))
+                    size = max(MIN_ROW, next_power(len(row.tokens)))
                     waiting[size].append((answer, number, scores, row))
                     if len(waiting[size]) == self.config.likelihood.batch:
                         flush(size)

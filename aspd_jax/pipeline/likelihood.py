@@ -55,7 +55,7 @@ class Row(NamedTuple):
 
 
 def encode(lm: LanguageModel, question: str, answer: str, blocks: Sequence[BlockSpan]) -> Row:
-    """Return a question and an answer as a row; every stretch is encoded separately, and without tags.
+    """Return a question and an answer as a row; every segment is encoded separately, and without tags.
 
     The question is rendered by the chat template of the model, if it has one.
     """
@@ -103,7 +103,7 @@ def _prompt(lm: LanguageModel, question: str) -> list[int]:
     return encode_turns(lm.tokenizer, lm.codec.text, lm.end_ids, messages, prompt=True)[0]
 
 
-def rises(lm: LanguageModel, rows: Sequence[Row], size: int) -> Iterator[list[Rise]]:
+def nll_increases(lm: LanguageModel, rows: Sequence[Row], size: int) -> Iterator[list[Rise]]:
     """Yield the increases of every branch of each row, from two full passes; the first branch of a block has none.
 
     Args:

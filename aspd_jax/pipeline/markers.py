@@ -54,7 +54,7 @@ BOLD = re.compile(r"(\*\*|__)(?=\S)([^\n]{1,120}?)\1")  # groups: the marks and 
 _LEAD = re.compile(r"(?=[^\W_a-z]|[“\"'`])(?P<text>[^:：.!?;\n|]{2,60}?)(?::(?=\s|$|\*)|：)")
 # Beginnings of introductory sentences, which are not leads.
 _NO_LEAD = re.compile(r"(?:here|this|that|these|those|following|so|let|if|when|now|then|i|we|you|it|there|for)\b", re.I)
-MOST_LEAD_WORDS = 8
+MAX_LEAD_WORDS = 8
 
 
 class Marker(NamedTuple):
@@ -89,7 +89,7 @@ def marker_of(line: str) -> Marker | None:
         if 0 < end < 4:
             return Marker("symbol", None, end)
     found = _LEAD.match(line)
-    if found and len(found["text"].split()) <= MOST_LEAD_WORDS and "://" not in line[:70] and not _NO_LEAD.match(line):
+    if found and len(found["text"].split()) <= MAX_LEAD_WORDS and "://" not in line[:70] and not _NO_LEAD.match(line):
         return Marker("lead", None, 0)
     return None
 

@@ -15,8 +15,8 @@ from aspd_jax.errors import StructureError
 from aspd_jax.pipeline.extract import line_starts, whole_ranges
 from aspd_jax.pipeline.spans import BlockSpan, BranchSpan, end_like_siblings
 
-MOST_TITLE_WORDS = 16
-LEAST_WORDS = 4  # minimum words of a sentence that is a separate piece; the number of an item is shorter
+MAX_TITLE_WORDS = 16
+MIN_WORDS = 4  # minimum words of a sentence that is a separate piece; the number of an item is shorter
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]*_]*\s+|[。！？][\"'”’』」）]*")
 _WORD = re.compile(r"\w+|[。！？]")
 _FORMULA = re.compile(r"\$\$.*?\$\$|\\\[.*?\\\]", re.DOTALL)
@@ -99,8 +99,8 @@ def check_title(answer: str, title: str) -> None:
     """
     if not any(char.isalnum() for char in title) or "\n" in title or title != title.strip():
         raise StructureError(f"{title!r} is no title")
-    if len(title.split()) > MOST_TITLE_WORDS or len(title) > 100:
-        raise StructureError(f"the title {title[:60]!r} is longer than {MOST_TITLE_WORDS} words")
+    if len(title.split()) > MAX_TITLE_WORDS or len(title) > 100:
+        raise StructureError(f"the title {title[:60]!r} is longer than {MAX_TITLE_WORDS} words")
     if other := _scripts(title) - _scripts(answer):
         raise StructureError(f"the title {title!r} is in another script ({', '.join(sorted(other))}) than the answer")
 
@@ -116,7 +116,7 @@ def _sentences(answer: str, start: int, end: int) -> list[int]:
 
     for found in _SENTENCE_END.finditer(answer, start, end):
         following = answer[found.end() : end].lstrip("\"'“‘([*_")
-        if following[:1].islower() or count(before, found.end()) < LEAST_WORDS or count(found.end(), end) < LEAST_WORDS:
+        if following[:1].islower() or count(before, found.end()) < MIN_WORDS or count(found.end(), end) < MIN_WORDS:
             continue
         before = found.end()
         begins.append(before)

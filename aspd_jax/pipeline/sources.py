@@ -68,7 +68,7 @@ class Conversation:
         return [place for place, (role, _) in enumerate(self.messages) if role == "assistant"]
 
     def structure(self, place: int) -> Structure:
-        """Return the structure of an answer; one serial stretch if the record has none."""
+        """Return the structure of an answer; one serial segment if the record has none."""
         return self.structures.get(place, (Serial(self.messages[place][1]),))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from aspd_jax.pipeline.markers import BOLD, SPACELESS, marker_of
 
-MOST_WORDS = 7  # maximum words of a lead that is a title
+MAX_WORDS = 7  # maximum words of a lead that is a title
 FIRST_WORDS = 5  # words of a title without a lead
 LAST_WORDS = 16  # maximum words if fewer do not distinguish the parts
 _TRAILING = re.compile(
@@ -90,7 +90,7 @@ def _title(part: str, words: int) -> str:
     candidates.append(line)
     for candidate in candidates:
         title = _bare(candidate)
-        if title and len(_WORD.findall(title)) <= MOST_WORDS:
+        if title and len(_WORD.findall(title)) <= MAX_WORDS:
             return title
     return _first_words(text, words)
 

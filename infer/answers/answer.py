@@ -14,7 +14,6 @@ from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, beginn
 from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, join, split
 from infer.answers.stop import first_match
 from infer.decode.packed import Packed
-from infer.decode.recogniser import TextReader
 from infer.decode.slots import Snapshot, snapshot
 from infer.decode.state import (
     FORK,
@@ -27,6 +26,7 @@ from infer.decode.state import (
     DecodeState,
     EngineConfig,
 )
+from infer.decode.tag_automaton import TextReader
 from infer.request import Job
 
 
@@ -78,7 +78,7 @@ class Result:
 
     Attributes:
         text: the plain text, up to the first stop string.
-        structure: serial stretches and blocks of this text.
+        structure: serial segments and blocks of this text.
         token_ids: the linearisation, end of text included if it was sampled; up to the token that completes a stop
             string.
         finish_reason: `stop` (end of text or a stop string), `length` (the budget ended it, or one of its branches),
@@ -101,7 +101,7 @@ class Answer:
 
     Attributes:
         token_ids: in the order of the linearisation; while it grows, open branches have no closing tag.
-        items: stretches and blocks, the open block as if it were closed now; titles under way and end of text left out.
+        items: segments and blocks, the open block as if it were closed now; titles under way and end of text left out.
         phase: of the sequence.
         finish: of the sequence.
         open_branches: numbers, from 1, of the branches of the open block that still grow.
@@ -297,10 +297,10 @@ def _within(answer: Answer, config: EngineConfig, limit: int | None, cut_branch:
 
 def count_content(items: Sequence[ItemIds], head: int) -> int:
     """Return the tokens of the plain text of items."""
-    return sum(len(stretch.ids) for stretch in stretches(items, head))
+    return sum(len(segment.ids) for segment in segments(items, head))
 
 
-def stretches(items: Sequence[ItemIds], head: int) -> Iterator[SerialIds]:
+def segments(items: Sequence[ItemIds], head: int) -> Iterator[SerialIds]:
     """Yield serial texts and texts of branches in reading order; `head`: tokens of the separator."""
     for item in items:
         if isinstance(item, SerialIds):
@@ -326,17 +326,17 @@ def _structure(items: Sequence[ItemIds], head: int, codec: Codec) -> Structure:
 def _tokens_until(items: Sequence[ItemIds], head: int, codec: Codec, end: int) -> int:
     """Return the tokens of the plain text up to the one that completes its first `end` characters."""
     count = 0
-    for stretch in stretches(items, head):
-        size = len(codec.text.text_of(stretch))
+    for segment in segments(items, head):
+        size = len(codec.text.text_of(segment))
         if size < end:
-            count, end = count + len(stretch.ids), end - size
+            count, end = count + len(segment.ids), end - size
             continue
         stream = codec.text.stream()
-        for place in range(1, len(stretch.ids)):
-            stream.extend(stretch.ids[:place])
+        for place in range(1, len(segment.ids)):
+            stream.extend(segment.ids[:place])
             if len(stream.text) >= end:
                 return count + place
-        return count + len(stretch.ids)
+        return count + len(segment.ids)
     return count
 
 
@@ -374,8 +374,8 @@ def result(
     return Result(plain_text(structure), structure, tokens, reason, stats, list(job.prompt))
 
 
-def content_stretches(config: EngineConfig, ids: list[int]) -> list[range]:
-    """Return the places of the plain text in a linearisation, a range for each stretch.
+def content_segments(config: EngineConfig, ids: list[int]) -> list[range]:
+    """Return the places of the plain text in a linearisation, a range for each segment.
 
     Tags, titles, heads and end of text are none of it.
     """
@@ -398,8 +398,8 @@ def content_stretches(config: EngineConfig, ids: list[int]) -> list[range]:
 
 
 def content_places(config: EngineConfig, ids: list[int]) -> list[int]:
-    """Return the places of the plain text in a linearisation (`content_stretches`)."""
-    return [place for stretch in content_stretches(config, ids) for place in stretch]
+    """Return the places of the plain text in a linearisation (`content_segments`)."""
+    return [place for segment in content_segments(config, ids) for place in segment]
 
 
 def content_ids(config: EngineConfig, result: Result) -> list[int]:

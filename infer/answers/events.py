@@ -20,7 +20,7 @@ class Event:
     """One thing that happened.
 
     Attributes:
-        kind: `token`: text was added to a stretch. `fork`: a block began. `branch`: a branch ended.
+        kind: `token`: text was added to a segment. `fork`: a block began. `branch`: a branch ended.
             `merge`: a block ended. `done`: the answer ended.
         block: number of the block from 1; 0 in serial text.
         branch: number of the branch from 1; 0 in serial text.
@@ -121,7 +121,7 @@ class EventReader:
             last = number + 1 == len(answer.items) and result is None
             if isinstance(item, SerialIds):
                 if (number, 0) not in self._ended:
-                    events += self._stretch((number, 0), 0, item, growing=last)
+                    events += self._segment((number, 0), 0, item, growing=last)
                 if not last:
                     self._ended.add((number, 0))
                 continue
@@ -133,7 +133,7 @@ class EventReader:
             for branch, text in enumerate(item.texts(self._head), 1):
                 key = (number, branch)
                 if key not in self._ended:
-                    events += self._stretch(key, block, text, growing=branch in growing)
+                    events += self._segment(key, block, text, growing=branch in growing)
                     if branch not in growing:
                         self._ended.add(key)
                         events.append(Event("branch", block, branch, text=self._final(text)))
@@ -160,28 +160,28 @@ class EventReader:
                 return [other for other in sorted(answer.open_branches) if other >= branch]
         return []
 
-    def _stretch(self, key: tuple[int, int], block: int, stretch: SerialIds, growing: bool) -> list[Event]:
-        before, shown, ids = self._tokens.get(key, 0), self._text.get(key, 0), stretch.ids
-        text = self._growing(key, stretch) if growing else self._final(stretch)
+    def _segment(self, key: tuple[int, int], block: int, segment: SerialIds, growing: bool) -> list[Event]:
+        before, shown, ids = self._tokens.get(key, 0), self._text.get(key, 0), segment.ids
+        text = self._growing(key, segment) if growing else self._final(segment)
         if len(ids) <= before and len(text) <= shown:
             return []
         self._tokens[key], self._text[key] = max(before, len(ids)), max(shown, len(text))
         new = tuple(int(token) for token in ids[before:])
         return [Event("token", block, key[1], text=text[shown:], token_ids=new)]
 
-    def _growing(self, key: tuple[int, int], stretch: SerialIds) -> str:
-        """Return the text of a stretch as far as it is sure."""
+    def _growing(self, key: tuple[int, int], segment: SerialIds) -> str:
+        """Return the text of a segment as far as it is sure."""
         if self._codec is None:
             return ""
-        if stretch.drop:  # the end of the last token belongs to a tag that is written as text
-            return self._codec.text.text_of(stretch).rstrip("\ufffd")
+        if segment.drop:  # the end of the last token belongs to a tag that is written as text
+            return self._codec.text.text_of(segment).rstrip("\ufffd")
         if key not in self._streams:
             self._streams[key] = self._codec.text.stream()
-        self._streams[key].extend(stretch.ids)
+        self._streams[key].extend(segment.ids)
         return self._streams[key].text
 
-    def _final(self, stretch: SerialIds) -> str:
-        return "" if self._codec is None else self._codec.text.text_of(stretch)
+    def _final(self, segment: SerialIds) -> str:
+        return "" if self._codec is None else self._codec.text.text_of(segment)
 
     def _title(self, ids: np.ndarray) -> str:
         return "" if self._codec is None else self._codec.text.decode(ids) or self._codec.text.spell(ids)

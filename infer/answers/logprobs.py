@@ -19,11 +19,11 @@ from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import head_of, lm_head
 from aspd_jax.sizes import next_power
-from infer.answers.answer import Result, content_stretches
+from infer.answers.answer import Result, content_segments
 from infer.decode.state import EngineConfig
 
 CHUNK = 128  # tokens whose logits are there at a time, and of the shortest pass
-MOST_ALTERNATIVES = 20  # computed whatever is asked for, so that passes of one length are one program
+MAX_ALTERNATIVES = 20  # computed whatever is asked for, so that passes of one length are one program
 
 
 class TokenLogprob(NamedTuple):
@@ -50,7 +50,7 @@ def token_logprobs(
     """Return the log probabilities of the tokens of the plain text, in reading order.
 
     Args:
-        alternatives: how many likeliest tokens to give, at most `MOST_ALTERNATIVES`.
+        alternatives: how many likeliest tokens to give, at most `MAX_ALTERNATIVES`.
         adapter: place of the adapter that the answer was decoded with; negative: none.
         echo: begin with those of the prompt, and end with that of end of text if the answer has it.
     """
@@ -58,16 +58,16 @@ def token_logprobs(
     whole = np.asarray([*prompt, *ids], np.int32)
     chosen, top, top_ids = likeliest(lm, config, whole, adapter)
     start = len(prompt)
-    stretches = [range(start + s.start, start + s.stop) for s in content_stretches(config, ids)]
+    segments = [range(start + s.start, start + s.stop) for s in content_segments(config, ids)]
     if echo:
-        stretches.insert(0, range(start))
-        stretches += [range(whole.size - 1, whole.size)] if ids and ids[-1] in config.end else []
+        segments.insert(0, range(start))
+        segments += [range(whole.size - 1, whole.size)] if ids and ids[-1] in config.end else []
     codec = None if lm.tokenizer is None else lm.codec.text
     found = []
-    for stretch in stretches:
-        own = [int(token) for token in whole[stretch.start : stretch.stop]]
+    for segment in segments:
+        own = [int(token) for token in whole[segment.start : segment.stop]]
         texts = [b""] * len(own) if codec is None else codec.token_bytes(own)
-        for number, (at, token, text) in enumerate(zip(stretch, own, texts, strict=True)):
+        for number, (at, token, text) in enumerate(zip(segment, own, texts, strict=True)):
             if at == 0:
                 found.append(TokenLogprob(token, None, [], text))
                 continue
@@ -111,7 +111,7 @@ def _likeliest(
         logits = lm_head(model.config, head_of(model.config, params, adapter), hidden)
         logprobs = jax.nn.log_softmax(logits, axis=-1)
         chosen = jnp.take_along_axis(logprobs, following[..., None], axis=-1)[..., 0]
-        return (chosen, *jax.lax.top_k(logprobs, min(MOST_ALTERNATIVES, logprobs.shape[-1])))
+        return (chosen, *jax.lax.top_k(logprobs, min(MAX_ALTERNATIVES, logprobs.shape[-1])))
 
     parts = (x.reshape(B, S // CHUNK, CHUNK, -1), after.reshape(B, S // CHUNK, CHUNK))
     found = jax.lax.map(chunk, jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), parts))

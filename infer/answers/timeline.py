@@ -10,7 +10,7 @@ from infer.decode.state import EngineConfig
 
 
 class Span(NamedTuple):
-    """Tokens of one stretch, one in each pass.
+    """Tokens of one segment, one in each pass.
 
     Attributes:
         kind: `serial`, `titles` (with their tags, `<|para|>` included), or `branch` (its closing tag included).

@@ -37,7 +37,7 @@ class AnswerTime:
 
     Attributes:
         name: `adaptive`, `serial` or `transformers`.
-        draft_tokens: guesses per stretch and pass; 0: none.
+        draft_tokens: guesses per segment and pass; 0: none.
         branches, length: of the block; length counts head and closing tag. 0 branches: no block.
         content, raw: tokens of an answer.
         passes: forward passes after prefill.

@@ -20,7 +20,7 @@ from infer.request import Mode
 log = logging.getLogger(__name__)
 
 QUANTILES = (50, 95, 99)
-MOST_ROUNDS = 12  # of a load, until one is undisturbed
+MAX_ROUNDS = 12  # of a load, until one is undisturbed
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,13 @@ def undisturbed(send: Callable[[], Load], url: str, key: str) -> Load:
             compiled nothing.
     """
     before = _programs(url, key)
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         found, now = send(), _programs(url, key)
         if now == before:
             return found
         log.warning("%s: programs were compiled meanwhile; sent again", found.title)
         before = now
-    log.warning("no round of %d was undisturbed; the figures hold compiling", MOST_ROUNDS)
+    log.warning("no round of %d was undisturbed; the figures hold compiling", MAX_ROUNDS)
     return found
 
 

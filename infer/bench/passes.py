@@ -27,7 +27,7 @@ from aspd_jax.model.cpu import einsum
 from aspd_jax.model.vocabulary import head_of
 from aspd_jax.model.weights import input_axes
 from infer.decode.decode_step import Limits, run
-from infer.decode.slots import occupy
+from infer.decode.slots import fill_for_timing
 from infer.decode.state import EngineConfig
 from infer.engine import NO_TOKENS
 from infer.scheduling.admission import new_state
@@ -141,7 +141,7 @@ class _Passes:
 
     def run(self, width: int) -> None:
         """Once."""
-        state = jax.block_until_ready(occupy(self._state, self._config, width, self._context))
+        state = jax.block_until_ready(fill_for_timing(self._state, self._config, width, self._context))
         begun = time.perf_counter()
         bucket = self._buckets[width]
         self._state, report = run(self._lm.params, state, self._limits, self._config, bucket, False)

@@ -17,7 +17,6 @@ from aspd_jax.model.cache import Bucket
 from infer.decode.grammar import lane_node, legal_tokens, recognise
 from infer.decode.inputs import Inputs, Lanes, next_inputs, rows_of_pass, widths
 from infer.decode.packed import Packed
-from infer.decode.recogniser import END
 from infer.decode.sampling import sample
 from infer.decode.speculation import goes_on, hide_rejected, look_up
 from infer.decode.state import (
@@ -32,7 +31,8 @@ from infer.decode.state import (
     SequenceState,
     shard_state,
 )
-from infer.decode.transition import advance, by_stretch
+from infer.decode.tag_automaton import END
+from infer.decode.transition import advance, by_segment
 
 
 def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
@@ -60,7 +60,7 @@ def step(
     if not drafting:
         token, closing = choose(logits, state, config, inputs.lanes)
         taken = jnp.ones_like(closing)
-        state = advance(state, config, by_stretch(state.sequence, inputs.lanes, token, closing, taken))
+        state = advance(state, config, by_segment(state.sequence, inputs.lanes, token, closing, taken))
         return hide_discarded(state)
     state, count = _verify(state, config, inputs, logits)
     state = hide_discarded(hide_rejected(state, inputs, count))
@@ -81,10 +81,10 @@ def choose(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
 
 def scripted(token: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
     """What was sampled, int32 [L], or what the request's script has in its place."""
-    request, s, row, stretch = state.request, state.sequence, lanes.row, lanes.branch
-    before = jnp.maximum(stretch - 1, 0)  # the stretch before a branch in the script, and the branch among branches
-    place = jnp.where(stretch > 0, request.script_end[row, before] + s.branch_sampled[row, before], s.sampled[row])
-    return jnp.where(place < request.script_end[row, stretch], request.script[row, place], token)
+    request, s, row, segment = state.request, state.sequence, lanes.row, lanes.branch
+    before = jnp.maximum(segment - 1, 0)  # the segment before a branch in the script, and the branch among branches
+    place = jnp.where(segment > 0, request.script_end[row, before] + s.branch_sampled[row, before], s.sampled[row])
+    return jnp.where(place < request.script_end[row, segment], request.script[row, place], token)
 
 
 def _verify(
@@ -113,14 +113,14 @@ def _verify(
         at = jnp.take(after, nth, axis=1)
         here = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
         token, closing = choose(at, now, config, here)
-        now = advance(now, config, by_stretch(sequence, lanes, token, closing, active))
+        now = advance(now, config, by_segment(sequence, lanes, token, closing, active))
         active &= (token == drafts[:, nth]) & goes_on(now, config, lanes)
         return now.sequence, nth + 1, active, taken + active
 
     start = state.sequence, jnp.int32(0), began, began.astype(jnp.int32)
     sequence, _, _, taken = jax.lax.while_loop(more, body, start)
-    stretches = sequence.stretches.at[lanes.row].add(began, mode="drop")
-    return state._replace(sequence=sequence._replace(stretches=stretches)), taken
+    segments = sequence.segments.at[lanes.row].add(began, mode="drop")
+    return state._replace(sequence=sequence._replace(segments=segments)), taken
 
 
 def hide_discarded(state: DecodeState) -> DecodeState:
@@ -160,7 +160,7 @@ class Report(NamedTuple):
     Attributes:
         tokens, lanes: as in `Widths`, of the next pass.
         left: how many of `Limits.steps` are left.
-        phase, finish, passes, parallel_passes, stretches, accepted: as in the state.
+        phase, finish, passes, parallel_passes, segments, accepted: as in the state.
         length: of the cache.
     """
 
@@ -171,7 +171,7 @@ class Report(NamedTuple):
     finish: Int32[Array, " B"]
     passes: Int32[Array, " B"]
     parallel_passes: Int32[Array, " B"]
-    stretches: Int32[Array, " B"]
+    segments: Int32[Array, " B"]
     accepted: Int32[Array, " B"]
     length: Int32[Array, " B"]
 
@@ -180,7 +180,7 @@ class Report(NamedTuple):
 def report_of(state: DecodeState, config: EngineConfig, left: jax.Array | int = 0) -> Packed[Report]:
     """What the host has to know of a state."""
     due, s = widths(state, config), state.sequence
-    counts = (s.phase, s.finish, s.passes, s.parallel_passes, s.stretches, s.accepted, state.cache.length)
+    counts = (s.phase, s.finish, s.passes, s.parallel_passes, s.segments, s.accepted, state.cache.length)
     return Packed.of(Report(due.tokens, due.lanes, jnp.int32(left), *counts))
 
 

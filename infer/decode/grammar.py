@@ -17,7 +17,8 @@ from jax import Array
 from jaxtyping import Bool
 
 from infer.decode.inputs import Lanes, branch_budget
-from infer.decode.recogniser import (
+from infer.decode.state import MERGE, PROMPT, SERIAL, TITLE, TITLED, DecodeState, EngineConfig
+from infer.decode.tag_automaton import (
     BRANCH_END,
     CLASSES,
     CONTINUES,
@@ -31,7 +32,6 @@ from infer.decode.recogniser import (
     TITLE_END,
     TITLE_START,
 )
-from infer.decode.state import MERGE, PROMPT, SERIAL, TITLE, TITLED, DecodeState, EngineConfig
 
 
 def allowed(state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.Array:
@@ -46,9 +46,9 @@ def legal_tokens(state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.
     classes = jnp.arange(CLASSES)
     tag = (classes >= TITLE_START) & (classes <= BRANCH_END)
     bits = jnp.sum(rule * (1 << classes) + (rule & tag) * (1 << (PROGRESS + classes)), axis=1).astype(jnp.uint16)
-    legal = (state.recogniser.bits[lane_node(state, lanes)] & bits[:, None]) > 0
+    legal = (state.automaton.bits[lane_node(state, lanes)] & bits[:, None]) > 0
     in_title = (lanes.branch == 0) & (state.sequence.phase == TITLE)[lanes.row]
-    legal &= ~(in_title[:, None] & state.recogniser.line_break)
+    legal &= ~(in_title[:, None] & state.automaton.line_break)
     legal = jax.lax.cond(jnp.any(state.request.constrained), lambda: permitted(legal, state, lanes), lambda: legal)
     if not config.distinct_titles:
         return legal
@@ -58,7 +58,7 @@ def legal_tokens(state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.
 
 def permitted(legal: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
     """Of legal tokens, bool [L, V], those that the schema of a lane permits; where that leaves none, a budget has ended
-    the stretch before its value was complete, and all.
+    the segment before its value was complete, and all.
     """
     bits = state.permitted[lanes.row, lanes.branch]
     each = (bits[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
@@ -69,15 +69,15 @@ def permitted(legal: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
 
 def recognise(state: DecodeState, node: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The class of what a token completes, the node after it, and whether it goes on with a tag; any shape."""
-    following = state.recogniser.next[node, token].astype(jnp.int32)
-    nodes = state.recogniser.next.shape[0]
+    following = state.automaton.next[node, token].astype(jnp.int32)
+    nodes = state.automaton.next.shape[0]
     completes = following >= nodes
-    continues = (state.recogniser.bits[node, token] >> CONTINUES) > 0
+    continues = (state.automaton.bits[node, token] >> CONTINUES) > 0
     return jnp.where(completes, following - nodes, TEXT), jnp.where(completes, 0, following), continues
 
 
 def lane_node(state: DecodeState, lanes: Lanes) -> jax.Array:
-    """int32 [L]: how much of a tag the stretch of each lane ends with."""
+    """int32 [L]: how much of a tag the segment of each lane ends with."""
     s = state.sequence
     serial = jnp.where(s.phase == MERGE, 0, s.node)[lanes.row]
     in_branch = s.branch_node[lanes.row, jnp.maximum(lanes.branch - 1, 0)]
@@ -92,7 +92,7 @@ def _names(state: DecodeState) -> tuple[jax.Array, jax.Array]:
     s = state.sequence
     place = jnp.arange(s.title_tokens.shape[2])
     inside = place < s.title_length[..., None]
-    markers = jnp.sum(jnp.cumprod(inside & state.recogniser.marker[s.title_tokens], axis=2), axis=2)
+    markers = jnp.sum(jnp.cumprod(inside & state.automaton.marker[s.title_tokens], axis=2), axis=2)
     skipped = jnp.where(markers < s.title_length, markers, 0)
     at = jnp.minimum(place + skipped[..., None], place.size - 1)
     length = s.title_length - skipped
@@ -115,7 +115,7 @@ def completes_plan(state: DecodeState) -> jax.Array:
     tokens = jnp.sum(s.title_tokens * last[..., None], axis=1)
     length = jnp.sum(s.title_length * last, axis=1)
     place = jnp.arange(tokens.shape[1])[None]
-    number = jnp.where(place < length[:, None], state.recogniser.number[tokens], NO_NUMBER)
+    number = jnp.where(place < length[:, None], state.automaton.number[tokens], NO_NUMBER)
     size = jnp.sum(jnp.cumprod(number >= 0, axis=1), axis=1)  # tokens before the slash, if that is what follows
 
     def at(where: jax.Array) -> jax.Array:
@@ -138,10 +138,10 @@ def barred_token(state: DecodeState) -> jax.Array:
     first, size = names[:, 0], lengths[:, 0]
     tokens, length = s.title_tokens[:, 1], s.title_length[:, 1]
     place = jnp.arange(tokens.shape[1])
-    marked = state.recogniser.marker[tokens] & (place < length[:, None])
+    marked = state.automaton.marker[tokens] & (place < length[:, None])
     markers = jnp.sum(jnp.cumprod(marked, axis=1), axis=1)
     # The next token may be the first one after the markers. A first title of nothing but markers is compared with them.
-    skipped = jnp.where(state.recogniser.marker[jnp.maximum(first[:, 0], 0)], 0, markers)
+    skipped = jnp.where(state.automaton.marker[jnp.maximum(first[:, 0], 0)], 0, markers)
     at = jnp.minimum(place + skipped[:, None], place.size - 1)
     alike = (jnp.take_along_axis(tokens, at, axis=1) == first) | (place >= (length - skipped)[:, None])
     completes = (length - skipped == size - 1) & jnp.all(alike, axis=1)
@@ -173,7 +173,7 @@ class Room(NamedTuple):
 
 
 def budget_room(state: DecodeState, config: EngineConfig) -> Room:
-    """Return what the serial stretch of each sequence may still begin (protocol, section 5)."""
+    """Return what the serial segment of each sequence may still begin (protocol, section 5)."""
     s, tags = state.sequence, config.tags
     remaining, titles = s.remaining, s.titles
     number = jnp.arange(config.max_branches)[None]

@@ -1,7 +1,7 @@
-"""What a pass feeds: the pending tokens of every sequence, where they stand, and which stretches get a next token.
+"""What a pass feeds: the pending tokens of every sequence, where they stand, and which segments get a next token.
 
-B rows, one sequence each, N branches at most, T tokens of a pass, L lanes (stretches that get a next token in it), D
-draft tokens of a stretch, C cache slots.
+B rows, one sequence each, N branches at most, T tokens of a pass, L lanes (segments that get a next token in it), D
+draft tokens of a segment, C cache slots.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Pending(NamedTuple):
     Attributes:
         tokens: ids.
         layout: `sequence` is 0 where nothing is due.
-        lane: what the token that is sampled after this one goes on with: 0 the serial stretch, k branch k; -1: none is.
+        lane: what the token that is sampled after this one goes on with: 0 the serial segment, k branch k; -1: none is.
     """
 
     tokens: Array
@@ -46,11 +46,11 @@ class Pending(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """Stretches that get a next token, of whatever sequences.
+    """Segments that get a next token, of whatever sequences.
 
     Attributes:
         row: the sequence; B: no lane.
-        branch: 0 the serial stretch, k branch k.
+        branch: 0 the serial segment, k branch k.
         layout: of the token that the next one follows, [L] each.
     """
 
@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         batch: its tokens; logits are those of all lanes, and then of all drafts.
-        lanes: stretches that get a next token.
+        lanes: segments that get a next token.
         drafts: None: the pass feeds none.
         fed: tokens that each sequence feeds.
     """
@@ -92,7 +92,7 @@ class Widths(NamedTuple):
 
     Attributes:
         tokens: pending, drafts included; of a prompt: all that is left.
-        lanes: stretches that get a next token.
+        lanes: segments that get a next token.
     """
 
     tokens: Int32[Array, " B"]
@@ -173,7 +173,7 @@ def _undrafted(s: SequenceState, config: EngineConfig, ready: jax.Array) -> jax.
 
 
 def extends_alone(s: SequenceState) -> jax.Array:
-    """Bool [B]: sequences whose stretches grow by one token a pass: no prompt, fork or merge is due."""
+    """Bool [B]: sequences whose segments grow by one token a pass: no prompt, fork or merge is due."""
     return (s.phase != FORK) & (s.phase != MERGE) & (s.phase != PROMPT)
 
 
@@ -328,7 +328,7 @@ def pending(
     ready = s.branch_live if every else ready_branches(s, config)
     count = _undrafted(s, config, ready)[row]
 
-    # One token: a serial stretch or a title.
+    # One token: a serial segment or a title.
     tokens, position = s.token[row], s.position[row]
     branch = jnp.zeros_like(row)
     lane = jnp.where(place == 0, 0, -1)
@@ -352,7 +352,7 @@ def pending(
 
     is_parallel = phase == PARALLEL
     order = jnp.argsort(~ready, axis=1, stable=True)  # ready branches first
-    nth = jnp.where(place < count, place, (place - count) % jnp.maximum(count, 1))  # of guesses: of the stretch
+    nth = jnp.where(place < count, place, (place - count) % jnp.maximum(count, 1))  # of guesses: of the segment
     own = order[row, jnp.minimum(nth, limit - 1)]
     tokens = jnp.where(is_parallel, s.branch_token[row, own], tokens)
     position = jnp.where(is_parallel, branch_position(s, config, row, own, s.branch_offset[row, own]), position)

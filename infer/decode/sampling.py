@@ -2,7 +2,7 @@
 
 L lanes, V vocabulary, C cache slots.
 
-Every lane draws from its own random stream, derived from (seed, block, branch, place in the stretch), so
+Every lane draws from its own random stream, derived from (seed, block, branch, place in the segment), so
 what a lane draws depends on nothing else in the batch.
 """
 
@@ -18,7 +18,7 @@ from aspd_jax.layout import Layout, visible
 from aspd_jax.model.cache import PLAIN_TEXT, TITLE_TEXT
 from aspd_jax.sharding import named_sharding
 from infer.decode.inputs import Lanes
-from infer.decode.state import MOST_BRANCHES, TITLE, DecodeState, EngineConfig, Request
+from infer.decode.state import MAX_BRANCHES, TITLE, DecodeState, EngineConfig, Request
 
 GROUP = 128  # tokens: a register of a TPU is so wide
 BITS = 2  # of a bound, found in one round over all logits
@@ -144,10 +144,10 @@ def lane_keys(state: DecodeState, lanes: Lanes) -> jax.Array:
     place = jnp.where(in_branch, s.branch_sampled[lanes.row, jnp.maximum(branch - 1, 0)], s.sampled[lanes.row])
     block = jnp.where(in_branch, s.block[lanes.row], 0)
 
-    def one(seed: jax.Array, stretch: jax.Array, place: jax.Array) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stretch), place)
+    def one(seed: jax.Array, segment: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), segment), place)
 
-    return jax.vmap(one)(state.request.seed[lanes.row], block * MOST_BRANCHES + branch, place)
+    return jax.vmap(one)(state.request.seed[lanes.row], block * MAX_BRANCHES + branch, place)
 
 
 def split_by_vocabulary(logits: jax.Array, config: EngineConfig) -> jax.Array:

@@ -138,8 +138,8 @@ def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packe
 
 
 @partial(jax.jit, donate_argnames="state")
-def stop_stretches(state: DecodeState, answers: jax.Array, branches: jax.Array) -> DecodeState:
-    """End stretches in which a stop string was found: answers [B] at once, branches [B, N] by their closing tag."""
+def stop_segments(state: DecodeState, answers: jax.Array, branches: jax.Array) -> DecodeState:
+    """End segments in which a stop string was found: answers [B] at once, branches [B, N] by their closing tag."""
     s = state.sequence
     return state._replace(
         sequence=s._replace(
@@ -157,10 +157,10 @@ def set_branch_cap(state: DecodeState, cap: jax.Array) -> DecodeState:
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def permit(
-    state: DecodeState, row: jax.Array, stretch: jax.Array, bits: jax.Array, config: EngineConfig
+    state: DecodeState, row: jax.Array, segment: jax.Array, bits: jax.Array, config: EngineConfig
 ) -> DecodeState:
-    """Say which tokens may come next in stretches int32 [P] of rows [P], past the end: none; uint32 [P, W]."""
-    permitted = state.permitted.at[row, stretch].set(bits, mode="drop")
+    """Say which tokens may come next in segments int32 [P] of rows [P], past the end: none; uint32 [P, W]."""
+    permitted = state.permitted.at[row, segment].set(bits, mode="drop")
     return shard_state(state._replace(permitted=permitted), config.mesh)
 
 
@@ -171,7 +171,7 @@ def put_bias(state: DecodeState, row: jax.Array, bias: jax.Array, config: Engine
 
 
 @partial(jax.jit, static_argnames=("config", "width"), donate_argnames="state")
-def occupy(state: DecodeState, config: EngineConfig, width: int, length: int) -> DecodeState:
+def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length: int) -> DecodeState:
     """A state whose sequences all decode so many branches (1: serially, 0: they are at rest), behind `length` tokens
     that nobody wrote: for timing passes.
     """

@@ -1,11 +1,11 @@
-"""Speculation by prompt lookup: what followed the last tokens of a stretch before is fed with them, and verified.
+"""Speculation by prompt lookup: what followed the last tokens of a segment before is fed with them, and verified.
 
-B sequences, N branches at most, T tokens of a pass, L lanes, D draft tokens of a stretch, C cache slots.
+B sequences, N branches at most, T tokens of a pass, L lanes, D draft tokens of a segment, C cache slots.
 
-Drafts are guesses, so nothing depends on them but speed. A stretch takes the token that it would have sampled without
+Drafts are guesses, so nothing depends on them but speed. A segment takes the token that it would have sampled without
 them: if that is the draft, the logits behind the draft are those of the next token, and it takes another; if not, the
 rest of the drafts is hidden in the cache, and their slots are filled by what comes. Random streams go by the place of
-a token in its stretch, so sampled answers too are the same with and without drafts, token by token.
+a token in its segment, so sampled answers too are the same with and without drafts, token by token.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from infer.decode.state import PARALLEL, RUNNING, DecodeState, EngineConfig
 
 
 def look_up(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
-    """int32 [B, N, D]: what may follow the pending token of each stretch (serial: the first); -1: nothing.
+    """int32 [B, N, D]: what may follow the pending token of each segment (serial: the first); -1: nothing.
 
-    It is what was fed after the latest place in the cache at which the last three tokens of the stretch, pending one
+    It is what was fed after the latest place in the cache at which the last three tokens of the segment, pending one
     included, stand one after another; or the last two, where there is none.
 
     Args:
@@ -42,7 +42,7 @@ def look_up(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
     own = there & (layout.block == block) & (layout.branch == branch)
 
     def back(steps: int) -> jax.Array:
-        """The token so many places before the pending one in its stretch, [B, N, 1]; -1: none."""
+        """The token so many places before the pending one in its segment, [B, N, 1]; -1: none."""
         return jnp.max(jnp.where(own & (layout.position == position - steps), tokens, -1), axis=2, keepdims=True)
 
     def before(steps: int) -> jax.Array:

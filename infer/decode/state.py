@@ -1,6 +1,6 @@
 """The decoding state, by lifetime: of an engine, of a request, of a sequence; and the cache.
 
-B rows, one sequence each, N branches at most, M = N + 1 stretches, E title tokens at most, D draft tokens of a stretch,
+B rows, one sequence each, N branches at most, M = N + 1 segments, E title tokens at most, D draft tokens of a segment,
 C cache slots, W words of 32 tokens of the vocabulary.
 
 A token is *pending* from when it is sampled (or due, for tokens that the engine feeds by itself) until a pass feeds it.
@@ -24,7 +24,7 @@ from aspd_jax.model.cache import Cache, layer_sharding
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.tokens import SpecialTokens
 from aspd_jax.trees import zeros
-from infer.decode.recogniser import Recogniser
+from infer.decode.tag_automaton import TagAutomaton
 
 # Phases: what the pending tokens of a sequence are, and with that which grammar rule the next sample obeys.
 SERIAL = 0  # a serial token; the next is free text, a title or the end
@@ -37,7 +37,7 @@ PROMPT = 6  # what is left of the prompt; the next sample is the first of the an
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of `SequenceState.finish`
 NOTHING = 1 << 30  # `SequenceState.hide_from` where nothing is hidden
-MOST_BRANCHES = 1 << 12  # that an engine can be made for; blocks and branches share one number in random streams
+MAX_BRANCHES = 1 << 12  # that an engine can be made for; blocks and branches share one number in random streams
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class EngineConfig:
         forbidden: further ids that may not occur inside titles and branches.
         max_branches: N.
         max_title_tokens: E.
-        draft_tokens: D, guessed tokens that a stretch may be fed with its pending one; 0: no speculation.
+        draft_tokens: D, guessed tokens that a segment may be fed with its pending one; 0: no speculation.
         distinct_titles: a title that repeats an earlier one of its block ends the list, and is discarded.
         text_tags: of a model whose tags are strings; None: they are the special tokens.
         mesh: that parameters and cache are spread over.
@@ -103,8 +103,8 @@ class Request(NamedTuple):
         biased: `DecodeState.bias` is added to the logits.
         min_tokens: tokens of plain text before which the answer does not end.
         adapter: place among those of the parameters; negative: none.
-        script: `SamplingParams.script`, its stretches one after the other.
-        script_end: where each stretch ends there.
+        script: `SamplingParams.script`, its segments one after the other.
+        script_end: where each segment ends there.
     """
 
     adaptive: Bool[Array, " B"]
@@ -133,7 +133,7 @@ class SequenceState(NamedTuple):
         phase: see above.
         finish: RUNNING, STOP or LENGTH. Rows without a request are finished.
         token: the pending serial token.
-        node: how much of a tag the serial stretch ends with (`infer.decode.recogniser`).
+        node: how much of a tag the serial segment ends with (`infer.decode.tag_automaton`).
         chain: tokens of this beginning of a tag.
         branch_node: as `node`.
         position: of the pending serial token (in PARALLEL and MERGE: of `<|para|>`; in PROMPT: of its last token).
@@ -160,10 +160,10 @@ class SequenceState(NamedTuple):
         critical_path: of the answer so far, finished blocks only (protocol, section 8).
         blocks: blocks of the answer merged or merging.
         branches: branches of these.
-        draft: guesses of what follows the pending token of each stretch (serial: the first); -1: none.
+        draft: guesses of what follows the pending token of each segment (serial: the first); -1: none.
         drafted: draft tokens fed.
         accepted: those that were taken.
-        stretches: stretches that took tokens, counted in every pass.
+        segments: segments that took tokens, counted in every pass.
     """
 
     prompt_length: Int32[Array, " B"]
@@ -202,23 +202,23 @@ class SequenceState(NamedTuple):
     draft: Int32[Array, "B N D"]
     drafted: Int32[Array, " B"]
     accepted: Int32[Array, " B"]
-    stretches: Int32[Array, " B"]
+    segments: Int32[Array, " B"]
 
 
 class DecodeState(NamedTuple):
     """Everything that passes need beside the weights, by lifetime.
 
     Attributes:
-        recogniser: of tags; it never changes.
+        automaton: of tags; it never changes.
         request: changes when a row is given to another.
-        permitted: tokens that may come next in each stretch of a constrained row, a bit for each: 0 the serial stretch,
+        permitted: tokens that may come next in each segment of a constrained row, a bit for each: 0 the serial segment,
             k branch k. Changes between passes, as the host follows the schemas.
         bias: added to the logits of every token in rows that are `biased`; V logits. Changes as `request` does.
         sequence: changes in every pass.
         cache: grows in every pass: all tokens fed so far, prompt included.
     """
 
-    recogniser: Recogniser
+    automaton: TagAutomaton
     request: Request
     permitted: UInt32[Array, "B M W"]
     bias: Float32[Array, "B V"]
@@ -226,7 +226,7 @@ class DecodeState(NamedTuple):
     cache: Cache
 
 
-def empty_state(config: EngineConfig, cache: Cache, recogniser: Recogniser) -> DecodeState:
+def empty_state(config: EngineConfig, cache: Cache, automaton: TagAutomaton) -> DecodeState:
     """A state in which no sequence is active."""
     sizes = {
         "B": cache.tokens.shape[0],
@@ -238,11 +238,11 @@ def empty_state(config: EngineConfig, cache: Cache, recogniser: Recogniser) -> D
     }
     sequence = zeros(SequenceState, sizes)
     sequence = sequence._replace(finish=sequence.finish + STOP, hide_from=sequence.hide_from + NOTHING)
-    vocabulary = recogniser.marker.size
+    vocabulary = automaton.marker.size
     permitted = jnp.zeros((sizes["B"], sizes["M"], -(-vocabulary // 32)), jnp.uint32)
     bias = jnp.zeros((sizes["B"], vocabulary), jnp.float32)
-    recogniser = jax.tree.map(jnp.asarray, recogniser)
-    return DecodeState(recogniser, zeros(Request, sizes), permitted, bias, sequence, cache)
+    automaton = jax.tree.map(jnp.asarray, automaton)
+    return DecodeState(automaton, zeros(Request, sizes), permitted, bias, sequence, cache)
 
 
 def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
@@ -258,7 +258,7 @@ def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
 
 
 @partial(jax.jit, static_argnames="mesh", donate_argnames="state")
-def settle(state: DecodeState, mesh: Mesh | None) -> DecodeState:
+def place_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
     """`shard_state`, for the host."""
     return shard_state(state, mesh)
 

@@ -14,7 +14,6 @@ from jaxtyping import Bool, Int32
 
 from infer.decode.grammar import budget_room, recognise, repeated_title
 from infer.decode.inputs import Lanes, branch_budget
-from infer.decode.recogniser import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START
 from infer.decode.state import (
     FORK,
     LENGTH,
@@ -33,10 +32,11 @@ from infer.decode.state import (
     head_lengths,
     merge_position,
 )
+from infer.decode.tag_automaton import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START
 
 
 class Sampled(NamedTuple):
-    """What stretches have taken in a pass.
+    """What segments have taken in a pass.
 
     Attributes:
         serial, branch: tokens.
@@ -51,7 +51,7 @@ class Sampled(NamedTuple):
     closing: Bool[Array, "B N"]
 
 
-def by_stretch(s: SequenceState, lanes: Lanes, token: jax.Array, closing: jax.Array, taken: jax.Array) -> Sampled:
+def by_segment(s: SequenceState, lanes: Lanes, token: jax.Array, closing: jax.Array, taken: jax.Array) -> Sampled:
     """What lanes sampled, [L] each, where it belongs; `taken`: those that took a token."""
     serial, branches = jnp.zeros_like(s.token), jnp.zeros_like(s.branch_token)
     at = jnp.where(taken & (lanes.branch == 0), lanes.row, s.phase.size)

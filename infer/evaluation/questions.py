@@ -68,7 +68,7 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
     if not found:
         first = f"; the first: {left_out[before]}" if len(left_out) > before else ""
         raise DataError(f"{file} holds no question{first}")
-    return spread(found.values(), section.limit)
+    return select_evenly(found.values(), section.limit)
 
 
 def read_references(file: Path, left_out: list[str]) -> dict[str | int, tuple[str, ...]]:
@@ -103,7 +103,7 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(map(str, values))
 
 
-def spread(questions: Iterable[Question], limit: int) -> list[Question]:
+def select_evenly(questions: Iterable[Question], limit: int) -> list[Question]:
     """So many questions, from all categories in turn, in their order; 0: all."""
     every = list(questions)
     if not limit or limit >= len(every):

@@ -18,7 +18,7 @@ from aspd_jax.files import Log
 from infer.answers.answer import Result, content_ids
 from infer.engine import Engine
 from infer.evaluation.eval_config import DecodingSection, SpeedSection, System
-from infer.evaluation.questions import Question, spread
+from infer.evaluation.questions import Question, select_evenly
 from infer.offline.journal import append, read_journal
 
 PHASES = ("queued", "prefill", "serial", "parallel", "first_token", "total")
@@ -42,7 +42,7 @@ def time_questions(
     Raises:
         RequestError: serial mode did not follow what it was told.
     """
-    chosen = spread(questions, speed.questions)
+    chosen = select_evenly(questions, speed.questions)
     done = {record["question_id"]: record for record in read_journal(file)}
     places = {question.id: place for place, question in enumerate(questions)}
     with Log(file) as log:

@@ -1,4 +1,4 @@
-"""One answer by way of an upstream: its serial stretches, its branches side by side, and what is made of them."""
+"""One answer by way of an upstream: its serial segments, its branches side by side, and what is made of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infer.proxy.upstream import Sampling, Upstream
 
 TITLE_START, TITLE_END = TAGS["title_start"], TAGS["title_end"]
 FORK, BRANCH_END = TAGS["parallel_start"], TAGS["branch_end"]
-MOST_TITLE_TOKENS = 32
+MAX_TITLE_TOKENS = 32
 _ANY_TAG = re.compile("|".join(map(re.escape, TAGS.values())))
 _PLAN = re.compile(r"(\d+)/(\d+) ")  # of a title: which of how many it is
 
@@ -160,7 +160,7 @@ class Answering:
         """
         special = self._codec.special
         forbidden = [special.parallel_end, special.branch_start, special.branch_end]
-        free, most = replace(sampling, repetition_penalty=1.0), MOST_TITLE_TOKENS * self._max_branches
+        free, most = replace(sampling, repetition_penalty=1.0), MAX_TITLE_TOKENS * self._max_branches
         written, titles = "", list[str]()
         pieces = self._ask(answer, [*prefix, special.title_start], most, [FORK, "\n"], forbidden, free)
         async with aclosing(pieces):
@@ -168,7 +168,7 @@ class Answering:
                 written += piece
                 titles, more = _read_titles(written)
                 begun = self._codec.text.encode(written.rpartition(TITLE_END)[2])
-                if not more or len(titles) == self._max_branches or len(begun) > MOST_TITLE_TOKENS:
+                if not more or len(titles) == self._max_branches or len(begun) > MAX_TITLE_TOKENS:
                     break
         return titles
 

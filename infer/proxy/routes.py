@@ -25,7 +25,7 @@ from infer.server.messages import ChatRequest, Common
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import ResponsesRequest, reply_response
 
-MOST_BYTES, BODY_SECONDS = 1 << 20, 20.0  # of a request, and for it
+MAX_BYTES, BODY_SECONDS = 1 << 20, 20.0  # of a request, and for it
 
 
 def make_app(config: UpstreamConfig, tokenizer: Any, end_ids: tuple[int, ...], name: str, most: int) -> FastAPI:
@@ -49,7 +49,7 @@ def make_app(config: UpstreamConfig, tokenizer: Any, end_ids: tuple[int, ...], n
 
     app = FastAPI(title="aspd proxy", docs_url=None, redoc_url=None, lifespan=life)
 
-    add_guard(app, MOST_BYTES, BODY_SECONDS)
+    add_guard(app, MAX_BYTES, BODY_SECONDS)
     add_refusals(app)
     app.post("/v1/chat/completions", response_model=None)(proxy.chat)
     app.post("/v1/responses", response_model=None)(proxy.respond)
@@ -136,12 +136,12 @@ class _Proxy:
         if messages[-1]["role"] == "assistant":
             raise Refused(400, "the last message is an answer; a prompt ends with a message of the user")
         try:
-            (ids, *stretches), answers = encode_history(
+            (ids, *segments), answers = encode_history(
                 self._tokenizer, self._codec.text, self._ends, messages, variables=variables
             )
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
-        for said, after in zip(answers, stretches, strict=True):
+        for said, after in zip(answers, segments, strict=True):
             ids = [*ids, *self._codec.text.encode(said), *after]
         return ids
 

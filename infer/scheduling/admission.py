@@ -15,12 +15,12 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import empty_cache
 from aspd_jax.sizes import next_power
-from infer.decode.recogniser import Recogniser, of_tokens
 from infer.decode.slots import Admission, admit, put_bias
-from infer.decode.state import DecodeState, EngineConfig, Request, empty_state, settle
+from infer.decode.state import DecodeState, EngineConfig, Request, empty_state, place_state
+from infer.decode.tag_automaton import TagAutomaton, token_automaton
 from infer.request import Job
 
-LEAST_PROMPT = 64  # tokens of the smallest program that lays out a prompt
+MIN_PROMPT = 64  # tokens of the smallest program that lays out a prompt
 
 
 class Beginning(NamedTuple):
@@ -52,14 +52,16 @@ def prompt_layout(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int]
 
 
 def new_state(
-    lm: LanguageModel, config: EngineConfig, batch: int, capacity: int, recogniser: Recogniser | None = None
+    lm: LanguageModel, config: EngineConfig, batch: int, capacity: int, automaton: TagAutomaton | None = None
 ) -> DecodeState:
-    """A state of empty rows with so many slots each; tags are the special tokens where no recogniser is given."""
-    if recogniser is None:
+    """A state of empty rows with so many slots each; tags are the special tokens where no automaton is given."""
+    if automaton is None:
         codec = None if lm.tokenizer is None else lm.codec.text
-        recogniser = of_tokens(lm.config.padded_vocab_size, config.special.ids, config.end, config.forbidden, codec)
+        automaton = token_automaton(
+            lm.config.padded_vocab_size, config.special.ids, config.end, config.forbidden, codec
+        )
     cache = empty_cache(lm.config, batch, capacity, lm.mesh)
-    return settle(empty_state(config, cache, recogniser), lm.mesh)
+    return place_state(empty_state(config, cache, automaton), lm.mesh)
 
 
 def begin(
@@ -78,7 +80,7 @@ def begin(
     """
     layout = prompt_layout(lm, config, job.prompt)
     left = slice(beginning.tokens, len(job.prompt))
-    size = min(state.cache.tokens.shape[1], max(LEAST_PROMPT, next_power(left.stop - left.start)))
+    size = min(state.cache.tokens.shape[1], max(MIN_PROMPT, next_power(left.stop - left.start)))
 
     def filled(values: Any) -> np.ndarray:
         own = np.asarray(values, np.int32)[left]
@@ -86,7 +88,7 @@ def begin(
 
     longest_head = len(config.tags.branch_start) + config.max_title_tokens + len(config.separator)
     params = job.params
-    told = np.asarray([token for stretch in params.script for token in stretch], np.int32)
+    told = np.asarray([token for segment in params.script for token in segment], np.int32)
     lengths = [*map(len, params.script), *[0] * (1 + config.max_branches - len(params.script))]
     request: dict[str, Any] = {
         "adaptive": np.bool_(job.mode == "adaptive"),

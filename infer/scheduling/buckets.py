@@ -16,16 +16,16 @@ from infer.decode.decode_step import Report
 from infer.decode.inputs import most_lanes, only_row
 from infer.decode.state import PROMPT, EngineConfig
 
-LEAST_CAPACITY = 128  # slots of the smallest cache
-LEAST_SLOTS = 512  # of a row that a pass looks at: below, there is little to save; of several rows half as many
-MOST_TOKENS = 512  # of a pass, and of prompts in it while no answer waits for it
+MIN_CAPACITY = 128  # slots of the smallest cache
+MIN_SLOTS = 512  # of a row that a pass looks at: below, there is little to save; of several rows half as many
+MAX_TOKENS = 512  # of a pass, and of prompts in it while no answer waits for it
 PROMPT_BESIDE = 64  # tokens of a pass with prompts in it that answers wait for, and of a prompt beside others
 ROW_STEP = 8  # rows of a program to those of the next
 
 
 def capacity_for(tokens: int) -> int:
     """Slots of a row that holds so many tokens."""
-    return max(LEAST_CAPACITY, next_power(tokens))
+    return max(MIN_CAPACITY, next_power(tokens))
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Buckets:
         few = [] if self._split else [size for size in (1, ROW_STEP, ROW_STEP**2) if size < self.rows]
         found = []
         for rows in [*few, self.rows]:
-            least = min(LEAST_SLOTS if rows == 1 else LEAST_SLOTS // 2, self.capacity)
+            least = min(MIN_SLOTS if rows == 1 else MIN_SLOTS // 2, self.capacity)
             parts = [min(size, self.capacity) for size in powers(least, self.capacity)]
             found += [
                 Bucket(rows, tokens, per_row, slots, longest)
@@ -67,7 +67,7 @@ class Buckets:
 
     def _sizes(self, rows: int) -> list[tuple[int, int, int]]:
         """Tokens of a pass, of a row in it, and of the longest if that may have more."""
-        branches, most = next_power(self.config.max_branches), max(MOST_TOKENS, next_power(self.widest))
+        branches, most = next_power(self.config.max_branches), max(MAX_TOKENS, next_power(self.widest))
         if rows == 1:
             sizes = sorted({1, *powers(4, 2 * branches), PROMPT_BESIDE, 2 * PROMPT_BESIDE, most})
             return [(size, size, 0) for size in sizes]
@@ -96,7 +96,7 @@ class Buckets:
         left = np.where(is_prompt, due, 0)
         piece = np.minimum(left, self._piece(int(left.max())) if rows == 1 else PROMPT_BESIDE)
         few = next_power(self.config.max_branches)
-        beside = MOST_TOKENS if not answers.any() else max(PROMPT_BESIDE - int(answers.sum()), few)
+        beside = MAX_TOKENS if not answers.any() else max(PROMPT_BESIDE - int(answers.sum()), few)
         piece = np.minimum(piece, beside)
         tokens = int(answers.sum() + min(piece.sum(), beside))
         per_row = int(max(answers.max(), piece.max()))

@@ -115,7 +115,7 @@ class DraftControl:
         self._begin(0)
 
     def _begin(self, wait: int) -> None:
-        self._wait, self._passes, self._stretches, self._accepted, self._wider = wait, 0, 0, 0, 0.0
+        self._wait, self._passes, self._segments, self._accepted, self._wider = wait, 0, 0, 0, 0.0
 
     @property
     def on(self) -> bool:
@@ -134,23 +134,23 @@ class DraftControl:
         if self._possible and not self.on:
             self._begin(max(0, self._wait - passes))
 
-    def note(self, cost: StepCost, passes: int, fed: int, rows: int, slots: int, stretches: int, accepted: int) -> None:
+    def note(self, cost: StepCost, passes: int, fed: int, rows: int, slots: int, segments: int, accepted: int) -> None:
         """Take what passes with drafts have brought, and judge when there were enough.
 
         Args:
             passes: how many.
             fed: places for tokens in each.
             rows, slots: of the program; each looked at so many slots of so many rows.
-            stretches: stretches that took tokens, over all passes; without drafts each would have taken one.
+            segments: segments that took tokens, over all passes; without drafts each would have taken one.
             accepted: tokens that they took beside.
         """
         context = rows * slots
-        without = cost.milliseconds(max(1, round(stretches / max(1, passes))), context)
+        without = cost.milliseconds(max(1, round(segments / max(1, passes))), context)
         drafting = cost.milliseconds(fed, context) + cost.per_drafting_row * rows
         self._wider += passes * drafting / max(without, 1e-9)
         self._passes += passes
-        self._stretches += stretches
+        self._segments += segments
         self._accepted += accepted
         if self._passes >= DRAFTING_PASSES:
-            pays = 1 + self._accepted / max(1, self._stretches) > self._wider / self._passes
+            pays = 1 + self._accepted / max(1, self._segments) > self._wider / self._passes
             self._begin(0 if pays else PLAIN_PASSES)

@@ -14,7 +14,7 @@ import numpy as np
 
 from infer.scheduling.admission import Beginning
 
-LEAST_COPIED = 32  # tokens; copying fewer is not worth it
+MIN_COPIED = 32  # tokens; copying fewer is not worth it
 
 
 @dataclass
@@ -79,7 +79,7 @@ def best_match(
         else:
             shared = min(common, memory.in_order)
             match = Match(row, Beginning(shared, shared), shared)
-        if row == target or match.beginning.tokens >= LEAST_COPIED:
+        if row == target or match.beginning.tokens >= MIN_COPIED:
             matches.append(match)
     return max(matches, key=lambda match: (match.beginning.tokens, match.source == target))
 
@@ -89,5 +89,5 @@ def row_to_keep_in(rows: Sequence[RowMemory], free: Collection[int], target: int
     `target` holds is not worth it, or was left longest ago itself.
     """
     oldest = min(free, key=lambda row: (rows[row].stamp, rows[row].ids.size > 0, row))
-    kept = rows[target].ids.size >= LEAST_COPIED and oldest != target
+    kept = rows[target].ids.size >= MIN_COPIED and oldest != target
     return oldest if kept else None

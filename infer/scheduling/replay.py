@@ -20,10 +20,10 @@ from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, split
 from infer.decode.decode_step import count_pass, forward
 from infer.decode.inputs import Inputs, next_inputs, widths
 from infer.decode.state import FORK, PROMPT, RUNNING, DecodeState, EngineConfig
-from infer.decode.transition import advance, by_stretch
+from infer.decode.transition import advance, by_segment
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import begin, new_state
-from infer.scheduling.buckets import MOST_TOKENS, capacity_for
+from infer.scheduling.buckets import MAX_TOKENS, capacity_for
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Trace:
     widths: tuple[int, ...]
 
 
-LEAST_SIZE = 8  # places of the narrowest pass: programs for fewer take longer to compile than they save
+MIN_SIZE = 8  # places of the narrowest pass: programs for fewer take longer to compile than they save
 
 
 class _Script:
-    """The tokens that sampling has to give, by stretch: serial (titles and `<|para|>` included), and each branch."""
+    """The tokens that sampling has to give, by segment: serial (titles and `<|para|>` included), and each branch."""
 
     def __init__(self, items: Sequence[ItemIds], config: EngineConfig, end: Sequence[int]) -> None:
         special = config.special
@@ -90,7 +90,7 @@ def replay_pass(
 def replay_advance(state: DecodeState, config: EngineConfig, inputs: Inputs, sampled: jax.Array) -> DecodeState:
     """Take scripted tokens, one per lane, in place of sampled ones."""
     there = inputs.lanes.row < state.sequence.phase.size
-    taken = by_stretch(state.sequence, inputs.lanes, sampled, jnp.zeros_like(there), there)
+    taken = by_segment(state.sequence, inputs.lanes, sampled, jnp.zeros_like(there), there)
     return advance(state, config, taken)
 
 
@@ -120,8 +120,8 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     block, passes = -1, []
     while True:
         prefilling = int(state.sequence.phase[0]) == PROMPT
-        due = min(int(widths(state, config).tokens[0]), MOST_TOKENS if prefilling else capacity)
-        size = max(LEAST_SIZE, next_power(due))
+        due = min(int(widths(state, config).tokens[0]), MAX_TOKENS if prefilling else capacity)
+        size = max(MIN_SIZE, next_power(due))
         all_logits, inputs, state = replay_pass(lm.params, state, config, Bucket(1, size, size, capacity))
         if not prefilling:
             fed = np.flatnonzero(np.asarray(inputs.batch.layout.sequence) > 0)

@@ -75,7 +75,7 @@ class Runner:
             steps: at most so many passes. There are fewer where the next needs another program.
             join: end when a sequence finishes.
             listened: see `Buckets.choose`.
-            stepwise: a pass takes one token of a stretch, because the host has to see it: none may follow a stop
+            stepwise: a pass takes one token of a segment, because the host has to see it: none may follow a stop
                 string, or what a schema has not permitted yet.
         """
         since = self.clock()
@@ -94,8 +94,8 @@ class Runner:
         if not started.drafting:
             self.drafts.note_plain(done)
         elif cost is not None:
-            stretches = int(np.sum(after.stretches - before.stretches))
+            segments = int(np.sum(after.segments - before.segments))
             accepted = int(np.sum(after.accepted - before.accepted))
             bucket = started.bucket
-            self.drafts.note(cost, done, bucket.tokens, bucket.rows, bucket.slots, stretches, accepted)
+            self.drafts.note(cost, done, bucket.tokens, bucket.rows, bucket.slots, segments, accepted)
         return done, after

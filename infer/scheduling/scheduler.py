@@ -22,21 +22,21 @@ from aspd_jax.layout import Layout
 from aspd_jax.sizes import next_power
 from infer.answers.answer import Answer, Reading, Result, look_at, read, readings, result
 from infer.decode.decode_step import Report, report_of
-from infer.decode.recogniser import TextReader
-from infer.decode.slots import NO_CAP, copy_slots, permit, set_branch_cap, stop_stretches
+from infer.decode.slots import NO_CAP, copy_slots, permit, set_branch_cap, stop_segments
 from infer.decode.state import FORK, LENGTH, PARALLEL, PROMPT, RUNNING, SERIAL, DecodeState, EngineConfig
+from infer.decode.tag_automaton import TextReader
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import Beginning, begin, new_state
-from infer.scheduling.buckets import LEAST_CAPACITY
+from infer.scheduling.buckets import MIN_CAPACITY
 from infer.scheduling.handle import NO_LIMIT, Handle, Stream
 from infer.scheduling.policy import Policy, StepCost
-from infer.scheduling.prefix_cache import LEAST_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
+from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
 from infer.scheduling.runner import Run, Runner
 from infer.scheduling.structured import Constraint, rows_of
 from infer.scheduling.warm_up import compile_all, measure_cost
 
 STEPS_BETWEEN_CAPS = 16  # passes between two looks at how loaded the batch is
-LEAST_SLOTS_COPIED = 64
+MIN_SLOTS_COPIED = 64
 
 
 class Chunk(NamedTuple):
@@ -92,7 +92,7 @@ class Scheduler:
     ) -> None:
         # Room for all drafts of a pass, and for as many slots of rejected ones that are not filled again yet.
         drafts = 2 * config.max_branches * config.draft_tokens
-        reserve = -(-drafts // LEAST_CAPACITY) * LEAST_CAPACITY
+        reserve = -(-drafts // MIN_CAPACITY) * MIN_CAPACITY
         self._lm, self._config, self._capacity, self._room = lm, config, capacity + reserve, capacity
         self._policy, self._reuse, self._reader = policy, reuse, reader
         self._constrain, self._place = constrain, place
@@ -147,7 +147,7 @@ class Scheduler:
             reading = self._read(handle.row)
             mask = np.arange(len(self._rows)) == handle.row
             branches = np.zeros((mask.size, self._config.max_branches), bool)
-            self._change(stop_stretches(self._state_now(), mask, branches))
+            self._change(stop_segments(self._state_now(), mask, branches))
             self._end(handle, reading if started else None)
             if not any(row.decoding for row in self._rows):
                 self._ahead = None
@@ -217,8 +217,8 @@ class Scheduler:
 
     def _state_now(self) -> DecodeState:
         if self._state is None:
-            recogniser = None if self._reader is None else self._reader.recogniser
-            self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, recogniser)
+            automaton = None if self._reader is None else self._reader.automaton
+            self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, automaton)
             costly = self._policy.milliseconds is not None or self.runner.drafts.on
             if costly and self.cost is None:
                 self._state, self.cost = measure_cost(self._lm, self._config, self._state, self.runner.buckets)
@@ -254,7 +254,7 @@ class Scheduler:
             nowhere = len(self._rows)  # a row may take the place of the one that it is copied from
             to = np.asarray([target if source != target else nowhere, nowhere if keep is None else keep], np.int32)
             most = max(beginning.slots if source != target else 0, 0 if keep is None else row.memory.slots)
-            size = min(self._capacity, max(LEAST_SLOTS_COPIED, next_power(most)))
+            size = min(self._capacity, max(MIN_SLOTS_COPIED, next_power(most)))
             state = copy_slots(state, np.asarray([source, target], np.int32), to, self._config, size)
         if keep is not None:
             self._rows[keep].memory = row.memory
@@ -278,7 +278,7 @@ class Scheduler:
         ids = np.asarray(job.prompt[:-1], np.int32)
         fed = [row.prompt.ids for row in self._rows if row.prompt is not None and row.prompt.adapter == job.adapter]
         shared = max((common_prefix(other, ids) for other in fed), default=0)
-        return shared if shared >= LEAST_COPIED else 0
+        return shared if shared >= MIN_COPIED else 0
 
     def _note_prompts(self, report: Report) -> bool:
         """Take note of prompts that have been fed; whether somebody waits for one: its listener, or a request that may
@@ -337,7 +337,7 @@ class Scheduler:
         return any(job.params.stop or job.constrained for job in jobs)
 
     def _permit(self, news: dict[int, dict[int, np.ndarray]]) -> None:
-        """Say what schemas permit next, by row and stretch; nothing that is reported changes."""
+        """Say what schemas permit next, by row and segment; nothing that is reported changes."""
         size = next_power(sum(map(len, news.values())))
         self._state = permit(self._state_now(), *rows_of(news, len(self._rows), size), self._config)
 
@@ -434,7 +434,7 @@ class Scheduler:
                 answers[number], late = self._handle(number).stopped(reading.answer)
                 branches[number, np.asarray(late, int) - 1] = True
         if (answers | branches.any(axis=1)).any():
-            self._change(stop_stretches(self._state_now(), answers, branches))
+            self._change(stop_segments(self._state_now(), answers, branches))
         return [int(number) for number in np.flatnonzero(answers)]
 
     def _read(self, number: int) -> Reading:

@@ -1,4 +1,4 @@
-"""Structured output: which tokens a JSON schema or another grammar permits next, for each stretch of an answer.
+"""Structured output: which tokens a JSON schema or another grammar permits next, for each segment of an answer.
 
 The library llguidance follows a grammar token by token. It needs neither torch nor a table of states that is built
 beforehand, takes nearly all of JSON Schema, and finds the tokens of a 50,000-token vocabulary in 0.02 to 1.3 ms.
@@ -116,13 +116,13 @@ class Constraint:
         self._block: int | None = None  # number of the item that is an open block
 
     def start(self) -> dict[int, np.ndarray]:
-        """Bits uint32 [W] of every stretch before the answer begins: 0 the serial one, k branch k."""
+        """Bits uint32 [W] of every segment before the answer begins: 0 the serial one, k branch k."""
         everything = np.full(self._words, ~np.uint32(0))
         serial = self._bits(self._whole, False) if self._whole else everything
         return {0: serial, **self._fresh()}
 
     def follow(self, answer: Answer) -> dict[int, np.ndarray]:
-        """Bits of the stretches in which the answer has grown."""
+        """Bits of the segments in which the answer has grown."""
         if not answer.items:
             return {}
         number, last = len(answer.items) - 1, answer.items[-1]
@@ -164,16 +164,16 @@ class Constraint:
 
 
 def rows_of(news: Mapping[int, Mapping[int, np.ndarray]], nowhere: int, size: int) -> tuple[np.ndarray, ...]:
-    """News of rows as `slots.permit` takes them: rows and stretches int32 [P], bits uint32 [P, W].
+    """News of rows as `slots.permit` takes them: rows and segments int32 [P], bits uint32 [P, W].
 
     Args:
-        news: bits by row and stretch; at least one.
+        news: bits by row and segment; at least one.
         nowhere: a row past the end, for what is behind them.
         size: P.
     """
-    every = [(row, stretch, bits) for row, of_row in news.items() for stretch, bits in of_row.items()]
-    row, stretch = np.full(size, nowhere, np.int32), np.zeros(size, np.int32)
+    every = [(row, segment, bits) for row, of_row in news.items() for segment, bits in of_row.items()]
+    row, segment = np.full(size, nowhere, np.int32), np.zeros(size, np.int32)
     bits = np.zeros((size, every[0][2].size), np.uint32)
     for number, (own, which, words) in enumerate(every):
-        row[number], stretch[number], bits[number] = own, which, words
-    return row, stretch, bits
+        row[number], segment[number], bits[number] = own, which, words
+    return row, segment, bits

@@ -21,10 +21,10 @@ from aspd_jax.sizes import powers
 from infer.answers.answer import read
 from infer.answers.logprobs import CHUNK, likeliest
 from infer.decode.decode_step import Limits, report_of, run
-from infer.decode.slots import NO_CAP, copy_slots, occupy, permit, put_bias, set_branch_cap, stop_stretches
+from infer.decode.slots import NO_CAP, copy_slots, fill_for_timing, permit, put_bias, set_branch_cap, stop_segments
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Job, SamplingParams
-from infer.scheduling.admission import LEAST_PROMPT, begin
+from infer.scheduling.admission import MIN_PROMPT, begin
 from infer.scheduling.buckets import Buckets
 from infer.scheduling.policy import Sample, StepCost, fit
 
@@ -44,7 +44,7 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
             state, _ = run(lm.params, state, NO_PASS, config, bucket, drafting)
         spent = time.perf_counter() - begun
         log.info("program %d of %d: %s, %.0f s", number, len(buckets), bucket, spent)
-    for size in powers(LEAST_PROMPT, capacity):
+    for size in powers(MIN_PROMPT, capacity):
         job = Job((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
         state = begin(lm, config, state, job, batch)  # a row past the end: none
         state = copy_slots(state, np.zeros(2, np.int32), np.full(2, batch, np.int32), config, min(size, capacity))
@@ -58,7 +58,7 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
         count = min(rows, batch)
         read(state, config, [0] * count, [None] * count)
     jax.block_until_ready(report_of(state, config))
-    state = stop_stretches(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
+    state = stop_segments(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
     return set_branch_cap(state, np.full(batch, NO_CAP, np.int32))
 
 
@@ -93,9 +93,9 @@ def _time(
     one = Limits(np.int32(1), np.int32(-1), np.int32(bucket.tokens), np.bool_(False))
     times = []
     for _ in range(REPEATS + 1):  # the first may compile
-        state = jax.block_until_ready(occupy(state, config, width, bucket.slots - width))
+        state = jax.block_until_ready(fill_for_timing(state, config, width, bucket.slots - width))
         before = time.perf_counter()
         state, report = run(lm.params, state, one, config, bucket, drafting)
         report.read()
         times.append(1000 * (time.perf_counter() - before))
-    return occupy(state, config, 0, 0), median(times[1:])
+    return fill_for_timing(state, config, 0, 0), median(times[1:])

@@ -23,7 +23,7 @@ from infer.server.server_config import ServerConfig
 
 log = logging.getLogger("aspd.server")
 FIRST_STEPS = 4  # passes of the first chunk, before it is known how long one takes
-MOST_STEPS = 256
+MAX_STEPS = 256
 HEARTBEAT = 5.0  # seconds between turns when there is nothing to do, where other processes wait for the next
 
 
@@ -259,7 +259,7 @@ class Driver:
         if passes > 0:
             if passes >= self._steps or seconds > self._config.chunk:  # what ends early tells little
                 most = round(self._config.chunk * passes / seconds)
-                self._steps = max(1, min(MOST_STEPS, most, 2 * self._steps))
+                self._steps = max(1, min(MAX_STEPS, most, 2 * self._steps))
             if self._seen is not None:
                 self._seen(seconds, passes)
 

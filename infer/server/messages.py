@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
-from infer.answers.logprobs import MOST_ALTERNATIVES
+from infer.answers.logprobs import MAX_ALTERNATIVES
 from infer.request import Mode, SamplingParams
 from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 from infer.server.server_config import ServerConfig
 
-MOST_STOPS = 64  # stop strings; OpenAI has 4, evaluation harnesses send more
+MAX_STOPS = 64  # stop strings; OpenAI has 4, evaluation harnesses send more
 
 
 def _whole(value: Any) -> Any:
@@ -29,7 +29,7 @@ Share = Annotated[Float, Field(gt=0, le=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
 Pattern = Annotated[str, Field(min_length=1)]  # a regular expression or a grammar
-TopLogprobs = Annotated[Int, Field(ge=0, le=MOST_ALTERNATIVES)]
+TopLogprobs = Annotated[Int, Field(ge=0, le=MAX_ALTERNATIVES)]
 Limit = Annotated[Int, Field(ge=1, lt=1 << 31)]
 
 
@@ -194,7 +194,7 @@ class Common(Strict):
     min_tokens: Annotated[Int, Field(ge=0, lt=1 << 31)] = 0
     ignore_eos: StrictBool = False
     seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     aspd: Aspd = Aspd()

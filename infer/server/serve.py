@@ -14,7 +14,7 @@ from infer.lockstep import Lockstep
 from infer.server.app import make_app
 from infer.server.server_config import ServerConfig
 
-MOST_CONNECTIONS = 4096  # further ones get 503
+MAX_CONNECTIONS = 4096  # further ones get 503
 
 
 def follow(engine: Engine, config: ServerConfig) -> None:
@@ -49,7 +49,7 @@ def serve(engine: Engine, config: ServerConfig) -> None:
         log_level="warning",
         timeout_graceful_shutdown=int(config.drain) or 1,
         h11_max_incomplete_event_size=1 << 16,
-        limit_concurrency=MOST_CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS,
         server_header=False,
     )
     # uvicorn drains, then hands the signal on to who had it before; drained is a good end.

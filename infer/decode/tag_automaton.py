@@ -2,7 +2,7 @@
 
 S nodes, V vocabulary.
 
-A node is how much of a tag a stretch ends with; node 0 is nothing of any. Every token leads from a node to another, or
+A node is how much of a tag a segment ends with; node 0 is nothing of any. Every token leads from a node to another, or
 completes a tag. So a tag is recognised however the model cuts it into tokens, on the device, a table look-up per token.
 A token that holds the end of a tag and more is never allowed: what follows a tag begins with a token.
 """
@@ -23,10 +23,10 @@ TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH
 CLASSES = 9
 PROGRESS = 8  # bit 8 + class: the token goes on with a tag of that class
 CONTINUES = 15  # bit: the token goes on with what the node has of a tag
-NO_NUMBER, SLASH = -1, -2  # in `Recogniser.number`
+NO_NUMBER, SLASH = -1, -2  # in `TagAutomaton.number`
 
 
-class Recogniser(NamedTuple):
+class TagAutomaton(NamedTuple):
     """What a token does after a node.
 
     Attributes:
@@ -44,9 +44,9 @@ class Recogniser(NamedTuple):
     line_break: np.ndarray
 
 
-def of_tokens(
+def token_automaton(
     vocabulary: int, tags: Sequence[int], end: Sequence[int], other: Sequence[int], codec: TextCodec | None = None
-) -> Recogniser:
+) -> TagAutomaton:
     """Tags that are single tokens.
 
     Args:
@@ -70,7 +70,7 @@ def of_tokens(
         marker[:] = [bool(text) and not any(char.isalpha() or char == "\ufffd" for char in text) for text in texts]
         number[:] = [number_of(text.strip()) for text in texts]
         line_break = breaks_line(texts)
-    return Recogniser(following[None], (1 << kind.astype(np.uint16))[None], marker, number, line_break)
+    return TagAutomaton(following[None], (1 << kind.astype(np.uint16))[None], marker, number, line_break)
 
 
 def breaks_line(texts: Sequence[str]) -> np.ndarray:
@@ -117,7 +117,7 @@ class TextTags:
 
     @property
     def nodes(self) -> list[tuple[str, bool]]:
-        """What a stretch may end with of a tag, and whether that begins with a token; in a title it has to."""
+        """What a segment may end with of a tag, and whether that begins with a token; in a title it has to."""
         heads = sorted({tag[:length] for tag in self.strings for length in range(1, len(tag))})
         return [("", True), *((head, aligned) for head in heads for aligned in (True, False))]
 
@@ -135,7 +135,7 @@ class TextTags:
 
 
 def pieces(codec: TextCodec, vocabulary: int) -> list[str]:
-    """The text that every token adds to a stretch."""
+    """The text that every token adds to a segment."""
     before = codec.encode("a")
     known = codec.decode(before)
     found = []
@@ -145,13 +145,15 @@ def pieces(codec: TextCodec, vocabulary: int) -> list[str]:
     return found
 
 
-def of_text(codec: TextCodec, vocabulary: int, tags: TextTags, end: Sequence[int], other: Sequence[int]) -> Recogniser:
-    """Tags that are strings; see `of_tokens`.
+def text_automaton(
+    codec: TextCodec, vocabulary: int, tags: TextTags, end: Sequence[int], other: Sequence[int]
+) -> TagAutomaton:
+    """Tags that are strings; see `token_automaton`.
 
     Raises:
         TokenizerError: the tokenizer cannot spell a tag.
     """
-    alone = of_tokens(vocabulary, (-1,) * 6, end, other)
+    alone = token_automaton(vocabulary, (-1,) * 6, end, other)
     texts = pieces(codec, vocabulary)
     ordinary = [token for token in range(vocabulary) if alone.bits[0, token] == 1 << TEXT and texts[token]]
     by_text = sorted((texts[token], token) for token in ordinary)
@@ -224,22 +226,22 @@ def _after(
 
 
 class TextReader:
-    """The host's side of `of_text`: structure out of tokens.
+    """The host's side of `text_automaton`: structure out of tokens.
 
     Attributes:
-        recogniser: as on the device.
+        automaton: as on the device.
     """
 
-    def __init__(self, codec: TextCodec, tags: TextTags, recogniser: Recogniser, opening: int, ending: int) -> None:
+    def __init__(self, codec: TextCodec, tags: TextTags, automaton: TagAutomaton, opening: int, ending: int) -> None:
         """Tokens of the tags that are fed: `opening` of a branch, `ending` of a block."""
-        self.recogniser = recogniser
+        self.automaton = automaton
         self._codec, self._tags, self._opening, self._ending = codec, tags, opening, ending
         self._depth = [len(head) for head, _ in tags.nodes]
 
     def items(self, ids: np.ndarray, branch: np.ndarray, head: int, growing: bool) -> tuple[ItemIds, ...]:
-        """Stretches and blocks of an answer in the order of the linearisation.
+        """Segments and blocks of an answer in the order of the linearisation.
 
-        Titles under way are left out, and of stretches that grow what may turn out to begin a tag.
+        Titles under way are left out, and of segments that grow what may turn out to begin a tag.
 
         Args:
             ids, branch: of all tokens, [T] each.
@@ -281,10 +283,10 @@ class TextReader:
         return tuple(items)
 
     def _first_tag(self, ids: np.ndarray) -> tuple[int, int, int]:
-        """The class of the first tag in a stretch (TEXT: none), the tokens up to its end, and the node after them."""
-        nodes, node = self.recogniser.next.shape[0], 0
+        """The class of the first tag in a segment (TEXT: none), the tokens up to its end, and the node after them."""
+        nodes, node = self.automaton.next.shape[0], 0
         for place, token in enumerate(ids):
-            following = int(self.recogniser.next[node, token])
+            following = int(self.automaton.next[node, token])
             if following >= nodes and TITLE_START <= following - nodes <= BRANCH_END:
                 return following - nodes, place + 1, 0
             node = 0 if following >= nodes else following
