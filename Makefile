@@ -33,7 +33,7 @@ $(CLIENTS)/.installed: requirements-clients.txt
 	touch $@
 
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed
-	$(BIN)/python -m pytest -n0 tests/test_clients.py -m slow
+	$(BIN)/python -m pytest -n0 tests/project/test_clients.py -m slow
 
 # Client libraries of Python and npm, in an environment of their own, against a server of the embedded model.
 $(SDKS)/.installed: requirements-sdks.txt tests/sdks/package.json
@@ -43,7 +43,7 @@ $(SDKS)/.installed: requirements-sdks.txt tests/sdks/package.json
 	touch $@
 
 test-sdks: $(VENV)/.installed $(SDKS)/.installed
-	$(BIN)/python -m pytest -n0 tests/test_sdks.py -m slow
+	$(BIN)/python -m pytest -n0 tests/project/test_sdks.py -m slow
 
 # Compilers for TPUs and GPUs, before the packages of the other environment.
 $(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed

@@ -47,9 +47,9 @@ decode() { # name, options…
     case $name in
       # Exact comparisons want exact products. What needs several devices, or starts processes of its own, is left out.
       tests) step tests env JAX_PLATFORMS="$platform" JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
-        "$python" -m pytest -q --numprocesses="$workers" -m "not slow and not several" tests/test_model.py tests/test_replay.py \
-        tests/test_engine.py tests/test_scheduler.py tests/test_speculation.py tests/test_sampling.py tests/test_grammar.py \
-        tests/test_training_free.py tests/test_train_step.py ;;
+        "$python" -m pytest -q --numprocesses="$workers" -m "not slow and not several" tests/aspd_jax/model/test_model.py tests/infer/scheduling/test_replay.py \
+        tests/infer/test_engine.py tests/infer/scheduling/test_scheduler.py tests/infer/decode/test_speculation.py tests/infer/decode/test_sampling.py tests/infer/decode/test_grammar.py \
+        tests/infer/decode/test_training_free.py tests/train/test_train_step.py ;;
       demo) step demo "$python" -m aspd demo ;;
       passes) decode passes --context 2048 --widths 1 2 4 8 16 --answers ;;
       # torch, where it is there, has to find room for the same model.

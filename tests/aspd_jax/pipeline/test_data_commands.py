@@ -1,0 +1,104 @@
+"""The commands of `aspd data`: showing, counting, estimating, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aspd
+from tests.conftest import ROOT
+from tests.helpers.pipeline_data import faithful, write_two
+from tests.helpers.teacher_server import TeacherServer
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    write_two(folder)
+    assert (
+        aspd.main(["data", "build", str(folder / "in.jsonl"), "select.min_tokens=20", "--output", str(folder / "out")])
+        == 0
+    )
+    return folder
+
+
+def test_show_and_stats(built: Path, capsys: Any) -> None:
+    file = str(built / "out" / "structured.jsonl")
+    assert aspd.main(["data", "show", file, "--id", "b"]) == 0
+    assert "left out at check: shared result: branch 2 uses 60" in " ".join(capsys.readouterr().out.split())
+    page = built / "page.html"
+    assert aspd.main(["data", "show", file, "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "&lt;a&gt;" in text and "<a>" not in text and text.count('class="branch"') == 3 and "shared result" in text
+    capsys.readouterr()
+    assert aspd.main(["data", "stats", file, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((built / "out" / "report.json").read_text())["statistics"]
+    assert aspd.main(["data", "show", file, "--id", "none"]) == 2
+    with (built / "out" / "structured.jsonl").open("ab") as lines:
+        lines.write(b'{"messages": NaN}\n\xff\n')
+    capsys.readouterr()
+    assert aspd.main(["data", "stats", file, "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == found and told.err.count("left out: ") == 2
+    assert re.search(rf"left out: {re.escape(file)}, line \d+: not UTF-8: byte 0", told.err)
+
+
+def test_dry_run_asks_nobody(built: Path, capsys: Any) -> None:
+    with TeacherServer(faithful) as server:
+        settings = [
+            f"teacher.base_url={server.url}",
+            "teacher.model=m",
+            "teacher.input_price=1",
+            "select.min_tokens=20",
+        ]
+        command = ["data", "build", str(built / "in.jsonl"), *settings, "--output", str(built / "dry"), "--dry-run"]
+        assert aspd.main(command) == 0
+        out = capsys.readouterr().out
+        # Two answers, each with 3 candidates and one reading of its form: 3 + 3 x 4 calls.
+        assert "2 answers, 2 of 20 tokens or more" in out and "at most 30 calls" in out and "a million tokens" in out
+        assert not server.bodies and not (built / "dry").exists()
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("teacher.base_url=http://x", "teacher.model"),
+        ("teacher.base_url=ftp://x", "teacher.model|http"),
+        ("teacher.schema=xml", "schema"),
+        ("rules=false", "nothing proposes"),
+        ("select.max_branches=1", "max_branches"),
+        ("teacher.vote=1", "did you mean 'teacher.votes'"),
+        ("likelihood.batch=0", "likelihood.batch"),
+        ("likelihood.model=none", "none"),
+        ("select.tokenizer=tests", "tests holds no tokenizer"),
+    ],
+)
+def test_mistakes_are_named(built: Path, override: str, message: str, capsys: Any, tmp_path: Path) -> None:
+    assert aspd.main(["data", "build", str(built / "in.jsonl"), override, "--output", str(tmp_path / "o")]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("command", ["build", "show", "stats", "questions"])
+def test_a_file_without_a_usable_record_is_an_error(command: str, capsys: Any, tmp_path: Path) -> None:
+    file, output = tmp_path / "bad.jsonl", tmp_path / "out"
+    file.write_bytes(b"x\n\xff\n")
+    arguments = {
+        "build": [str(file), "--output", str(output)],
+        "show": [str(file)],
+        "stats": [str(file)],
+        "questions": [str(ROOT / "configs/smollm2/questions.yaml"), "--after", str(file), "--output", str(output)],
+    }[command]
+    assert aspd.main(["data", command, *arguments]) == 2
+    assert "no record can be used; the first: " in (said := capsys.readouterr().err) and "line 1: not JSON" in said
+
+
+def test_build_names_the_lines_that_it_leaves_out(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mixed.jsonl"
+    file.write_text('{"question": "q", "answer": "a"}\nx\n')
+    assert not aspd.main(["data", "build", str(file), "--output", str(tmp_path / "out")])
+    assert f"{file}, line 2: not JSON" in capsys.readouterr().err

@@ -1,0 +1,256 @@
+"""The pipeline as a whole: shapes of records, resumption, shards, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aspd_jax import LanguageModel, load_model
+from aspd_jax.configuration import read_config
+from aspd_jax.errors import AspdError
+from aspd_jax.pipeline.build import build
+from aspd_jax.pipeline.data_config import DataConfig, LikelihoodSection, SelectSection, TeacherSection
+from aspd_jax.pipeline.likelihood import Rise
+from aspd_jax.pipeline.measures import estimate_tokens, measure, saved
+from aspd_jax.pipeline.spans import spans_of
+from aspd_jax.pipeline.work import Shard
+from aspd_jax.structure import from_json, plain_text
+from tests.conftest import ROOT
+from tests.helpers.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE, SMALL, faithful, lines, write_source, write_two
+from tests.helpers.teacher_server import TeacherServer
+from train.records import Records
+from train.tasks import problem
+from train.train_config import DataSection
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_source(tmp_path)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    return write_two(tmp_path)
+
+
+def test_answers_are_kept_and_dependent_ones_stay_serial(source: Path, tmp_path: Path) -> None:
+    outcome = build(NO_TEACHER, str(source), tmp_path / "out", progress=False)
+    structured, plain = lines(tmp_path / "out" / "structured.jsonl"), lines(tmp_path / "out" / "plain.jsonl")
+    answers = [LIST, PROSE, CHAIN, "- hi\n- ho", LIST, PROSE]
+    found = [from_json(m["structure"]) for row in structured for m in row["messages"] if m["role"] == "assistant"]
+    assert [plain_text(structure) for structure in found] == answers
+    assert [m["content"] for row in plain for m in row["messages"] if m["role"] == "assistant"] == answers
+    assert [bool(spans_of(structure)) for structure in found] == [True, False, False, False, True, False]
+    assert [b.title for b in spans_of(found[0])[0].branches] == ["1/3 Sleep", "2/3 Food", "3/3 Sport"]
+    rejected = lines(tmp_path / "out" / "rejected.jsonl")
+    assert {(row["id"], row["stage"]) for row in rejected} == {
+        ("chain", "check"), ("short", "short"), ("6", "read"), ("7", "read")
+    }  # fmt: skip
+    report = outcome.report.as_dict()
+    assert report["records"] == 7 and report["unreadable"] == 2 and report["statistics"]["with_block"] == 2
+    assert report["statistics"]["PPD"] == pytest.approx(2 / 6) and report["statistics"]["ABN"] == 3
+    assert "back reference" not in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_training_reads_what_is_left(source: Path, tmp_path: Path, lm: LanguageModel) -> None:
+    build(NO_TEACHER, str(source), tmp_path / "out", progress=False)
+    for name in ("structured", "plain"):
+        records = Records(lm, [str(tmp_path / "out" / f"{name}.jsonl")], DataSection(length=4096), tmp_path / "cache")
+        assert len(records) == 5 and not records.problems
+        forks = [lm.codec.special.parallel_start in example.tokens for example in (records[0], records[1])]
+        assert forks == ([True, False] if name == "structured" else [False, False])
+
+
+def test_measures_are_those_of_the_linearisation(lm: LanguageModel) -> None:
+    """Against tokens counted one by one off the sequence that is trained on."""
+    structure = problem(1, True, "orders", "conclusion").structure
+    answer, special = plain_text(structure), lm.codec.special
+    found = measure(answer, spans_of(structure), lambda text: len(lm.codec.text.encode(text)))
+    sequence = lm.codec.linearise(structure)
+    serial, branches, inside = 0, [], False
+    for token, fed in zip(sequence.tokens, sequence.fed, strict=True):
+        if token == special.branch_start:
+            inside = True
+            branches.append(0)
+        if not fed and inside:
+            branches[-1] += 1
+        elif not fed:
+            serial += 1
+        inside = inside and token != special.branch_end
+    assert found.critical_path == serial + 1 + max(branches)
+    assert found.branch_tokens == sum(branches) - len(branches)
+    (block,) = spans_of(structure)
+    plain = measure(answer, (), lambda text: len(lm.codec.text.encode(text)))
+    assert plain.critical_path - found.critical_path == saved(answer, block, lambda t: len(lm.codec.text.encode(t)))
+
+
+def test_shards_make_the_whole(source: Path, tmp_path: Path) -> None:
+    build(NO_TEACHER, str(source), tmp_path / "whole", progress=False)
+    for number in range(3):
+        build(NO_TEACHER, str(source), tmp_path / "parts", Shard(number, 3), progress=False)
+    for name in ("structured", "plain", "rejected"):
+        parts = [row for file in (tmp_path / "parts").glob(f"{name}-*.jsonl") for row in lines(file)]
+        whole = lines(tmp_path / "whole" / f"{name}.jsonl")
+        assert sorted(parts, key=lambda row: row["line"]) == whole
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """Killed twice while calls are under way: nothing finished is asked for again, and the result is as undisturbed."""
+    file = tmp_path / "many.jsonl"
+    rows = [{"question": f"q{n}", "answer": LIST.replace("eight", f"{n}")} for n in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with TeacherServer(faithful, delay=0.05) as server:
+        settings = [f"teacher.base_url={server.url}", "teacher.model=m", "teacher.candidates=1", "teacher.votes=1"]
+        settings += ["teacher.concurrency=2", "select.min_tokens=20"]
+        command = [
+            sys.executable,
+            "-m",
+            "aspd",
+            "data",
+            "build",
+            str(file),
+            *settings,
+            "--output",
+            str(tmp_path / "out"),
+        ]
+        for target in (20, 80):
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            while sum(server.seen.values()) < target and process.poll() is None:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+        calls = sum(server.seen.values())
+        assert 2 * 60 <= calls <= 2 * 60 + 2 * 2  # an annotation and a vote each; those in flight may come twice
+        config = DataConfig(
+            select=SMALL, teacher=TeacherSection(base_url=server.url, model="m", candidates=1, votes=1, concurrency=9)
+        )
+        build(config, str(file), tmp_path / "undisturbed", progress=False)
+    assert (tmp_path / "out" / "structured.jsonl").read_text() == (
+        tmp_path / "undisturbed" / "structured.jsonl"
+    ).read_text()
+
+
+def test_likelihood_decides(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lm: LanguageModel) -> None:
+    monkeypatch.setattr("aspd_jax.language_model.load_model", lambda name: lm)
+
+    def blocks(**limits: Any) -> tuple[int, Any]:
+        section = LikelihoodSection(model="demo", batch=2, **limits)
+        report = build(
+            DataConfig(select=SMALL, likelihood=section), str(source), tmp_path / "out", progress=False
+        ).report
+        return report.statistics()["with_block"], report
+
+    found, report = blocks(mean_rise=1e9, peak_rise=1e9)
+    # A third block, of two branches, is refused by what it says; so no model is asked about it.
+    assert found == 2 and len(report.rises) == 3 + 3 and report.as_dict()["likelihood"]["mean_rise"]
+
+    def known(lm: LanguageModel, rows: Any, size: int) -> Any:
+        return ([Rise(0.3, 2.0)] * int(row.branch.max()) for row in rows)
+
+    monkeypatch.setattr("aspd_jax.pipeline.build.nll_increases", known)
+    (tmp_path / "out" / "work.sqlite").unlink()
+    for limits, left in (
+        ({"mean_rise": 0.3, "peak_rise": 2.0}, 2),
+        ({"mean_rise": 0.29, "peak_rise": 2.0}, 0),
+        ({"mean_rise": 0.3, "peak_rise": 1.9}, 0),
+        ({"length": 10}, 0),
+    ):
+        found, report = blocks(**limits)
+        assert (found, report.failed["likelihood"]) == (left, 2 - left)
+
+
+def test_two_processes_cannot_share_a_store(tmp_path: Path) -> None:
+    from aspd_jax.store import Store
+
+    store = Store(tmp_path / "work.sqlite")
+    store.add_reply("key", ("text", 1, 2))  # type: ignore[arg-type]
+    with pytest.raises(AspdError, match="another process"):
+        Store(tmp_path / "work.sqlite")
+    store.close()
+    again = Store(tmp_path / "work.sqlite")
+    assert again.reply("key") == ("text", 1, 2) and again.reply("other") is None
+    again.close()
+    (tmp_path / "text.sqlite").write_bytes(os.urandom(5000))
+    with pytest.raises(AspdError, match="not the store of a run"):
+        Store(tmp_path / "text.sqlite")
+
+
+def test_estimated_tokens_are_near_real_ones(lm: LanguageModel) -> None:
+    assert estimate_tokens("") == 0 and estimate_tokens("你好") == 2
+    assert 0.7 < estimate_tokens(LIST) / (len(LIST.split()) * 1.3) < 1.3
+
+
+def test_checks_can_be_left_to_others(two: Path, tmp_path: Path) -> None:
+    for check, forks in ((True, 1), (False, 2)):
+        config = DataConfig(check_references=check, select=SMALL)
+        report = build(config, str(two), tmp_path / "out", progress=False).report
+        assert report.statistics()["with_block"] == forks
+
+
+def test_blocks_may_have_too_many_branches(two: Path, tmp_path: Path) -> None:
+    config = DataConfig(select=SelectSection(min_tokens=20, max_branches=2))
+    report = build(config, str(two), tmp_path / "out", progress=False).report
+    assert report.failed["select"] == 1
+
+
+def test_a_tokenizer_counts_its_own_tokens(two: Path, tmp_path: Path) -> None:
+    lm = load_model("demo")
+    config = DataConfig(select=SelectSection(min_tokens=20, tokenizer="demo"))
+    report = build(config, str(two), tmp_path / "out", progress=False).report
+    (block,) = spans_of(from_json(lines(tmp_path / "out" / "structured.jsonl")[0]["messages"][1]["structure"]))
+    pieces = [LIST[: block.start], *(LIST[b.start : b.end] for b in block.branches), LIST[block.end :]]
+    assert report.answers[0].tokens == sum(len(lm.codec.text.encode(piece)) for piece in pieces)
+
+
+def test_the_shipped_configuration_is_the_default() -> None:
+    assert read_config(DataConfig, ROOT / "configs" / "data.yaml") == DataConfig()
+
+
+def test_records_that_teach_nothing_good_are_in_neither_set(tmp_path: Path) -> None:
+    """Answers that go round in circles or were cut off, parts that nobody asked for, more serial ones than wanted."""
+    circles = "It is good. It is good for you and me. " * 12
+    rows = [
+        {"id": "list", "question": "Give me three ideas.", "answer": LIST},
+        {"id": "miscounted", "question": "Give me four ideas.", "answer": LIST},
+        {"id": "circles", "question": "?", "answer": circles},
+        {"id": "cut", "prompt": "?", "text": LIST, "finish_reason": "length"},
+        *(
+            {
+                "id": f"prose {n}",
+                "question": f"{n}?",
+                "answer": f"Number {n} is what it is, and nobody in the village could ever tell why.",
+            }
+            for n in range(60)
+        ),
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def kept(name: str, **changes: Any) -> tuple[set[str], Any]:
+        config = DataConfig(select=replace(SMALL, **changes))
+        report = build(config, str(source), tmp_path / name, progress=False).report
+        structured, plain = (lines(tmp_path / name / f"{kind}.jsonl") for kind in ("structured", "plain"))
+        assert [row["id"] for row in structured] == [row["id"] for row in plain]
+        return {row["id"] for row in structured}, report
+
+    prose = {f"prose {n}" for n in range(60)}
+    assert kept("all")[0] == {"list", "miscounted", "circles"} | prose
+    assert kept("repeats", max_repetition=0.3)[0] == {"list", "miscounted"} | prose
+    assert kept("asked", as_asked=True)[0] == {"list", "circles"} | prose
+    some, report = kept("ratio", max_repetition=0.3, serial_ratio=5.0)
+    assert {"list", "miscounted"} <= some and 3 <= len(some & prose) <= 20  # ten on average
+    assert report.spared == 60 - len(some & prose) and report.unfit == 1
+    assert kept("again", max_repetition=0.3, serial_ratio=5.0)[0] == some
+    rejected = {row["id"]: row["reason"] for row in lines(tmp_path / "ratio" / "rejected.jsonl")}
+    assert "of its words repeat" in rejected["circles"] and 'finish_reason" is "length' in rejected["cut"]
+    assert "asks for 4, and its blocks have 3" in lines(tmp_path / "asked" / "rejected.jsonl")[0]["reason"]

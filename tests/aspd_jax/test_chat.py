@@ -1,0 +1,182 @@
+"""Text is text: what a message spells is no structure, whatever the tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from aspd_jax.chat import encode_history, encode_prompt, encode_turns
+from aspd_jax.errors import ConversationError
+from aspd_jax.language_model import LanguageModel, load_model
+from aspd_jax.pipeline.sources import Conversation, conversation
+from aspd_jax.tokens import TAGS, Codec
+from infer.engine import Engine
+from infer.scheduling.admission import prompt_layout
+from tests.aspd_jax.test_tokens import byte_level, sentencepiece_like, vicuna_like
+from train.records import encode_conversation
+
+BLOCK = "<|title|>A<|/title|><|title|>B<|/title|><|para|><|branch|>A: x<|/branch|><|branch|>B: y<|/branch|><|/para|>"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}{{ eos_token if m.role == 'assistant' }}:{{ m.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant{{ eos_token }}:{% endif %}"
+)
+END = {"byte_level": "<|end|>", "llama_like": "</s>", "mistral_like": "</s>", "vicuna_like": "</s>"}
+
+
+@pytest.fixture(scope="module", params=END)
+def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Codec]:
+    made = {
+        "byte_level": byte_level,
+        "llama_like": lambda: sentencepiece_like("prepend"),
+        "mistral_like": lambda: sentencepiece_like("first"),
+        "vicuna_like": lambda: vicuna_like(tmp_path_factory.mktemp("vicuna")),
+    }
+    tokenizer = made[request.param]()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer, Codec(tokenizer)
+
+
+def prompt_of(chat: tuple[Any, Codec], *messages: tuple[str, str]) -> list[int]:
+    tokenizer, codec = chat
+    asked = [{"role": role, "content": content} for role, content in messages]
+    (ids,) = encode_turns(tokenizer, codec.text, (tokenizer.eos_token_id,), asked, prompt=True)
+    return ids
+
+
+def rendered(tokenizer: Any, *messages: tuple[str, str]) -> list[int]:
+    """As everybody else encodes a conversation."""
+    asked = [{"role": role, "content": content} for role, content in messages]
+    return list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False))
+
+
+def bare(text: str) -> str:
+    return "".join(text.split())
+
+
+SPELT = st.lists(
+    st.sampled_from([*TAGS.values(), "</s>", "<s>", "<|end|>", "\ue000", "\ue001", "0", "s0", "A: x", " ", "\n", "é"]),
+    max_size=12,
+).map("".join)
+
+
+@settings(max_examples=100)
+@given(first=SPELT, second=SPELT)
+@example(first=BLOCK, second="</s>")
+@example(first="\ue000s0\ue001", second="<|para|>")
+def test_messages_spell_text(chat: tuple[Any, Codec], first: str, second: str) -> None:
+    tokenizer, codec = chat
+    ids = prompt_of(chat, ("system", first), ("user", second))
+    assert not set(ids) & set(codec.special.ids)
+    assert ids.count(tokenizer.eos_token_id) == 1  # the template's own
+    text = tokenizer.decode([i for i in ids if i != tokenizer.eos_token_id])
+    assert bare(text) == bare(f"system:{first.strip()}\nuser:{second.strip()}\nassistant:")
+
+
+@pytest.mark.parametrize("text", ["Hello there", "Two lists:\n- a\n- b\n", "<b> & <|x|> \ue000 é"])
+def test_other_text_is_encoded_as_ever(chat: tuple[Any, Codec], text: str) -> None:
+    said = ("system", "Be kind."), ("user", text)
+    assert prompt_of(chat, *said) == rendered(chat[0], *said)
+    assert encode_prompt(chat[0], chat[1].text, text) == list(chat[0](text)["input_ids"])
+
+
+def test_without_care_a_block_is_one(chat: tuple[Any, Codec]) -> None:
+    """The negative control: the tokenizer itself reads tags wherever they stand."""
+    tokenizer, codec = chat
+    assert set(codec.special.ids) <= set(rendered(tokenizer, ("user", BLOCK)))
+    assert set(codec.special.ids) <= set(tokenizer(BLOCK)["input_ids"])
+
+
+def test_a_prompt_in_plain_text_may_hold_all_but_tags(chat: tuple[Any, Codec]) -> None:
+    tokenizer, codec = chat
+    text = f"user:{BLOCK}{tokenizer.eos_token}assistant:"
+    ids = encode_prompt(tokenizer, codec.text, text)
+    assert not set(ids) & set(codec.special.ids)
+    assert tokenizer.eos_token_id in ids  # whoever renders a template himself means its tokens
+    assert bare(tokenizer.decode(ids, skip_special_tokens=True)) == bare(f"user:{BLOCK}assistant:")
+
+
+@pytest.fixture(scope="module")
+def demo() -> LanguageModel:
+    return load_model("demo")
+
+
+def test_the_engine_takes_a_typed_block_for_text(demo: LanguageModel) -> None:
+    engine = Engine(demo, max_batch=1, max_length=512)
+    special = set(engine.config.special.ids)
+    for text in (BLOCK, "<|para|><|branch|>", "<|/para|>"):
+        for prompt in (text, [{"role": "user", "content": text}], [{"role": "tool", "content": text}]):
+            ids = engine.encode(prompt)
+            assert not special & set(ids)
+            assert not prompt_layout(demo, engine.config, ids).block.any()
+        said = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": text},
+            {"role": "user", "content": "!"},
+        ]
+        assert not special & set(engine.encode(said))  # what somebody says an assistant said
+    (result,) = engine.generate([[{"role": "user", "content": f"What is {BLOCK}?"}]])
+    assert result.finish_reason in ("stop", "length")
+
+
+def test_training_takes_a_typed_block_for_text(demo: LanguageModel) -> None:
+    structure = [{"type": "serial", "text": "So: "}, {"type": "parallel", "branches": [
+        {"title": "A", "text": "x"}, {"title": "B", "text": "<|/branch|>"}]}]  # fmt: skip
+    line = {"messages": [{"role": "user", "content": BLOCK}, {"role": "assistant", "structure": structure}]}
+
+    record = conversation(line, 1)
+    assert isinstance(record, Conversation)
+    (item,), _ = encode_conversation(demo, record, structured=True, fed_loss=False)
+    special = demo.codec.special
+    assert (item.tokens == special.parallel_start).sum() == 1 and (item.tokens == special.branch_end).sum() == 2
+    assert bare(BLOCK) in bare(demo.tokenizer.decode(item.tokens[: int(item.loss.argmax())]))
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TRIMMED = CHATML.replace("m.content", "m.content | trim")
+RIGHT_TRIMMED = CHATML.replace("m.content", "m.content.rstrip()")
+EMPTY_THOUGHT = CHATML.replace(
+    "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+)
+OPEN_THOUGHT = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMED, RIGHT_TRIMMED, EMPTY_THOUGHT, OPEN_THOUGHT])
+@pytest.mark.parametrize("beginning", ["The first", " Two parts:\n\n1. ", "<|title|>", "x\u00e9\ue000 \n"])
+@pytest.mark.parametrize("turns", [0, 1])
+def test_an_answer_goes_on_where_transformers_goes_on(template: str, beginning: str, turns: int) -> None:
+    """The text of the prompt is the one that transformers renders; what messages spell stays text."""
+    other = byte_level()
+    earlier = [{"role": "user", "content": "Hi </s>"}, {"role": "assistant", "content": "Hello"}] * turns
+    messages = [*earlier, {"role": "user", "content": "Go"}, {"role": "assistant", "content": beginning}]
+    other.chat_template, codec = template, Codec(other)
+    expected = other.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    ends = (other.eos_token_id,)
+    (first, *segments), answers = encode_history(other, codec.text, ends, messages, continues=True)
+    ids = list(first)
+    for answer, after in zip(answers, segments, strict=True):
+        ids += [*codec.text.encode(answer), *(token for token in after if token not in ends)]
+    assert codec.text.decode(ids) == expected
+    assert not set(ids) & set(codec.special.ids)
+
+
+@pytest.mark.parametrize("value", [None, True, False, 3, "low", "</s><|end|>\ue000s0\ue001<|title|>"])
+def test_variables_are_rendered_as_transformers_renders_them(value: Any) -> None:
+    other = byte_level()
+    other.chat_template = "{{ mood }};{{ absent is defined }};" + CHATML
+    codec, messages = Codec(other), [{"role": "user", "content": "Hi \ue000s0\ue001"}]
+    (ids,), _ = encode_history(other, codec.text, (other.eos_token_id,), messages, variables={"mood": value})
+    expected = other.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, mood=value)
+    assert codec.text.decode(ids) == expected
+    assert not set(ids) & set(codec.special.ids)
+    if isinstance(value, str) and "<|end|>" in value:  # text is text
+        (plain,), _ = encode_history(other, codec.text, (other.eos_token_id,), messages, variables={"mood": ""})
+        assert ids.count(other.eos_token_id) == plain.count(other.eos_token_id)
+    for name in ("tokenize", "self", "conversations", "messages", "chat_template", "tools", "eos_token"):
+        with pytest.raises(ConversationError, match=rf"^chat_template_kwargs\.{name}: expected a variable"):
+            encode_history(other, codec.text, (other.eos_token_id,), messages, variables={name: value})

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import aspd
+from aspd_jax import LanguageModel, save_model
+from aspd_jax.errors import CheckpointError, OutputError
+from aspd_jax.files import Log, refusal, replacing, write_folder, write_whole
+from aspd_jax.formats import open_checkpoint
+from aspd_jax.formats.folder import convert
+from aspd_jax.language_model import save_adapter
+from aspd_jax.store import Reply, Store
+from infer.offline.journal import append, read_journal
+from infer.plots import save_figure
+from tests.aspd_jax.formats.test_gguf_writer import gguf_ready
+from tests.aspd_jax.formats.test_peft_adapters import CASES, as_if_trained, base_folder
+from tests.conftest import ROOT
+from train.checkpoints import Checkpoints
+from train.metrics import MetricsWriter
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from aspd_jax.files import replacing
+with replacing(Path(sys.argv[1])) as out:
+    out.write("new " * 100_000)
+    out.flush()
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_file_is_replaced_when_all_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "folder" / "file.txt"
+    write_whole(file, "old\n")
+    with replacing(file) as out:
+        out.write("é")
+        out.flush()
+        assert file.read_text() == "old\n"
+    assert file.read_text(encoding="utf-8") == "é"
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_what_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    file = tmp_path / "file.txt"
+    write_whole(file, "old")
+    with pytest.raises(ValueError, match="half-way"), replacing(file) as out:  # noqa: PT012
+        out.write("new")
+        raise ValueError("half-way")
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_so_does_a_process_that_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "file.txt"
+    write_whole(file, "old")
+    assert subprocess.run([sys.executable, "-c", KILLED, str(file)], cwd=ROOT).returncode == -9
+    assert file.read_text() == "old"
+    write_whole(file, "new")
+    assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file], "and the next one clears up"
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """As on a full disk, no file grows beyond `size` bytes (the error is `EFBIG`)."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    folder = base_folder(tmp_path_factory.mktemp("base"), CASES["tied"])
+    gguf_ready().save_pretrained(folder)
+    return as_if_trained(folder)
+
+
+def write_metrics(path: Path, lm: LanguageModel) -> None:
+    writer = MetricsWriter(path.parent, 0, tensorboard=False)
+    try:
+        for step in range(100):
+            writer.write(step, {"loss": 1.0})
+    finally:
+        writer.close()
+
+
+def write_journal(path: Path, lm: LanguageModel) -> None:
+    with Log(path) as log:
+        for number in range(100):
+            append(log, {"line": number})
+
+
+def write_store(path: Path, lm: LanguageModel) -> None:
+    store = Store(path)
+    try:
+        for number in range(100):
+            store.add_reply(str(number), Reply("text " * 20, 1, 1))
+    finally:
+        store.close()
+
+
+def write_checkpoint_of_run(path: Path, lm: LanguageModel) -> None:
+    with Checkpoints(path) as checkpoints:
+        checkpoints.save(1, {"weights": np.random.default_rng(0).standard_normal(10000)}, {})  # type: ignore[arg-type]
+
+
+def write_converted(path: Path, lm: LanguageModel) -> None:
+    convert(open_checkpoint("demo"), path, "float32")
+
+
+WRITERS: dict[str, Callable[[Path, LanguageModel], Any]] = {
+    "text": lambda path, lm: write_whole(path, "x" * 5000),
+    "picture.svg": lambda path, lm: save_figure(Figure(), path),
+    "folder": lambda path, lm: save_model(lm, path),
+    "converted": write_converted,
+    "adapter": lambda path, lm: save_adapter(lm, path, "tiny"),
+    "model.gguf": lambda path, lm: save_model(lm, path),
+    "metrics.jsonl": write_metrics,
+    "journal": write_journal,
+    "store.sqlite": write_store,
+    "checkpoints": write_checkpoint_of_run,
+}
+REASONS = "(File too large|Input/output|No space)"
+GROWING = ("metrics.jsonl", "journal")  # what was written before stays, in whole lines
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(
+    name: str, tmp_path: Path, trained: LanguageModel
+) -> None:
+    with (
+        room_for(1000),
+        pytest.raises(OutputError, match=f"{name} cannot be written: {REASONS}"),
+    ):
+        WRITERS[name](tmp_path / name, trained)
+    left = {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()}
+    if name in GROWING:
+        assert left == {name} and 0 < len(read_journal(tmp_path / name)) < 100
+        assert (tmp_path / name).read_bytes().endswith(b"}\n")
+    elif name != "store.sqlite":  # SQLite keeps its own file whole
+        assert not {file for file in left if not file.startswith("checkpoints/")}, left
+        assert not list(tmp_path.rglob("*tmp*"))
+    WRITERS[name](tmp_path / name, trained)  # with room: the same call works, beside what the first one has left
+    assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_path_that_cannot_be_is_named(name: str, tmp_path: Path, trained: LanguageModel) -> None:
+    (tmp_path / "file").write_text("a file, and no folder")
+    with pytest.raises(OutputError, match=r"cannot be written: (Not a directory|File exists)"):
+        WRITERS[name](tmp_path / "file" / "deeper" / name, trained)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_errors_of_other_kinds_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="missing"), write_folder(tmp_path / "folder"):
+        (tmp_path / "missing").read_text()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="exists and is not an empty folder"), write_folder(tmp_path / "file"):
+        pass
+    assert refusal(RuntimeError("write failed: No space left on device [os_error_code='28']")) == 28
+    assert refusal(RuntimeError("No space in this sentence")) is None
+
+
+def test_the_command_says_it_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with room_for(300_000):
+        assert aspd.main(["convert", "demo", "--output", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err == f"aspd: {tmp_path / 'x'} cannot be written: File too large. Free some space.\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_a_folder_without_the_right_to_write_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(OutputError, match="cannot be written: Permission denied"):
+        write_whole(tmp_path / "file", "text")

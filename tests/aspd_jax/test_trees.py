@@ -1,0 +1,73 @@
+"""Shapes and dtypes stand in annotations, and the arrays have them, whatever was decoded."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import Array
+from jaxtyping import Bool, Int32
+
+from aspd_jax import LanguageModel
+from aspd_jax.trees import shapes, zeros
+from infer import Engine, SamplingParams
+from infer.decode import decode_step
+from infer.decode.state import Request, SequenceState
+from tests.conftest import ROOT, patched
+from tests.helpers.answers import SEPARATOR
+
+
+class Inner(NamedTuple):
+    flags: Bool[Array, "B N"]
+
+
+class Outer(NamedTuple):
+    number: Int32[Array, ""]
+    counts: Int32[Array, " B"]
+    inner: Inner
+
+
+def test_zeros_are_as_annotated() -> None:
+    made = zeros(Outer, {"B": 2, "N": 3})
+    assert made.number.shape == () and made.counts.shape == (2,) and made.inner.flags.shape == (2, 3)
+    assert made.counts.dtype == jnp.int32 and made.inner.flags.dtype == jnp.bool_
+    with pytest.raises(KeyError, match="N"):
+        zeros(Outer, {"B": 2})
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, draft_tokens: int) -> None:
+    own = Engine(
+        bare_lm, max_length=128, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
+        draft_tokens=draft_tokens,
+    )  # fmt: skip
+    params = [SamplingParams(temperature=100.0, max_new_tokens=40, seed=seed) for seed in range(4)]
+    assert any(result.stats.blocks for result in own.generate([[1, 2]] * 4, params))
+    state = own.scheduler._state_now()
+    sizes = {"B": 2, "C": state.cache.tokens.shape[1], "N": 3, "M": 4, "E": 2, "D": draft_tokens}
+
+    def same(annotated: Any, array: jax.Array) -> bool:
+        return (annotated.shape, annotated.dtype) == (array.shape, array.dtype)
+
+    for kind, tree in ((SequenceState, state.sequence), (Request, state.request)):
+        assert jax.tree.all(jax.tree.map(same, shapes(kind, sizes), tree))
+    other = shapes(SequenceState, sizes | {"N": 4})
+    assert not jax.tree.all(jax.tree.map(same, other, state.sequence)), "negative control"
+
+
+def test_a_decode_step_is_few_frames_from_its_caller(bare_lm: LanguageModel) -> None:
+    """From `Engine.generate` to the forward pass; of ours alone."""
+    depths: list[int] = []
+    forward = decode_step.forward
+
+    def counted(*args: Any) -> Any:
+        ours = [frame.function for frame in inspect.stack() if frame.filename.startswith(str(ROOT / "infer"))]
+        depths.append(len(ours))
+        return forward(*args)
+
+    with patched(forward=counted):
+        Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR).generate([[1]])
+    assert depths and max(depths) <= 12, depths

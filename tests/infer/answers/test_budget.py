@@ -1,0 +1,141 @@
+"""Budgets: of all tokens and of those of the plain text; who was cut off is told so (protocol, section 5)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import infer.answers.answer
+from aspd_jax import LanguageModel
+from infer import Engine, Result, SamplingParams
+from infer.answers.answer import content_places
+from infer.scheduling.policy import Policy
+from tests.helpers.answers import SEPARATOR
+from tests.infer.decode.test_grammar import well_formed
+
+WAVE = 48
+
+
+def engine_of(lm: LanguageModel, policy: str = "all") -> Engine:
+    return Engine(
+        lm, max_length=256, max_batch=8, max_branches=4, max_title_tokens=2, separator_ids=SEPARATOR,
+        branch_policy=policy,
+    )  # fmt: skip
+
+
+def answers(engine: Engine, content: list[int | None], **changes: int) -> list[Result]:
+    params = [
+        SamplingParams(
+            **{"temperature": 100.0, "max_new_tokens": 150, "seed": seed, "max_content_tokens": of} | changes
+        )  # type: ignore[arg-type]
+        for seed, of in enumerate(content)
+    ]
+    return engine.generate([[1, 2, 3]] * len(content), params)
+
+
+def content(engine: Engine, result: Result) -> list[int]:
+    """Tokens of the plain text in reading order, without end of text."""
+    return [result.token_ids[place] for place in content_places(engine.config, result.token_ids)]
+
+
+@pytest.fixture(scope="module")
+def own(bare_lm: LanguageModel) -> Engine:
+    return engine_of(bare_lm)
+
+
+def test_a_limit_of_text_keeps_the_first_tokens_in_reading_order(own: Engine) -> None:
+    """With `max_content_tokens = n` the answer is the first n tokens of the one without a limit, blocks included."""
+    limits = [int(n) for n in np.random.default_rng(0).integers(1, 40, WAVE)]
+    free, bound = answers(own, [None] * WAVE), answers(own, list(limits))
+    in_block = 0
+    for limit, unbound, result in zip(limits, free, bound, strict=True):
+        whole = content(own, unbound)
+        assert content(own, result) == whole[:limit] and result.stats.content_tokens == min(limit, len(whole))
+        assert well_formed(own, result.token_ids)
+        if limit < len(whole):
+            assert result.finish_reason == "length"
+            in_block += bool(result.stats.blocks) and own.config.special.parallel_end == result.token_ids[-1]
+        if limit > len(whole):
+            assert result.token_ids == unbound.token_ids, "a limit that is not reached changes nothing"
+    assert in_block > 8, "many ended inside a block"
+
+
+def test_a_limit_of_all_tokens_keeps_a_beginning_of_the_text(own: Engine) -> None:
+    limits = [int(n) for n in np.random.default_rng(1).integers(1, 110, WAVE)]
+    free = answers(own, [None] * WAVE)
+    cut, some = 0, 0
+    for seed, (limit, unbound) in enumerate(zip(limits, free, strict=True)):
+        params = SamplingParams(temperature=100.0, max_new_tokens=limit, seed=seed)
+        (result,) = own.generate([[1, 2, 3]], params)
+        whole, kept = content(own, unbound), content(own, result)
+        assert kept == whole[: len(kept)] and len(result.token_ids) <= limit
+        assert well_formed(own, result.token_ids)
+        if len(kept) < len(whole):
+            assert result.finish_reason == "length"
+            cut += 1
+            some += bool(result.stats.blocks) and result.token_ids[-1] == own.config.special.parallel_end
+    assert cut > WAVE // 3 and some > 2, "some ended inside a block"
+
+
+def test_a_block_without_room_is_not_opened(own: Engine) -> None:
+    """Where the budget ends inside the titles, the answer is the text before them."""
+    free = answers(own, [None] * WAVE)
+    special, found = own.config.special, 0
+    for seed, unbound in enumerate(free):
+        ids = unbound.token_ids
+        if special.title_start not in ids[1:]:
+            continue
+        start = ids.index(special.title_start)
+        if start == 0:
+            continue
+        params = SamplingParams(temperature=100.0, max_new_tokens=start + 3, seed=seed)
+        (result,) = own.generate([[1, 2, 3]], params)
+        assert result.token_ids == ids[:start] and result.finish_reason == "length" and result.stats.blocks == 0
+        found += 1
+    assert found > 5
+
+
+def test_without_the_limit_of_the_reader_later_branches_show(own: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: answers as the device leaves them hold fragments of later branches."""
+    limits: list[int | None] = [int(n) for n in np.random.default_rng(0).integers(1, 40, WAVE)]
+    free = answers(own, [None] * WAVE)
+    monkeypatch.setattr(infer.answers.answer, "_within", lambda answer, *_: answer)
+    bound = answers(own, limits)
+    assert any(content(own, a) != content(own, b)[: a.stats.content_tokens] for a, b in zip(bound, free, strict=True))
+
+
+def test_it_is_spent_alike_whatever_waits(bare_lm: LanguageModel, own: Engine) -> None:
+    """Branches that are held back end where they would have side by side."""
+    limits: list[int | None] = [int(n) for n in np.random.default_rng(1).integers(2, 40, WAVE)]
+    together = answers(own, limits)
+    for policy in ("cap:1", "cap:2"):
+        assert Policy.parse(policy)
+        held = answers(engine_of(bare_lm, policy), limits)
+        assert [result.token_ids for result in held] == [result.token_ids for result in together]
+        assert [result.finish_reason for result in held] == [result.finish_reason for result in together]
+
+
+def test_a_branch_that_was_cut_is_told(own: Engine) -> None:
+    """By `max_branch_tokens` here, so that the answer goes on and ends by itself."""
+    engine = own
+    free = answers(engine, [None] * WAVE, max_new_tokens=200)
+    cut = answers(engine, [None] * WAVE, max_new_tokens=200, max_branch_tokens=3)
+    end = engine.config.end[0]
+    ended = [result for result in cut if result.token_ids[-1] == end]
+    special = engine.config.special
+
+    def longest(result: Result) -> int:
+        """Tokens sampled in the longest branch, its closing tag included."""
+        ids, sizes, size = result.token_ids, [0], 0
+        for token in ids:
+            size = 0 if token == special.branch_start else size + 1
+            if token == special.branch_end:
+                sizes.append(size)
+        return max(sizes)
+
+    whole = [result for result in ended if not result.stats.blocks]
+    assert whole and all(result.finish_reason == "stop" for result in whole)
+    told = {result.finish_reason for result in ended if result.stats.blocks}
+    assert "length" in told and len(ended) > 5
+    assert all(result.finish_reason == "stop" for result in free if result.token_ids[-1] == end)
+    assert max(map(longest, free)) > max(map(longest, cut))

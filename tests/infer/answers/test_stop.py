@@ -1,0 +1,178 @@
+"""Stop strings: the text is what a reader has read before the first match, whole and streamed (protocol, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import TypeAlias
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aspd_jax import LanguageModel
+from aspd_jax.structure import Branch, Parallel, Serial, canonical, plain_text
+from aspd_jax.tokens import SerialIds, split
+from infer import Engine, Result, SamplingParams
+from infer.answers.events import Event, StopFilter
+from infer.answers.stop import first_match, undecided
+from tests.infer.decode.test_training_free import TAGS
+
+
+def before(text: str, stop: tuple[str, ...]) -> str:
+    """The text before the match that ends first, found by trying every beginning of the text."""
+    for end in range(len(text) + 1):
+        starts = [end - len(one) for one in stop if text[:end].endswith(one)]
+        if starts:
+            return text[: min(starts)]
+    return text
+
+
+strings = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(st.text("ab\n", max_size=24), strings, st.randoms(use_true_random=False))
+def test_pieces_of_a_text_end_where_the_whole_ends(text: str, stop: list[str], random: Random) -> None:
+    match = first_match(text, stop)
+    assert (text if match is None else text[: match.start]) == before(text, tuple(stop))
+    filter, shown, at = StopFilter(stop), "", 0
+    while at < len(text):
+        size = random.randint(1, 5)
+        events = [Event("token", text=text[at : at + size]), Event("branch", 1, 1)]
+        shown += "".join(event.text for event in filter.take(events, ended=False))
+        at += size
+        assert before(text, tuple(stop)).startswith(shown), "nothing is taken back"
+        sure = before(text[:at], tuple(stop))
+        if not filter.matched:
+            assert len(shown) == len(sure) - undecided(sure, stop), "and nothing is held without need"
+    shown += "".join(event.text for event in filter.take([], ended=True))
+    assert shown == before(text, tuple(stop)) and filter.matched == (match is not None)
+
+
+def stops(text: str, structure: tuple[object, ...], random: Random) -> list[tuple[str, ...]]:
+    """Strings of a text: anywhere, at the boundaries of its branches, and two at once."""
+    places = [random.randrange(len(text)) for _ in range(2)]
+    at = 0
+    for item in structure:
+        for part in item.branches if isinstance(item, Parallel) else [item]:
+            at += len(part.text)  # type: ignore[attr-defined]
+            places.append(max(0, at - 1))
+    one = [(text[place : place + random.randint(1, 4)],) for place in places if text[place : place + 1]]
+    return [*one, (*one[0], *one[-1])]
+
+
+def streamed(engine: Engine, params: SamplingParams, stream: str, **more: object) -> tuple[str, Result]:
+    handle = engine.submit("Run", params, steps=1, stream=stream, **more)  # type: ignore[arg-type]
+    events = list(handle)
+    assert handle.result is not None
+    return "".join(event.text for event in events if event.kind == "token"), handle.result
+
+
+def answer(random: Random) -> tuple[Serial | Parallel, ...]:
+    """An answer with a block, in letters that come up everywhere."""
+
+    def text(most: int) -> str:
+        return "".join(random.choice("ab \n.é") for _ in range(random.randint(0, most)))
+
+    branches = [Branch(title, text(20)) for title in ("one", "two", "three")]
+    return canonical([Serial("x" + text(10)), Parallel(branches), Serial(text(10))])
+
+
+def written(lm: LanguageModel, structure: Sequence[Serial | Parallel]) -> SamplingParams:
+    """Parameters with which an engine writes a structure of one block."""
+    special, serial, branches = lm.codec.special, list[int](), list[list[int]]()
+    for item in split(lm.codec.linearise(structure).tokens, special):
+        if isinstance(item, SerialIds):
+            serial += item.ids.tolist()
+            continue
+        for title in item.titles:
+            serial += [special.title_start, *title.tolist(), special.title_end]
+        serial.append(special.parallel_start)
+        branches = [[*text.ids.tolist(), special.branch_end] for text in item.texts(len(lm.codec.separator_ids))]
+    return SamplingParams(max_new_tokens=400, script=[[*serial, lm.end_ids[0]], *branches])
+
+
+Answers: TypeAlias = tuple[Engine, list[tuple[SamplingParams, Result]]]
+
+
+@pytest.fixture(scope="module")
+def answers(lm: LanguageModel) -> Answers:
+    engine, random = Engine(lm, max_length=512, max_batch=4), Random(3)
+    params = [written(lm, answer(random)) for _ in range(12)]
+    results = engine.generate(["Run"] * len(params), params)
+    assert all(result.stats.blocks == 1 and result.finish_reason == "stop" for result in results)
+    return engine, list(zip(params, results, strict=True))
+
+
+def test_the_text_ends_before_the_first_match(answers: Answers) -> None:
+    engine, free = answers
+    random, in_block, across, fewer = Random(0), 0, 0, 0
+    for params, whole in free:
+        asked = [replace(params, stop=stop) for stop in stops(whole.text, whole.structure, random)]
+        for stopping, result in zip(asked, engine.generate(["Run"] * len(asked), asked), strict=True):
+            expected = before(whole.text, stopping.stop)
+            assert result.text == plain_text(result.structure) == expected, stopping.stop
+            assert result.finish_reason == "stop"
+            in_block += len(result.structure) == 2
+            fewer += result.stats.passes < whole.stats.passes
+            parts = [part.text for item in whole.structure for part in getattr(item, "branches", [item])]
+            across += not any(one in part for one in stopping.stop for part in parts)
+        for stream, stopping in zip(("text", "branches"), asked[-2:], strict=True):
+            assert streamed(engine, stopping, stream)[0] == before(whole.text, stopping.stop)
+    assert in_block > 10 and across > 4 and fewer > 20
+
+
+def test_a_string_that_never_comes_changes_nothing(answers: Answers) -> None:
+    engine, free = answers
+    for params, whole in free[:4]:
+        text, result = streamed(engine, replace(params, stop=("never",)), "text")
+        assert text == result.text == whole.text and result.token_ids == whole.token_ids
+
+
+def test_texts_stream_in_reading_order(answers: Answers) -> None:
+    """Every text that was sent is a beginning of the answer; a limit takes nothing of it back."""
+    engine, free = answers
+    mixed = 0
+    for params, whole in free[:6]:
+        for limit in (None, 11, 30):
+            bound = replace(params, max_content_tokens=limit)
+            text, result = streamed(engine, bound, "text")
+            assert text == result.text and whole.text.startswith(text.rstrip("\ufffd"))
+            mixed += streamed(engine, bound, "branches")[0] != result.text
+    assert mixed, "negative control: as they grow, branches are mixed"
+
+
+def test_the_rest_is_cancelled(lm: LanguageModel, answers: Answers) -> None:
+    """A match in a branch ends this branch and those behind it; those before go on to their ends."""
+    engine, _ = answers
+    branches = [Branch("one", "a" * 10), Branch("two", "bbXX" + "b" * 80), Branch("three", "c" * 80)]
+    params = written(lm, (Serial("x"), Parallel(branches), Serial("end")))
+    (whole,) = engine.generate(["Run"], [params])
+    (result,) = engine.generate(["Run"], [replace(params, stop=("XX",))])
+    assert result.text == "x" + "a" * 10 + "bb" and result.stats.critical_path < whole.stats.critical_path - 60
+    assert result.stats.content_tokens == len(lm.codec.text.encode(result.text)) + len(lm.codec.text.encode("XX"))
+
+
+@pytest.mark.parametrize("changes", [{"draft_tokens": 2}, {"branch_policy": "cap:1"}], ids=str)
+def test_every_engine(lm: LanguageModel, answers: Answers, changes: dict[str, object]) -> None:
+    engine, random = Engine(lm, max_length=512, max_batch=4, **changes), Random(1)  # type: ignore[arg-type]
+    for params, whole in answers[1][:4]:
+        asked = [replace(params, stop=stop) for stop in stops(whole.text, whole.structure, random)]
+        for stopping, result in zip(asked, engine.generate(["Run"] * len(asked), asked), strict=True):
+            assert result.text == before(whole.text, stopping.stop), stopping.stop
+
+
+def test_tags_as_text(lm: LanguageModel) -> None:
+    engine, random, in_block = Engine(lm, max_length=512, max_batch=4, text_tags=TAGS), Random(1), 0
+    for seed in range(2):
+        opening = "x" + TAGS.title_start + "one" + TAGS.title_end + TAGS.title_start + "two" + TAGS.title_end
+        serial = lm.codec.text.encode(opening + TAGS.parallel_start)
+        params = SamplingParams(temperature=1.0, max_new_tokens=200, max_branch_tokens=30, seed=seed, script=[serial])
+        (whole,) = engine.generate(["Run"], [params])
+        assert whole.stats.blocks
+        for stop in stops(whole.text, whole.structure, random):
+            (result,) = engine.generate(["Run"], [replace(params, stop=stop)])
+            assert result.text == before(whole.text, stop), stop
+            in_block += len(result.structure) == 2
+    assert in_block

@@ -1,0 +1,252 @@
+"""Drafts change no answer; where they come from; when they are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import infer.decode.decode_step
+import infer.scheduling.policy
+from aspd_jax import LanguageModel, build_layout
+from aspd_jax.errors import RequestError, StructureError
+from infer import Engine, SamplingParams
+from infer.answers.answer import Result
+from infer.decode.speculation import look_up
+from infer.decode.state import PARALLEL, SERIAL, DecodeState, EngineConfig
+from infer.request import Job, Mode
+from infer.scheduling.policy import DRAFTING_PASSES, PLAIN_PASSES, DraftControl, StepCost
+from tests.conftest import laid_out, patched
+from tests.helpers.answers import SEPARATOR, critical_path, linearise
+
+DRAFT = 3
+HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
+
+
+def drafting_engine(lm: LanguageModel, draft_tokens: int = DRAFT) -> Engine:
+    return Engine(
+        lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
+        draft_tokens=draft_tokens,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def never_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", 1 << 30)
+
+
+def script_of(engine: Engine, parts: list) -> tuple[list[list[int]], list[int]]:
+    """An answer as a script, and as its linearisation."""
+    special = engine.config.special
+    serial: list[int] = []
+    branches: list[list[int]] = [[] for _ in range(engine.config.max_branches)]
+    for part in parts:
+        if isinstance(part[0], tuple):
+            for title, _ in part:
+                serial += [special.title_start, *title, special.title_end]
+            serial.append(special.parallel_start)
+            for number, (_, text) in enumerate(part):
+                assert branches[number] in ([], [*text, special.branch_end])
+                branches[number] = [*text, special.branch_end]
+        else:
+            serial += part
+    serial.append(0)
+    return [serial, *branches], linearise(special, parts)
+
+
+def knowing(wrong: int = 0) -> Callable[..., jax.Array]:
+    """A `look_up` that knows the script; every so many places (0: never) it is wrong."""
+
+    def guess(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
+        s, ahead, end = state.sequence, jnp.arange(config.draft_tokens), state.request.script_end[..., None]
+        batch = jnp.arange(s.phase.size)[:, None, None]
+
+        def told(place: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
+            return jnp.where(begin + place < end, state.request.script[batch, begin + place], -1)
+
+        place, next_serial = s.branch_sampled[..., None] + ahead, s.sampled[:, None, None] + ahead
+        number = jnp.arange(config.max_branches)[None, :, None]
+        in_branch = told(place, end[:, :-1], end[:, 1:])
+        serial = told(jnp.broadcast_to(next_serial, in_branch.shape), jnp.zeros_like(end[:, :1]), end[:, :1])
+        in_block = (s.phase == PARALLEL)[:, None, None]
+        found = jnp.where(in_block, jnp.where(s.branch_live[..., None], in_branch, -1), serial)
+        found = jnp.where(in_block | (number == 0), found, -1)
+        if wrong:
+            found = jnp.where((jnp.where(in_block, place, next_serial) % wrong == 1) & (found >= 0), 11, found)
+        return jnp.where(jnp.cumprod(found >= 0, axis=2) > 0, found, -1)
+
+    return guess
+
+
+@pytest.mark.parametrize("wrong", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong: int) -> None:
+    """The answer is scripted, and the guesses know it: titles, forks, branches of unequal length, merges."""
+    # All blocks of a scripted answer have the same texts in their branches.
+    first, second = [6, 7, 8, 6, 7, 1, 1, 2], [1]
+    one, other = [([5], first), ([9, 2], second), ([4], [])], [([1], first), ([2], second)]
+    parts = [[3, 4, 4, 9, 8, 7], one, [4, 2], other, [7, 7, 7]]
+    own = drafting_engine(bare_lm)
+    script, expected = script_of(own, parts)
+    special = own.config.special
+    with patched(look_up=knowing(wrong)):
+        results = own.generate([[1, 2, 3]] * 3, SamplingParams(script=script))
+    for result in results:
+        assert result.token_ids == expected and result.finish_reason == "stop"
+        stats = result.stats
+        assert stats.critical_path == critical_path(special, parts)
+        # What is guessed beyond the end of a segment is never taken.
+        assert (stats.accepted_tokens > 0.75 * stats.drafted_tokens) == (wrong == 0)
+        assert stats.passes < (0.5 if wrong == 0 else 0.8) * stats.critical_path
+
+
+def mixed() -> tuple[list[list[int]], list[SamplingParams], list[Mode]]:
+    """Requests, greedy and sampled, in both modes."""
+    prompts = [[1, 2, 3, 4, 1, 2, 5, 6, seed % 3 + 1] for seed in range(16)]
+    params = [
+        replace(HOT, temperature=t, seed=seed, max_new_tokens=40 + seed)
+        for seed, t in enumerate([0.0, 0.7, 2.0, 100.0] * 4)
+    ]
+    return prompts, params, ["serial", *["adaptive"] * 3] * 4
+
+
+def anything(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
+    """Random guesses."""
+    random = np.random.default_rng(0).integers(1, 15, (3, DRAFT))
+    shifted = (jnp.asarray(random, jnp.int32) + state.sequence.passes[:, None, None]) % 14 + 1
+    return jnp.broadcast_to(shifted, state.sequence.draft.shape)
+
+
+def the_same(results: list[Result], expected: list[Result]) -> bool:
+    pairs = zip(results, expected, strict=True)
+    return all(a.token_ids == b.token_ids and a.finish_reason == b.finish_reason for a, b in pairs)
+
+
+@pytest.mark.parametrize("guess", [anything, pytest.param(look_up, marks=pytest.mark.slow)])
+def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine, guess: Any) -> None:
+    """Token by token, greedy and sampled, whatever is guessed."""
+    expected = engine.generate(*mixed())
+    assert sum(result.stats.blocks for result in expected) >= 3
+    with patched(look_up=guess):
+        results = drafting_engine(bare_lm).generate(*mixed())
+    assert the_same(results, expected)
+    assert sum(result.stats.accepted_tokens for result in results) > 0
+    assert sum(result.stats.drafted_tokens for result in results) > 100
+    for a, b in zip(results, expected, strict=True):
+        assert a.stats.critical_path == b.stats.critical_path and a.stats.passes <= b.stats.passes
+
+
+@pytest.mark.slow
+def test_rejected_guesses_that_stay_visible_change_answers(bare_lm: LanguageModel, engine: Engine) -> None:
+    """Negative control."""
+    expected, same_still = engine.generate(*mixed()), True
+    with patched(look_up=anything, hide_rejected=lambda state, *_: state):
+        try:
+            same_still = the_same(drafting_engine(bare_lm).generate(*mixed()), expected)
+        except StructureError:
+            same_still = False
+    assert not same_still
+
+
+@pytest.mark.slow
+def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
+    """The fourth token of an answer, against its exact distribution; the third is guessed, as the likeliest."""
+    prompt, words = [1, 2, 3], 24
+    own = Engine(bare_lm, max_length=128, max_batch=32, max_branches=2, max_title_tokens=1, draft_tokens=1)
+    every = np.stack(np.meshgrid(*[np.arange(words)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
+    tokens = np.concatenate([np.tile(prompt, (len(every), 1)), every], axis=1)
+    layout = build_layout(tokens, own.config.special, bare_lm.config.positions)
+    logits = np.array(bare_lm.model.apply({"params": bare_lm.params}, tokens, layout))[:, len(prompt) - 1 :]
+    logits[..., list(own.config.special.ids)] = -np.inf  # serial mode has no tags
+    share = np.asarray(jax.nn.softmax(logits, axis=-1)).reshape(words, words, words, 4, words)
+    beginning = share[0, 0, 0, 0][:, None, None] * share[:, 0, 0, 1][:, :, None] * share[:, :, 0, 2]
+    likeliest = int(beginning[1:, 1:, 1:].sum(axis=(0, 1)).argmax()) + 1
+    goes_on = np.zeros((words, words, words))
+    goes_on[1:, 1:, 1:] = 1  # 0 is end of text
+    exact = np.einsum("abc,abcd->d", beginning * goes_on, share[..., 3, :])
+    exact[0] += 1 - exact.sum()  # an answer that ended before counts as ended
+
+    def guess(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
+        return jnp.full_like(state.sequence.draft, likeliest)
+
+    count = 3000
+    params = [SamplingParams(temperature=1.0, max_new_tokens=4, seed=seed) for seed in range(count)]
+    with patched(look_up=guess):
+        results = own.generate([prompt] * count, params, "serial")
+    assert sum(result.stats.accepted_tokens for result in results) > 50
+    seen = np.bincount([(*result.token_ids, 0, 0, 0, 0)[3] for result in results], minlength=words)
+    likely = exact * count >= 5
+    observed, expected = (np.append(of[likely], of[~likely].sum()) for of in (seen, exact * count))
+    chi_square = float(((observed - expected) ** 2 / np.maximum(expected, 1e-9)).sum())
+    assert chi_square < 60, chi_square  # at most 23 degrees of freedom: exceeded once in 30,000 draws of this test
+
+
+@pytest.fixture(scope="module")
+def blank(bare_lm: LanguageModel) -> tuple[EngineConfig, DecodeState]:
+    config = drafting_engine(bare_lm).config
+    return config, laid_out(bare_lm, config, [Job((1,), SamplingParams(), "serial", 100, 0)])
+
+
+@settings(max_examples=40)
+@given(prompt=st.lists(st.integers(1, 3), min_size=1, max_size=60), pending=st.integers(1, 3))
+def test_guesses_are_what_followed_before(
+    blank: tuple[EngineConfig, DecodeState], prompt: list[int], pending: int
+) -> None:
+    config, state = blank[0], state_after(blank[1], tuple(prompt), pending)
+    found = np.asarray(look_up(state, config, 128))[0]
+    assert (found[1:] == -1).all()
+    expected: list[int] = []
+    text = [*prompt, pending]
+    for length in (3, 2):
+        ends = [n for n in range(length, len(prompt)) if prompt[n - length : n] == text[-length:]]
+        if ends and not expected and len(text) >= length:
+            expected = (prompt[ends[-1] : ends[-1] + DRAFT] + [-1] * DRAFT)[:DRAFT]
+            break
+    assert found[0].tolist() == (expected or [-1] * DRAFT)
+
+
+def state_after(state: DecodeState, prompt: tuple[int, ...], pending: int) -> DecodeState:
+    """A state whose cache holds a prompt, without running the model."""
+    length = len(prompt)
+    tokens, sequence, position = (np.zeros((1, 128), np.int32) for _ in range(3))
+    tokens[0, :length], sequence[0, :length], position[0, :length] = prompt, 1, np.arange(length)
+    layout = state.cache.layout._replace(sequence=jnp.asarray(sequence), position=jnp.asarray(position))
+    cache = state.cache._replace(tokens=jnp.asarray(tokens), layout=layout, length=jnp.asarray([length]))
+    sequence = state.sequence._replace(
+        phase=jnp.asarray([SERIAL]), token=jnp.asarray([pending]), position=jnp.asarray([length])
+    )
+    return state._replace(cache=cache, sequence=sequence)
+
+
+def test_guesses_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", DRAFTING_PASSES)
+    cost = StepCost(base=1.0, per_token=0.25, per_slot=0.0)  # 1.25 ms with one token, 2.0 ms with four: 1.6 times
+    looking = StepCost(base=1.0, per_token=0.25, per_slot=0.0, per_drafting_row=0.25)  # 2.25 ms: 1.8 times
+    for of, accepted, pays in ((cost, 24, True), (cost, 16, False), (looking, 24, False)):  # 1.75, 1.5 tokens a pass
+        control = DraftControl(3)
+        assert control.on and control.passes == DRAFTING_PASSES
+        control.note(of, DRAFTING_PASSES, 4, 1, 0, DRAFTING_PASSES, accepted)
+        assert control.on == pays
+        if not pays:
+            assert control.passes == PLAIN_PASSES
+            control.note_plain(PLAIN_PASSES)
+            assert control.on, "they are tried again"
+    never = DraftControl(0)
+    never.note_plain(10)
+    assert not never.on
+
+
+def test_drafts_have_limits(bare_lm: LanguageModel) -> None:
+    with pytest.raises(RequestError, match="draft_tokens must be at least 0"):
+        drafting_engine(bare_lm, -1)
+    config = replace(bare_lm.config, siblings="shared")
+    shared = replace(bare_lm, config=config, model=bare_lm.model.clone(config=config))
+    with pytest.raises(RequestError, match="see each other's guesses"):
+        drafting_engine(shared)
+    assert drafting_engine(shared, 0).generate([[1]], SamplingParams(max_new_tokens=2))

@@ -1,0 +1,477 @@
+"""Evaluations: answers that resume, speed on the same content, structure, judges with faults, and the report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import aspd
+from aspd.evaluation import synthetic_questions
+from aspd_jax import LanguageModel, load_model
+from aspd_jax.errors import DataError, RequestError
+from aspd_jax.structure import Branch, Parallel, Serial
+from infer import Engine, SamplingParams
+from infer.answers.answer import content_ids
+from infer.answers.timeline import timeline
+from infer.evaluation.ablation_table import table
+from infer.evaluation.conversations import answer_questions
+from infer.evaluation.eval_config import DecodingSection, EvalConfig, SpeedSection, System
+from infer.evaluation.eval_report import report_page
+from infer.evaluation.evaluate import judge_run
+from infer.evaluation.health import health
+from infer.evaluation.intervals import difference, interval
+from infer.evaluation.judge import NAMES, PAIR_NAMES, read_prompts, read_score, read_winner
+from infer.evaluation.questions import Question
+from infer.evaluation.speed import time_questions
+from infer.offline.journal import read_journal
+from tests.conftest import SHARED
+from tests.helpers.teacher_server import Reply, TeacherServer
+
+ADAPTIVE = System("demo", "demo", "adaptive")
+DECODING = DecodingSection(max_length=1024, max_new_tokens=400, batch=4)
+
+
+@pytest.fixture(scope="module")
+def demo() -> LanguageModel:
+    return load_model("demo")
+
+
+@pytest.fixture(scope="module")
+def demo_engine(demo: LanguageModel) -> Engine:
+    return Engine(demo, max_length=1024, max_batch=1)  # one row, so that tests share programs
+
+
+def two_turns() -> list[Question]:
+    """Questions of the tasks, two at a time."""
+    one = synthetic_questions(8)
+    return [
+        replace(
+            first,
+            id=f"q{first.id}",
+            turns=(*first.turns, *second.turns),
+            references=(*first.references, *second.references),
+        )
+        for first, second in zip(one[:4], one[4:], strict=True)
+    ]
+
+
+def test_second_turns_go_on_the_cache_of_the_first(demo_engine: Engine, tmp_path: Path) -> None:
+    """Also where there are more conversations than rows."""
+    demo_engine.forget()
+    questions = two_turns()[:3]
+    records = answer_questions(demo_engine, ADAPTIVE, questions, DECODING, tmp_path / "a.jsonl", "")
+    for record in records:
+        first, second = record["turns"]
+        # Everything but the tokens that were pending when the first answer ended.
+        assert (
+            second["stats"]["reused_tokens"] >= first["stats"]["prompt_tokens"] + first["stats"]["generated_tokens"] - 4
+        )
+    alone = Engine(demo_engine.lm, max_length=1024, max_batch=1, reuse=False)
+    again = answer_questions(alone, ADAPTIVE, questions, DECODING, tmp_path / "b.jsonl", "")
+    texts = [[[turn["text"] for turn in r["turns"]] for r in some] for some in (records, again)]
+    assert texts[0] == texts[1]
+    assert all(turn["stats"]["reused_tokens"] == 0 for r in again for turn in r["turns"])
+
+
+def test_a_killed_run_goes_on(demo_engine: Engine, tmp_path: Path) -> None:
+    questions = synthetic_questions(6)
+    whole = answer_questions(demo_engine, ADAPTIVE, questions, DECODING, tmp_path / "whole.jsonl", "")
+    lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "cut.jsonl").write_bytes(b"".join(lines[:2]) + lines[2][:40])  # killed while it wrote the third
+    before = [json.loads(line) for line in lines[:2]]
+    again = answer_questions(demo_engine, ADAPTIVE, questions, DECODING, tmp_path / "cut.jsonl", "")
+    there = read_journal(tmp_path / "cut.jsonl")
+    assert there[:2] == before and sorted(r["question_id"] for r in there) == list(range(6))
+    assert [r["turns"][0]["text"] for r in again] == [r["turns"][0]["text"] for r in whole]
+
+
+def test_questions_that_cannot_be_asked_hold_an_error(demo_engine: Engine, tmp_path: Path) -> None:
+    long = Question("long", "all", ("word " * 5000,))
+    record, other = answer_questions(
+        demo_engine, ADAPTIVE, [long, *synthetic_questions(1)], DECODING, tmp_path / "a", ""
+    )
+    assert "leaves no room" in record["error"] and record["turns"] == [] and record["correct"] is None
+    assert other["correct"] is True
+
+
+def test_speed_compares_the_same_content(demo_engine: Engine, tmp_path: Path) -> None:
+    engine = demo_engine
+    questions = [question for question in synthetic_questions(4) if question.forks][:1]
+    (record,) = time_questions(
+        engine, ADAPTIVE, questions, DECODING, SpeedSection(questions=1, repeats=2), tmp_path / "speed.jsonl", ""
+    )
+    (turn,) = record["turns"]
+    assert len(turn["runs"]) == len(turn["serial_runs"]) == 2 and turn["blocks"] == 1
+    assert turn["ideal"] == turn["content_tokens"] / turn["critical_path"] > 1
+    assert all(run["total"] >= run["prefill"] + run["serial"] + run["parallel"] - 1e-6 for run in turn["runs"])
+    assert all(run["parallel"] == 0 for run in turn["serial_runs"])
+
+
+def test_the_serial_run_says_what_the_adaptive_answer_said(demo_engine: Engine) -> None:
+    from infer.evaluation.speed import _converse
+
+    engine = demo_engine
+    question = next(question for question in two_turns() if question.forks)
+    params = SamplingParams(max_new_tokens=400, seed=0)
+    adaptive = list(_converse(engine, "adaptive", question, params, [None, None]))
+    content = [content_ids(engine.config, result) for result in adaptive]
+    serial = list(_converse(engine, "serial", question, params, content))
+    assert [result.text for result in serial] == [result.text for result in adaptive]
+    for one, other, ids in zip(adaptive, serial, content, strict=True):
+        assert other.token_ids == ids and other.stats.blocks == 0
+        assert other.stats.content_tokens == one.stats.content_tokens == len(ids) - 1
+        assert other.stats.passes == len(ids) - 1  # one pass for each token after the first
+    wrong = [list(ids) for ids in content]
+    wrong[0][3] = wrong[0][3] % 300 + 20  # the script decides, not the model
+    assert next(_converse(engine, "serial", question, params, wrong)).token_ids == wrong[0]
+
+
+def test_timeline_ends_at_the_critical_path(demo_engine: Engine) -> None:
+    messages = [[{"role": "user", "content": question.turns[0]}] for question in synthetic_questions(12)]
+    for result in demo_engine.generate(messages, SamplingParams(max_new_tokens=400)):
+        spans = timeline(demo_engine.config, result)
+        assert max(span.end for span in spans) == result.stats.critical_path
+        branches = [span for span in spans if span.kind == "branch"]
+        assert len(branches) == result.stats.branches
+        assert [span.label for span in branches] == [
+            b.title for i in result.structure for b in getattr(i, "branches", ())
+        ]
+
+
+def count(text: str) -> int:
+    return len(text.split())
+
+
+def test_health_of_a_structure() -> None:
+    repeated = "the cat sat on the mat all day long"
+    structure = (
+        Serial("Two things:\n"),
+        Parallel(
+            [
+                Branch("one", f"one: {repeated}\n"),
+                Branch("two", f"two: {repeated}\n"),
+                Branch("three", "three is short\n"),
+            ]
+        ),
+        Serial("Done."),
+    )
+    of = health("What?", structure, True, count)
+    assert of.forked and of.well_formed and of.branches == (3,) and of.dependent == 0
+    # Runs of five words: six of ten words each, of which the first has the branch's own name.
+    assert of.repeated == pytest.approx(5 / 6)
+    assert (of.tokens, of.branch_tokens, of.title_tokens) == (2 + 10 + 10 + 3 + 1, 23, 3)
+    assert not health("What?", structure, False, count).well_formed
+    numbers = [Branch(str(n), f"{n}. thing\n") for n in (2, 3, 5, 5, 4)]
+    items = health("What?", (Parallel([*numbers, Branch("f", "and more")]),), True, count)
+    assert (items.numbered, items.misnumbered) == (5, 2)  # 5 where 4 is due, 5 is right again, 4 where 6 is due
+    chained = (Parallel([Branch("a", "a: 3 + 4 = 7 pens\n"), Branch("b", "b: As mentioned above, 7 pens\n")]),)
+    assert health("What?", chained, True, count).dependent == 1
+    plain = health("What?", (Serial("Nothing."),), True, count)
+    assert not plain.forked and plain.repeated is None and plain.well_formed
+
+
+def test_intervals_cover_the_mean() -> None:
+    random = np.random.default_rng(0)
+    hits = 0
+    for _ in range(40):
+        of = interval(random.normal(3, 1, 30).tolist())
+        hits += of.low <= 3 <= of.high
+    assert 33 <= hits <= 40
+    values = random.normal(0, 1, 200)
+    of = interval(values.tolist())
+    exact = stats.t.interval(0.95, 199, values.mean(), stats.sem(values))
+    assert (of.low, of.high) == pytest.approx(exact, abs=0.03)
+    assert interval([2.0]) == (2.0, 2.0, 2.0, 1) and interval([1.0, 1.0]) == (1.0, 1.0, 1.0, 2)
+
+
+def test_differences_are_paired() -> None:
+    random = np.random.default_rng(1)
+    base = random.normal(0, 10, 40)
+    shifted = difference((base + 1 + random.normal(0, 0.5, 40)).tolist(), base.tolist())
+    assert shifted.p < 0.001 and shifted.low > 0.5 and shifted.high < 1.5
+    nothing = difference((base + random.normal(0, 0.5, 40)).tolist(), base.tolist())
+    assert nothing.p > 0.01 and nothing.low < 0 < nothing.high
+    assert difference([1.0, 2.0], [1.0, 2.0]).p == 1.0
+
+
+def test_ablation_table() -> None:
+    def record(id: int, right: bool, forks: bool, forked: bool) -> dict[str, Any]:
+        stats = {"blocks": int(forked), "content_tokens": 10, "critical_path": 5 if forked else 10}
+        return {"question_id": id, "correct": right, "forks": forks, "turns": [{"stats": stats}]}
+
+    def cells(**models: Any) -> dict[str, list[str]]:
+        lines = table(models, "ours").splitlines()[2:]
+        return {row[0]: row[1:] for row in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)}
+
+    good = [record(n, True, n % 2 == 0, n % 2 == 0) for n in range(20)]
+    bad = [record(n, n % 4 == 0, n % 2 == 0, True) for n in range(20)]
+    of = cells(ours=good, theirs=bad, plain=[record(n, True, n % 2 == 0, False) for n in range(20)])
+    assert of["ours"] == ["100.0 %", "100.0 %", "100.0 %", "1.33x", "", ""]
+    assert of["theirs"][:4] == ["25.0 %", "50.0 %", "50.0 %", "2.00x"]
+    assert of["theirs"][4].startswith("-75.0 [") and float(of["theirs"][5]) < 0.001
+    assert of["plain"] == ["100.0 %", "100.0 %", "(never forks)", "1.00x", "+0.0 [+0.0, +0.0]", "1.0000"]
+    mixed = cells(ours=bad, theirs=bad[::-1])["theirs"]  # records are kept in the order in which answers end
+    assert mixed[4:] == ["+0.0 [+0.0, +0.0]", "1.0000"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small run of the command, and its configuration."""
+    folder = tmp_path_factory.mktemp("eval")
+    questions = folder / "questions.jsonl"
+    tasks = synthetic_questions(4)
+    rows = [
+        {
+            "question_id": 1,
+            "category": "math",
+            "turns": [tasks[0].turns[0], tasks[1].turns[0]],
+            "reference": ["A", "B"],
+        },
+        {"question_id": 2, "category": "writing | odd", "turns": [tasks[2].turns[0]]},
+    ]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = folder / "config.yaml"
+    config.write_text(
+        "models: {ours: {path: demo}, plain: {path: demo, role: seq}}\n"
+        f"benchmarks: {{mt-small: {{file: {questions}}}, tasks: {{kind: synthetic, limit: 3}}}}\n"
+        "decoding: {max_length: 1024, max_new_tokens: 300, batch: 1}\n"
+        "speed: {questions: 2, repeats: 2}\njudge: {pairs: [ours/plain]}\n"
+    )
+    assert aspd.main(["eval", "run", str(config), "--output", str(folder / "run")]) == 0
+    return folder / "run", config
+
+
+def test_a_run_leaves_a_report(finished: tuple[Path, Path]) -> None:
+    folder, _ = finished
+    report = json.loads((folder / "report.json").read_text())
+    of = report["figures"]["tasks"]["systems"]
+    assert set(of) == {"ours", "ours-serial", "plain"}
+    assert of["ours"]["all"]["correct"]["mean"] == 1.0 and of["ours"]["all"]["structure"]["trigger_rate"] == 1.0
+    assert (
+        of["ours"]["all"]["structure"]["rightly_forked"] == 1.0 and of["plain"]["all"]["structure"]["trigger_rate"] == 0
+    )
+    speed = of["ours"]["all"]["speed"]
+    assert speed["answers"] == 2 and speed["runs"] == 2 and speed["realised"]["values"] == 2
+    assert speed["realised_quantiles"]["1.0"] == max(speed["realised_all"])
+    assert of["plain"]["all"]["bits_per_byte"]["mean"] < 0.1
+    text = (folder / "report.md").read_text()
+    for said in (
+        "## mt-small",
+        "1.30x",
+        "### Structure",
+        "To repeat it",
+        "writing \\| odd",
+        "content tokens/s, ratio",
+    ):
+        assert said in text
+    html = (folder / "report.html").read_text()
+    assert html.count("<svg") == len(list((folder / "plots").glob("*.svg"))) >= 6
+    assert "http://" not in html.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )
+    line = json.loads((folder / "model_answer" / "mt-small" / "ours.jsonl").read_text().splitlines()[0])
+    assert line["question_id"] == 1 and line["model_id"] == "ours" and len(line["choices"][0]["turns"]) == 2
+
+
+def test_nothing_is_done_twice_and_other_settings_are_refused(finished: tuple[Path, Path], capsys: Any) -> None:
+    folder, config = finished
+    before = {file: file.read_bytes() for file in folder.rglob("*.jsonl")}
+    assert aspd.main(["eval", "run", str(config), "--output", str(folder)]) == 0
+    assert {file: file.read_bytes() for file in before if "model_answer" not in file.parts} == {
+        file: text for file, text in before.items() if "model_answer" not in file.parts
+    }
+    capsys.readouterr()
+    for change, said in (("decoding.seed=5", "another decoding"), ("benchmarks.tasks.limit=4", "another benchmarks")):
+        assert aspd.main(["eval", "run", str(config), change, "--output", str(folder)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def single(score: float) -> str:
+    return f"Fine, but [[1]] would be harsh.\nRating: [[{score}]]"
+
+
+def test_judging(finished: tuple[Path, Path], capsys: Any) -> None:
+    """Faults of all kinds; then everything is there, asked once; prompts show references to maths only."""
+    folder, _ = finished
+    asked: list[str] = []
+
+    def answer(body: dict[str, Any], before: int) -> Reply:
+        prompt = body["messages"][-1]["content"]
+        assert body["messages"][0]["role"] == "system" and body["temperature"] == 0.0
+        asked.append(prompt)
+        if before == 0:
+            return (429, "{}") if "assistant_a" in prompt else (200, "I like it.")
+        if "assistant_a" in prompt:
+            first = prompt.index("Each on") if "Each on" in prompt else 0
+            return 200, "[[A]]" if first % 2 else "[[C]]"
+        return 200, single(8 if "<reference>" in prompt else 6)
+
+    with TeacherServer(answer) as server:
+        command = ["eval", "judge", str(folder), f"judge.base_url={server.url}", "judge.model=j", "judge.timeout=30"]
+        assert aspd.main(command) == 0
+        calls = len(asked)
+        assert aspd.main(command) == 0 and len(asked) == calls  # every verdict was kept
+    judged = read_journal(folder / "model_judgment" / "mt-small" / "single.jsonl")
+    assert len(judged) == 9  # three systems, three turns
+    assert {(j["question_id"], j["turn"]): j["score"] for j in judged} == {(1, 1): 8.0, (1, 2): 8.0, (2, 1): 6.0}
+    assert {j["judge"][1] for j in judged} == {"single-math-v1", "single-math-v1-multi-turn", "single-v1"}
+    pairs = read_journal(folder / "model_judgment" / "tasks" / "pair.jsonl")
+    assert len(pairs) == 3 and {p["model_1"] for p in pairs} == {"ours"} and {p["model_2"] for p in pairs} == {"plain"}
+    figures_of = json.loads((folder / "report.json").read_text())["figures"]["mt-small"]
+    assert figures_of["systems"]["ours"]["all"]["score"]["mean"] == pytest.approx((8 + 6) / 2)
+    assert figures_of["systems"]["ours"]["all"]["score_by_turn"]["2"]["mean"] == 8
+    assert figures_of["pairs"][0]["judgments"] == 3
+    assert "judge's score" in (folder / "report.md").read_text()
+    capsys.readouterr()
+    assert aspd.main(["eval", "judge", str(folder), "decoding.seed=3"]) == 2
+    assert "only judge.key=value" in capsys.readouterr().err
+
+
+def tiny_run(folder: Path, settings: dict[str, Any]) -> EvalConfig:
+    from aspd_jax.configuration import config_from_dict
+
+    values = {"models": {"a": {"path": "demo", "role": "seq"}, "b": {"path": "demo", "role": "seq"}}}
+    values |= {"benchmarks": {"tasks": {"kind": "synthetic"}}, "judge": {"pairs": ["a/b"], "model": "j"} | settings}
+    for name in ("a", "b"):
+        file = folder / "answers" / "tasks" / f"{name}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"question_id": n, "category": "c", "turns": [{"text": f"{name}{n}"}]} for n in range(4)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return config_from_dict(EvalConfig, values, "test")
+
+
+QUESTIONS = {"tasks": [Question(n, "c", (f"question {n}?",)) for n in range(4)]}
+
+
+def test_both_orders_decide(tmp_path: Path) -> None:
+    """A judge that always takes the first answer decides nothing; one that knows the better one decides everything."""
+
+    def first(body: dict[str, Any], before: int) -> Reply:
+        return 200, "[[A]]"
+
+    def knows(body: dict[str, Any], before: int) -> Reply:
+        shown = body["messages"][-1]["content"].split("<assistant_a>\n")[1]
+        return 200, "[[A]]" if shown.startswith("a") else "[[B]]"
+
+    for judge, winners, consistent in ((first, ["tie"] * 4, 0.0), (knows, ["model_1"] * 4, 1.0)):
+        folder = tmp_path / judge.__name__
+        with TeacherServer(judge) as server:
+            config = tiny_run(folder, {"base_url": server.url, "single": False})
+            assert judge_run(config, QUESTIONS, folder) == []
+        pairs = read_journal(folder / "model_judgment" / "tasks" / "pair.jsonl")
+        assert [pair["winner"] for pair in pairs] == winners
+        assert np.mean([p["g1_winner"] == p["g2_winner"] for p in pairs]) == consistent
+
+
+def test_a_judge_is_held_to_its_form(tmp_path: Path) -> None:
+    """By schema where the project's prompts ask for JSON; not at all with FastChat's."""
+
+    def answer(body: dict[str, Any], before: int) -> Reply:
+        wanted = body["response_format"]["json_schema"]["schema"]["properties"]
+        return 200, json.dumps({"explanation": "so", **({"winner": "A"} if "winner" in wanted else {"rating": 9})})
+
+    with TeacherServer(answer) as server:
+        assert judge_run(tiny_run(tmp_path, {"base_url": server.url}), QUESTIONS, tmp_path) == []
+        assert {body["response_format"]["json_schema"]["name"] for body in server.bodies} == {"rating", "winner"}
+    assert {of["score"] for of in read_journal(tmp_path / "model_judgment" / "tasks" / "single.jsonl")} == {9}
+    file, plain = tmp_path / "prompts.jsonl", tmp_path / "plain"
+    rows = [
+        {"name": name, "system_prompt": "s", "prompt_template": "{question}", "output_format": "[[rating]]"}
+        for name in NAMES + PAIR_NAMES
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with TeacherServer(lambda body, before: (200, single(7))) as server:
+        config = tiny_run(plain, {"base_url": server.url, "pairs": [], "prompts": str(file)})
+        assert judge_run(config, QUESTIONS, plain) == []
+        assert server.bodies and not any("response_format" in body for body in server.bodies)
+    with TeacherServer(lambda body, before: (200, single(7))) as server:
+        config = tiny_run(tmp_path / "none", {"base_url": server.url, "pairs": [], "schema": "none"})
+        assert judge_run(config, QUESTIONS, tmp_path / "none") == []
+        assert server.bodies and not any("response_format" in body for body in server.bodies)
+
+
+def test_what_a_judge_does_not_say_is_missing_and_asked_again(tmp_path: Path) -> None:
+    broken = True
+
+    def answer(body: dict[str, Any], before: int) -> Reply:
+        prompt = body["messages"][-1]["content"]
+        if broken and "question 1" in prompt:
+            return 500, "{}"
+        return 200, "no idea" if "question 2" in prompt else single(7)
+
+    with TeacherServer(answer) as server:
+        config = tiny_run(tmp_path, {"base_url": server.url, "pairs": [], "retries": 0})
+        missing = judge_run(config, QUESTIONS, tmp_path)
+        assert missing == ["tasks: 2 judgments have no reply", "tasks: 2 replies had no verdict, after 3 attempts"]
+        broken = False
+        calls = len(server.bodies)
+        assert judge_run(config, QUESTIONS, tmp_path) == missing[1:]
+        assert len(server.bodies) == calls + 2
+    assert len(read_journal(tmp_path / "model_judgment" / "tasks" / "single.jsonl")) == 6
+
+
+def test_a_judge_that_refuses_ends_the_run(tmp_path: Path) -> None:
+    with TeacherServer(lambda body, before: (401, "{}")) as server:
+        config = tiny_run(tmp_path, {"base_url": server.url})
+        with pytest.raises(RequestError, match=r"see judge\.base_url, judge\.model"):
+            judge_run(config, QUESTIONS, tmp_path)
+    with pytest.raises(RequestError, match=r"set judge\.base_url"):
+        judge_run(tiny_run(tmp_path, {}), QUESTIONS, tmp_path)
+
+
+@pytest.mark.parametrize("file", ["", "judge_prompts.jsonl"])
+def test_prompts(file: str) -> None:
+    if file and not SHARED.exists():
+        pytest.skip("no shared/ beside the project")
+    prompts = read_prompts(str(SHARED / "data" / file) if file else "")
+    assert set(NAMES + PAIR_NAMES) <= set(prompts)
+    assert all("{ref_answer_1}" in prompts[name].template for name in NAMES + PAIR_NAMES if "math" in name)
+
+
+def test_verdicts() -> None:
+    assert read_score("[[3]] no: Rating: [[8.5]]") == 8.5 and read_score("Rating: [4]") == 4
+    assert read_winner("[[A]] then [[C]]") == "C"
+    assert read_score('{"explanation": "[[3]]", "rating": 7}') == 7
+    assert read_winner('```{"explanation": "[[C]]", "winner": "A"}```') == "A"
+    for reply in ('{"rating": 11}', '{"rating": null}', '{"rating": true, "x": [[0]]}', '{"rating": [7]}'):
+        with pytest.raises(DataError):
+            read_score(reply)
+    for reply in ('{"winner": "D"}', '{"winner": ["A"]}', "{[[A]", "[]"):
+        with pytest.raises(DataError):
+            read_winner(reply)
+    for reply in ("Rating: 8", "[[11]]", "[[0]]", ""):
+        with pytest.raises(Exception, match="no rating"):
+            read_score(reply)
+
+
+def test_mistakes_in_a_configuration(tmp_path: Path) -> None:
+    from aspd_jax.configuration import read_config
+
+    good = "models: {a: {path: demo}}\nbenchmarks: {t: {kind: synthetic}}\n"
+    for text, said in (
+        ("", "models: name at least one"),
+        ("models: {a: {path: demo}}\n", "benchmarks: name at least one"),
+        (good + "judge: {pairs: [a]}", "is not two systems"),
+        (good + "judge: {pairs: [a/b]}", "'b' is none of the systems a, a-serial"),
+        ("models: {a: {pth: demo}}\n", r"unknown key 'models.a.pth'; did you mean 'models.\*.path'"),
+        ("models: {a: {}}\nbenchmarks: {t: {kind: synthetic}}", "every model needs a path"),
+        ("models: {a: demo}\n", "models.a must hold"),
+        ("models: {a/b: {path: demo}}\nbenchmarks: {t: {kind: synthetic}}", "must consist of letters"),
+        ("models: {a: {path: demo}}\nbenchmarks: {t: {kind: chat}}", "needs a file"),
+        (good + "decoding: {temperature: -1}", "temperature"),
+    ):
+        (tmp_path / "c.yaml").write_text(text)
+        with pytest.raises(Exception, match=said):
+            read_config(EvalConfig, tmp_path / "c.yaml")
+    changed = read_config(EvalConfig, None, ["models.a.path=demo", "benchmarks.t.kind=synthetic", "models.b.path=x"])
+    assert list(changed.models) == ["a", "b"]
+
+
+def test_a_page_shows_text_as_text(tmp_path: Path) -> None:
+    assert "<script>" not in report_page("| a |\n|---|\n| <script>alert(1)</script> |", tmp_path)

@@ -1,0 +1,323 @@
+"""The proxy over a scripted upstream that knows nothing of branches, and over llama.cpp where it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from aspd_jax import LanguageModel, load_model
+from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
+from infer.proxy.routes import make_app
+from infer.proxy.upstream import UpstreamConfig
+from tests.helpers.serving import wait_for
+
+B = "<|title|>2/2 B<|/title|>"
+SCRIPT = {
+    "": "So:\n<|title|>never shown",
+    "<|title|>": f"1/2 A<|/title|>{B}<|para|><|branch|>never shown",
+    "1/2 A: ": "alpha <b>\n<|/branch|>more",
+    "2/2 B: ": "beta is a longer one\n<|/branch|>",
+    "<|/para|>": "Bye.END",
+}
+STRUCTURE = [Serial("So:\n"), Parallel([Branch("1/2 A", "alpha <b>\n"), Branch("2/2 B", "beta is a longer one\n")])]
+STRUCTURE.append(Serial("Bye."))
+TEXT = "So:\nalpha <b>\nbeta is a longer one\nBye."
+
+
+class Upstream:
+    """Says what a script has for the end of the prompt, a few characters at a time, up to a stop string."""
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self.lm, self.script, self.bodies = lm, dict(SCRIPT), []  # type: ignore[var-annotated]
+        self.open, self.delay = 0, 0.0
+        self.before: Callable[[int], JSONResponse | None] = lambda _: None
+        self.app = FastAPI()
+        self.app.post("/v1/completions", response_model=None)(self.complete)
+
+    async def complete(self, request: Request) -> JSONResponse | StreamingResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        if (refusal := self.before(len(self.bodies))) is not None:
+            return refusal
+        prompt = self.lm.tokenizer.decode(body["prompt"])
+        self.script |= {key: text.replace("END", self.lm.tokenizer.eos_token) for key, text in self.script.items()}
+        said = next((text for end, text in self.script.items() if end and prompt.endswith(end)), self.script[""])
+        cuts = [at for stop in body["stop"] if (at := said.find(stop)) >= 0]
+        said, reason = (said[: min(cuts)], "stop") if cuts else (said, "stop")
+        ids = self.lm.tokenizer.encode(said, add_special_tokens=False)
+        if len(ids) > body["max_tokens"]:
+            said, reason = self.lm.tokenizer.decode(ids[: body["max_tokens"]]), "length"
+
+        async def stream() -> AsyncIterator[str]:
+            self.open += 1
+            try:
+                for at in range(0, len(said), 3):
+                    yield self._chunk(said[at : at + 3], None)
+                    await asyncio.sleep(self.delay)
+                yield self._chunk("", reason)
+                yield "data: [DONE]\n\n"
+            finally:
+                self.open -= 1
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    @staticmethod
+    def _chunk(text: str, reason: str | None) -> str:
+        choice = {"index": 0, "text": text, "finish_reason": reason, "logprobs": None}
+        head = {"id": "x", "object": "text_completion", "created": 0, "model": "m"}
+        return f"data: {json.dumps(head | {'choices': [choice]})}\n\n"
+
+
+class Served:
+    def __init__(self, app: FastAPI) -> None:
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+        self.server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        self._thread = threading.Thread(target=lambda: self.server.run(sockets=[self._socket]), daemon=True)
+
+    def __enter__(self) -> Served:
+        self._thread.start()
+        assert wait_for(lambda: self.server.started)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self._thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def demo() -> LanguageModel:
+    return load_model("demo")
+
+
+@pytest.fixture
+def upstream(demo: LanguageModel) -> Upstream:
+    return Upstream(demo)
+
+
+@pytest.fixture
+def proxy(demo: LanguageModel, upstream: Upstream) -> Iterator[str]:
+    with Served(upstream.app) as behind:
+        config = UpstreamConfig(behind.url, "m", retries=2)
+        with Served(make_app(config, demo.tokenizer, demo.end_ids, "proxied", 512)) as before:
+            yield before.url
+
+
+def ask(url: str, **more: Any) -> httpx.Response:
+    message = {"role": "user", "content": "What is <|para|> good for?"}
+    return httpx.post(f"{url}/chat/completions", json={"model": "proxied", "messages": [message]} | more, timeout=60)
+
+
+STATISTICS = {"aspd": {"statistics": True}}
+
+
+def test_an_answer_is_put_together(proxy: str, upstream: Upstream, demo: LanguageModel) -> None:
+    answer = ask(proxy, temperature=0.5, top_p=0.9, top_k=20, repetition_penalty=1.25, seed=7, **STATISTICS).json()
+    assert answer["choices"][0]["message"]["content"] == TEXT and answer["choices"][0]["finish_reason"] == "stop"
+    assert from_json(answer["aspd"][0]["structure"]) == tuple(STRUCTURE)
+    assert answer["aspd"][0]["statistics"] == {"requests": 5} and len(upstream.bodies) == 5
+    assert answer["usage"]["completion_tokens"] == len(demo.codec.text.encode(TEXT))
+    first, announced, one, two, last = sorted(upstream.bodies, key=lambda body: body["seed"])
+    special = demo.codec.special
+    assert special.parallel_start not in first["prompt"]  # typed by the user: text
+    linear = demo.codec.linearise(STRUCTURE[:2]).tokens.tolist()
+    assert last["prompt"] == [*first["prompt"], *linear]
+    shared = linear[: linear.index(special.parallel_start) + 1]
+    for body, title in ((one, "1/2 A"), (two, "2/2 B")):
+        head = [special.branch_start, *demo.codec.text.encode(title), *demo.codec.separator_ids]
+        assert body["prompt"] == [*first["prompt"], *shared, *head] and body["stop"] == [
+            "<|/branch|>",
+            demo.tokenizer.eos_token,
+        ]
+    for body in upstream.bodies:
+        assert (body["temperature"], body["top_p"], body["top_k"], body["model"]) == (0.5, 0.9, 20, "m")
+        assert body["skip_special_tokens"] is False
+    assert sorted(body["seed"] for body in upstream.bodies) == [7, 8, 9, 10, 11]
+    assert set(first["logit_bias"]) == {str(tag) for tag in special.ids if tag != special.title_start}
+    assert announced["prompt"] == [*first["prompt"], *linear[: linear.index(special.title_start) + 1]]
+    assert first["repetition_penalty"] == 1.25 and "repetition_penalty" not in announced
+
+
+LISTS = {
+    "a plan is complete": ("1/2 A<|/title|><|title|>2/2 B<|/title|><|title|>3/2 C<|/title|>", 2),
+    "a title says what another said": ("1/9 A<|/title|><|title|>2/9 B<|/title|><|title|>3/9 A<|/title|>", 2),
+    "a title says nothing": ("A<|/title|><|title|>B<|/title|><|title|> <|/title|><|title|>C<|/title|>", 2),
+    "something else follows": ("A<|/title|><|title|>B<|/title|>\n<|title|>C<|/title|><|para|>", 2),
+    "no plan": ("A<|/title|><|title|>B<|/title|><|title|>C<|/title|><|para|>", 3),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_titles_end(name: str, proxy: str, upstream: Upstream) -> None:
+    announced, count = LISTS[name]
+    upstream.script |= {"<|title|>": announced, ": ": "text\n<|/branch|>"}
+    structure = ask(proxy, **STATISTICS).json()["aspd"][0]["structure"]
+    assert len(structure[1]["branches"]) == count
+
+
+def test_it_streams_in_both_ways(proxy: str) -> None:
+    client = openai.OpenAI(base_url=proxy, api_key="none")
+
+    def stream(**aspd: Any) -> list[Any]:
+        asked: Any = {"model": "proxied", "messages": [{"role": "user", "content": "?"}], "extra_body": {"aspd": aspd}}
+        return list(client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+
+    reading = stream()
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in reading if chunk.choices) == TEXT
+    assert reading[-2].choices[0].finish_reason == "stop" and reading[-1].usage.completion_tokens > 0
+    places = [chunk.choices[0].delta.model_extra["aspd"] for chunk in stream(stream="branches")[1:-2]]
+    kinds = [place["event"] for place in places if place["event"] != "token"]
+    assert kinds == ["fork", "branch", "branch", "merge"]
+    assert next(place for place in places if place["event"] == "fork")["titles"] == ["1/2 A", "2/2 B"]
+
+
+MALFORMED = {
+    "one title": "1/2 A<|/title|><|para|>",
+    "the same title twice": "A<|/title|><|title|>A<|/title|><|para|>",
+    "titles without a word": " <|/title|><|title|>\n<|/title|><|para|>",
+    "no end of a title": "1/2 A<|title|>2/2 B<|para|>",
+    "a title that goes on in the next line": "1/2 A: alpha\n2/2 B<|/title|>" + B + "<|para|>",
+    "a title without an end": "1/2 A " + "and so on " * 99 + "<|/title|>" + B + "<|para|>",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_no_block_becomes_serial(name: str, proxy: str, upstream: Upstream, demo: LanguageModel) -> None:
+    """Its tags are left out, and the model goes on without them."""
+    upstream.script |= {"<|title|>": MALFORMED[name], "So:\n": "and on."}
+    answer = ask(proxy, **STATISTICS).json()
+    assert answer["choices"][0]["message"]["content"] == "So:\nand on."
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["aspd"][0]["structure"] == [{"type": "serial", "text": "So:\nand on."}]
+    assert set(upstream.bodies[-1]["logit_bias"]) == {str(i) for i in demo.codec.special.ids}
+
+
+def test_serial_mode_forbids_all_tags(proxy: str, upstream: Upstream, demo: LanguageModel) -> None:
+    upstream.script = {"": "Just text."}
+    assert ask(proxy, aspd={"mode": "serial"}).json()["choices"][0]["message"]["content"] == "Just text."
+    assert set(upstream.bodies[0]["logit_bias"]) == {str(i) for i in demo.codec.special.ids}
+
+
+def test_budgets_end_answers(proxy: str, upstream: Upstream) -> None:
+    answer = ask(proxy, max_tokens=10).json()["choices"][0]
+    assert answer["finish_reason"] == "length" and answer["message"]["content"].startswith("So:\n")
+
+
+def streamed(url: str, **more: Any) -> str:
+    """The text of a stream in reading order."""
+    lines = [line.removeprefix("data: ") for line in ask(url, stream=True, **more).text.splitlines() if line]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines if line != "[DONE]"]
+    return "".join(delta.get("content", "") for delta in deltas)
+
+
+@pytest.mark.parametrize("stop", ["p", "a\nbeta", "\nB", "is a", "o:\na", "Bye.", ["l", "lp"]])
+def test_stop_strings_end_the_text_in_reading_order(stop: Any, proxy: str, upstream: Upstream) -> None:
+    upstream.script |= {"1/2 A: ": "alpha\n<|/branch|>"}
+    text = "So:\nalpha\nbeta is a longer one\nBye."
+    first = min(text.index(one) for one in ([stop] if isinstance(stop, str) else stop))
+    answer = ask(proxy, stop=stop, **STATISTICS).json()
+    assert answer["choices"][0]["message"]["content"] == text[:first] == streamed(proxy, stop=stop)
+    assert plain_text(from_json(answer["aspd"][0]["structure"])) == text[:first]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_budgets_keep_a_beginning_of_the_text(proxy: str, demo: LanguageModel) -> None:
+    """Whatever the limit, the text is the first tokens of the whole one, in reading order."""
+    texts = []
+    for most in range(1, 2 * len(demo.codec.text.encode(TEXT))):  # parts of an answer are encoded as they come
+        answer = ask(proxy, max_tokens=most)
+        text = answer.json()["choices"][0]["message"]["content"]
+        assert TEXT.startswith(text) and streamed(proxy, max_tokens=most) == text
+        assert answer.json()["usage"]["completion_tokens"] <= most
+        texts.append(text)
+    assert texts == sorted(texts, key=len) and texts[-1] == TEXT and len(set(texts)) > 12
+
+
+def test_branches_share_the_budget(proxy: str, upstream: Upstream, demo: LanguageModel) -> None:
+    """One may be much longer than the others; where all are, the answer ends with the first."""
+    encode, long = demo.codec.text.encode, "beta goes on. " * 9
+    upstream.script |= {"1/2 A: ": "alpha\n<|/branch|>", "2/2 B: ": f"{long}<|/branch|>", "<|/para|>": "END"}
+    most = 9 + sum(len(encode(long[at : at + 3])) for at in range(0, len(long), 3))  # as its pieces come
+    assert most < 2 * len(encode(long)), "it is more than its half of them"
+    answer = ask(proxy, max_tokens=most).json()["choices"][0]
+    assert answer["message"]["content"] == f"So:\nalpha\n{long}" and answer["finish_reason"] == "stop"
+    upstream.delay = 0.01
+    upstream.script |= {"1/2 A: ": "alpha " * 500, "2/2 B: ": "beta " * 500}
+    answer = ask(proxy, max_tokens=most).json()["choices"][0]
+    assert answer["finish_reason"] == "length" and "beta" not in answer["message"]["content"]
+    assert abs(len(encode(answer["message"]["content"])) - most) <= 9
+
+
+def test_a_client_that_goes_ends_its_requests(proxy: str, upstream: Upstream) -> None:
+    upstream.delay = 0.2
+    upstream.script |= {"1/2 A: ": "alpha " * 500, "2/2 B: ": "beta " * 500}
+    messages = [{"role": "user", "content": "?"}]
+    asked = {"model": "proxied", "messages": messages, "stream": True, "aspd": {"stream": "branches"}}
+    with httpx.stream("POST", f"{proxy}/chat/completions", json=asked, timeout=60) as response:
+        next(line for line in response.iter_lines() if "beta" in line or "bet" in line)
+        assert wait_for(lambda: upstream.open == 2)
+    assert wait_for(lambda: upstream.open == 0, 10)
+
+
+def test_faults_of_the_upstream(proxy: str, upstream: Upstream) -> None:
+    busy = JSONResponse({"error": {"message": "busy"}}, 503)
+    upstream.before = lambda number: busy if number <= 2 else None
+    assert ask(proxy).json()["choices"][0]["message"]["content"] == TEXT  # waited out
+    upstream.before = lambda _: JSONResponse({"error": {"message": "no such model"}}, 404)
+    refused = ask(proxy)
+    assert refused.status_code == 502 and "answers 404" in refused.json()["error"]["message"]
+    streamed = ask(proxy, stream=True).text
+    assert "answers 404" in streamed and "[DONE]" not in streamed
+
+
+@pytest.mark.parametrize(
+    "more, status, message",
+    [
+        ({"model": "other"}, 404, "there is no model 'other' here, but 'proxied'"),
+        ({"n": 2}, 400, "n: the proxy does not have it"),
+        ({"logprobs": True}, 400, "logprobs"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "the last message is an answer"),
+        ({"messages": []}, 400, "messages"),
+        ({"tools": [{}]}, 400, "tools: tool calls are not supported"),
+    ],
+)
+def test_what_it_does_not_have_is_refused(more: dict[str, Any], status: int, message: str, proxy: str) -> None:
+    refused = ask(proxy, **more)
+    assert refused.status_code == status and message in refused.json()["error"]["message"]
+
+
+def test_over_llama_cpp(tmp_path: Path) -> None:
+    """SmolLM2 with its adapter, as GGUF: llama.cpp's server writes tags, and the proxy makes branches of them."""
+    xllamacpp = pytest.importorskip("xllamacpp")
+    from aspd_jax import save_model
+
+    try:
+        lm = load_model("smollm2-aspd")
+    except Exception as error:
+        pytest.skip(str(error))
+    save_model(lm, tmp_path / "model.gguf")
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.n_ctx, settings.special = str(tmp_path / "model.gguf"), 4096, True
+    settings.n_parallel = 8
+    server = xllamacpp.Server(settings)
+    app = make_app(UpstreamConfig(f"{server.listening_address}/v1", "m"), lm.tokenizer, lm.end_ids, "proxied", 400)
+    with Served(app) as before:
+        question = [{"role": "user", "content": "How can I improve my time management skills?"}]
+        answer = ask(before.url, messages=question, temperature=0, repetition_penalty=1.1, **STATISTICS).json()
+    items = from_json(answer["aspd"][0]["structure"])
+    blocks = [item for item in items if isinstance(item, Parallel)]
+    assert blocks and all(branch.text.strip() for block in blocks for branch in block.branches)

@@ -1,0 +1,287 @@
+"""Several adapters on one base: every request as if its adapter were merged into a model of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import jax
+import numpy as np
+import pytest
+
+from aspd_jax import LanguageModel, load_model, save_model
+from aspd_jax.errors import CheckpointError, RequestError
+from aspd_jax.formats.adapter import Adapter, Factors, Rows, open_adapter, write_adapter
+from aspd_jax.language_model import put_adapter
+from infer import Engine, SamplingParams
+from infer.answers.logprobs import token_logprobs
+from tests.aspd_jax.formats.test_peft_adapters import CASES, base_folder
+from tests.helpers.serving import Running, ask, serving
+
+RANK = 9
+
+
+def write(
+    base: LanguageModel,
+    folder: Path,
+    seed: int,
+    rank: int,
+    shared: bool,
+    rows: bool = True,
+    scale: float = 0.3,
+    **settings: Any,
+) -> Path:
+    """An adapter with factors of every linear layer; `shared`: of all that read the same, one down."""
+    c, random = base.config, np.random.default_rng(seed)
+    width = c.heads * c.head_dim
+    sizes = {
+        "self_attn.q_proj": (c.hidden_size, width),
+        "self_attn.k_proj": (c.hidden_size, c.kv_heads * c.head_dim),
+        "self_attn.v_proj": (c.hidden_size, c.kv_heads * c.head_dim),
+        "self_attn.o_proj": (width, c.hidden_size),
+        "mlp.gate_proj": (c.hidden_size, c.feed_forward),
+        "mlp.up_proj": (c.hidden_size, c.feed_forward),
+        "mlp.down_proj": (c.feed_forward, c.hidden_size),
+    }
+    factors = {}
+    for layer in range(c.layers):
+        down = random.standard_normal((rank, c.hidden_size)) * scale
+        for name, (inputs, outputs) in sizes.items():
+            own = down if shared and inputs == c.hidden_size else random.standard_normal((rank, inputs)) * scale
+            up = random.standard_normal((outputs, rank)) * scale
+            factors[f"model.layers.{layer}.{name}"] = Factors(own.astype(np.float32), up.astype(np.float32), 2.0)
+    tables = ("model.embed_tokens",) if c.tied else ("model.embed_tokens", "lm_head")
+    assert base.special_tokens is not None
+    ids = base.special_tokens.ids
+    own_rows = {t: Rows(ids, (random.standard_normal((6, c.hidden_size)) * scale).astype(np.float32)) for t in tables}
+    own_rows = own_rows if rows else {}
+    settings = {"positions": c.positions, "siblings": c.siblings} | settings
+    write_adapter(Adapter("", factors, own_rows, settings), folder, "tiny", 2.0 * rank, np.float32, base.tokenizer)
+    return folder
+
+
+class Made:
+    """A base with two of three places taken, and the same models merged."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.base = base_folder(folder / "base", config)
+        plain = load_model(self.base)
+        self.folders = {
+            "first": write(plain, folder / "first", 1, RANK, shared=True),
+            "second": write(plain, folder / "second", 2, RANK // 3, shared=False),
+            "without rows": write(plain, folder / "third", 3, RANK, shared=True, rows=False),
+        }
+        self.merged = {name: load_model(self.base, adapter=at) for name, at in self.folders.items()} | {"": plain}
+
+    def together(self, **settings: Any) -> Engine:
+        engine = Engine(load_model(self.base, adapters=3, lora_rank=RANK), max_batch=4, max_length=128, **settings)
+        for name, folder in self.folders.items():
+            engine.adapters.put(name, folder)
+        return engine
+
+
+@pytest.fixture(scope="module", params=["untied", "qwen2"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("adapters"), CASES[request.param])
+
+
+untied = pytest.mark.parametrize("made", ["untied"], indirect=True)
+PROMPT = list(range(40, 60))
+GREEDY = SamplingParams(max_new_tokens=40, max_branch_tokens=6)
+NAMES = ["first", "", "second", "without rows"]
+
+
+@pytest.mark.parametrize("made", ["untied", "qwen2", "gemma3"], indirect=True)
+def test_a_mixed_batch_is_as_merged_models_are(made: Made) -> None:
+    found = made.together().generate([PROMPT] * 4, GREEDY, adapter=NAMES)
+    alone = [Engine(made.merged[name], max_batch=1, max_length=128).generate([PROMPT], GREEDY)[0] for name in NAMES]
+    assert [result.token_ids for result in found] == [result.token_ids for result in alone]
+    assert len({tuple(result.token_ids) for result in found}) == 4  # or nothing is shown
+
+
+def test_full_passes_too(made: Made) -> None:
+    engine = made.together()
+    for name, result in zip(NAMES, engine.generate([PROMPT] * 4, GREEDY, adapter=NAMES), strict=True):
+        at = engine.adapters.place(engine.adapters.number(name))
+        ours = token_logprobs(engine.lm, engine.config, result, 3, at)
+        theirs = token_logprobs(made.merged[name], engine.config, result, 3)
+        np.testing.assert_allclose([t.logprob for t in ours], [t.logprob for t in theirs], atol=1e-4)
+
+
+@untied
+def test_programs_are_those_of_before(made: Made) -> None:
+    """An array that is tied to a device makes programs of its own: all would be compiled again."""
+    lm = load_model(made.base, adapters=3, lora_rank=RANK)
+    before = jax.tree.map(lambda leaf: (leaf.committed, leaf.sharding, leaf.aval), lm.params)
+    put_adapter(lm, 1, open_adapter(made.folders["first"]))
+    assert jax.tree.map(lambda leaf: (leaf.committed, leaf.sharding, leaf.aval), lm.params) == before
+    tied = jax.device_put(lm.params, jax.tree.map(lambda leaf: leaf.sharding, lm.params))
+    assert jax.tree.map(lambda leaf: (leaf.committed, leaf.sharding, leaf.aval), tied) != before, "negative control"
+
+
+@untied
+def test_nothing_is_reused_of_another_adapter(made: Made) -> None:
+    """The same prompt with one adapter after another, in one row: as in new engines."""
+    engine = Engine(made.together().lm, max_batch=1, max_length=128)
+    for name, folder in made.folders.items():
+        engine.adapters.put(name, folder)
+    long = PROMPT * 3
+    for name in [*NAMES, *NAMES]:
+        (found,) = engine.generate([long], GREEDY, adapter=name)
+        (alone,) = Engine(made.merged[name], max_batch=1, max_length=128).generate([long], GREEDY)
+        assert found.token_ids == alone.token_ids and found.stats.reused_tokens == 0
+    (again,) = engine.generate([long], GREEDY, adapter=NAMES[-1])
+    assert again.stats.reused_tokens > 0  # of its own
+
+
+@untied
+def test_places_are_given_away_when_nobody_uses_them(made: Made) -> None:
+    engine = made.together()
+    with pytest.raises(RequestError, match="all 3 places"):
+        engine.adapters.put("fourth", made.folders["first"])
+    handle = engine.submit(PROMPT, GREEDY, adapter="first")
+    engine.adapters.remove("first")
+    with pytest.raises(RequestError, match="no adapter 'first'; there are second"):
+        engine.check(PROMPT, GREEDY, adapter="first")
+    with pytest.raises(RequestError, match="all 3 places"):  # the request still has it
+        engine.adapters.put("first", made.folders["second"])
+    expected = Engine(made.merged["first"], max_batch=1, max_length=128).generate([PROMPT], GREEDY)[0].token_ids
+    assert handle.wait().token_ids == expected
+    engine.adapters.put("first", made.folders["second"])  # a name may come to mean another
+    (now,) = engine.generate([PROMPT], GREEDY, adapter="first")
+    assert now.token_ids == engine.generate([PROMPT], GREEDY, adapter="second")[0].token_ids != expected
+
+
+@untied
+def test_a_place_is_free_whoever_has_none(made: Made) -> None:
+    engine = Engine(load_model(made.base, adapters=1, lora_rank=RANK), max_batch=1, max_length=128)
+    handle = engine.submit(PROMPT, GREEDY)  # of the base
+    engine.adapters.put("first", made.folders["first"])
+    assert handle.wait().token_ids == engine.generate([PROMPT], GREEDY)[0].token_ids
+    assert engine.generate([PROMPT], GREEDY, adapter="first")[0].token_ids != handle.wait().token_ids
+
+
+@untied
+def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -> None:
+    engine = made.together()
+    engine.adapters.remove("second")
+    base = made.merged[""]
+    bad = {
+        r"it needs 10 ranks, adapters have 9": write(base, tmp_path / "a", 5, 10, shared=True),
+        r"it needs 18 ranks, adapters have 9": write(base, tmp_path / "b", 5, RANK, shared=False),
+        r"positions 'max', this model 'sequential'": write(base, tmp_path / "c", 5, 2, True, positions="max"),
+        r"no adapter folder": tmp_path / "none",
+    }
+    before = engine.generate([PROMPT] * 2, GREEDY, adapter=["first", "without rows"])
+    for message, folder in bad.items():
+        with pytest.raises(CheckpointError, match=message):
+            engine.adapters.put("bad", folder)
+    other = Adapter("odd", {"model.layers.9.mlp.up_proj": Factors(np.zeros((1, 2)), np.zeros((2, 1)), 1.0)})
+    with pytest.raises(CheckpointError, match=r"odd is an adapter for another base: .* no model.layers.9.mlp.up_proj"):
+        put_adapter(engine.lm, 0, other)
+    wrong = Adapter("odd", {"model.layers.0.mlp.up_proj": Factors(np.zeros((1, 2)), np.zeros((2, 1)), 1.0)})
+    with pytest.raises(CheckpointError, match=r"its factors of model.layers.0.mlp.up_proj are \[1, 2\] and \[2, 1\]"):
+        put_adapter(engine.lm, 0, wrong)
+    with pytest.raises(RequestError, match="needs a name that none has, got 'first'"):
+        engine.adapters.put("first", made.folders["first"])
+    with pytest.raises(RequestError, match="no adapter 'bad'"):
+        engine.adapters.remove("bad")
+    engine.forget()
+    after = engine.generate([PROMPT] * 2, GREEDY, adapter=["first", "without rows"])
+    assert [r.token_ids for r in after] == [r.token_ids for r in before]
+    with pytest.raises(CheckpointError, match="several adapters"):
+        save_model(engine.lm, tmp_path / "saved")
+
+
+@untied
+def test_a_model_without_room_says_so(made: Made) -> None:
+    with pytest.raises(CheckpointError, match="has an adapter merged already"):
+        load_model(made.base, adapter=made.folders["first"], adapters=2, lora_rank=RANK)
+    engine = Engine(made.merged[""], max_batch=1, max_length=64)
+    with pytest.raises(RequestError, match="all 0 places"):
+        engine.adapters.put("first", made.folders["first"])
+    with pytest.raises(RequestError, match=r"request 0: there is no adapter 'first'; there are none"):
+        engine.generate([PROMPT], GREEDY, adapter="first")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path, LanguageModel]]:
+    """The embedded model with room for two adapters, of which clients may load three."""
+    folder = tmp_path_factory.mktemp("served")
+    base = load_model("demo")
+    for number, name in enumerate(["one", "two", "three"]):
+        write(base, folder / name, number, 2, shared=True, rows=False, scale=0.15)
+    (folder / "broken").mkdir()
+    engine = Engine(load_model("demo", adapters=2, lora_rank=2), max_length=1024, max_batch=4)
+    with serving(engine, adapter_folder=str(folder)) as running:
+        yield running, folder, base
+
+
+def post(running: Running, path: str, **body: str) -> httpx.Response:
+    return httpx.post(f"{running.url}/v1/{path}", json=body)
+
+
+def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, LanguageModel]) -> None:
+    running, folder, _ = served
+    client = running.client()
+    for name in ("one", "two"):
+        loaded = post(running, "load_lora_adapter", lora_name=name, lora_path=name)
+        assert loaded.status_code == 200 and loaded.json()["parent"] == "demo"
+    assert [model.id for model in client.models.list()] == ["demo", "one", "two"]
+    assert client.models.retrieve("two").id == "two"
+
+    def answer(name: str) -> Any:
+        return client.chat.completions.create(**ask(model=name, max_tokens=60))
+
+    with ThreadPoolExecutor(3) as pool:  # side by side, in one batch
+        answers = dict(zip(("demo", "one", "two"), pool.map(answer, ("demo", "one", "two")), strict=True))
+    assert {name: found.model for name, found in answers.items()} == {name: name for name in answers}
+    for name, found in answers.items():
+        alone = Engine(load_model("demo", adapter=None if name == "demo" else folder / name), max_length=1024)
+        (expected,) = alone.generate([ask()["messages"]], SamplingParams(max_content_tokens=60, max_new_tokens=400))
+        assert found.choices[0].message.content == expected.text
+    assert len({found.choices[0].message.content for found in answers.values()}) == 3
+
+    full = post(running, "load_lora_adapter", lora_name="three", lora_path="three")
+    assert full.status_code == 400 and "all 2 places for adapters are taken" in full.text
+    assert post(running, "unload_lora_adapter", lora_name="one").json()["deleted"] is True
+    assert post(running, "load_lora_adapter", lora_name="three", lora_path="three").status_code == 200
+    gone = httpx.post(f"{running.url}/v1/chat/completions", json=ask(model="one"))
+    assert gone.status_code == 404 and "there is no model 'one' here, but 'demo', 'two', 'three'" in gone.text
+    assert answer("three").choices[0].message.content != answers["one"].choices[0].message.content
+    for name in ("two", "three"):
+        assert post(running, "unload_lora_adapter", lora_name=name).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "name, path, status, message",
+    [
+        ("x", "../elsewhere", 400, "not within the folder of adapters"),
+        ("x", "/etc", 400, "not within the folder of adapters"),
+        ("x", "broken", 400, "is no adapter folder"),
+        ("x", "none", 400, "is no adapter folder"),
+        ("demo", "one", 400, "'demo' is the model"),
+        ("", "one", 400, "lora_name"),
+    ],
+)
+def test_bad_ones_are_refused(
+    served: tuple[Running, Path, LanguageModel], name: str, path: str, status: int, message: str
+) -> None:
+    running = served[0]
+    refused = post(running, "load_lora_adapter", lora_name=name, lora_path=path)
+    assert refused.status_code == status and message in refused.json()["error"]["message"]
+    assert post(running, "unload_lora_adapter", lora_name="demo").status_code == 404
+    assert running.client().chat.completions.create(**ask(max_tokens=5)).choices  # nothing has happened
+
+
+def test_servers_without_a_folder_take_none(engine_without: Running) -> None:
+    assert post(engine_without, "load_lora_adapter", lora_name="x", lora_path="x").status_code in (404, 405)
+
+
+@pytest.fixture
+def engine_without() -> Iterator[Running]:
+    with serving(Engine(load_model("demo"), max_length=256, max_batch=1)) as running:
+        yield running

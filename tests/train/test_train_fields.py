@@ -1,0 +1,78 @@
+"""Every field of a training configuration changes the run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.helpers.training import SMALL, changed
+from train.loop import train as run_training
+from train.train_config import TrainConfig
+
+CHANGED: dict[str, Any] = {
+    "model.checkpoint": None, "model.vocab_size": 800, "model.layers": 2, "model.hidden_size": 48,
+    "model.heads": 1, "model.kv_heads": 2, "model.head_dim": 8, "model.feed_forward": 48, "model.positions": "max",
+    "model.siblings": "shared", "model.dtype": "bfloat16", "model.parameters": "bfloat16",
+    "model.weights": None, "model.lora_rank": 2, "model.lora_alpha": None, "model.scan": True, "model.remat": True,
+    "model.attention": "reference",
+    "data.train": None, "data.held_out": None,
+    "data.cache": None, "data.strict": None, "data.chat_template": None, "data.structured": False,
+    "data.plain_every": 2, "data.fed_loss": True, "data.reread": True, "data.rows": 1, "data.length": 400,
+    "data.bins": None,
+    "data.short_steps": 0, "data.short_rows": 1, "data.short_length": 120, "data.recital_every": 3,
+    "optimiser.learning_rate": 1e-2, "optimiser.warmup": 1.0, "optimiser.final": 0.5, "optimiser.weight_decay": 0.5,
+    "optimiser.beta1": 0.5, "optimiser.beta2": 0.5, "optimiser.clip": 1e-4, "optimiser.accumulate": None,
+    "mesh.data": None, "mesh.fsdp": None, "mesh.tensor": None, "steps": 3, "epochs": None, "seed": 1,
+    "save_every": 3, "keep": 1, "evaluate_batches": 1, "log_every": 2, "tensorboard": True,
+}  # fmt: skip
+
+ELSEWHERE = {
+    "model.checkpoint", "model.weights", "model.lora_alpha", "data.train", "data.held_out", "data.cache",
+    "data.strict", "data.chat_template", "data.bins", "optimiser.accumulate", "mesh.data", "mesh.fsdp",
+    "mesh.tensor", "epochs",
+}  # fields that only mean something for a fine-tuning or a mesh, and are tested with one elsewhere  # fmt: skip
+
+NAMES = [
+    f"{section.name}.{inner.name}" if is_dataclass(section.default_factory) else section.name
+    for section in fields(TrainConfig)
+    for inner in (fields(section.default_factory) if is_dataclass(section.default_factory) else [section])
+]
+
+REFERENCE: dict[str, Any] = {}
+
+
+def test_every_field_is_in_the_table() -> None:
+    assert set(NAMES) == set(CHANGED)
+    assert {name for name, value in CHANGED.items() if value is None} == ELSEWHERE
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if CHANGED[name] is not None])
+def test_every_field_changes_the_run(name: str, tmp_path: Path) -> None:
+    base, reference = changed(SMALL, log_every=1), "with short steps"
+    if not name.startswith(("data.short", "data.recital")):  # one program less to compile
+        base, reference = changed(base, data__short_steps=0), "without"
+    if reference not in REFERENCE:
+        REFERENCE[reference] = outcome(base, tmp_path / "reference")
+    other = outcome(changed(base, **{name.replace(".", "__"): CHANGED[name]}), tmp_path / "changed")
+    assert other != REFERENCE[reference]
+
+
+def outcome(config: TrainConfig, output: Path) -> Any:
+    """What a run leaves behind, and the program that it ran."""
+    trained = run_training(config, output, progress=False)
+    leaves = [float(np.abs(leaf).sum()) for leaf in jax.tree.leaves(trained.params)]
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+    saved = sorted(int(folder.name) for folder in (output / "checkpoints").iterdir() if folder.name.isdigit())
+    form = (
+        config.model.scan,
+        config.model.remat,
+        config.model.attention,
+    )  # the same numbers by another program: see the tests above
+    return leaves, metrics, saved, sorted(p.name for p in output.iterdir()), trained.config, form

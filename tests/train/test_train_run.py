@@ -1,0 +1,197 @@
+"""Whole training runs: resumed, killed, on meshes, in two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from flax.traverse_util import flatten_dict
+from safetensors import safe_open
+
+import train.batches
+import train.loop
+from aspd_jax import load_model
+from aspd_jax.errors import CheckpointError, ConfigError
+from tests.conftest import ROOT
+from tests.helpers.training import SMALL, WIDE, changed, losses, prepared
+from train.batches import synthetic_batch
+from train.checkpoints import Checkpoints
+from train.loop import export
+from train.loop import train as run_training
+from train.train_config import TrainConfig
+from train.train_step import TrainState
+
+
+def interrupt(config: TrainConfig, run: Path, step: int, monkeypatch: Any) -> None:
+    """Train until the data of a step is asked for."""
+
+    def failing(*args: Any) -> Any:
+        if args[-1] == step:
+            raise KeyboardInterrupt
+        return synthetic_batch(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.batches, "synthetic_batch", failing)
+        with pytest.raises(KeyboardInterrupt):
+            run_training(config, run, progress=False)
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkeypatch: Any) -> None:
+    small = changed(SMALL, log_every=1)
+    whole = run_training(small, tmp_path / "whole", progress=False)
+
+    interrupt(small, tmp_path / "cut", 3, monkeypatch)
+    seen = []
+    monkeypatch.setattr(train.batches, "synthetic_batch", lambda *args: seen.append(args[-1]) or synthetic_batch(*args))
+    resumed = run_training(small, tmp_path / "cut", progress=False)
+    assert seen == [2, 3], "goes on from the checkpoint of step 2"
+    jax.tree.map(np.testing.assert_array_equal, whole.params, resumed.params)
+    loaded = load_model(tmp_path / "cut" / "model")
+    jax.tree.map(np.testing.assert_array_equal, whole.params, loaded.params)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut") and len(losses(tmp_path / "whole")) == 4
+    with pytest.raises(ConfigError, match=r"holds a run with another data\.rows, seed"):
+        run_training(changed(small, seed=1, data__rows=3), tmp_path / "cut")
+    export(tmp_path / "cut", tmp_path / "exported", step=2)
+    earlier = load_model(tmp_path / "exported")
+    assert np.abs(np.asarray(earlier.params["norm"]["scale"]) - whole.params["norm"]["scale"]).max() > 0
+    export(tmp_path / "cut", tmp_path / "rounded", dtype="bfloat16")
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(np.float32), whole.params)
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "rounded").params, rounded)
+    with safe_open(tmp_path / "rounded" / "model.safetensors", framework="numpy") as tensors:
+        assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
+    assert json.loads((tmp_path / "rounded" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3; there are: 2, 4"):
+        export(tmp_path / "cut", tmp_path / "none", step=3)
+    with pytest.raises(CheckpointError, match="holds no training run"):
+        export(tmp_path, tmp_path / "none")
+
+
+def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
+    state = TrainState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), {"a": jnp.ones(2)}, {"b": jnp.ones(2)})
+    with Checkpoints(tmp_path / "both", keep=1, best=True) as checkpoints:
+        for step, loss in enumerate((3.0, 1.0, 2.0, 4.0), 1):
+            checkpoints.save(step, state, {"step": step}, loss)
+    with Checkpoints(tmp_path / "both", read_only=True) as checkpoints:
+        assert checkpoints.steps == [2, 4]
+    with Checkpoints(tmp_path / "last", keep=2) as checkpoints:
+        for step in range(1, 5):
+            checkpoints.save(step, state, {"step": step})
+    with Checkpoints(tmp_path / "last", read_only=True) as checkpoints:
+        assert checkpoints.steps == [3, 4]
+
+
+def test_kill_9_at_any_moment(tmp_path: Path) -> None:
+    """A run killed again and again, at random, saves included, leaves the losses and the model of one that was not."""
+    config = changed(SMALL, steps=12, save_every=1, keep=2, log_every=1, data__short_steps=0)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config.as_dict()))))
+    run_training(config, tmp_path / "whole", progress=False)
+    command = [sys.executable, "-m", "aspd", "train", str(tmp_path / "config.yaml"), "--output"]
+    killed, chance = 0, random.Random(0)
+    cut = tmp_path / "cut"
+    while True:
+        reached = losses(cut)[-1:] if (cut / "metrics.jsonl").exists() else []
+        process = subprocess.Popen([*command, str(cut)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if killed < 2:
+            # Wait until it moves, then a little.
+            deadline = time.monotonic() + 240
+            while process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+                if (cut / "metrics.jsonl").exists() and losses_if_whole(cut)[-1:] not in (reached, []):
+                    break
+            time.sleep(chance.uniform(0.0, 0.6))
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                killed += 1
+            process.wait()
+            continue
+        assert process.wait(timeout=300) == 0, process.stderr.read().decode() if process.stderr else ""
+        break
+    assert losses(cut) == losses(tmp_path / "whole")
+    one, other = (load_model(tmp_path / name / "model").params for name in ("whole", "cut"))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def losses_if_whole(run: Path) -> list[float]:
+    try:
+        return losses(run)
+    except (json.JSONDecodeError, AssertionError):
+        return []
+
+
+MESHES: list[Any] = [{"data": 2, "fsdp": 2, "tensor": 2}]
+
+MESHES += [
+    pytest.param(shape, marks=pytest.mark.slow) for shape in ({"data": 8}, {"fsdp": 8}, {"fsdp": 4, "tensor": 2})
+]
+
+REFERENCE: dict[str, Any] = {}
+
+
+@pytest.mark.several
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_every_mesh_gives_the_same_losses(shape: dict[str, int], tmp_path: Path) -> None:
+    if "one" not in REFERENCE:
+        run_training(changed(WIDE, save_every=2), tmp_path / "one", progress=False)
+        REFERENCE["one"] = losses(tmp_path / "one")
+    config = changed(WIDE, save_every=2, **{f"mesh__{axis}": size for axis, size in shape.items()})
+    run_training(config, tmp_path / "many", progress=False)
+    np.testing.assert_allclose(losses(tmp_path / "many"), REFERENCE["one"], rtol=1e-5)
+    setup = prepared(config)
+    for tree in (setup.state.params, setup.state.optimiser[1][0].mu):
+        flat = flatten_dict(tree)
+        gate = flat[("layer_0", "feed_forward", "gate_up", "kernel")].sharding.shard_shape((2, 32, 64))
+        assert gate == (2, 32 // shape.get("tensor", 1), 64 // shape.get("fsdp", 1))
+        query = flat[("layer_1", "attention", "query_key_value", "kernel")].sharding.shard_shape((2, 4, 16, 64))
+        assert query == (2 // shape.get("tensor", 1), 4, 16, 64 // shape.get("fsdp", 1))
+        head = flat[("head", "kernel")].sharding.shard_shape((768, 64))
+        assert head == (768 // shape.get("tensor", 1), 64 // shape.get("fsdp", 1))
+    batch = setup.place(synthetic_batch(setup.lm.codec, setup.lm.tokenizer, config, 0))
+    assert batch.tokens.sharding.shard_shape((8, 128)) == (8 // (shape.get("data", 1) * shape.get("fsdp", 1)), 128)
+
+
+@pytest.mark.several
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh(tmp_path: Path, monkeypatch: Any) -> None:
+    config = changed(WIDE, save_every=2)
+    run_training(config, tmp_path / "whole", progress=False)
+
+    interrupt(changed(config, mesh__fsdp=8), tmp_path / "moved", 2, monkeypatch)
+    run_training(changed(config, mesh__data=2, mesh__tensor=2), tmp_path / "moved", progress=False)
+    np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
+def test_two_processes_train_together(tmp_path: Path) -> None:
+    config = changed(WIDE, steps=2, save_every=2, mesh__data=2, mesh__fsdp=2)
+    run_training(changed(config, mesh__data=1, mesh__fsdp=1), tmp_path / "one", progress=False)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config.as_dict()))))
+    port = 20000 + os.getpid() % 20000
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    processes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "aspd", "train", str(tmp_path / "config.yaml")),
+                *("--output", str(tmp_path / "two"), "--coordinator", f"127.0.0.1:{port}"),
+                *("--processes", "2", "--process", str(number)),
+            ],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=400)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
+    one, two = (flatten_dict(load_model(tmp_path / name / "model").params) for name in ("one", "two"))
+    for path, leaf in one.items():
+        np.testing.assert_allclose(leaf, two[path], atol=2e-5)

@@ -1,0 +1,133 @@
+"""One training step: in parts, scanned, rematerialised, with losses that are not finite, in bfloat16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from aspd.aot.abstract import placed
+from aspd_jax import Layout
+from aspd_jax.model.model_config import ModelConfig
+from aspd_jax.model.transformer import Transformer
+from aspd_jax.model.weights import abstract_parameters
+from tests.helpers.training import SMALL, WIDE, changed, prepared
+from train.batches import synthetic_batch
+from train.train_config import TrainConfig
+from train.train_step import rounded, train_step
+
+
+def stepped(config: TrainConfig) -> tuple[Any, Any]:
+    """Metrics and full parameters after one step."""
+    setup = prepared(config)
+    batch = synthetic_batch(setup.lm.codec, setup.lm.tokenizer, config, 5)
+    take = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
+    state, metrics = take(setup.state, setup.frozen, setup.place(batch))
+    return metrics, setup.language_model(state).params
+
+
+WAYS: list[Any] = [
+    {"optimiser__accumulate": 4},
+    pytest.param(
+        {"model__scan": True, "model__remat": True, "optimiser__accumulate": 2, "mesh__fsdp": 4},
+        marks=pytest.mark.several,
+    ),
+]
+
+WAYS += [pytest.param(change, marks=pytest.mark.slow) for change in ({"model__scan": True}, {"model__remat": True})]
+
+
+@pytest.mark.parametrize("change", WAYS, ids=str)
+def test_the_same_step_in_another_way(change: dict[str, Any]) -> None:
+    """Accumulated, scanned and rematerialised steps are the plain step; rows differ in how many tokens they learn."""
+    base = changed(WIDE, optimiser__warmup=0.0, steps=1)
+    metrics, params = stepped(base)
+    other, after = stepped(changed(base, **change))
+    assert float(other["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
+    assert float(other["gradient_norm"]) == pytest.approx(float(metrics["gradient_norm"]), rel=1e-4)
+    assert jax.tree.structure(params) == jax.tree.structure(after)
+
+
+def test_gradients_of_an_accumulated_step_are_those_of_the_whole(monkeypatch: Any) -> None:
+    """Compared through plain gradient descent, in which an update is the gradient."""
+    monkeypatch.setattr("train.setup.make_optimiser", lambda config, steps: SGD)
+    SGD = optax.sgd(1.0)
+    whole, parts = (stepped(changed(WIDE, optimiser__accumulate=parts))[1] for parts in (1, 4))
+    start = prepared(WIDE).language_model(prepared(WIDE).state).params
+    moved = [np.abs(a - b).max() for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(start), strict=True)]
+    assert max(moved) > 1e-3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, parts)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted() -> None:
+    setup = prepared(SMALL)
+    batch = synthetic_batch(setup.lm.codec, setup.lm.tokenizer, SMALL, 0)
+    before = jax.device_get(setup.state)
+    bad = batch._replace(loss=np.where(batch.loss > 0, np.inf, 0).astype(np.float32))
+    take = train_step(setup.model, setup.optimiser)
+    state, metrics = take(setup.state, setup.frozen, setup.place(bad))
+    assert int(metrics["skipped"]) == 1 and int(state.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
+    jax.tree.map(np.testing.assert_array_equal, before.optimiser, state.optimiser)
+    for _ in range(2):  # the first one has a learning rate of 0
+        state, metrics = take(state, setup.frozen, setup.place(batch))
+    assert int(metrics["skipped"]) == 1 and np.isfinite(float(metrics["loss"]))
+    moved = [np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (before.params, state.params)), strict=True)]
+    assert max(moved) > 0
+
+
+@pytest.mark.several
+def test_a_step_keeps_the_shardings_of_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = prepared(changed(WIDE, mesh__data=2, mesh__fsdp=2, mesh__tensor=2))
+    batch = setup.place(synthetic_batch(setup.lm.codec, setup.lm.tokenizer, WIDE, 5))
+    given = jax.tree.map(lambda leaf: (leaf.sharding, leaf.ndim), setup.state)
+
+    def kept(step: Any) -> list[bool]:
+        shardings, metrics = step.lower(setup.state, setup.frozen, batch).compile().output_shardings
+        assert all(place.is_fully_replicated for place in jax.tree.leaves(metrics))
+        return jax.tree.leaves(jax.tree.map(lambda place, own: place.is_equivalent_to(*own), shardings, given))
+
+    assert all(kept(train_step(setup.model, setup.optimiser)))
+    assert len({str(leaf.sharding.spec) for leaf in jax.tree.leaves(setup.state)}) > 3
+    # Negative control: the pinned shardings decide, not those that the compiler would propagate.
+    replicated = placed(setup.state, setup.state.step.sharding)
+    monkeypatch.setattr("train.train_step.abstract_state", lambda *_: replicated)
+    assert not all(kept(train_step.__wrapped__(setup.model, setup.optimiser)))
+
+
+def test_bfloat16_parameters_move_on_average() -> None:
+    """Updates far below the spacing of bfloat16 add up, as they would not with rounding to the nearest."""
+    old = {"a": jnp.ones((64, 64), jnp.bfloat16)}
+    new = {"a": jnp.full((64, 64), 1.0 + 2.0**-11)}
+    moved = rounded(new, old, jax.random.key(0))["a"]
+    assert moved.dtype == jnp.bfloat16 and set(np.unique(np.asarray(moved, np.float32))) == {1.0, 1.0 + 2.0**-7}
+    assert float(moved.astype(jnp.float32).mean()) == pytest.approx(1.0 + 2.0**-11, abs=2.0**-13)
+    config = changed(SMALL, model__parameters="bfloat16")
+    setup = prepared(config)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(setup.state.params)} == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(setup.state.optimiser[1][0].nu)} == {"float32"}
+
+
+def test_memory_of_attention_grows_with_the_length() -> None:
+    """Doubling a row from 4k to 8k tokens at most doubles what the compiler sets aside for a gradient."""
+    shape = ModelConfig(vocab_size=64, hidden_size=64, feed_forward=64, layers=1, heads=2, kv_heads=1, head_dim=32)
+
+    def bytes_of(length: int, attention: str) -> int:
+        model = Transformer(replace(shape, attention=attention))
+        params = nn.meta.unbox(abstract_parameters(model))
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+        def loss(params: Any, tokens: Any, layout: Any) -> Any:
+            return model.apply({"params": params}, tokens, layout, head=False).sum()
+
+        lowered = jax.jit(jax.grad(loss)).lower(params, tokens, Layout(tokens, tokens, tokens, tokens))
+        return int(lowered.compile().memory_analysis().temp_size_in_bytes)
+
+    assert bytes_of(8192, "chunked") <= 2.001 * bytes_of(4096, "chunked")  # arrays are aligned
+    assert bytes_of(4096, "reference") > 3.5 * bytes_of(2048, "reference"), "the measure sees what is quadratic"
