@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, mesh_of, model_name, model_options, positive, sampling_options
+from aspd.options import command, mesh_of, model_name, model_options, positive, sampling_options, sampling_params
 from aspd_jax.errors import DataError, RequestError
 
 # Asked in the demo of a chat model; of its training questions none is among them.
@@ -65,24 +65,10 @@ def run_generate(options: argparse.Namespace) -> None:
     """`aspd generate`."""
     from aspd_jax import load_model
     from aspd_jax.structure import to_json
-    from infer import Engine, SamplingParams, TextTags
+    from infer import Engine, TextTags
     from infer.offline.terminal import print_growing
 
-    params = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        frequency_penalty=options.frequency_penalty,
-        presence_penalty=options.presence_penalty,
-        logit_bias=dict(text.partition("=")[::2] for text in options.logit_bias),
-        min_tokens=options.min_tokens,
-        max_new_tokens=options.max_new_tokens,
-        max_branch_tokens=options.max_branch_tokens,
-        stop=tuple(options.stop),
-        seed=options.seed,
-    )
+    params = sampling_params(options)
     if (options.input is None) != (options.output is None):
         raise RequestError("--input and --output go together")
     if options.continue_final_message and options.messages is None:

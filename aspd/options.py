@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aspd_jax.errors import CheckpointError, RequestError
+from infer.request import BIASES, PARAMETERS, STRINGS, SamplingParams
 
 LEFT_OUT = 10  # lines that are named one by one
 
@@ -97,22 +98,33 @@ def join_processes(options: argparse.Namespace) -> None:
 
 
 def sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Fields of `SamplingParams`."""
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--frequency-penalty", type=float, default=0.0)
-    parser.add_argument("--presence-penalty", type=float, default=0.0)
-    parser.add_argument(
-        "--logit-bias", action="append", default=[], metavar="ID=BIAS", help="added to a token's logit; may be repeated"
-    )
-    parser.add_argument("--min-tokens", type=int, default=0, help="minimum tokens of plain text of an answer")
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--max-branch-tokens", type=int, default=1024)
-    parser.add_argument("--stop", action="append", default=[], help="string that ends its segment; may be repeated")
-    parser.add_argument("--seed", type=int, help="of the random streams")
+    """Add an option for each sampling parameter that the command line offers."""
+    for name, parameter in PARAMETERS.items():
+        if parameter.cli is None:
+            continue
+        keywords: dict[str, Any] = {"help": parameter.help, "default": parameter.cli.default}
+        if parameter.kind in (STRINGS, BIASES):
+            metavar = "ID=BIAS" if parameter.kind == BIASES else None
+            keywords |= {"action": "append", "default": [], "metavar": metavar}
+            keywords["help"] += "; may be repeated"
+        else:
+            keywords["type"] = parameter.kind
+        parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    """Return the values of `sampling_options`.
+
+    Raises:
+        RequestError: a value is out of bounds.
+    """
+    values = {name: getattr(options, name) for name, parameter in PARAMETERS.items() if parameter.cli is not None}
+    values |= {
+        name: dict(pair.partition("=")[::2] for pair in values[name])
+        for name in values
+        if PARAMETERS[name].kind == BIASES
+    }
+    return SamplingParams(**values)
 
 
 def positive(options: argparse.Namespace, *names: str) -> None:

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from infer.answers.logprobs import MAX_ALTERNATIVES
-from infer.request import Mode, SamplingParams
+from infer.request import BIASES, PARAMETERS, STRINGS, Mode, Offer, Parameter, SamplingParams
 from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 from infer.server.server_config import ServerConfig
 
@@ -23,9 +23,6 @@ def _whole(value: Any) -> Any:
 
 Int = Annotated[int, BeforeValidator(_whole), pydantic.Strict()]  # neither "5" nor true
 Float = Annotated[float, pydantic.Strict()]
-Temperature = Annotated[Float, Field(ge=0, le=2)]
-Penalty = Annotated[Float, Field(ge=-2, le=2)]
-Share = Annotated[Float, Field(gt=0, le=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
 Pattern = Annotated[str, Field(min_length=1)]  # a regular expression or a grammar
@@ -178,23 +175,35 @@ class StreamOptions(Strict):
     continuous_usage_stats: StrictBool = False
 
 
-class Common(Strict):
+def _sampling_fields() -> dict[str, Any]:
+    """Return the type and the default of each field of a request that is a sampling parameter, by name."""
+    offered = ((name, parameter, parameter.http) for name, parameter in PARAMETERS.items())
+    return {name: _sampling_field(parameter, offer) for name, parameter, offer in offered if offer is not None}
+
+
+def _sampling_field(parameter: Parameter, offer: Offer) -> tuple[Any, Any]:
+    bounds = offer.bounds
+    if parameter.kind == BIASES:
+        kind: Any = dict[str, Annotated[Float, Field(**bounds.limits)]]
+        return kind, Field(default_factory=dict, description=parameter.help)
+    if parameter.kind == STRINGS:
+        kind = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+    else:
+        kind = Annotated[{int: Int, float: Float}[parameter.kind], Field(**bounds.limits)]
+    if offer.nullable or offer.default is None:
+        kind = kind | None
+    return kind, Field(offer.default, description=parameter.help)
+
+
+SamplingFields: Any = pydantic.create_model("SamplingFields", __base__=Strict, **_sampling_fields())
+
+
+class Common(SamplingFields):
     """Fields of all kinds of requests."""
 
     neutral: ClassVar = {**REQUEST, "top_k": Neutral((-1,))}
     model: str
-    temperature: Temperature | None = 1.0
-    top_p: Share | None = 1.0
-    top_k: Annotated[Int, Field(ge=0, lt=1 << 31)] = 0
-    min_p: Annotated[Float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[Float, Field(gt=0, le=10)] = 1.0
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
-    logit_bias: dict[str, Annotated[Float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    min_tokens: Annotated[Int, Field(ge=0, lt=1 << 31)] = 0
     ignore_eos: StrictBool = False
-    seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     aspd: Aspd = Aspd()
@@ -256,25 +265,36 @@ class Common(Strict):
         """Strings that end the answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    def sampling_values(self, choice: int = 0) -> dict[str, Any]:
+        """Return the sampling parameters that have a field of their name, by name.
+
+        Args:
+            choice: number of the answer, from 0; each answer has its own random streams.
+        """
+        values: dict[str, Any] = {}
+        for name, parameter in PARAMETERS.items():
+            if parameter.http is not None:
+                value = getattr(self, name)
+                values[name] = parameter.http.default if value is None else value
+        seed = None if self.seed is None else (self.seed + choice) % (1 << 32)
+        return values | {"seed": seed, "stop": self.stop_strings}
+
     def params(self, config: ServerConfig, choice: int) -> SamplingParams:
-        """Of one of the answers; each has its own random stream. Without `aspd.content`, which has to be encoded."""
+        """Return the parameters of an answer, without `aspd.content`, which has to be encoded.
+
+        Args:
+            config: limits of the server.
+            choice: number of the answer, from 0.
+        """
         limit = config.max_new_tokens if self.limit is None else min(self.limit, config.max_new_tokens)
+        values = self.sampling_values(choice) | self.grammar
+        if self.ignore_eos:
+            values["min_tokens"] = limit
         return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            logit_bias=self.logit_bias,
-            min_tokens=limit if self.ignore_eos else self.min_tokens,
             max_new_tokens=config.max_new_tokens,
             max_content_tokens=limit,
-            stop=self.stop_strings,
-            seed=None if self.seed is None else (self.seed + choice) % (1 << 32),
             branch_schema=schema_of(self.aspd.branch_format),
-            **self.grammar,
+            **values,
         )
 
 
