@@ -189,16 +189,16 @@ class SamplingParams:
         proxy=Forward(("min_p",)),
     )  # fmt: skip
     repetition_penalty: float = _parameter(
-        1.0, "divides positive logits, and multiplies negative ones, of tokens that the segment can see in the plain "
-        "text of the answer, or in its titles for a title; 1: none", Bounds(gt=0),
+        1.0, "divides positive logits, and multiplies negative ones, of tokens in the visible plain text of the answer "
+        "(for a title: in visible titles); 1: none", Bounds(gt=0),
         http=Offer(bounds=Bounds(gt=0, le=10)),
         proxy=Forward(("repetition_penalty", "repeat_penalty")),  # vLLM's name, and llama.cpp's
     )  # fmt: skip
     frequency_penalty: float = _parameter(
-        0.0, "subtracted from the logit of a token for each occurrence in the same text; 0: none", PENALTY
+        0.0, "subtracted from the logit of a token for each occurrence in the visible text; 0: none", PENALTY
     )
     presence_penalty: float = _parameter(
-        0.0, "subtracted once from the logit of a token that occurs in the same text; 0: none", PENALTY
+        0.0, "subtracted once from the logit of a token that occurs in the visible text; 0: none", PENALTY
     )
     logit_bias: Mapping[Any, float] = _parameter(
         {}, "added to the logit of a token id, wherever the grammar permits the token", Bounds(ge=-100, le=100),
@@ -224,7 +224,7 @@ class SamplingParams:
         http=Offer(None), yaml=None, proxy=Forward(), device=False,
     )  # fmt: skip
     seed: int | None = _parameter(
-        None, "seed of the random streams; none: a random one", Bounds(ge=0, lt=1 << 32),
+        None, "seed of the random streams; by default a random one", Bounds(ge=0, lt=1 << 32),
         http=Offer(bounds=Bounds(ge=-(1 << 63), lt=1 << 63)), yaml=Offer(0), proxy=Forward(("seed",)), device=False,
     )  # fmt: skip
     json_schema: str | Mapping[str, Any] | None = _library_parameter(
