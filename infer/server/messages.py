@@ -1,4 +1,4 @@
-"""What clients send, checked: OpenAI's chat completions and completions, and what this server adds to them."""
+"""Requests of clients: OpenAI's chat completions and completions, with the fields that this server adds."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from infer.request import BIASES, PARAMETERS, STRINGS, Mode, Offer, Parameter, S
 from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 from infer.server.server_config import ServerConfig
 
-MAX_STOPS = 64  # stop strings; OpenAI has 4, evaluation harnesses send more
+MAX_STOPS = 64  # stop strings; OpenAI allows 4, but evaluation harnesses send more
 
 
 def _whole(value: Any) -> Any:
-    """A number such as 5.0, as some clients write integers, as an integer."""
+    """Return a number such as 5.0 as an integer, because some clients write integers so."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -37,13 +37,13 @@ class PlainText(Strict):
 
 
 class JsonObject(Strict):
-    """JSON mode: any object."""
+    """JSON mode: the answer is any JSON object."""
 
     type: Literal["json_object"]
 
 
 class NamedSchema(Strict):
-    """A schema as OpenAI's clients send it; it is always kept to, whatever `strict` says."""
+    """A schema in OpenAI's form. Answers always follow it; `strict` has no effect."""
 
     name: str
     description: str | None = None
@@ -62,19 +62,21 @@ ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discrimina
 
 
 def schema_of(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
-    """The JSON schema that a format asks for."""
+    """Return the JSON schema of a response format; None: plain text."""
     if isinstance(form, JsonSchema):
         return form.json_schema.schema_
     return {"type": "object"} if isinstance(form, JsonObject) else None
 
 
 class StructuredOutputs(Strict):
-    """What an answer has to match, as vLLM has it; one of these.
+    """Constraint of an answer in vLLM's form: one of these fields.
 
     Attributes:
-        json_: a JSON schema, as text or as an object.
-        json_object: any JSON object.
-        regex, choice, grammar: a regular expression, strings, a Lark or GBNF grammar.
+        json_: JSON schema, as text or as an object.
+        json_object: whether the answer is any JSON object.
+        regex: regular expression (Rust's syntax).
+        choice: strings, one of which is the answer.
+        grammar: Lark or GBNF grammar.
     """
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
@@ -85,15 +87,15 @@ class StructuredOutputs(Strict):
 
 
 class Aspd(Strict):
-    """What this server adds.
+    """Fields of a request that this server adds.
 
     Attributes:
-        mode: `adaptive`: the model decides when to fork; `serial`: it never does.
-        stream: `text`: deltas in reading order; `branches`: as they come, with block and branch numbers.
-        statistics: send what the answer cost, its structure, and its `token_ids`, with its end. A later request that
-            sends these back, as `aspd.token_ids` of the message, goes on with the blocks of the answer.
-        branch_format: as `response_format`, of the text of every branch.
-        content: the text of the answer, which serial mode then decodes as if it had chosen it: what it costs.
+        mode: `adaptive`: the model decides when to fork; `serial`: the answer does not fork.
+        stream: `text`: deltas in reading order; `branches`: every delta at once, with block and branch numbers.
+        statistics: return the steps of the answer, its structure and its `token_ids`. A later request that returns
+            these as `aspd.token_ids` of the message continues after the blocks of the answer.
+        branch_format: response format of the text of every branch.
+        content: text of the answer, which serial mode decodes as if the model had chosen it, to measure its cost.
     """
 
     mode: Mode = "adaptive"
@@ -110,7 +112,7 @@ PART_KINDS = {
 
 
 class Part(Strict):
-    """A part of a message: text is all this server reads."""
+    """A part of a message; only text is supported."""
 
     neutral = PART
     type: Literal["text", "input_text", "output_text"]
@@ -128,7 +130,11 @@ class Part(Strict):
 
 
 class Decoded(Strict):
-    """What this server adds to a message of the assistant: the tokens that it was answered as, with its blocks."""
+    """Field of an assistant's message that this server adds.
+
+    Attributes:
+        token_ids: tokens of the answer as it was decoded, blocks included.
+    """
 
     token_ids: list[Annotated[Int, Field(ge=0, lt=1 << 31)]] | None = None
 
@@ -150,7 +156,7 @@ class Message(Strict):
             if isinstance(kind := data.get("type"), str) and kind != "message":
                 raise fault(f"items of type {spell(kind)} are not supported")
             if data.get("role") == "assistant" and data.get("content") is None:
-                return {**data, "content": ""}  # as clients send back answers that called tools
+                return {**data, "content": ""}  # clients return answers that called tools without content
         return data
 
     @model_validator(mode="after")
@@ -161,14 +167,14 @@ class Message(Strict):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As the chat template takes it."""
+        """Return the message in the form of the chat template."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": text} | ({} if self.aspd.token_ids is None else self.aspd.model_dump())
 
 
 class StreamOptions(Strict):
-    """See OpenAI; `continuous_usage_stats`, which is vLLM's, sends the usage so far with every chunk."""
+    """Options of a stream in OpenAI's form; `continuous_usage_stats` (vLLM) adds the usage so far to every chunk."""
 
     include_usage: StrictBool = False
     include_obfuscation: StrictBool = False
@@ -199,7 +205,7 @@ SamplingFields: Any = pydantic.create_model("SamplingFields", __base__=Strict, *
 
 
 class Common(SamplingFields):
-    """Fields of all kinds of requests."""
+    """Fields of all kinds of requests, with the sampling parameters that HTTP offers."""
 
     neutral: ClassVar = {**REQUEST, "top_k": Neutral((-1,))}
     model: str
@@ -223,46 +229,46 @@ class Common(SamplingFields):
     @property
     @abstractmethod
     def limit(self) -> int | None:
-        """Tokens that the answer may have, as a client counts them: those of its text."""
+        """Return the maximum tokens of the text of an answer; None: the limit of the server."""
 
     @property
     @abstractmethod
     def grammar(self) -> dict[str, Any]:
-        """What the answer has to follow: a field of `SamplingParams` and its value; empty: nothing."""
+        """Return the constraint of the answer: a field of `SamplingParams` and its value; empty: none."""
 
     @property
     @abstractmethod
     def alternatives(self) -> int | None:
-        """Likeliest tokens to show beside each; None: no log probabilities are wanted."""
+        """Return the number of likeliest tokens to list at each token; None: no log probabilities."""
 
     @property
     def with_growing_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """Return whether every chunk of a stream has the usage so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template, for messages."""
+        """Return the variables of the chat template."""
         return {}
 
     @property
     def choices(self) -> int:
-        """Answers to each prompt of the request."""
+        """Return the number of answers to each prompt."""
         return 1
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Return whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def candidates(self) -> int:
-        """Answers to decode for each prompt, of which `choices` are sent."""
+        """Return the number of answers to decode for each prompt, of which `choices` are sent."""
         return self.choices
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end the answer."""
+        """Return the strings that end the answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling_values(self, choice: int = 0) -> dict[str, Any]:
@@ -317,35 +323,35 @@ class Completion(Common):
         return self
 
     def _grammars(self) -> dict[str, tuple[str, Any]]:
-        """Fields of the request that constrain the answer, with the field of `SamplingParams` and the value of each."""
-        own = self.structured_outputs or StructuredOutputs()
-        every = {
+        """Return the fields that constrain the answer, each with its field of `SamplingParams` and its value."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        fields = {
             "response_format": ("json_schema", schema_of(self.response_format)),
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
             "guided_choice": ("choices", self.guided_choice),
             "guided_grammar": ("grammar", self.guided_grammar),
-            "structured_outputs.json": ("json_schema", own.json_),
-            "structured_outputs.json_object": ("json_schema", {"type": "object"} if own.json_object else None),
-            "structured_outputs.regex": ("regex", own.regex),
-            "structured_outputs.choice": ("choices", own.choice),
-            "structured_outputs.grammar": ("grammar", own.grammar),
+            "structured_outputs.json": ("json_schema", outputs.json_),
+            "structured_outputs.json_object": ("json_schema", {"type": "object"} if outputs.json_object else None),
+            "structured_outputs.regex": ("regex", outputs.regex),
+            "structured_outputs.choice": ("choices", outputs.choice),
+            "structured_outputs.grammar": ("grammar", outputs.grammar),
         }
-        return {name: pair for name, pair in every.items() if pair[1] is not None}
+        return {name: pair for name, pair in fields.items() if pair[1] is not None}
 
     @property
     def grammar(self) -> dict[str, Any]:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return dict(self._grammars().values())
 
     @property
     def limit(self) -> int | None:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.max_tokens
 
     @property
     def choices(self) -> int:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.n or 1
 
 
@@ -354,7 +360,7 @@ class ChatRequest(Completion):
 
     neutral = Common.neutral | {
         "add_special_tokens": Neutral((False,)),
-        "max_tokens": Neutral((-1,)),  # no limit, as clients of local servers ask for it
+        "max_tokens": Neutral((-1,)),  # clients of local servers mean no limit
         "max_completion_tokens": Neutral((-1,)),
         "echo": Neutral((False,)),
         "top_logprobs": Neutral((0,)),
@@ -379,7 +385,7 @@ class ChatRequest(Completion):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.chat_template_kwargs
 
     @model_validator(mode="after")
@@ -390,12 +396,12 @@ class ChatRequest(Completion):
 
     @property
     def limit(self) -> int | None:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -424,23 +430,23 @@ class CompletionRequest(Completion):
 
     @property
     def candidates(self) -> int:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.best_of or self.choices
 
     @property
     def alternatives(self) -> int | None:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.logprobs
 
     @property
     def prompts(self) -> list[Any]:
-        """The prompts, as the engine takes them."""
+        """Return the prompts, each as text or token ids."""
         several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
         return list(self.prompt) if several else [self.prompt]
 
 
 class LoadAdapter(Strict):
-    """`POST /v1/load_lora_adapter`, as vLLM has it; the path is within the folder that the server was given."""
+    """`POST /v1/load_lora_adapter` in vLLM's form; the path is relative to `--adapter-folder`."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=1024)]
