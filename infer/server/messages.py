@@ -92,8 +92,8 @@ class Aspd(Strict):
     Attributes:
         mode: `adaptive`: the model decides when to fork; `serial`: the answer does not fork.
         stream: `text`: deltas in reading order; `branches`: every delta at once, with block and branch numbers.
-        statistics: return the steps of the answer, its structure and its `token_ids`. A later request that returns
-            these as `aspd.token_ids` of the message continues after the blocks of the answer.
+        statistics: return the cost of the answer, its structure and its `token_ids`. A later request that sends these
+            as `aspd.token_ids` of the message continues after the blocks of the answer.
         branch_format: response format of the text of every branch.
         content: text of the answer, which serial mode decodes as if the model had chosen it, to measure its cost.
     """
