@@ -250,7 +250,7 @@ def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, Languag
     assert post(running, "unload_lora_adapter", lora_name="one").json()["deleted"] is True
     assert post(running, "load_lora_adapter", lora_name="three", lora_path="three").status_code == 200
     gone = httpx.post(f"{running.url}/v1/chat/completions", json=ask(model="one"))
-    assert gone.status_code == 404 and "there is no model 'one' here, but 'demo', 'two', 'three'" in gone.text
+    assert gone.status_code == 404 and "unknown model 'one'; available: 'demo', 'two', 'three'" in gone.text
     assert answer("three").choices[0].message.content != answers["one"].choices[0].message.content
     for name in ("two", "three"):
         assert post(running, "unload_lora_adapter", lora_name=name).status_code == 200

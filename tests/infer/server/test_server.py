@@ -168,7 +168,7 @@ def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
-        ("chat/completions", ask() | {"model": "x"}, 404, "there is no model 'x' here, but 'demo'"),
+        ("chat/completions", ask() | {"model": "x"}, 404, "unknown model 'x'; available: 'demo'"),
         ("chat/completions", ask(temperature=3), 400, "temperature: expected at most 2, got 3"),
         ("chat/completions", ask(presence_penalty=3), 400, "presence_penalty"),
         ("chat/completions", ask(tools=[{}]), 400, "tools: tool calls are not supported; expected [] or null, got"),
@@ -357,7 +357,7 @@ def test_it_finishes_what_is_under_way_when_told_to_stop() -> None:
     ("arguments", "said"),
     [
         (["--host", "0.0.0.0"], "is open to others"),
-        (["--port", "99999"], "port must be between"),
+        (["--port", "99999"], "port: expected 0 to 65535"),
         (["--timeout", "0"], "timeout must be more than 0"),
         (["--key-file", "nowhere"], "--key-file"),
         (["--model", "nowhere"], "does not exist"),
