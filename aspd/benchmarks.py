@@ -73,7 +73,7 @@ def add(commands: Any) -> None:
     served.add_argument("--rates", type=float, nargs="+", default=[1, 4, 16], help="requests per second")
     served.add_argument("--seconds", type=float, default=20.0, help="during which requests arrive, for each rate")
     served.add_argument(
-        "--repeats", type=int, default=3, help="rounds of each load, the modes in turn; the middle counts"
+        "--repeats", type=int, default=3, help="rounds of each load, the modes in turn; the median round counts"
     )
     served.add_argument("--target", type=float, default=1.0, help="seconds to the last token that are in time")
     served.add_argument("--max-new-tokens", type=int, default=800)
@@ -94,7 +94,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     from aspd_jax import load_model
     from aspd_jax.language_model import as_int8
     from aspd_jax.shapes import benchmark_model
-    from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times, published, transformers_time
+    from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times, published_speeds, transformers_time
     from infer.bench.passes import copy_bandwidth, logit_error, pass_table, pass_times, peak_bytes
 
     positive(options, "context", "batch", "repeats")
@@ -156,7 +156,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
             note()
         if pairs:
             print()
-        if beside := published("" if options.model else options.shape, options.dtype, context):
+        if beside := published_speeds("" if options.model else options.shape, options.dtype, context):
             print(f"{beside}\n")
         if options.plot is not None:
             from infer.plots import plot_decoding
@@ -193,7 +193,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     from itertools import count, islice
 
     from aspd_jax.configuration import at_least
-    from infer.bench.load import Load, load, middle, undisturbed
+    from infer.bench.load import Load, load, median_round, undisturbed
     from infer.evaluation.eval_config import BenchmarkSection
     from infer.evaluation.questions import read_questions
     from infer.request import Mode
@@ -240,7 +240,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
             rounds = [
                 [undisturbed(partial(send, rate, mode), url, key) for mode in modes] for _ in range(options.repeats)
             ]
-            for of in map(middle, zip(*rounds, strict=True)):
+            for of in map(median_round, zip(*rounds, strict=True)):
                 found.append(of)
                 print(f"{of.title}: {1000 * of.last[0]:.0f} ms to the last token", flush=True)
 
@@ -252,7 +252,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
                 measure(url, rows)
     print(
         f"\n{options.model}; {where()}; open loop, Poisson, {options.seconds:g} s a round, "
-        f"the middle of {options.repeats} rounds\n"
+        f"the median of {options.repeats} rounds\n"
     )
     _print_loads(found, options)
     if options.plot:

@@ -463,7 +463,7 @@ def test_mistakes_in_a_configuration(tmp_path: Path) -> None:
         ("models: {a: {}}\nbenchmarks: {t: {kind: synthetic}}", "every model needs a path"),
         ("models: {a: demo}\n", "models.a must hold"),
         ("models: {a/b: {path: demo}}\nbenchmarks: {t: {kind: synthetic}}", "must consist of letters"),
-        ("models: {a: {path: demo}}\nbenchmarks: {t: {kind: chat}}", "needs a file"),
+        ("models: {a: {path: demo}}\nbenchmarks: {t: {kind: chat}}", "expected a file of questions"),
         (good + "decoding: {temperature: -1}", "temperature"),
     ):
         (tmp_path / "c.yaml").write_text(text)
