@@ -421,7 +421,7 @@ def test_a_judge_that_refuses_ends_the_run(tmp_path: Path) -> None:
         config = tiny_run(tmp_path, {"base_url": server.url})
         with pytest.raises(RequestError, match=r"see judge\.base_url, judge\.model"):
             judge_run(config, QUESTIONS, tmp_path)
-    with pytest.raises(RequestError, match=r"set judge\.base_url"):
+    with pytest.raises(RequestError, match=r"Set judge\.base_url"):
         judge_run(tiny_run(tmp_path, {}), QUESTIONS, tmp_path)
 
 
