@@ -108,7 +108,7 @@ def test_int8_says_how_far_its_logits_are_off(tiny: LanguageModel, tmp_path: Pat
     assert logit_error(tiny, tiny, tokens=32) == (0.0, 1.0), "negative control"
     arguments = ["bench", "decode", "--shape", "tiny", "--widths", "--answers", "--repeats", "1", "--weights", "int8"]
     assert aspd.main(arguments) == 0
-    assert "int8: logits are " in capsys.readouterr().out
+    assert "int8: relative error of the logits " in capsys.readouterr().out
     # The same as when a checkpoint is read with int8 kernels.
     folder = write_checkpoint(tmp_path, tiny_config())
     twin, loaded = as_int8(load_model(folder)).params, load_model(folder, weights="int8").params
