@@ -261,8 +261,8 @@ def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, Languag
     [
         ("x", "../elsewhere", 400, "not within the folder of adapters"),
         ("x", "/etc", 400, "not within the folder of adapters"),
-        ("x", "broken", 400, "is no adapter folder"),
-        ("x", "none", 400, "is no adapter folder"),
+        ("x", "broken", 400, "expected an adapter folder"),
+        ("x", "none", 400, "expected an adapter folder"),
         ("demo", "one", 400, "'demo' is the model"),
         ("", "one", 400, "lora_name"),
     ],
