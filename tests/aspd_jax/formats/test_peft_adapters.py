@@ -142,7 +142,7 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
     folder = base_folder(tmp_path / "base", CASES["tied"])
     save_adapter(as_if_trained(folder), tmp_path / "adapter", "tiny")
     wider = base_folder(tmp_path / "wider", CASES["tied"] | {"intermediate_size": 64})
-    with pytest.raises(CheckpointError, match=r"another base: it changes \S+ as \[32, 48\], .*wider has \[32, 64\]"):
+    with pytest.raises(CheckpointError, match=r"another base: its \S+ is \[32, 48\], .*wider has \[32, 64\]"):
         load_model(wider, adapter=tmp_path / "adapter")
     deeper = base_folder(tmp_path / "shallow", CASES["tied"] | {"num_hidden_layers": 1})
     with pytest.raises(CheckpointError, match=r"another base: .*shallow has no model\.layers\.1\.mlp\.down_proj"):
