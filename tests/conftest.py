@@ -126,7 +126,7 @@ def after_prompts(lm: LanguageModel, config: EngineConfig, jobs: Sequence[Job]) 
     state, longest = laid_out(lm, config, jobs), next_power(max(len(job.prompt) for job in jobs))
     rows, capacity = state.cache.tokens.shape
     state = one_step(lm.params, state, config, Bucket(rows, rows * longest, longest, capacity))
-    assert not (state.sequence.phase == PROMPT).any(), "one pass has room for all prompts"
+    assert not (state.sequence.cursor.phase == PROMPT).any(), "one pass has room for all prompts"
     return state
 
 

@@ -16,7 +16,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket, layer_sharding
 from infer.bench.decoding import SEPARATOR, SERIAL_TEXT, TITLE
-from infer.decode.decode_step import Limits, run
+from infer.decode.decode_step import StopConditions, run
 from infer.decode.state import DecodeState
 from infer.engine import Engine
 from infer.scheduling.admission import new_state
@@ -80,7 +80,7 @@ def abstract_state(lm: LanguageModel, engine: Engine, on: Topology) -> DecodeSta
 def trace_passes(lm: LanguageModel, engine: Engine, on: Topology, bucket: Bucket) -> Any:
     """`run` in a bucket, traced."""
     number, truth = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
-    limits = placed(Limits(number, number, number, truth), everywhere(on, lm.mesh))
+    limits = placed(StopConditions(number, number, number, truth), everywhere(on, lm.mesh))
     return run.trace(lm.params, abstract_state(lm, engine, on), limits, engine.config, bucket, False)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power, powers
-from infer.decode.decode_step import Report
-from infer.decode.inputs import most_lanes, only_row
+from infer.decode.decode_step import StepSummary
+from infer.decode.inputs import max_lanes, only_row
 from infer.decode.state import PROMPT, EngineConfig
 
 MIN_CAPACITY = 128  # slots of the smallest cache
@@ -78,7 +78,7 @@ class Buckets:
         found += [(tokens, branches, tokens) for tokens in (PROMPT_BESIDE, 2 * PROMPT_BESIDE) if tokens > branches]
         return [*found, (most, max(PROMPT_BESIDE, branches), most)]
 
-    def choose(self, report: Report, listened: bool) -> tuple[Bucket, int, int]:
+    def choose(self, report: StepSummary, listened: bool) -> tuple[Bucket, int, int]:
         """The smallest program for the next pass, and how few tokens a smaller and how many a larger one is for.
 
         Args:
@@ -109,7 +109,7 @@ class Buckets:
                 and bucket.most >= per_row
                 and bucket.slots >= min(slots, self.capacity)
                 and (bucket.tokens == most or bucket.tokens >= tokens)
-                and (bucket.tokens == most or most_lanes(self.config, self.rows, bucket) >= lanes.sum())
+                and (bucket.tokens == most or max_lanes(self.config, self.rows, bucket) >= lanes.sum())
             )
 
         best = min(filter(holds, self.every), key=lambda of: (of.tokens, of.rows * of.per_row + of.longest, of.slots))
