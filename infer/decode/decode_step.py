@@ -15,15 +15,14 @@ from jaxtyping import Bool, Int32
 from aspd_jax.layout import Array
 from aspd_jax.model.cache import Bucket
 from infer.decode.derived import Derived, derive
-from infer.decode.grammar import lane_node, legal_tokens, recognise
+from infer.decode.grammar import LaneTokens, legal_tokens, read_tokens
 from infer.decode.inputs import Inputs, Lanes, next_inputs, rows_of_step, widths
 from infer.decode.packed import Packed
-from infer.decode.sampling import sample
+from infer.decode.sampling import sample, scripted
 from infer.decode.speculation import continues, hide_rejected, look_up
 from infer.decode.state import (
     FORK,
     MERGE,
-    NOTHING,
     PARALLEL,
     PROMPT,
     RUNNING,
@@ -32,8 +31,7 @@ from infer.decode.state import (
     SequenceState,
     shard_state,
 )
-from infer.decode.tag_automaton import END
-from infer.decode.transition import advance, scatter_lanes
+from infer.decode.transition import advance, hide_discarded
 
 
 def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
@@ -57,35 +55,21 @@ def step(
     logits, cache = forward(params, state, config, inputs, bucket)
     state = state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
     if not drafting:
-        token, closing = sample_lanes(logits, state, derived, config, inputs.lanes)
-        sampled = scatter_lanes(state.sequence, inputs.lanes, token, closing, jnp.ones_like(closing))
-        return hide_discarded(advance(state, derived, config, sampled))
+        tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
+        state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.closing))
+        return hide_discarded(state)
     state, count = _verify(state, derived, config, inputs, logits)
     state = hide_discarded(hide_rejected(state, inputs, count))
-    draft = look_up(state, derive(state.sequence, config), config, bucket.slots)
+    draft = look_up(state, derive(state.sequence, state.automaton, config), config, bucket.slots)
     return state._replace(sequence=state.sequence._replace(draft=draft))
 
 
 def sample_lanes(
     logits: jax.Array, state: DecodeState, derived: Derived, config: EngineConfig, lanes: Lanes
-) -> tuple[jax.Array, jax.Array]:
-    """Return the next token of every lane under the grammar, int32 [L], and where it closes a branch, bool [L].
-
-    In a branch, end of text becomes the first token of the closing tag; the second result says where it has.
-    """
+) -> LaneTokens:
+    """Return the next token of every lane under the grammar."""
     logits = jnp.where(legal_tokens(state, derived, config, lanes), logits, -jnp.inf)
-    token = scripted(sample(logits, state, config, lanes), state, lanes)
-    kind, _, _ = recognise(state, lane_node(state, lanes), token)
-    ends_branch = (lanes.branch > 0) & (kind == END)
-    return jnp.where(ends_branch, config.tags.branch_end, token), ends_branch
-
-
-def scripted(token: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
-    """Return the sampled tokens, int32 [L], or those that the request's script has in their place."""
-    request, row, segment = state.request, lanes.row, lanes.branch
-    start = jnp.where(segment > 0, request.script_end[row, jnp.maximum(segment - 1, 0)], 0)
-    place = start + state.sequence.segments.sampled[row, segment]
-    return jnp.where(place < request.script_end[row, segment], request.script[row, place], token)
+    return read_tokens(state, config, lanes, scripted(sample(logits, state, config, lanes), state, lanes))
 
 
 def _verify(
@@ -113,10 +97,10 @@ def _verify(
         now = state._replace(sequence=sequence)
         at = jnp.take(after, nth, axis=1)
         moved = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
-        token, closing = sample_lanes(at, now, derived, config, moved)
-        now = advance(now, derived, config, scatter_lanes(sequence, lanes, token, closing, active))
-        derived = derive(now.sequence, config)
-        active &= (token == drafts[:, nth]) & continues(now, derived, lanes)
+        tokens = sample_lanes(at, now, derived, config, moved)
+        now = advance(now, derived, config, lanes, tokens, active)
+        derived = derive(now.sequence, state.automaton, config)
+        active &= (tokens.token == drafts[:, nth]) & continues(now, derived, lanes)
         return now.sequence, derived, nth + 1, active, taken + active
 
     start = state.sequence, derived, jnp.int32(0), began, began.astype(jnp.int32)
@@ -124,16 +108,6 @@ def _verify(
     counters = sequence.counters
     counters = counters._replace(segments=counters.segments.at[lanes.row].add(began, mode="drop"))
     return state._replace(sequence=sequence._replace(counters=counters)), taken
-
-
-def hide_discarded(state: DecodeState) -> DecodeState:
-    """Hide discarded titles in the cache; nothing else stands at or behind their position."""
-    layout, sequence = state.cache.layout, state.sequence
-    hide_from = sequence.cursor.hide_from
-    kept = jnp.where(layout.position >= hide_from[:, None], 0, layout.sequence)
-    cache = state.cache._replace(layout=layout._replace(sequence=kept))
-    cursor = sequence.cursor._replace(hide_from=jnp.full_like(hide_from, NOTHING))
-    return state._replace(cache=cache, sequence=sequence._replace(cursor=cursor))
 
 
 def count_step(s: SequenceState, fed: jax.Array) -> SequenceState:
@@ -190,7 +164,7 @@ class StepSummary(NamedTuple):
 @partial(jax.jit, static_argnames="config")
 def summarise(state: DecodeState, config: EngineConfig, left: jax.Array | int = 0) -> Packed[StepSummary]:
     """Return what the host needs to know of a state."""
-    need, cursor = widths(state, derive(state.sequence, config)), state.sequence.cursor
+    need, cursor = widths(state, derive(state.sequence, state.automaton, config)), state.sequence.cursor
     counters = state.sequence.counters
     return Packed.of(
         StepSummary(
@@ -242,8 +216,8 @@ def run(
     def body(carry: tuple[DecodeState, Derived, jax.Array]) -> tuple[DecodeState, Derived, jax.Array]:
         state, derived, left = carry
         state = shard_state(step(params, state, derived, config, bucket, drafting), config.mesh)
-        return state, derive(state.sequence, config), left - 1
+        return state, derive(state.sequence, state.automaton, config), left - 1
 
-    start = state, derive(state.sequence, config), jnp.int32(conditions.steps)
+    start = state, derive(state.sequence, state.automaton, config), jnp.int32(conditions.steps)
     state, _, left = jax.lax.while_loop(more, body, start)
     return state, summarise(state, config, left)

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, Branches, EngineConfig, SequenceState
+from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, EngineConfig, SequenceState
+from infer.decode.tag_automaton import TagAutomaton
+from infer.decode.titles import Room, barred_token, budget_room, completes_plan, fed_cost, repeats_title
 
 
 class BranchBudget(NamedTuple):
@@ -40,8 +42,12 @@ class Derived(NamedTuple):
         grows: whether the segments of a sequence grow by one token in the step, so that draft tokens may follow.
         budget: permissions of the branches.
         merge_position: position of the first token behind the current block (protocol, section 4).
+        room: what the budget of all tokens has room for in serial text and titles.
+        fork_cost: tokens that the engine feeds by itself if the block forks now.
         title_length: tokens of the title under way.
-        titles_length: tokens of all complete titles of the block.
+        repeats_title: whether the title under way equals an earlier one of its block.
+        completes_plan: whether the last complete title says that it is the last.
+        barred_token: token that may not come next in the title under way; -1: none.
     """
 
     due: Int32[Array, "B M"]
@@ -49,11 +55,15 @@ class Derived(NamedTuple):
     grows: Bool[Array, " B"]
     budget: BranchBudget
     merge_position: Int32[Array, " B"]
+    room: Room
+    fork_cost: Int32[Array, " B"]
     title_length: Int32[Array, " B"]
-    titles_length: Int32[Array, " B"]
+    repeats_title: Bool[Array, " B"]
+    completes_plan: Bool[Array, " B"]
+    barred_token: Int32[Array, " B"]
 
 
-def derive(s: SequenceState, config: EngineConfig) -> Derived:
+def derive(s: SequenceState, automaton: TagAutomaton, config: EngineConfig) -> Derived:
     """Return what follows from the progress of the sequences."""
     phase = s.cursor.phase[:, None]
     budget = branch_budget(s, config)
@@ -64,14 +74,20 @@ def derive(s: SequenceState, config: EngineConfig) -> Derived:
     is_branch = jnp.arange(due.shape[1])[None] > 0
     in_block = (phase == FORK) | (phase == PARALLEL)
     number, count = jnp.arange(config.max_branches)[None], s.titles.complete[:, None]
+    length = jnp.sum(jnp.where(number == count, s.titles.length, 0), axis=1)
+    complete_length = jnp.sum(jnp.where(number < count, s.titles.length, 0), axis=1)
     return Derived(
         due=due,
         samples=(due > 0) & (is_branch == in_block),
         grows=((phase != FORK) & (phase != MERGE) & (phase != PROMPT))[:, 0] & jnp.all(due <= 1, axis=1),
         budget=budget,
         merge_position=merge_position(s, config),
-        title_length=jnp.sum(jnp.where(number == count, s.titles.length, 0), axis=1),
-        titles_length=jnp.sum(jnp.where(number < count, s.titles.length, 0), axis=1),
+        room=budget_room(s, length, complete_length, config),
+        fork_cost=fed_cost(s.titles.complete, complete_length, config),
+        title_length=length,
+        repeats_title=repeats_title(s.titles, automaton),
+        completes_plan=completes_plan(s.titles, automaton),
+        barred_token=barred_token(s.titles, s.cursor.phase, automaton),
     )
 
 
@@ -131,8 +147,3 @@ def branch_position(
     """Return the positions of tokens at `offset` (from 0) in branches (from 0) of the current block; any shape."""
     before = branch * s.cursor.stride[row] if config.model.config.positions == "predict" else 0
     return s.cursor.position[row] + 1 + offset + before
-
-
-def opened_branches(s: SequenceState, live: Bool[Array, "B N"]) -> Branches:
-    """Return branches of which nothing has been fed."""
-    return Branches(jnp.zeros_like(s.branches.offset), live, jnp.zeros_like(live))

@@ -9,8 +9,12 @@ token is allowed only if the block can still be closed after it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int32
 
 from infer.decode.derived import Derived
 from infer.decode.inputs import Lanes
@@ -26,8 +30,8 @@ from infer.decode.tag_automaton import (
     TEXT,
     TITLE_END,
     TITLE_START,
+    TagAutomaton,
 )
-from infer.decode.titles import barred_token, completes_plan
 
 
 def allowed_classes(state: DecodeState, derived: Derived, config: EngineConfig, lanes: Lanes) -> jax.Array:
@@ -50,7 +54,7 @@ def legal_tokens(state: DecodeState, derived: Derived, config: EngineConfig, lan
     )
     if not config.distinct_titles:
         return legal
-    barred = jnp.where(lanes.branch == 0, barred_token(state)[lanes.row], -1)
+    barred = jnp.where(lanes.branch == 0, derived.barred_token[lanes.row], -1)
     return legal & (jnp.arange(legal.shape[1]) != barred[:, None])
 
 
@@ -66,12 +70,39 @@ def apply_token_mask(legal: jax.Array, state: DecodeState, lanes: Lanes) -> jax.
     return jnp.where(bound[:, None], both, legal)
 
 
-def recognise(state: DecodeState, node: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+class LaneTokens(NamedTuple):
+    """The next tokens of lanes, and what they mean in their segments; [L] each.
+
+    Attributes:
+        token: token ids.
+        kind: class of what the token completes.
+        node: node of the automaton behind the token.
+        continues: whether the token continues a tag.
+        closing: whether it is the first token of a closing tag, in place of end of text.
+    """
+
+    token: Int32[Array, " L"]
+    kind: Int32[Array, " L"]
+    node: Int32[Array, " L"]
+    continues: Bool[Array, " L"]
+    closing: Bool[Array, " L"]
+
+
+def read_tokens(state: DecodeState, config: EngineConfig, lanes: Lanes, token: jax.Array) -> LaneTokens:
+    """Return what the next tokens of lanes mean, int32 [L]; end of text in a branch becomes its closing tag."""
+    node = lane_node(state, lanes)
+    kind, _, _ = recognise(state.automaton, node, token)
+    closing = (lanes.branch > 0) & (kind == END)
+    token = jnp.where(closing, config.tags.branch_end, token)
+    return LaneTokens(token, *recognise(state.automaton, node, token), closing)
+
+
+def recognise(automaton: TagAutomaton, node: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the class of what a token completes, the next node, and whether it continues a tag; any shape."""
-    following = state.automaton.next[node, token].astype(jnp.int32)
-    nodes = state.automaton.next.shape[0]
+    following = automaton.next[node, token].astype(jnp.int32)
+    nodes = automaton.next.shape[0]
     completes = following >= nodes
-    continues = (state.automaton.bits[node, token] >> CONTINUES) > 0
+    continues = (automaton.bits[node, token] >> CONTINUES) > 0
     return jnp.where(completes, following - nodes, TEXT), jnp.where(completes, 0, following), continues
 
 
@@ -88,7 +119,7 @@ def _serial_rule(state: DecodeState, derived: Derived, config: EngineConfig) -> 
     length = derived.title_length
     in_serial, in_title, titled = rule == SERIAL, rule == TITLE, rule == TITLED
     may_open = state.request.adaptive & (limit >= 2)
-    may_add_title = (count < limit) & ((count < 2) | ~completes_plan(state))
+    may_add_title = (count < limit) & ((count < 2) | ~derived.completes_plan)
     never = jnp.zeros_like(in_serial)
     columns = [never] * CLASSES
     columns[TEXT] = in_serial | (in_title & (length < config.max_title_tokens))

@@ -198,3 +198,11 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
         return jnp.where(request.temperature > 0, drawn, greedy)
 
     return jax.lax.cond(jnp.any(request.temperature > 0), draw, lambda: greedy)
+
+
+def scripted(token: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
+    """Return the sampled tokens, int32 [L], or those that the request's script has in their place."""
+    request, row, segment = state.request, lanes.row, lanes.branch
+    start = jnp.where(segment > 0, request.script_end[row, jnp.maximum(segment - 1, 0)], 0)
+    place = start + state.sequence.segments.sampled[row, segment]
+    return jnp.where(place < request.script_end[row, segment], request.script[row, place], token)

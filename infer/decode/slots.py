@@ -14,7 +14,7 @@ from jaxtyping import Int32
 
 from aspd_jax.layout import Array, Layout
 from aspd_jax.model.cache import OTHER
-from infer.decode.derived import derive, opened_branches
+from infer.decode.derived import derive
 from infer.decode.inputs import Pending, pending_tokens, widest
 from infer.decode.packed import Packed
 from infer.decode.state import (
@@ -24,6 +24,7 @@ from infer.decode.state import (
     RUNNING,
     SERIAL,
     STOP,
+    Branches,
     DecodeState,
     EngineConfig,
     RequestArrays,
@@ -137,7 +138,7 @@ class Snapshot(NamedTuple):
 @partial(jax.jit, static_argnames="config")
 def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packed[Snapshot]:
     """A copy of rows, with the tokens sampled or due but not fed, of finished sequences too."""
-    pending = pending_tokens(state, derive(state.sequence, config), config, widest(config))
+    pending = pending_tokens(state, derive(state.sequence, state.automaton, config), config, widest(config))
     read = Snapshot(state.cache.tokens, state.cache.layout, state.cache.length, pending, state.sequence)
     return Packed.of(jax.tree.map(lambda field: field[rows], read))
 
@@ -180,7 +181,7 @@ def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length
     """
     s = state.sequence
     live = jnp.broadcast_to(jnp.arange(config.max_branches) < width, s.branches.live.shape) & (width > 1)
-    branches = opened_branches(s, live)
+    branches = Branches(jnp.zeros_like(s.branches.offset), live, jnp.zeros_like(live))
     plenty = jnp.full_like(s.budget.tokens, 1 << 29)
     serial = jnp.full_like(s.segments.queued[:, :1], int(width == 1))
     queued = jnp.concatenate([serial, live.astype(jnp.int32)], axis=1)

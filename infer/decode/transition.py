@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from infer.decode.derived import Derived, opened_branches
-from infer.decode.grammar import recognise
+from infer.decode.derived import Derived
+from infer.decode.grammar import LaneTokens
 from infer.decode.inputs import Lanes
 from infer.decode.state import (
     FORK,
@@ -27,6 +27,7 @@ from infer.decode.state import (
     STOP,
     TITLE,
     TITLED,
+    Branches,
     Budget,
     Cursor,
     DecodeState,
@@ -36,51 +37,60 @@ from infer.decode.state import (
     Titles,
 )
 from infer.decode.tag_automaton import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START
-from infer.decode.titles import budget_room, fed_cost, fork_segments, repeats_title
 
 
-class Sampled(NamedTuple):
+class Taken(NamedTuple):
     """The tokens that segments took in a step; 0 the serial segment, k branch k.
 
     Attributes:
-        token: token ids.
         took: whether a segment took a token.
-        closing: whether the token is the first of a closing tag, in place of end of text.
+        token, kind, node, continues, closing: see `LaneTokens`.
     """
 
-    token: Int32[Array, "B M"]
     took: Bool[Array, "B M"]
+    token: Int32[Array, "B M"]
+    kind: Int32[Array, "B M"]
+    node: Int32[Array, "B M"]
+    continues: Bool[Array, "B M"]
     closing: Bool[Array, "B M"]
 
 
-def scatter_lanes(s: SequenceState, lanes: Lanes, token: jax.Array, closing: jax.Array, taken: jax.Array) -> Sampled:
-    """Return the tokens of lanes by segment.
+def advance(
+    state: DecodeState, derived: Derived, config: EngineConfig, lanes: Lanes, tokens: LaneTokens, active: jax.Array
+) -> DecodeState:
+    """Take the tokens sampled behind those that were fed; sequences without one stay as they are.
 
     Args:
-        token, closing, taken: `Sampled`, [L] each; lanes that have not `taken` a token are left out.
+        active: lanes that take their token, bool [L].
     """
-    none = jnp.zeros_like(s.segments.queued)
-    at = jnp.where(taken, lanes.row, none.shape[0]), lanes.branch
-    return Sampled(
-        token=none.at[at].set(token, mode="drop"),
-        took=none.astype(bool).at[at].set(True, mode="drop"),
-        closing=none.astype(bool).at[at].set(closing, mode="drop"),
-    )
+    shape = state.sequence.segments.queued.shape
+    at = jnp.where(active, lanes.row, shape[0]), lanes.branch
 
+    def scattered(values: jax.Array) -> jax.Array:
+        return jnp.zeros(shape, values.dtype).at[at].set(values, mode="drop")
 
-def advance(state: DecodeState, derived: Derived, config: EngineConfig, sampled: Sampled) -> DecodeState:
-    """Take the tokens sampled behind those that were fed; sequences that took none stay as they are."""
-    after_serial = _advance_serial(state, derived, config, sampled.token[:, 0])
-    after_block = _advance_block(state, derived, config, sampled)
-    in_block = jnp.any(sampled.took[:, 1:], axis=1)
-    took = sampled.took[:, 0] | in_block
+    taken = Taken(scattered(active), *map(scattered, tokens))
+    after_serial = _advance_serial(state, derived, config, jax.tree.map(lambda field: field[:, 0], taken))
+    after_block = _advance_block(state, derived, config, jax.tree.map(lambda field: field[:, 1:], taken))
+    in_block = jnp.any(taken.took[:, 1:], axis=1)
+    took = taken.took[:, 0] | in_block
 
     def select(old: jax.Array, serial: jax.Array, block: jax.Array) -> jax.Array:
-        shape = (-1,) + (1,) * (old.ndim - 1)
-        new = jnp.where(in_block.reshape(shape), block, serial)
-        return jnp.where(took.reshape(shape), new, old)
+        rank = (-1,) + (1,) * (old.ndim - 1)
+        new = jnp.where(in_block.reshape(rank), block, serial)
+        return jnp.where(took.reshape(rank), new, old)
 
     return state._replace(sequence=jax.tree.map(select, state.sequence, after_serial, after_block))
+
+
+def hide_discarded(state: DecodeState) -> DecodeState:
+    """Hide discarded titles in the cache; nothing else stands at or behind their position."""
+    layout, sequence = state.cache.layout, state.sequence
+    hide_from = sequence.cursor.hide_from
+    kept = jnp.where(layout.position >= hide_from[:, None], 0, layout.sequence)
+    cache = state.cache._replace(layout=layout._replace(sequence=kept))
+    cursor = sequence.cursor._replace(hide_from=jnp.full_like(hide_from, NOTHING))
+    return state._replace(cache=cache, sequence=sequence._replace(cursor=cursor))
 
 
 class SerialEvents(NamedTuple):
@@ -109,13 +119,13 @@ class SerialEvents(NamedTuple):
     is_content: Bool[Array, " B"]
 
 
-def _serial_events(state: DecodeState, config: EngineConfig, kind: jax.Array) -> SerialEvents:
+def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kind: jax.Array) -> SerialEvents:
     """Return what tokens that complete something of class `kind`, int32 [B], do."""
-    phase = state.sequence.cursor.phase
+    phase = s.cursor.phase
     rule = jnp.where((phase == MERGE) | (phase == PROMPT), SERIAL, phase)
     opens_title = kind == TITLE_START
     closes_title = (rule == TITLE) & (kind == TITLE_END)
-    discards = closes_title & (state.sequence.titles.complete >= 2) & repeats_title(state) & config.distinct_titles
+    discards = closes_title & (s.titles.complete >= 2) & derived.repeats_title & config.distinct_titles
     forks = ((rule == TITLED) & (kind == PARALLEL_START)) | discards
     ends = (rule == SERIAL) & (kind == END)
     return SerialEvents(
@@ -131,27 +141,22 @@ def _serial_events(state: DecodeState, config: EngineConfig, kind: jax.Array) ->
     )
 
 
-def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, token: jax.Array) -> SequenceState:
-    """Return the progress after a token of the serial segment, int32 [B]."""
+def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, taken: Taken) -> SequenceState:
+    """Return the progress after tokens of the serial segment, `taken` [B] each."""
     s = state.sequence
-    node = jnp.where(s.cursor.phase == MERGE, 0, s.segments.node[:, 0])
-    kind, node, continues = recognise(state, node, token)
-    event = _serial_events(state, config, kind)
+    event = _serial_events(s, derived, config, taken.kind)
     # A discarded title ends the list: `<|para|>` stands where the title began.
-    token = jnp.where(event.discards, config.special.parallel_start, token)
+    token = jnp.where(event.discards, config.special.parallel_start, taken.token)
     discarded = jnp.where(event.discards, 1 + derived.title_length, 0)
     titles = _advance_titles(s.titles, event, s.cursor.chain, token)
-    room = budget_room(s.titles, s.budget, s.cursor.chain, derived, config)
-    no_room = (event.opens_block & ~room.block) | (event.extends_title & ~room.title_token)
-    no_room |= (s.cursor.phase == TITLED) & event.opens_title & ~room.title
-    budget = _spend_serial(s.budget, titles, event, config)
-    forks = event.forks[:, None]
+    budget = _spend_serial(s.budget, derived, event)
+    cursor = _advance_cursor(s, derived, event, budget, discarded)
+    chain = jnp.where(taken.node == 0, 0, jnp.where(taken.continues, s.cursor.chain + 1, 1))
+    live = (jnp.arange(config.max_branches)[None] < titles.complete[:, None]) & event.forks[:, None]
     return SequenceState(
-        cursor=_advance_cursor(s, derived, event, budget, no_room, discarded)._replace(
-            chain=jnp.where(node == 0, 0, jnp.where(continues, s.cursor.chain + 1, 1))
-        ),
-        segments=_serial_segments(s.segments, titles, token, node, event, config),
-        branches=opened_branches(s, (jnp.arange(config.max_branches)[None] < titles.complete[:, None]) & forks),
+        cursor=cursor._replace(chain=chain),
+        segments=_serial_segments(s.segments, titles, token, taken.node, event, config),
+        branches=Branches(jnp.zeros_like(s.branches.offset), live, jnp.zeros_like(live)),
         titles=titles,
         budget=budget,
         counters=s.counters._replace(
@@ -179,12 +184,10 @@ def _advance_titles(titles: Titles, event: SerialEvents, chain: jax.Array, token
     return Titles(count, length + extends - tag, tokens)
 
 
-def _spend_serial(budget: Budget, titles: Titles, event: SerialEvents, config: EngineConfig) -> Budget:
+def _spend_serial(budget: Budget, derived: Derived, event: SerialEvents) -> Budget:
     """Return the budget after a token of the serial segment; a fork reserves the tokens that the engine feeds."""
-    number = jnp.arange(config.max_branches)[None]
-    title_tokens = jnp.sum(jnp.where(number < titles.complete[:, None], titles.length, 0), axis=1)
-    reserved = jnp.where(event.forks, fed_cost(titles.complete, title_tokens, config), 0)
-    tokens, content = budget.tokens - 1 - reserved, budget.content - event.is_content
+    tokens = budget.tokens - 1 - jnp.where(event.forks, derived.fork_cost, 0)
+    content = budget.content - event.is_content
     return budget._replace(
         tokens=tokens,
         content=content,
@@ -194,13 +197,15 @@ def _spend_serial(budget: Budget, titles: Titles, event: SerialEvents, config: E
 
 
 def _advance_cursor(
-    s: SequenceState, derived: Derived, event: SerialEvents, budget: Budget, no_room: jax.Array, discarded: jax.Array
+    s: SequenceState, derived: Derived, event: SerialEvents, budget: Budget, discarded: jax.Array
 ) -> Cursor:
     """Return the cursor after a token of the serial segment.
 
     A block or title without room ends the answer; the host leaves it out.
     """
-    cursor = s.cursor
+    cursor, room = s.cursor, derived.room
+    no_room = (event.opens_block & ~room.block) | (event.extends_title & ~room.title_token)
+    no_room |= (cursor.phase == TITLED) & event.opens_title & ~room.title
     first = jnp.where(cursor.phase == MERGE, derived.merge_position, cursor.position)
     position = first + jnp.where(cursor.phase == PROMPT, 1, derived.due[:, 0]) - discarded
     spent = (budget.tokens <= 0) | (event.is_content & (budget.content <= 0)) | no_room
@@ -228,47 +233,66 @@ def _serial_segments(
     )
 
 
-def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, sampled: Sampled) -> SequenceState:
-    """Return the progress after tokens of branches."""
-    s, did, token = state.sequence, sampled.took[:, 1:], sampled.token[:, 1:]
-    kind, node, _ = recognise(state, s.segments.node[:, 1:], token)
-    closes = did & (kind == BRANCH_END)
+def fork_segments(titles: Titles, start: jax.Array, config: EngineConfig) -> Segments:
+    """Return the segments of a fork: `<|para|>` pending in the serial one, and in each branch its head.
+
+    Args:
+        start: token that opens the block, int32 [B].
+    """
+    size, opening = config.max_queued, len(config.tags.branch_start)
+    place, length = jnp.arange(size), titles.length[..., None]
+    opened = jnp.asarray(config.tags.branch_start, jnp.int32)[jnp.minimum(place, opening - 1)]
+    title = titles.tokens[:, :, jnp.clip(place - opening, 0, config.max_title_tokens - 1)]
+    separator = jnp.asarray(config.separator or (0,), jnp.int32)
+    separated = separator[jnp.clip(place - opening - length, 0, separator.size - 1)]
+    heads = jnp.where(place < opening, opened, jnp.where(place < opening + length, title, separated))
+    exists = jnp.arange(config.max_branches)[None] < titles.complete[:, None]
+    counts = jnp.where(exists, opening + titles.length + len(config.separator), 0)
+    serial = jnp.broadcast_to(start[:, None, None], (start.size, 1, size))
+    zeros = jnp.zeros((start.size, 1 + config.max_branches), jnp.int32)
+    return Segments(
+        queue=jnp.concatenate([serial, heads], axis=1),
+        queued=jnp.concatenate([jnp.ones_like(counts[:, :1]), counts], axis=1),
+        node=zeros,
+        sampled=zeros,
+    )
+
+
+def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, taken: Taken) -> SequenceState:
+    """Return the progress after tokens of branches, `taken` [B, N] each."""
+    s, did = state.sequence, taken.took
+    closes = did & (taken.kind == BRANCH_END)
     live = s.branches.live & ~closes
     done = ~jnp.any(live, axis=1)
-    taken = s.segments.sampled[:, 1:]
     budget = _spend_branches(state, derived, config, did, closes)
     spent = (budget.tokens <= 0) | (budget.content <= 0) | (budget.cut_branch > 0)
-    longest = jnp.max(taken + did, axis=1)
+    longest = jnp.max(s.segments.sampled[:, 1:] + did, axis=1)
     return s._replace(
         cursor=s.cursor._replace(
             phase=jnp.where(done, MERGE, PARALLEL), finish=jnp.where(done & spent, LENGTH, RUNNING)
         ),
-        segments=_branch_segments(s.segments, did, token, node, done, config),
+        segments=_branch_segments(s.segments, taken, done, config),
         branches=s.branches._replace(
             offset=s.branches.offset + jnp.where(did, derived.due[:, 1:], 0),
             live=live,
-            closing=s.branches.closing | sampled.closing[:, 1:],
+            closing=s.branches.closing | taken.closing,
         ),
         budget=budget,
         counters=s.counters._replace(critical_path=s.counters.critical_path + jnp.where(done, longest, 0)),
     )
 
 
-def _branch_segments(
-    segments: Segments, did: jax.Array, token: jax.Array, node: jax.Array, done: jax.Array, config: EngineConfig
-) -> Segments:
+def _branch_segments(segments: Segments, taken: Taken, done: jax.Array, config: EngineConfig) -> Segments:
     """Return the segments after tokens of branches: these are pending, and when all are closed `<|/para|>` is."""
-    serial = jnp.zeros_like(did[:, :1])
-    took = jnp.concatenate([serial, did], axis=1)
-    tokens = jnp.pad(token, ((0, 0), (1, 0)))[..., None]
+    took, token, node = (jnp.pad(field, ((0, 0), (1, 0))) for field in (taken.took, taken.token, taken.node))
     ending = jnp.asarray(config.tags.parallel_end, jnp.int32)
     ending = ending[jnp.minimum(jnp.arange(segments.queue.shape[2]), ending.size - 1)]
-    queue = jnp.where(took[..., None], tokens, segments.queue)
+    queue = jnp.where(took[..., None], token[..., None], segments.queue)
     queued = jnp.where(took, 1, segments.queued)
     return Segments(
         queue=queue.at[:, 0].set(jnp.where(done[:, None], ending, queue[:, 0])),
         queued=queued.at[:, 0].set(jnp.where(done, len(config.tags.parallel_end), 0)),
-        node=jnp.where(took, jnp.pad(node, ((0, 0), (1, 0))), segments.node),
+        node=jnp.where(took, node, segments.node),
         sampled=segments.sampled + took,
     )
 

@@ -19,10 +19,10 @@ from aspd_jax.sizes import next_power
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, split
 from infer.decode.decode_step import count_step, forward
 from infer.decode.derived import Derived, derive
+from infer.decode.grammar import LaneTokens, lane_node, recognise
 from infer.decode.inputs import Inputs, next_inputs, widths
 from infer.decode.state import FORK, PROMPT, RUNNING, DecodeState, EngineConfig, Titles
-from infer.decode.titles import fork_segments
-from infer.decode.transition import advance, scatter_lanes
+from infer.decode.transition import advance, fork_segments
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import begin, new_state
 from infer.scheduling.buckets import MAX_TOKENS, capacity_for
@@ -82,7 +82,7 @@ def replay_pass(
     params: Any, state: DecodeState, config: EngineConfig, bucket: Bucket
 ) -> tuple[jax.Array, Inputs, Derived, DecodeState]:
     """Run a step without sampling; return logits of all fed tokens [T, V], the inputs, `Derived`, and the state."""
-    derived = derive(state.sequence, config)
+    derived = derive(state.sequence, state.automaton, config)
     inputs = next_inputs(state, derived, config, bucket, drafting=False)
     every = inputs._replace(batch=inputs.batch._replace(logits_at=jnp.arange(bucket.tokens)))
     logits, cache = forward(params, state, config, every, bucket)
@@ -94,9 +94,9 @@ def replay_advance(
     state: DecodeState, derived: Derived, config: EngineConfig, inputs: Inputs, sampled: jax.Array
 ) -> DecodeState:
     """Take scripted tokens, one per lane, in place of sampled ones."""
-    there = inputs.lanes.row < state.sequence.cursor.phase.size
-    taken = scatter_lanes(state.sequence, inputs.lanes, sampled, jnp.zeros_like(there), there)
-    return advance(state, derived, config, taken)
+    lanes = inputs.lanes
+    tokens = LaneTokens(sampled, *recognise(state.automaton, lane_node(state, lanes), sampled), sampled < 0)
+    return advance(state, derived, config, lanes, tokens, lanes.row < state.sequence.cursor.phase.size)
 
 
 def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answer: Sequence[int]) -> Trace:
@@ -125,7 +125,10 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     block, passes = -1, []
     while True:
         prefilling = int(state.sequence.cursor.phase[0]) == PROMPT
-        due = min(int(widths(state, derive(state.sequence, config)).tokens[0]), MAX_TOKENS if prefilling else capacity)
+        due = min(
+            int(widths(state, derive(state.sequence, state.automaton, config)).tokens[0]),
+            MAX_TOKENS if prefilling else capacity,
+        )
         size = max(MIN_SIZE, next_power(due))
         all_logits, inputs, derived, state = replay_pass(lm.params, state, config, Bucket(1, size, size, capacity))
         if not prefilling:

@@ -39,7 +39,7 @@ def state_for(lm: LanguageModel, config: EngineConfig, *params: SamplingParams) 
 def serial_lanes(state: DecodeState, config: EngineConfig) -> Lanes:
     """Those of the next pass, in which every sequence feeds a serial token."""
     rows, capacity = state.cache.tokens.shape
-    derived = derive(state.sequence, config)
+    derived = derive(state.sequence, state.automaton, config)
     lanes = next_inputs(state, derived, config, Bucket(rows, rows, 1, capacity), drafting=False).lanes
     assert lanes.row.tolist() == list(range(rows)) and not lanes.branch.any()
     return lanes

@@ -192,9 +192,9 @@ def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> Non
     for number, title in enumerate(titles):
         tokens[0, number, : len(title)] = title
     length = np.asarray([[len(title) for title in titles] + [0] * (3 - len(titles))])
-    sequence = SimpleNamespace(titles=Titles(*map(jnp.asarray, ([len(titles)], length, tokens))))
-    state: Any = SimpleNamespace(sequence=sequence, automaton=SimpleNamespace(number=jnp.asarray(NUMBERS)))
-    assert bool(completes_plan(state)[0]) == says_it_is_last(titles[-1])
+    arrays = Titles(*map(jnp.asarray, ([len(titles)], length, tokens)))
+    automaton: Any = SimpleNamespace(number=jnp.asarray(NUMBERS))
+    assert bool(completes_plan(arrays, automaton)[0]) == says_it_is_last(titles[-1])
 
 
 def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel) -> None:
