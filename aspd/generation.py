@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, mesh_of, model_name, model_options, positive, sampling_options
+from aspd.options import command, mesh_of, model_name, model_options, positive, sampling_options, sampling_params
 from aspd_jax.errors import DataError, RequestError
 
-# Asked in the demo of a chat model; of its training questions none is among them.
+# Questions of the demo for a chat model; none is among its training questions.
 QUESTIONS = (
     "Give me five tips for a job interview.",
     "How can I make my home office more comfortable?",
@@ -20,69 +20,60 @@ QUESTIONS = (
 
 
 def add(commands: Any) -> None:
-    """Add these commands."""
+    """Add the commands `generate` and `demo`."""
     generate = command(commands, "generate", run_generate, "Answer a prompt, or a file of prompts.")
     model_options(generate)
-    asked = generate.add_mutually_exclusive_group(required=True)
-    asked.add_argument(
-        "--prompt", metavar="TEXT", help="a question; goes through the chat template if the model has one"
+    prompts = generate.add_mutually_exclusive_group(required=True)
+    prompts.add_argument(
+        "--prompt", metavar="TEXT", help="a question; the chat template is applied if the model has one"
     )
-    asked.add_argument(
-        "--messages", metavar="FILE", help='JSON file with a list of {"role", "content"} messages; - is standard input'
+    prompts.add_argument(
+        "--messages", metavar="FILE", help='JSON file with a list of {"role", "content"} messages; -: standard input'
     )
-    asked.add_argument("--input", type=Path, metavar="FILE", help='JSONL file of {"prompt"} or {"messages"} records')
+    prompts.add_argument("--input", type=Path, metavar="FILE", help='JSONL file of {"prompt"} or {"messages"} records')
     generate.add_argument("--output", type=Path, metavar="FILE", help="JSONL file for the answers to --input")
-    generate.add_argument("--weights", choices=("float", "int8"), default="float", help="of the layers' kernels")
-    generate.add_argument("--mesh", metavar="AXIS=N,…", help="devices for each axis: data=2,tensor=4; default: one")
-    generate.add_argument("--batch", type=int, default=8, help="requests of --input that decode together")
+    generate.add_argument("--weights", choices=("float", "int8"), default="float", help="format of the layers' kernels")
     generate.add_argument(
-        "--branch-policy", default="all", metavar="POLICY", help="all, cap:N branches, or slo:MS milliseconds a pass"
+        "--mesh", metavar="AXIS=N,…", help="devices of each axis, such as data=2,tensor=4; default: one device"
+    )
+    generate.add_argument("--batch", type=int, default=8, help="maximum requests of --input in a batch")
+    generate.add_argument(
+        "--branch-policy",
+        default="all",
+        metavar="POLICY",
+        help="branches that decode in a step: all, cap:N branches, or slo:MS milliseconds",
     )
     generate.add_argument(
-        "--draft-tokens", type=int, default=0, help="guesses per segment and pass, looked up in what was said before"
+        "--draft-tokens", type=int, default=0, help="draft tokens per segment and step, looked up in the text so far"
     )
     generate.add_argument(
-        "--training-free", action="store_true", help="for a model without the special tokens: ask for tags in its text"
+        "--training-free", action="store_true", help="prompt a model without the special tokens to write tags as text"
     )
-    generate.add_argument(
-        "--raw", action="store_true", help="give prompts to the model as they stand, without the chat template"
-    )
+    generate.add_argument("--raw", action="store_true", help="do not apply the chat template")
     generate.add_argument(
         "--continue-final-message", action="store_true",
-        help="the last of the --messages is the beginning of an answer, which the answer goes on with",
+        help="continue the last of the --messages, which is the beginning of an answer",
     )  # fmt: skip
-    generate.add_argument("--mode", choices=("adaptive", "serial"), default="adaptive")
+    generate.add_argument(
+        "--mode", choices=("adaptive", "serial"), default="adaptive", help="serial: answers do not fork"
+    )
     generate.add_argument("--stream", action="store_true", help="print the answer as it grows")
     generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
     sampling_options(generate)
 
-    demo = command(commands, "demo", run_demo, "Answer a few questions in both modes, and compare.")
-    demo.add_argument("questions", nargs="*", metavar="QUESTION", help="what to ask; default: three questions")
+    demo = command(commands, "demo", run_demo, "Answer questions in both modes, and compare the steps.")
+    demo.add_argument("questions", nargs="*", metavar="QUESTION", help="questions to answer; default: three questions")
     model_options(demo)
 
 
 def run_generate(options: argparse.Namespace) -> None:
-    """`aspd generate`."""
+    """Run `aspd generate`."""
     from aspd_jax import load_model
     from aspd_jax.structure import to_json
-    from infer import Engine, SamplingParams, TextTags
+    from infer import Engine, TextTags
     from infer.offline.terminal import print_growing
 
-    params = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        frequency_penalty=options.frequency_penalty,
-        presence_penalty=options.presence_penalty,
-        logit_bias=dict(text.partition("=")[::2] for text in options.logit_bias),
-        min_tokens=options.min_tokens,
-        max_new_tokens=options.max_new_tokens,
-        max_branch_tokens=options.max_branch_tokens,
-        stop=tuple(options.stop),
-        seed=options.seed,
-    )
+    params = sampling_params(options)
     if (options.input is None) != (options.output is None):
         raise RequestError("--input and --output go together")
     if options.continue_final_message and options.messages is None:
@@ -105,9 +96,9 @@ def run_generate(options: argparse.Namespace) -> None:
         from infer.offline.batch import generate_file
 
         outcome = generate_file(engine, options.input, options.output, params, options.mode, chat)
-        there = f", {outcome.resumed} of them there already" if outcome.resumed else ""
+        resumed = f", {outcome.resumed} of them there already" if outcome.resumed else ""
         errors = f"; {outcome.errors} hold an error" if outcome.errors else ""
-        print(f"{outcome.records} records written to {options.output}{there}{errors}")
+        print(f"{outcome.records} records written to {options.output}{resumed}{errors}")
         return
     if options.prompt is not None and chat:
         prompt = [{"role": "user", "content": options.prompt}]
@@ -132,6 +123,7 @@ def run_generate(options: argparse.Namespace) -> None:
 
 
 def _read_messages(name: str) -> list[dict[str, str]]:
+    """Return the messages of a JSON file; `-` is standard input."""
     from aspd_jax.jsonl import parse_json
     from aspd_jax.pipeline.sources import parse_messages
 
@@ -149,7 +141,7 @@ def _read_messages(name: str) -> list[dict[str, str]]:
 
 
 def run_demo(options: argparse.Namespace) -> None:
-    """`aspd demo`."""
+    """Run `aspd demo`."""
     from aspd_jax import load_model
     from aspd_jax.formats import EMBEDDED
     from infer import SamplingParams
@@ -159,10 +151,10 @@ def run_demo(options: argparse.Namespace) -> None:
     name = model_name(options)
     questions = options.questions
     if not questions and name in EMBEDDED:
-        # It knows its own tasks: a block of short branches, one of long ones, and a chain that must stay serial.
+        # These models know synthetic tasks: a block of short branches, a block of long ones, and a serial chain.
         tasks = [("machines", "conclusion"), (LONG_FAMILY, "parallel"), ("machines", "chain")]
         questions = [problem(number, True, *task).question for number, task in enumerate(tasks)]
     lm = load_model(name, options.dtype, adapter=options.adapter)
-    # Small chat models repeat themselves when they are greedy, in any mode.
+    # Small chat models repeat themselves in greedy decoding, in both modes.
     params = SamplingParams(repetition_penalty=1.0 if name in EMBEDDED else 1.1, max_new_tokens=512)
     demonstrate(lm, questions or QUESTIONS, params, options.max_length)

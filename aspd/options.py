@@ -1,6 +1,6 @@
-"""Options that several commands have, and what is asked of their values.
+"""Options of several commands, and checks of their values.
 
-What takes long to import is imported by the commands when they run, so that `aspd --help` answers at once.
+Commands import slow libraries when they run, so that `aspd --help` is quick.
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from aspd_jax.errors import CheckpointError, RequestError
+from infer.request import BIASES, PARAMETERS, STRINGS, SamplingParams
 
-LEFT_OUT = 10  # lines that are named one by one
+LEFT_OUT = 10  # lines of an input that are listed
 
 
 def command(commands: Any, name: str, run: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
-    """Add a command."""
+    """Add a command and return its parser.
+
+    Args:
+        commands: subparsers of `aspd`.
+        name: name of the command.
+        run: function that runs the command with its options.
+        about: description of the command.
+    """
     sub: argparse.ArgumentParser = commands.add_parser(
         name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -26,20 +34,20 @@ def command(commands: Any, name: str, run: Callable[[argparse.Namespace], None],
 
 
 def model_options(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how long its answers may be."""
+    """Add the options that select a model and its maximum length."""
     parser.add_argument(
         "--model",
         metavar="MODEL",
         help="Hugging Face folder, GGUF file, or a name: smollm2-aspd (default, where its package is installed), "
         "smollm2, demo (default elsewhere)",
     )
-    parser.add_argument("--adapter", metavar="DIR", help="folder of an adapter (PEFT's format) trained on the model")
+    parser.add_argument("--adapter", metavar="DIR", help="folder of an adapter of the model, in PEFT's format")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--max-length", type=int, default=2048, help="tokens of prompt and answer")
+    parser.add_argument("--max-length", type=int, default=2048, help="maximum tokens of prompt and answer")
 
 
 def model_name(options: argparse.Namespace) -> str:
-    """The model that was asked for, or the best one that is there; says so where that is not a real one."""
+    """Return the model of the options, or the best installed model; print a notice if that is the demo model."""
     from aspd_jax.formats import find_model
 
     if options.model:
@@ -53,34 +61,40 @@ def model_name(options: argparse.Namespace) -> str:
 
 
 def shape_options(parser: argparse.ArgumentParser) -> None:
-    """Which random model, and how often it is timed."""
-    parser.add_argument("--shape", default="27m", help="of a random model: 27m, 1b, 7b, 8b or 32b")
+    """Add the options that select a random model and the number of its timed runs."""
+    parser.add_argument("--shape", default="27m", help="size of a random model: 27m, 1b, 7b, 8b or 32b")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=7, help="runs of each kind; the median counts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    parser.add_argument("--repeats", type=int, default=7, help="runs of each kind, of which the median is reported")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures, as JSON")
 
 
 def config_options(parser: argparse.ArgumentParser) -> None:
-    """A configuration, and changes to it."""
+    """Add the arguments that name a configuration and changes to it."""
     parser.add_argument("config", help="YAML file, such as configs/embedded_aspd.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: data.length=4096")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes of single values, such as data.length=4096"
+    )
 
 
 def process_options(parser: argparse.ArgumentParser) -> None:
-    """Whether this is one of several processes that work on one model."""
+    """Add the options of a process that shares one model with other processes."""
     parser.add_argument(
-        "--distributed", action="store_true", help="one of several processes, which SLURM, GKE or Cloud TPU started"
+        "--distributed",
+        action="store_true",
+        help="run as one of several processes that SLURM, GKE or Cloud TPU has started",
     )
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where nothing else tells")
-    parser.add_argument("--processes", type=int, help="how many, with --coordinator")
-    parser.add_argument("--process", type=int, help="which one this is, with --coordinator")
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="address of process 0, if the cluster does not provide it"
+    )
+    parser.add_argument("--processes", type=int, help="number of processes, with --coordinator")
+    parser.add_argument("--process", type=int, help="number of this process, from 0, with --coordinator")
 
 
 def join_processes(options: argparse.Namespace) -> None:
-    """Wait for the other processes; before anything else is done with JAX.
+    """Connect to the other processes. JAX requires this before its first computation.
 
     Raises:
-        RequestError: options that do not go together, or nobody there.
+        RequestError: options are missing or do not agree.
     """
     import jax
 
@@ -97,29 +111,44 @@ def join_processes(options: argparse.Namespace) -> None:
 
 
 def sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Fields of `SamplingParams`."""
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--frequency-penalty", type=float, default=0.0)
-    parser.add_argument("--presence-penalty", type=float, default=0.0)
-    parser.add_argument(
-        "--logit-bias", action="append", default=[], metavar="ID=BIAS", help="added to a token's logit; may be repeated"
-    )
-    parser.add_argument("--min-tokens", type=int, default=0, help="minimum tokens of plain text of an answer")
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--max-branch-tokens", type=int, default=1024)
-    parser.add_argument("--stop", action="append", default=[], help="string that ends its segment; may be repeated")
-    parser.add_argument("--seed", type=int, help="of the random streams")
+    """Add an option for each sampling parameter that the command line offers."""
+    for name, parameter in PARAMETERS.items():
+        if parameter.cli is None:
+            continue
+        keywords: dict[str, Any] = {"help": parameter.help, "default": parameter.cli.default}
+        if parameter.kind in (STRINGS, BIASES):
+            metavar = "ID=BIAS" if parameter.kind == BIASES else None
+            keywords |= {"action": "append", "default": [], "metavar": metavar}
+            keywords["help"] += "; may be repeated"
+        else:
+            keywords["type"] = parameter.kind
+        parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    """Return the values of `sampling_options`.
+
+    Raises:
+        RequestError: a value is out of bounds.
+    """
+    values = {name: getattr(options, name) for name, parameter in PARAMETERS.items() if parameter.cli is not None}
+    values |= {
+        name: dict(pair.partition("=")[::2] for pair in values[name])
+        for name in values
+        if PARAMETERS[name].kind == BIASES
+    }
+    return SamplingParams(**values)
 
 
 def positive(options: argparse.Namespace, *names: str) -> None:
-    """Refuse numbers below 1.
+    """Check that options are at least 1.
+
+    Args:
+        options: options of a command.
+        names: names of options that hold a number or a list of numbers.
 
     Raises:
-        RequestError: which option has one.
+        RequestError: a number is below 1; the message names its option.
     """
     for name in names:
         value = getattr(options, name)
@@ -128,7 +157,7 @@ def positive(options: argparse.Namespace, *names: str) -> None:
 
 
 def print_left_out(lines: Sequence[str]) -> None:
-    """Name what was left out of an input, the first few lines of it, on standard error."""
+    """Print the lines that were left out of an input to standard error: the first of them, and the number of others."""
     for line in lines[:LEFT_OUT]:
         print(f"left out: {line}", file=sys.stderr)
     if len(lines) > LEFT_OUT:
@@ -136,14 +165,22 @@ def print_left_out(lines: Sequence[str]) -> None:
 
 
 def where() -> str:
-    """The hardware, in words."""
+    """Describe the devices and the version of JAX."""
     import jax
 
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}"
 
 
 def mesh_of(text: str | None, devices: Sequence[Any] | None = None) -> Any:
-    """A mesh from its axes, such as `data=2,tensor=4`; of these devices, or of all there are."""
+    """Return the device mesh of `--mesh`; None: one device.
+
+    Args:
+        text: axes and their sizes, such as `data=2,tensor=4`.
+        devices: devices of the mesh; None: all devices.
+
+    Raises:
+        RequestError: the text has another form.
+    """
     if text is None:
         return None
     from aspd_jax.sharding import make_mesh
@@ -158,7 +195,11 @@ def mesh_of(text: str | None, devices: Sequence[Any] | None = None) -> Any:
 
 
 def answer_structures(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Branches, and tokens of each, from texts such as `8x60`."""
+    """Return the number of branches and the tokens of each branch, from texts such as `8x60`.
+
+    Raises:
+        RequestError: a text has another form.
+    """
     answers = []
     for text in texts:
         branches, found, length = text.partition("x")

@@ -1,4 +1,4 @@
-"""`aspd serve`."""
+"""`aspd serve` and `aspd proxy`."""
 
 from __future__ import annotations
 
@@ -13,52 +13,64 @@ from aspd_jax.errors import RequestError
 
 
 def add(commands: Any) -> None:
-    """Add these commands."""
-    serve = command(
-        commands, "serve", run_serve, "Serve a model to clients of OpenAI's interface, with a page to try it on."
-    )
+    """Add the commands `serve` and `proxy`."""
+    serve = command(commands, "serve", run_serve, "Serve a model through OpenAI's interface, with a page to try it.")
     model_options(serve)
     serve.add_argument(
         "--mesh",
         metavar="AXES",
-        help="spread the model over devices, such as data=2,tensor=4; several processes: tensor over all",
+        help="devices of each axis, such as data=2,tensor=4; default of several processes: tensor over all devices",
     )
-    serve.add_argument("--weights", choices=("float", "int8"), default="float", help="int8: kernels of the layers")
+    serve.add_argument("--weights", choices=("float", "int8"), default="float", help="format of the layers' kernels")
     serve.add_argument(
         "--adapters",
         nargs="+",
         default=[],
         metavar="NAME=DIR",
-        help="adapters on one base, which clients ask for as models, mixed in a batch (--adapter merges one instead)",
+        help="adapters on one base, selected by model name and mixed in a batch (--adapter merges one instead)",
     )
-    serve.add_argument("--adapter-places", type=int, default=0, help="most adapters at a time; default: those given")
-    serve.add_argument("--adapter-rank", type=int, default=16, help="most ranks of an adapter among --adapters")
     serve.add_argument(
-        "--adapter-folder", default="", metavar="DIR", help="clients may load adapters from here, and unload them"
+        "--adapter-places", type=int, default=0, help="maximum adapters at a time; default: those of --adapters"
     )
-    serve.add_argument("--chat-template", default="", metavar="FILE", help="Jinja, for a tokenizer that has none")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a key")
-    serve.add_argument("--port", type=int, default=8000, help="0: any that is free")
-    serve.add_argument("--name", default="", help="of the model; default: the folder's name")
-    serve.add_argument("--batch", type=int, default=8, help="requests that are decoded together")
+    serve.add_argument("--adapter-rank", type=int, default=16, help="maximum rank of an adapter")
     serve.add_argument(
-        "--branch-policy", default="all", help="which branches of a loaded batch wait: all, cap:N or slo:MS"
+        "--adapter-folder", default="", metavar="DIR", help="folder from which clients may load adapters"
     )
-    serve.add_argument("--draft-tokens", type=int, default=0, help="guesses per segment and pass")
-    serve.add_argument("--key-file", type=Path, metavar="FILE", help="API keys, one a line; also: ASPD_API_KEY")
-    serve.add_argument("--insecure", action="store_true", help="listen on other addresses than loopback without a key")
+    serve.add_argument(
+        "--chat-template", default="", metavar="FILE", help="Jinja file, for a tokenizer without a template"
+    )
+    serve.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; a key is required unless it is loopback"
+    )
+    serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
+    serve.add_argument("--name", default="", help="name of the model; default: name of its folder")
+    serve.add_argument("--batch", type=int, default=8, help="maximum requests in a batch")
+    serve.add_argument(
+        "--branch-policy",
+        default="all",
+        help="branches that decode in a step: all, cap:N branches, or slo:MS milliseconds",
+    )
+    serve.add_argument("--draft-tokens", type=int, default=0, help="draft tokens per segment and step")
+    serve.add_argument(
+        "--key-file", type=Path, metavar="FILE", help="file of API keys, one per line; also: ASPD_API_KEY"
+    )
+    serve.add_argument("--insecure", action="store_true", help="listen on any address without a key")
     serve.add_argument(
         "--cors-origins", nargs="+", default=[], metavar="ORIGIN",
-        help="origins whose pages may use the server from a browser, such as https://example.org, or *; default: none",
+        help="origins of pages that may use the server in a browser, such as https://example.org, or *; default: none",
     )  # fmt: skip
-    serve.add_argument("--max-waiting", type=int, default=64, help="requests that may wait; further ones get 429")
-    serve.add_argument("--max-new-tokens", type=int, default=1024, help="of an answer; requests may ask for fewer")
-    serve.add_argument("--max-body", type=int, default=1 << 20, help="bytes of a request")
-    serve.add_argument("--body-timeout", type=float, default=20.0, help="seconds in which a request has to be there")
-    serve.add_argument("--max-choices", type=int, default=8, help="answers to one request (n)")
-    serve.add_argument("--timeout", type=float, default=300.0, help="seconds from request to last token")
-    serve.add_argument("--chunk", type=float, default=0.03, help="seconds between two looks at growing answers")
-    serve.add_argument("--drain", type=float, default=30.0, help="seconds for requests under way when told to stop")
+    serve.add_argument("--max-waiting", type=int, default=64, help="maximum waiting requests; further requests get 429")
+    serve.add_argument(
+        "--max-new-tokens", type=int, default=1024, help="maximum tokens of an answer; requests may set less"
+    )
+    serve.add_argument("--max-body", type=int, default=1 << 20, help="maximum bytes of a request")
+    serve.add_argument("--body-timeout", type=float, default=20.0, help="seconds until a request must be complete")
+    serve.add_argument("--max-choices", type=int, default=8, help="maximum answers to one request (n)")
+    serve.add_argument("--timeout", type=float, default=300.0, help="maximum seconds from a request to the last token")
+    serve.add_argument("--chunk", type=float, default=0.03, help="streaming interval in seconds")
+    serve.add_argument(
+        "--drain", type=float, default=30.0, help="seconds for requests in progress to end after a stop signal"
+    )
     process_options(serve)
     serve.add_argument(
         "--warm-up", nargs="?", choices=("none", "first", "all"), const="all", default="first",
@@ -69,22 +81,26 @@ def add(commands: Any) -> None:
         commands,
         "proxy",
         run_proxy,
-        "Serve a checkpoint with branches by way of a server that knows nothing of them, such as vLLM or llama.cpp's.",
+        "Serve a checkpoint with branches through a server without branches, such as vLLM or llama.cpp's.",
     )
-    proxy.add_argument("--upstream", required=True, metavar="URL", help="of OpenAI's interface, up to /v1")
+    proxy.add_argument("--upstream", required=True, metavar="URL", help="address of OpenAI's interface, up to /v1")
     proxy.add_argument("--model", required=True, help="name of the checkpoint at the upstream")
     proxy.add_argument("--tokenizer", required=True, metavar="MODEL", help="the same checkpoint: folder, GGUF or name")
-    proxy.add_argument("--chat-template", default="", metavar="FILE", help="Jinja, for a tokenizer that has none")
-    proxy.add_argument("--host", default="127.0.0.1", help="address to listen on; it asks nobody for a key")
-    proxy.add_argument("--port", type=int, default=8001, help="0: any that is free")
-    proxy.add_argument("--name", default="", help="of the model for clients; default: --model")
-    proxy.add_argument("--concurrency", type=int, default=32, help="requests to the upstream at a time")
-    proxy.add_argument("--max-new-tokens", type=int, default=1024, help="of an answer; requests may ask for fewer")
-    proxy.add_argument("--timeout", type=float, default=120.0, help="seconds between two pieces of an answer")
+    proxy.add_argument(
+        "--chat-template", default="", metavar="FILE", help="Jinja file, for a tokenizer without a template"
+    )
+    proxy.add_argument("--host", default="127.0.0.1", help="address to listen on; no key is required")
+    proxy.add_argument("--port", type=int, default=8001, help="port to listen on; 0: any free port")
+    proxy.add_argument("--name", default="", help="name of the model for clients; default: --model")
+    proxy.add_argument("--concurrency", type=int, default=32, help="maximum requests to the upstream at a time")
+    proxy.add_argument(
+        "--max-new-tokens", type=int, default=1024, help="maximum tokens of an answer; requests may set less"
+    )
+    proxy.add_argument("--timeout", type=float, default=120.0, help="maximum seconds between two pieces of an answer")
 
 
 def run_proxy(options: argparse.Namespace) -> None:
-    """`aspd proxy`."""
+    """Run `aspd proxy`."""
     import uvicorn
 
     from aspd_jax.configuration import at_least
@@ -110,7 +126,7 @@ def run_proxy(options: argparse.Namespace) -> None:
 
 
 def run_serve(options: argparse.Namespace) -> None:
-    """`aspd serve`."""
+    """Run `aspd serve`."""
     import jax
 
     from aspd_jax.formats import NAMES, find_model
@@ -148,8 +164,8 @@ def run_serve(options: argparse.Namespace) -> None:
     mesh = mesh_of(options.mesh or (f"tensor={jax.device_count()}" if several else None))
     if several and mesh.size != jax.device_count():
         raise RequestError(f"--mesh {options.mesh}: the processes have {jax.device_count()} devices, and all take part")
-    given = _named(options.adapters)
-    places = max(options.adapter_places, len(given), int(bool(options.adapter_folder)))
+    adapters = _named(options.adapters)
+    places = max(options.adapter_places, len(adapters), int(bool(options.adapter_folder)))
     rank = options.adapter_rank if places else 0
     lm = load_model(model, options.dtype, mesh, options.weights, rank, adapter=options.adapter, adapters=places)
     for_conversations(lm, model, options.chat_template)
@@ -157,7 +173,7 @@ def run_serve(options: argparse.Namespace) -> None:
         lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,
         draft_tokens=options.draft_tokens,
     )  # fmt: skip
-    for name, folder in given.items():
+    for name, folder in adapters.items():
         if name == config.name:
             raise RequestError(f"--adapters: {name} is the model's name; choose another, or a --name")
         engine.adapters.put(name, folder)
@@ -168,7 +184,11 @@ def run_serve(options: argparse.Namespace) -> None:
 
 
 def _named(adapters: Sequence[str]) -> dict[str, str]:
-    """Folders of adapters by name."""
+    """Return the folders of `--adapters` by name.
+
+    Raises:
+        RequestError: an entry has another form, or a name occurs twice.
+    """
     named = dict(one.partition("=")[::2] for one in adapters)
     if len(named) < len(adapters) or not all(name and folder for name, folder in named.items()):
         raise RequestError(f"--adapters takes NAME=DIR, each name once; got {' '.join(adapters)}")
@@ -176,7 +196,11 @@ def _named(adapters: Sequence[str]) -> dict[str, str]:
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:
-    """API keys of a file and of the environment."""
+    """Return the API keys of a file and of the environment.
+
+    Raises:
+        RequestError: the file cannot be read, or holds no key.
+    """
     keys = [os.environ.get("ASPD_API_KEY", "")]
     if file is not None:
         try:

@@ -1,130 +1,313 @@
-"""What is asked of the engine: sampling parameters, mode, and a checked request."""
+"""Sampling parameters, the mode, and a checked request.
+
+`SamplingParams` declares every sampling parameter once. The options of `aspd generate`, the fields of HTTP requests,
+the keys of the section `decoding` of an evaluation, the arrays on the device and the fields that the proxy forwards are
+derived from `PARAMETERS`.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from aspd_jax.errors import RequestError
 from aspd_jax.layout import check_choice
 
 Mode = Literal["adaptive", "serial"]
 GRAMMARS = ("json_schema", "regex", "choices", "grammar")  # fields that constrain a whole answer
+STRINGS, BIASES = tuple[str, ...], Mapping[Any, float]  # types of parameters that are no single value
+
+
+class Bounds(NamedTuple):
+    """Bounds of a number, by the names that pydantic's `Field` gives them; None: no bound."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Return the bounds that are set, by name."""
+        return {name: limit for name, limit in self._asdict().items() if limit is not None}
+
+    def contain(self, value: float) -> bool:
+        """Return whether a number is finite and within the bounds."""
+        return (
+            (isinstance(value, int) or isfinite(value))
+            and (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+    def __str__(self) -> str:
+        highest = self.lt - 1 if self.lt is not None else self.le  # only integers have `lt`
+        if self.gt is not None:
+            return f"above {self.gt}" + ("" if highest is None else f" and at most {highest}")
+        return f"{self.ge} or more" if highest is None else f"between {self.ge} and {highest}"
+
+
+UNBOUNDED = Bounds()
+
+
+class Offer(NamedTuple):
+    """How an interface offers a parameter.
+
+    Attributes:
+        default: value where the interface gets none; `...` in a declaration: the default of `SamplingParams`.
+        bounds: bounds of the interface; `UNBOUNDED` in a declaration: those of `SamplingParams`.
+        nullable: the HTTP schema documents null, which means the default.
+    """
+
+    default: Any = ...
+    bounds: Bounds = UNBOUNDED
+    nullable: bool = False
+
+
+OFFERED = Offer()
+
+
+class Forward(NamedTuple):
+    """How the proxy handles a parameter.
+
+    Attributes:
+        names: fields of the upstream's request that get the value; none where the proxy applies the parameter itself.
+        always: send the default, too, because servers have defaults of their own.
+    """
+
+    names: tuple[str, ...] = ()
+    always: bool = False
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Declaration of a sampling parameter.
+
+    Attributes:
+        help: meaning of a value, as help texts and the HTTP schema show it.
+        bounds: bounds of a number, or of each value of a mapping.
+        cli: option of `aspd generate`; None: there is none.
+        http: field of HTTP requests; None: there is none of this name.
+        yaml: key of the section `decoding`; None: there is none.
+        proxy: None: the proxy refuses values other than the default.
+        device: the engine keeps the value of every row in an array of this name (`infer.decode.state`).
+        name: name of the field of `SamplingParams`.
+        kind: type of a value: `int`, `float`, `str`, `STRINGS`, `BIASES` or another.
+        default: default of `SamplingParams`.
+    """
+
+    help: str
+    bounds: Bounds = UNBOUNDED
+    cli: Offer | None = OFFERED
+    http: Offer | None = OFFERED
+    yaml: Offer | None = OFFERED
+    proxy: Forward | None = None
+    device: bool = True
+    name: str = ""
+    kind: Any = None
+    default: Any = None
+
+    def named(self, name: str, kind: Any, default: Any) -> Parameter:
+        """Return the declaration with what the field of `SamplingParams` holds, in its offers too."""
+
+        def filled(offer: Offer | None) -> Offer | None:
+            if offer is None:
+                return None
+            bounds = self.bounds if offer.bounds == UNBOUNDED else offer.bounds
+            return Offer(default if offer.default is ... else offer.default, bounds, offer.nullable)
+
+        offers: dict[str, Any] = {interface: filled(getattr(self, interface)) for interface in ("cli", "http", "yaml")}
+        return replace(self, name=name, kind=kind, default=default, **offers)
+
+    def check(self, value: Any) -> None:
+        """Check a value of the parameter against its bounds; strings must not be empty.
+
+        Raises:
+            RequestError: it is out of bounds; the message names the parameter.
+        """
+        if self.kind in (STRINGS, Sequence[str]):
+            if not all(isinstance(text, str) and text for text in value):
+                raise RequestError(f"{self.name} must be non-empty strings, got {value!r}")
+        elif self.kind is str:
+            if value == "":
+                raise RequestError(f"{self.name} must be a non-empty string, got {value!r}")
+        elif self.kind == BIASES:
+            for token, bias in value.items():
+                self._check_number(f"{self.name}[{token}]", bias)
+        elif self.kind in (int, float) and value is not None:
+            self._check_number(self.name, value)
+
+    def _check_number(self, name: str, value: float) -> None:
+        if not self.bounds.contain(value):
+            raise RequestError(f"{name} must be {self.bounds}, got {value!r}")
+
+
+def _parameter(default: Any, help: str, bounds: Bounds = UNBOUNDED, **details: Any) -> Any:
+    """Return a dataclass field with the declaration of a parameter; for `details` see `Parameter`."""
+    metadata = {"parameter": Parameter(help, bounds, **details)}
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _library_parameter(default: Any, help: str, bounds: Bounds = UNBOUNDED) -> Any:
+    """Return the field of a parameter for which interfaces have fields of their own, or none."""
+    return _parameter(default, help, bounds, cli=None, http=None, yaml=None, device=False)
+
+
+INT32 = 1 << 31
+PENALTY = Bounds(ge=-2, le=2)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled, in serial segments and in branches alike (protocol, section 5).
+    """Parameters of sampling, in serial segments and in branches alike (protocol, section 5).
 
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
-        min_p: keep tokens at least this share as likely as the likeliest; 0 keeps all.
-        repetition_penalty: over what a segment can see of the answer's plain text, a title of its titles; 1 is none.
-        frequency_penalty: subtracted from the logit of a token for each occurrence in the same text; 0 is none.
-        presence_penalty: subtracted once from the logit of a token that occurs in it; 0 is none.
-        logit_bias: added to the logits of token ids, wherever they are sampled, -100 to 100; the grammar comes first.
-        min_tokens: minimum tokens of the plain text before the model may end the answer; branches may end earlier.
-        max_new_tokens: bound on all tokens of the answer: of all branches, tags and heads included.
-        max_content_tokens: bound on the tokens of the plain text, which is what a client sees. None: no further bound;
-            0: no answer, for log probabilities of the prompt alone.
-        max_branch_tokens: bound on the tokens sampled in one branch, its closing tag included.
-        stop: strings that end the segment they appear in: a branch, or in a serial segment the answer.
-        seed: of the random streams; None draws one.
-        json_schema: the answer is one JSON value of this schema (text or a mapping), and does not fork.
-        regex, choices, grammar: the answer matches this regular expression (Rust's syntax), is one of these strings, or
-            follows this grammar (Lark or GBNF), and does not fork. At most one of these and `json_schema`.
-        branch_schema: the text of every branch is one JSON value of this schema.
-        script: token ids to take in place of sampled ones: of the serial segment (titles and tags included), of the
-            first branch, and so on; every block has the same. A segment that has no more of them is sampled. Passes are
-            those of any answer: so two ways to decode one content are compared.
+    The first argument of a field is its default, the second its meaning. An interface offers a field with this default
+    and these bounds unless the field says otherwise. A new parameter takes a field here, an array of its name in
+    `infer.decode.state` and its effect in `infer.decode.sampling`.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[Any, float] = field(default_factory=dict)
-    min_tokens: int = 0
-    max_new_tokens: int = 256
-    max_content_tokens: int | None = None
-    max_branch_tokens: int = 1024
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    json_schema: str | Mapping[str, Any] | None = None
-    regex: str | None = None
-    choices: Sequence[str] = ()
-    grammar: str | None = None
-    branch_schema: str | Mapping[str, Any] | None = None
-    script: Sequence[Sequence[int]] = ()
+    temperature: float = _parameter(
+        0.0, "divisor of the logits; 0: greedy decoding", Bounds(ge=0),
+        http=Offer(1.0, Bounds(ge=0, le=2), nullable=True), proxy=Forward(("temperature",), always=True),
+    )  # fmt: skip
+    top_k: int = _parameter(
+        0, "number of likeliest tokens to sample from; 0: all", Bounds(ge=0, lt=INT32), proxy=Forward(("top_k",))
+    )
+    top_p: float = _parameter(
+        1.0, "sample from the likeliest tokens that together reach this probability; 1: all", Bounds(gt=0, le=1),
+        http=Offer(nullable=True), proxy=Forward(("top_p",), always=True),
+    )  # fmt: skip
+    min_p: float = _parameter(
+        0.0, "minimum probability of a token, as a share of the likeliest token's; 0: none", Bounds(ge=0, le=1),
+        proxy=Forward(("min_p",)),
+    )  # fmt: skip
+    repetition_penalty: float = _parameter(
+        1.0, "divides positive logits, and multiplies negative ones, of tokens in the visible plain text of the answer "
+        "(for a title: in visible titles); 1: none", Bounds(gt=0),
+        http=Offer(bounds=Bounds(gt=0, le=10)),
+        proxy=Forward(("repetition_penalty", "repeat_penalty")),  # vLLM's name, and llama.cpp's
+    )  # fmt: skip
+    frequency_penalty: float = _parameter(
+        0.0, "subtracted from the logit of a token for each occurrence in the visible text; 0: none", PENALTY
+    )
+    presence_penalty: float = _parameter(
+        0.0, "subtracted once from the logit of a token that occurs in the visible text; 0: none", PENALTY
+    )
+    logit_bias: Mapping[Any, float] = _parameter(
+        {}, "added to the logit of a token id, wherever the grammar permits the token", Bounds(ge=-100, le=100),
+        yaml=None, device=False,
+    )  # fmt: skip
+    min_tokens: int = _parameter(
+        0, "minimum tokens of plain text before the model may end the answer; branches may end earlier",
+        Bounds(ge=0, lt=INT32),
+    )  # fmt: skip
+    max_new_tokens: int = _parameter(
+        256, "maximum tokens of an answer, those of branches, tags and heads included", Bounds(ge=1),
+        cli=Offer(512), http=None, yaml=Offer(1024), device=False,
+    )  # fmt: skip
+    max_content_tokens: int | None = _library_parameter(
+        None, "maximum tokens of the plain text, which clients see; None: no further bound; 0: no answer, for log "
+        "probabilities of the prompt alone", Bounds(ge=0),
+    )  # fmt: skip
+    max_branch_tokens: int = _parameter(
+        1024, "maximum tokens sampled in one branch, its closing tag included", Bounds(ge=1, lt=1 << 24), http=None
+    )
+    stop: tuple[str, ...] = _parameter(
+        (), "string that ends the segment it appears in: a branch, or in a serial segment the answer",
+        http=Offer(None), yaml=None, proxy=Forward(), device=False,
+    )  # fmt: skip
+    seed: int | None = _parameter(
+        None, "seed of the random streams; by default a random one", Bounds(ge=0, lt=1 << 32),
+        http=Offer(bounds=Bounds(ge=-(1 << 63), lt=1 << 63)), yaml=Offer(0), proxy=Forward(("seed",)), device=False,
+    )  # fmt: skip
+    json_schema: str | Mapping[str, Any] | None = _library_parameter(
+        None, "JSON schema (text or a mapping) of the answer, which is one JSON value and does not fork"
+    )
+    regex: str | None = _library_parameter(
+        None, "regular expression (Rust's syntax) that the answer matches; it does not fork"
+    )
+    choices: Sequence[str] = _library_parameter((), "strings, one of which is the answer; it does not fork")
+    grammar: str | None = _library_parameter(
+        None, "grammar (Lark or GBNF) that the answer follows; it does not fork. An answer has at most one of "
+        "`json_schema`, `regex`, `choices` and `grammar`",
+    )  # fmt: skip
+    branch_schema: str | Mapping[str, Any] | None = _library_parameter(
+        None, "JSON schema of the text of every branch, which is one JSON value"
+    )
+    script: Sequence[Sequence[int]] = _library_parameter(
+        (), "token ids to take in place of sampled ones: of the serial segment (titles and tags included), of the "
+        "first branch, and so on; the same for every block. A segment is sampled after the end of its script. Steps "
+        "are those of any answer, so that two ways to decode one content can be compared",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name in ("json_schema", "branch_schema"):
-            object.__setattr__(self, name, _spelled(name, getattr(self, name)))
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "script", tuple(tuple(segment) for segment in self.script))
-        object.__setattr__(self, "choices", tuple(self.choices))
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        most = self.max_new_tokens if self.max_content_tokens is None else self.max_content_tokens
-        for name, good, right in (
-            ("temperature", isfinite(self.temperature) and self.temperature >= 0, "0 or more"),
-            ("top_k", self.top_k >= 0, "0 (all) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repetition_penalty", isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
-            ("min_tokens", 0 <= self.min_tokens <= most, f"between 0 and the limit of the answer, {most}"),
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("max_content_tokens", self.max_content_tokens is None or self.max_content_tokens >= 0, "at least 0"),
-            ("max_branch_tokens", 1 <= self.max_branch_tokens < 1 << 24, "at least 1"),
-            ("regex", self.regex != "", "a regular expression"),
-            ("grammar", self.grammar != "", "a Lark or GBNF grammar"),
-            ("choices", all(isinstance(text, str) and text for text in self.choices), "non-empty strings"),
-            ("stop", all(isinstance(text, str) and text for text in stop), "non-empty strings"),
-            ("seed", self.seed is None or 0 <= self.seed < 1 << 32, "between 0 and 2^32 - 1"),
+        for name, value in (
+            ("json_schema", _schema_text("json_schema", self.json_schema)),
+            ("branch_schema", _schema_text("branch_schema", self.branch_schema)),
+            ("stop", stop),
+            ("script", tuple(map(tuple, self.script))),
+            ("choices", tuple(self.choices)),
+            ("logit_bias", _read_biases(self.logit_bias)),
         ):
-            if not good:
-                raise RequestError(f"{name} must be {right}, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, value)
+        for parameter in PARAMETERS.values():
+            parameter.check(getattr(self, parameter.name))
+        limit = self.max_new_tokens if self.max_content_tokens is None else self.max_content_tokens
+        if self.min_tokens > limit:
+            raise RequestError(
+                f"min_tokens must be between 0 and the limit of the answer, {limit}, got {self.min_tokens}"
+            )
         if len(named := [name for name in GRAMMARS if getattr(self, name)]) > 1:
             raise RequestError(f"{' and '.join(named)}: expected one of them, got {len(named)}")
 
     @property
     def answer_grammar(self) -> tuple[str, str] | None:
-        """The field that constrains the whole answer, and its value as text."""
+        """Return the name of the field that constrains the whole answer, and its value as text; None: there is none."""
         for name in GRAMMARS:
             if value := getattr(self, name):
                 return name, json.dumps(value) if name == "choices" else value
         return None
 
     def saying(self, tokens: Sequence[int]) -> SamplingParams:
-        """The same for an answer in serial mode that has these tokens, and ends with them."""
+        """Return these parameters for an answer in serial mode that consists of `tokens`, the end included."""
         budget = max(1, min(len(tokens), self.max_new_tokens))
         return replace(self, script=(tokens,), max_new_tokens=budget, stop=())
 
 
-def _biases(given: Mapping[Any, Any]) -> dict[int, float]:
-    """Biases by token id; JSON has strings for ids."""
+def _declared_parameters() -> dict[str, Parameter]:
+    """Return the declarations in the fields of `SamplingParams`, with their names, types and defaults."""
+    hints, parameters = get_type_hints(SamplingParams), {}
+    for item in fields(SamplingParams):
+        kinds = [kind for kind in get_args(hints[item.name]) if kind is not NoneType]
+        kind = kinds[0] if NoneType in get_args(hints[item.name]) and len(kinds) == 1 else hints[item.name]
+        default = {} if item.default_factory is dict else item.default
+        parameters[item.name] = item.metadata["parameter"].named(item.name, kind, default)
+    return parameters
+
+
+PARAMETERS: Mapping[str, Parameter] = _declared_parameters()
+_attributes = "\n".join(f"        {name}: {parameter.help}." for name, parameter in PARAMETERS.items())
+SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n    Attributes:\n{_attributes}\n"
+
+
+def _read_biases(biases: Mapping[Any, Any]) -> dict[int, float]:
+    """Return biases by token id; JSON has strings for ids."""
     try:
-        biases = {int(token): float(bias) for token, bias in dict(given).items()}
+        return {int(token): float(bias) for token, bias in dict(biases).items()}
     except (TypeError, ValueError):
-        raise RequestError(f"logit_bias: expected numbers by token id, got {given!r}") from None
-    for token, bias in biases.items():
-        if not -100 <= bias <= 100:
-            raise RequestError(f"logit_bias: expected -100 to 100, got {bias:g} for token {token}")
-    return biases
+        raise RequestError(f"logit_bias: expected numbers by token id, got {biases!r}") from None
 
 
-def _spelled(name: str, schema: str | Mapping[str, Any] | None) -> str | None:
-    """A schema as text."""
+def _schema_text(name: str, schema: str | Mapping[str, Any] | None) -> str | None:
+    """Return a schema as text."""
     if schema is None:
         return None
     try:

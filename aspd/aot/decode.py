@@ -57,11 +57,11 @@ def bucket_for(engine: Engine, width: int) -> Bucket:
         RequestError: there is none so wide.
     """
     buckets = engine.scheduler.runner.buckets
-    whole = [of for of in buckets.every if of.rows == buckets.rows and of.slots == buckets.capacity]
+    whole = [of for of in buckets.buckets if of.rows == buckets.rows and of.slots == buckets.capacity]
     able = [of for of in whole if of.per_row >= width and of.tokens >= width * of.rows]
     if not able:
         raise RequestError(f"no program of {buckets.rows} rows feeds {width} tokens of each")
-    return min(able, key=lambda of: (of.tokens, of.most))
+    return min(able, key=lambda of: (of.most, of.tokens))
 
 
 def abstract_state(lm: LanguageModel, engine: Engine, on: Topology) -> DecodeState:

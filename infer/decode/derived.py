@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int32
 
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, EngineConfig, SequenceState
 from infer.decode.tag_automaton import TagAutomaton
-from infer.decode.titles import Room, barred_token, budget_room, completes_plan, fed_cost, repeats_title
+from infer.decode.title_rules import Room, barred_token, budget_room, completes_plan, fed_cost, repeats_title
 
 
 class BranchBudget(NamedTuple):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, ClassVar, Literal
 
 from aspd_jax.configuration import at_least
 from aspd_jax.endpoint import EndpointSection, Schema
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
 from aspd_jax.model.model_config import Weights
-from infer.request import SamplingParams
+from infer.request import PARAMETERS, SamplingParams
 
 Role = Literal["ori", "seq", "aspd"]
 Kind = Literal["chat", "maths", "choice", "exact", "synthetic", "synthetic-long"]
@@ -78,29 +78,30 @@ class BenchmarkSection:
         return self.kind in ("synthetic", "synthetic-long")
 
 
+def _sampling_keys() -> list[tuple[str, type, Any]]:
+    """Return the name, type and default of each sampling parameter that a configuration offers."""
+    return [
+        (name, parameter.kind, field(default=parameter.yaml.default))
+        for name, parameter in PARAMETERS.items()
+        if parameter.yaml is not None
+    ]
+
+
+SamplingSection: Any = make_dataclass("SamplingSection", _sampling_keys(), frozen=True)
+
+
 @dataclass(frozen=True)
-class DecodingSection:
-    """How answers are decoded.
+class DecodingSection(SamplingSection):
+    """How answers are decoded: the fields of `SamplingParams` that a configuration offers, and these.
+
+    A question's own `required_temperature` takes the place of `temperature`. Every question has its own random stream,
+    derived from `seed` and its place, so that results do not depend on the rest of the batch.
 
     Attributes:
-        temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty, min_tokens,
-            max_new_tokens, max_branch_tokens: `SamplingParams`. A question's own `required_temperature` comes first.
-        seed: of the random streams; every question has its own, so that results do not depend on what runs beside.
         max_length: tokens of a conversation.
         batch: conversations that are answered together. Their speed is not what is reported: see `SpeedSection`.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    min_tokens: int = 0
-    max_new_tokens: int = 1024
-    max_branch_tokens: int = 1024
-    seed: int = 0
     max_length: int = 4096
     batch: int = 8
 
@@ -110,24 +111,19 @@ class DecodingSection:
         self.params(None, 0)
 
     def params(self, temperature: float | None, place: int) -> SamplingParams:
-        """Of a question: its own temperature, if it has one, and its place in the benchmark.
+        """Return the sampling parameters of a question.
+
+        Args:
+            temperature: temperature that the question requires; None: that of the section.
+            place: number of the question in its benchmark.
 
         Raises:
-            RequestError: which of them is out of range.
+            RequestError: a value is out of bounds; the message names it.
         """
-        return SamplingParams(
-            temperature=self.temperature if temperature is None else temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            min_tokens=self.min_tokens,
-            max_new_tokens=self.max_new_tokens,
-            max_branch_tokens=self.max_branch_tokens,
-            seed=(self.seed + place) % (1 << 32),
-        )
+        values = {name: getattr(self, name) for name, parameter in PARAMETERS.items() if parameter.yaml is not None}
+        if temperature is not None:
+            values["temperature"] = temperature
+        return SamplingParams(**values | {"seed": (self.seed + place) % (1 << 32)})
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from aspd_jax.structure import Branch, Item, Parallel, Serial, beginning, canoni
 from aspd_jax.tokens import TAGS, Codec
 from infer.answers.events import Event
 from infer.answers.stop import first_match
-from infer.proxy.upstream import Sampling, Upstream
+from infer.proxy.upstream import Upstream
+from infer.request import SamplingParams
 
 TITLE_START, TITLE_END = TAGS["title_start"], TAGS["title_end"]
 FORK, BRANCH_END = TAGS["parallel_start"], TAGS["branch_end"]
@@ -66,7 +67,13 @@ class Answering:
         self._tags = codec.special.ids
 
     async def events(
-        self, prompt: Sequence[int], most: int, sampling: Sampling, adaptive: bool, answer: Proxied, in_order: bool
+        self,
+        prompt: Sequence[int],
+        most: int,
+        sampling: SamplingParams,
+        adaptive: bool,
+        answer: Proxied,
+        in_order: bool,
     ) -> AsyncGenerator[Event, None]:
         """Yield events of `infer.answers.events`, without `done`; `answer` is filled meanwhile.
 
@@ -146,13 +153,13 @@ class Answering:
         most: int,
         stop: Sequence[str],
         forbidden: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
     ) -> AsyncGenerator[tuple[str, str | None], None]:
         """Count a request of an answer, and make it."""
         answer.requests += 1
         return self._upstream.complete(prompt, most, [*stop, *self._ends], forbidden, sampling, answer.requests - 1)
 
-    async def _titles(self, answer: Proxied, prefix: Sequence[int], sampling: Sampling) -> list[str]:
+    async def _titles(self, answer: Proxied, prefix: Sequence[int], sampling: SamplingParams) -> list[str]:
         """The titles that the model announces.
 
         A repetition penalty would be one on the tags between them, too, and end the list before its time. No title has
@@ -191,7 +198,7 @@ class Answering:
         prefix: Sequence[int],
         titles: Sequence[str],
         left: int,
-        sampling: Sampling,
+        sampling: SamplingParams,
         answer: Proxied,
         pieces_of: list[list[str]],
         final: set[int],

@@ -17,7 +17,8 @@ from aspd_jax.structure import canonical, to_json
 from aspd_jax.tokens import Codec
 from infer.answers.events import Event, StopFilter
 from infer.proxy.answering import Answering, Proxied, usage
-from infer.proxy.upstream import Sampling, Upstream, UpstreamConfig, UpstreamError
+from infer.proxy.upstream import Upstream, UpstreamConfig, UpstreamError
+from infer.request import PARAMETERS, SamplingParams
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.forms import Answer, Chunks, reply
 from infer.server.guard import add_guard
@@ -92,14 +93,12 @@ class _Proxy:
 
     async def _answer(self, body: ChatRequest | ResponsesRequest, messages: list[dict[str, str]]) -> Answer:
         await self.model(body.model)
+        values = body.sampling_values()
         for field, given in (
             ("n", body.choices > 1),
             ("logprobs", body.alternatives is not None),
             ("response_format", bool(body.grammar)),
-            ("frequency_penalty", body.frequency_penalty != 0),
-            ("presence_penalty", body.presence_penalty != 0),
-            ("logit_bias", bool(body.logit_bias)),
-            ("min_tokens", body.min_tokens > 0),
+            *((name, values[name] != PARAMETERS[name].default) for name in values if PARAMETERS[name].proxy is None),
             ("ignore_eos", body.ignore_eos),
             ("continue_final_message", isinstance(body, ChatRequest) and body.continue_final_message),
             ("aspd.branch_format", body.aspd.branch_format is not None),
@@ -109,11 +108,8 @@ class _Proxy:
             if given:
                 raise Refused(400, f"{field}: the proxy does not have it", param=field)
         prompt = await asyncio.to_thread(self._encode, messages, body.chat_template_kwargs)
-        sampling = Sampling(
-            1.0 if body.temperature is None else body.temperature,
-            1.0 if body.top_p is None else body.top_p,
-            body.top_k, body.min_p, body.repetition_penalty, body.seed,
-        )  # fmt: skip
+        forwarded = {name: value for name, value in values.items() if PARAMETERS[name].proxy is not None}
+        sampling = SamplingParams(**forwarded)
         answer = Proxied()
         most, stop = min(body.limit or self._most, self._most), body.stop_strings
         in_order = bool(stop) or body.aspd.stream == "text"

@@ -10,6 +10,7 @@ import openai
 
 from aspd_jax.configuration import at_least
 from aspd_jax.errors import AspdError, ConfigError
+from infer.request import PARAMETERS, SamplingParams
 
 # What makes servers write special tokens out: vLLM and SGLang take it with a request, llama.cpp's at its start.
 WRITE_TAGS = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
@@ -48,26 +49,19 @@ class UpstreamConfig:
             raise ConfigError(f"timeout must be more than 0 seconds, got {self.timeout}")
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are sampled, in OpenAI's words, with what the usual servers add to them."""
+def sampling_arguments(params: SamplingParams, number: int) -> dict[str, object]:
+    """Return the fields of a request to the upstream that hold sampling parameters, and those that make tags visible.
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-
-    def arguments(self, number: int) -> dict[str, object]:
-        """Of a request; every one of an answer, by its number, has a random stream of its own."""
-        added: dict[str, object] = {**WRITE_TAGS}
-        added |= {"top_k": self.top_k} if self.top_k else {}
-        added |= {"min_p": self.min_p} if self.min_p else {}
-        if self.repetition_penalty != 1.0:  # vLLM's name, and llama.cpp's
-            added |= {"repetition_penalty": self.repetition_penalty, "repeat_penalty": self.repetition_penalty}
-        found: dict[str, object] = {"temperature": self.temperature, "top_p": self.top_p, "extra_body": added}
-        return found if self.seed is None else found | {"seed": (self.seed + number) % (1 << 32)}
+    Args:
+        params: sampling parameters of the answer.
+        number: number of the request among those of its answer; each has its own random stream.
+    """
+    arguments: dict[str, object] = {**WRITE_TAGS}
+    for name, parameter in PARAMETERS.items():
+        value = getattr(params, name)
+        if parameter.proxy is not None and (parameter.proxy.always or value != parameter.default):
+            arguments |= dict.fromkeys(parameter.proxy.names, value)
+    return arguments if params.seed is None else arguments | {"seed": (params.seed + number) % (1 << 32)}
 
 
 class Upstream:
@@ -90,15 +84,17 @@ class Upstream:
         most: int,
         stop: Sequence[str],
         forbidden: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         number: int,
     ) -> AsyncGenerator[tuple[str, str | None], None]:
         """Pieces of text as they come, each with the reason why it ends there, if it does.
 
         Args:
+            prompt: token ids.
             most: tokens.
             stop: strings that end it and are no part of it.
             forbidden: tokens that are not sampled.
+            sampling: sampling parameters of the answer.
             number: of the request among those of its answer.
 
         Raises:
@@ -109,7 +105,7 @@ class Upstream:
             async with self._room:
                 stream = await self._client.completions.create(
                     model=self.config.model, prompt=list(prompt), max_tokens=most, stop=list(stop), stream=True,
-                    logit_bias=dict(bias), **sampling.arguments(number),  # type: ignore[call-overload]
+                    logit_bias=dict(bias), extra_body=sampling_arguments(sampling, number),
                 )  # fmt: skip
                 async with stream as pieces:  # whoever reads no further ends the request
                     async for piece in pieces:

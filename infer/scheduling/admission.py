@@ -18,8 +18,9 @@ from aspd_jax.sizes import next_power
 from infer.decode.slots import Admission, admit, put_bias
 from infer.decode.state import DecodeState, EngineConfig, RequestArrays, empty_state, place_state
 from infer.decode.tag_automaton import TagAutomaton, token_automaton
-from infer.request import Job
+from infer.request import PARAMETERS, Job
 
+DTYPES: dict[type, Any] = {int: np.int32, float: np.float32}  # of sampling parameters on the device
 MIN_PROMPT = 64  # tokens of the smallest program that lays out a prompt
 
 
@@ -94,19 +95,15 @@ def begin(
         "adaptive": np.bool_(job.mode == "adaptive"),
         "constrained": np.bool_(job.constrained),
         "seed": np.uint32(job.seed),
-        "temperature": np.float32(params.temperature),
-        "top_k": np.int32(params.top_k),
-        "top_p": np.float32(params.top_p),
-        "min_p": np.float32(params.min_p),
-        "repetition_penalty": np.float32(params.repetition_penalty),
-        "frequency_penalty": np.float32(params.frequency_penalty),
-        "presence_penalty": np.float32(params.presence_penalty),
         "biased": np.bool_(params.logit_bias),
-        "min_tokens": np.int32(params.min_tokens),
-        "max_branch_tokens": np.int32(params.max_branch_tokens),
         "adapter": np.int32(adapter),
         "script": np.pad(told, (0, state.cache.tokens.shape[1] - told.size)),
         "script_end": np.cumsum(lengths, dtype=np.int32),
+    }
+    request |= {
+        name: DTYPES[parameter.kind](getattr(params, name))
+        for name, parameter in PARAMETERS.items()
+        if parameter.device
     }
     numbers = {
         "row": row,

@@ -1,4 +1,4 @@
-"""Which compiled program a pass runs in: few sizes, each holding any mix of serial rows, branches and prompts.
+"""Selection of the compiled program for the next step: few sizes hold any mix of serial rows, branches and prompts.
 
 B rows of the cache.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,15 +18,42 @@ from infer.decode.inputs import max_lanes, only_row
 from infer.decode.state import PROMPT, EngineConfig
 
 MIN_CAPACITY = 128  # slots of the smallest cache
-MIN_SLOTS = 512  # of a row that a pass looks at: below, there is little to save; of several rows half as many
-MAX_TOKENS = 512  # of a pass, and of prompts in it while no answer waits for it
-PROMPT_BESIDE = 64  # tokens of a pass with prompts in it that answers wait for, and of a prompt beside others
-ROW_STEP = 8  # rows of a program to those of the next
+MIN_SLOTS = 512  # of a row that a program reads: below, there is little to save
+SPACING = 4  # ratio of a size to the next smaller one
+MAX_TOKENS = 512  # of a step, and of prompts in a step that no answer waits for
+PROMPT_BESIDE = 64  # tokens of a step that feeds prompts beside answers, and of a prompt beside other rows
 
 
 def capacity_for(tokens: int) -> int:
-    """Slots of a row that holds so many tokens."""
+    """Return the capacity of a row, in slots, that holds `tokens` tokens."""
     return max(MIN_CAPACITY, next_power(tokens))
+
+
+def spaced(first: int, last: int) -> list[int]:
+    """Return sizes from `first` to `last`, each `SPACING` times the one before, and then `last`."""
+    sizes = []
+    while first <= last // 2:
+        sizes.append(first)
+        first *= SPACING
+    return [*sizes, last]
+
+
+class Need(NamedTuple):
+    """The sizes that the next step needs.
+
+    Attributes:
+        rows: 1, or the number of rows counted from row 0.
+        tokens: tokens of all rows together.
+        per_row: maximum tokens of one row.
+        slots: maximum used slots of one row after the step.
+        lanes: number of segments that get a next token.
+    """
+
+    rows: int
+    tokens: int
+    per_row: int
+    slots: int
+    lanes: int
 
 
 @dataclass(frozen=True)
@@ -33,10 +61,10 @@ class Buckets:
     """The programs of an engine.
 
     Attributes:
-        config: of the engine.
-        rows: B.
-        capacity: slots of a row.
-        widest: most tokens that a sequence feeds in a pass.
+        config: configuration of the engine.
+        rows: B, number of rows of the cache.
+        capacity: number of slots of a row.
+        widest: maximum tokens that one sequence feeds in a step.
     """
 
     config: EngineConfig
@@ -45,45 +73,87 @@ class Buckets:
     widest: int
 
     @cached_property
-    def every(self) -> list[Bucket]:
-        """All of them."""
-        few = [] if self._split else [size for size in (1, ROW_STEP, ROW_STEP**2) if size < self.rows]
-        found = []
-        for rows in [*few, self.rows]:
-            least = min(MIN_SLOTS if rows == 1 else MIN_SLOTS // 2, self.capacity)
-            parts = [min(size, self.capacity) for size in powers(least, self.capacity)]
-            found += [
-                Bucket(rows, tokens, per_row, slots, longest)
-                for tokens, per_row, longest in self._sizes(rows)
-                for slots in parts
-            ]
-        return found
+    def buckets(self) -> list[Bucket]:
+        """List all buckets, the cheapest first: by tokens, then by queries of attention, then by slots."""
+        rows = [self.rows] if self._split else sorted({1, self.rows})
+        sizes = [(count, *size) for count in rows for size in self._sizes(count)]
+        made = [
+            Bucket(count, tokens, per_row, slots, longest)
+            for count, tokens, per_row, longest in sizes
+            for slots in spaced(MIN_SLOTS, self.capacity)
+        ]
+        return sorted(made, key=lambda bucket: (bucket.tokens, bucket.rows * bucket.per_row + bucket.longest, bucket))
 
     @property
     def _split(self) -> bool:
-        """Whether rows of the cache are split over devices: none can be looked at alone then."""
+        """Tell whether rows of the cache are split over devices; no program for a single row exists then."""
         mesh = self.config.mesh
         return mesh is not None and mesh.shape["data"] * mesh.shape["fsdp"] > 1
 
-    def _sizes(self, rows: int) -> list[tuple[int, int, int]]:
-        """Tokens of a pass, of a row in it, and of the longest if that may have more."""
-        branches, most = next_power(self.config.max_branches), max(MAX_TOKENS, next_power(self.widest))
-        if rows == 1:
-            sizes = sorted({1, *powers(4, 2 * branches), PROMPT_BESIDE, 2 * PROMPT_BESIDE, most})
-            return [(size, size, 0) for size in sizes]
-        found = [(next_power(rows), 1, 0)]
-        found += [(tokens, branches, 0) for tokens in powers(max(rows, branches), min(rows * branches, most))]
-        if self._split:
-            return [*found, *((tokens, PROMPT_BESIDE, 0) for tokens in (2 * PROMPT_BESIDE, most)), (most, most, 0)]
-        found += [(tokens, branches, tokens) for tokens in (PROMPT_BESIDE, 2 * PROMPT_BESIDE) if tokens > branches]
-        return [*found, (most, max(PROMPT_BESIDE, branches), most)]
+    @property
+    def _branches(self) -> int:
+        """Return the tokens of a row that every program for branches has room for."""
+        return next_power(self.config.max_branches)
 
-    def choose(self, report: StepSummary, listened: bool) -> tuple[Bucket, int, int]:
-        """The smallest program for the next pass, and how few tokens a smaller and how many a larger one is for.
+    @property
+    def _max_tokens(self) -> int:
+        """Return the tokens of the largest program."""
+        return max(MAX_TOKENS, next_power(self.widest))
+
+    def _sizes(self, rows: int) -> list[tuple[int, int, int]]:
+        """Return (tokens, per_row, longest) of the programs for `rows` rows, as in `Bucket`."""
+        branches, most = self._branches, self._max_tokens
+        if rows == 1:
+            return [(size, size, 0) for size in sorted({1, *powers(4, branches), PROMPT_BESIDE, most})]
+        widths = spaced(2 * max(next_power(rows), branches), min(next_power(rows) * branches, most))
+        sizes = [(next_power(rows), 1, 0), *((tokens, branches, 0) for tokens in widths)]
+        if self._split:
+            return [*sizes, *((tokens, PROMPT_BESIDE, 0) for tokens in (2 * PROMPT_BESIDE, most)), (most, most, 0)]
+        if branches < PROMPT_BESIDE:
+            sizes.append((PROMPT_BESIDE, branches, PROMPT_BESIDE))
+        return [*sizes, (most, max(PROMPT_BESIDE, branches), most)]
+
+    def select(self, report: StepSummary, listened: bool) -> tuple[Bucket, int, int]:
+        """Select the cheapest bucket that holds the next step.
 
         Args:
-            listened: somebody reads an answer as it grows. Otherwise all wait for long prompts, each of which has
-                passes to itself: so most is done in a given time.
+            report: report of the state; some row has tokens due.
+            listened: see `need`.
+
+        Returns:
+            The bucket, and `StopConditions.smaller` and `StopConditions.larger`.
+        """
+        need = self.need(report, listened)
+        best = next(bucket for bucket in self.buckets if self.holds(bucket, need))
+        below = [bucket.tokens for bucket in self.buckets if bucket.rows == best.rows and bucket.tokens < best.tokens]
+        smaller = min(max(below, default=-1), need.tokens - 1)
+        return best, smaller, best.tokens if best.tokens < self._largest else np.iinfo(np.int32).max
+
+    @property
+    def _largest(self) -> int:
+        """Return the tokens of the last bucket, which also runs what no bucket holds."""
+        return self.buckets[-1].tokens
+
+    def holds(self, bucket: Bucket, need: Need) -> bool:
+        """Tell whether a step fits a bucket; in the largest one, rows that do not fit wait."""
+        rows = bucket.rows == 1 if need.rows == 1 else bucket.rows >= need.rows
+        lanes = max_lanes(self.config, self.rows, bucket)
+        enough = bucket.tokens >= need.tokens and lanes >= need.lanes
+        slots = min(need.slots, self.capacity)
+        return (
+            rows
+            and bucket.most >= need.per_row
+            and bucket.slots >= slots
+            and (enough or bucket.tokens == self._largest)
+        )
+
+    def need(self, report: StepSummary, listened: bool) -> Need:
+        """Return the sizes of the next step.
+
+        Args:
+            report: report of the state.
+            listened: whether an answer is streamed. If not, a prompt of at least `PROMPT_BESIDE` tokens is fed in steps
+                of its own, which is the fastest for all requests together.
         """
         due, is_prompt = np.asarray(report.tokens), np.asarray(report.phase) == PROMPT
         rows, lanes = max(2, int(np.flatnonzero(due)[-1]) + 1), np.asarray(report.lanes)
@@ -92,32 +162,20 @@ class Buckets:
         if self.rows == 1 or (is_alone and not self._split):
             here = np.arange(due.size) == first
             rows, due, lanes = 1, np.where(here, due, 0), np.where(here, lanes, 0)
-        answers = np.where(is_prompt, 0, due)
-        left = np.where(is_prompt, due, 0)
-        piece = np.minimum(left, self._piece(int(left.max())) if rows == 1 else PROMPT_BESIDE)
-        few = next_power(self.config.max_branches)
-        beside = MAX_TOKENS if not answers.any() else max(PROMPT_BESIDE - int(answers.sum()), few)
-        piece = np.minimum(piece, beside)
-        tokens = int(answers.sum() + min(piece.sum(), beside))
-        per_row = int(max(answers.max(), piece.max()))
-        slots = int((np.asarray(report.length) + answers + piece)[due > 0].max())
-        most = max(bucket.tokens for bucket in self.every)
+        answers, left = np.where(is_prompt, 0, due), np.where(is_prompt, due, 0)
+        # Answers wait for a step that feeds prompts, too, so the prompts get few tokens of it.
+        beside = max(PROMPT_BESIDE - int(answers.sum()), self._branches) if answers.any() else MAX_TOKENS
+        of_row = self.prefill_chunk(int(left.max())) if rows == 1 else PROMPT_BESIDE
+        chunk = np.minimum(left, min(of_row, beside))
+        return Need(
+            rows=rows,
+            tokens=int(answers.sum() + min(chunk.sum(), beside)),
+            per_row=int(max(answers.max(), chunk.max())),
+            slots=int((np.asarray(report.length) + answers + chunk)[due > 0].max()),
+            lanes=int(lanes.sum()),
+        )
 
-        def holds(bucket: Bucket) -> bool:
-            return (
-                (bucket.rows == 1 if rows == 1 else bucket.rows >= rows)
-                and bucket.most >= per_row
-                and bucket.slots >= min(slots, self.capacity)
-                and (bucket.tokens == most or bucket.tokens >= tokens)
-                and (bucket.tokens == most or max_lanes(self.config, self.rows, bucket) >= lanes.sum())
-            )
-
-        best = min(filter(holds, self.every), key=lambda of: (of.tokens, of.rows * of.per_row + of.longest, of.slots))
-        alike = [of.tokens for of in self.every if of.tokens < best.tokens and of.rows == best.rows]
-        smaller = min(max(alike, default=-1), tokens - 1)
-        return best, smaller, best.tokens if best.tokens < most else np.iinfo(np.int32).max
-
-    def _piece(self, left: int) -> int:
-        """Tokens of a prompt in a pass that it has to itself: as many as a program holds that is at least half full."""
-        sizes = [of.tokens for of in self.every if of.rows == 1]
+    def prefill_chunk(self, left: int) -> int:
+        """Return the tokens of the largest single-row bucket that the rest of a prompt fills at least half."""
+        sizes = [bucket.tokens for bucket in self.buckets if bucket.rows == 1]
         return max(size for size in sizes if size <= 2 * max(left, 1))

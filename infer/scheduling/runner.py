@@ -74,14 +74,14 @@ class Runner:
             report: of the state; some sequence feeds something.
             steps: at most so many passes. There are fewer where the next needs another program.
             join: end when a sequence finishes.
-            listened: see `Buckets.choose`.
+            listened: see `Buckets.need`.
             stepwise: a pass takes one token of a segment, because the host has to see it: none may follow a stop
                 string, or what a schema has not permitted yet.
         """
         since = self.clock()
         drafting = self.drafts.on and not stepwise
         steps = min(steps, self.drafts.passes)
-        bucket, smaller, larger = self.buckets.choose(report, listened)
+        bucket, smaller, larger = self.buckets.select(report, listened)
         smaller = -1 if drafting else smaller  # drafts come and go
         conditions = StopConditions(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
         state, after = run(self._lm.params, state, conditions, self._config, bucket, drafting)

@@ -194,8 +194,8 @@ class Scheduler:
             before = self.now()
             self.forget()  # passes that are timed write over what rows hold
             buckets = self.runner.buckets
-            least = min(bucket.rows for bucket in buckets.every)
-            programs = [bucket for bucket in buckets.every if bucket.rows == least or not alone]
+            least = min(bucket.rows for bucket in buckets.buckets)
+            programs = [bucket for bucket in buckets.buckets if bucket.rows == least or not alone]
             state = compile_all(self._lm, self._config, self._state_now(), programs)
             if not alone:
                 state, self.cost = measure_cost(self._lm, self._config, state, buckets)

@@ -75,12 +75,15 @@ def measure_cost(
 ) -> tuple[DecodeState, StepCost]:
     """Time passes of several widths over parts of the cache, and fit what a pass costs."""
     samples = []
-    every = [of for of in buckets.every if of.rows == buckets.rows]
-    for slots in sorted({min(of.slots for of in every), max(of.slots for of in every)}):
-        of_slots = [of for of in every if of.slots == slots]
-        sizes = {min(of.tokens for of in of_slots if of.tokens >= tokens * of.rows) for tokens in TIMED_TOKENS}
+    buckets_of_all = [bucket for bucket in buckets.buckets if bucket.rows == buckets.rows]
+    counts = [bucket.slots for bucket in buckets_of_all]
+    for slots in sorted({min(counts), max(counts)}):
+        equal = [bucket for bucket in buckets_of_all if bucket.slots == slots]
+        most = max(bucket.tokens for bucket in equal)
+        wanted = [min(tokens * buckets.rows, most) for tokens in TIMED_TOKENS]
+        sizes = {min(bucket.tokens for bucket in equal if bucket.tokens >= tokens) for tokens in wanted}
         for tokens in sorted(sizes):
-            bucket = min((of for of in of_slots if of.tokens == tokens), key=lambda of: of.most)
+            bucket = min((bucket for bucket in equal if bucket.tokens == tokens), key=lambda bucket: bucket.most)
             state, milliseconds = _time(lm, config, state, bucket)
             samples.append(Sample(tokens, bucket.rows * slots, milliseconds))
     more = 0.0

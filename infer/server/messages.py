@@ -1,4 +1,4 @@
-"""What clients send, checked: OpenAI's chat completions and completions, and what this server adds to them."""
+"""Requests of clients: OpenAI's chat completions and completions, with the fields that this server adds."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ import pydantic
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from infer.answers.logprobs import MAX_ALTERNATIVES
-from infer.request import Mode, SamplingParams
+from infer.request import BIASES, PARAMETERS, STRINGS, Mode, Offer, Parameter, SamplingParams
 from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 from infer.server.server_config import ServerConfig
 
-MAX_STOPS = 64  # stop strings; OpenAI has 4, evaluation harnesses send more
+MAX_STOPS = 64  # stop strings; OpenAI allows 4, but evaluation harnesses send more
 
 
 def _whole(value: Any) -> Any:
-    """A number such as 5.0, as some clients write integers, as an integer."""
+    """Return a number such as 5.0 as an integer, because some clients write integers so."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Int = Annotated[int, BeforeValidator(_whole), pydantic.Strict()]  # neither "5" nor true
 Float = Annotated[float, pydantic.Strict()]
-Temperature = Annotated[Float, Field(ge=0, le=2)]
-Penalty = Annotated[Float, Field(ge=-2, le=2)]
-Share = Annotated[Float, Field(gt=0, le=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
 Pattern = Annotated[str, Field(min_length=1)]  # a regular expression or a grammar
@@ -40,13 +37,13 @@ class PlainText(Strict):
 
 
 class JsonObject(Strict):
-    """JSON mode: any object."""
+    """JSON mode: the answer is any JSON object."""
 
     type: Literal["json_object"]
 
 
 class NamedSchema(Strict):
-    """A schema as OpenAI's clients send it; it is always kept to, whatever `strict` says."""
+    """A schema in OpenAI's form. Answers always follow it; `strict` has no effect."""
 
     name: str
     description: str | None = None
@@ -65,19 +62,21 @@ ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discrimina
 
 
 def schema_of(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
-    """The JSON schema that a format asks for."""
+    """Return the JSON schema of a response format; None: plain text."""
     if isinstance(form, JsonSchema):
         return form.json_schema.schema_
     return {"type": "object"} if isinstance(form, JsonObject) else None
 
 
 class StructuredOutputs(Strict):
-    """What an answer has to match, as vLLM has it; one of these.
+    """Constraint of an answer in vLLM's form: one of these fields.
 
     Attributes:
-        json_: a JSON schema, as text or as an object.
-        json_object: any JSON object.
-        regex, choice, grammar: a regular expression, strings, a Lark or GBNF grammar.
+        json_: JSON schema, as text or as an object.
+        json_object: whether the answer is any JSON object.
+        regex: regular expression (Rust's syntax).
+        choice: strings, one of which is the answer.
+        grammar: Lark or GBNF grammar.
     """
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
@@ -88,15 +87,15 @@ class StructuredOutputs(Strict):
 
 
 class Aspd(Strict):
-    """What this server adds.
+    """Fields of a request that this server adds.
 
     Attributes:
-        mode: `adaptive`: the model decides when to fork; `serial`: it never does.
-        stream: `text`: deltas in reading order; `branches`: as they come, with block and branch numbers.
-        statistics: send what the answer cost, its structure, and its `token_ids`, with its end. A later request that
-            sends these back, as `aspd.token_ids` of the message, goes on with the blocks of the answer.
-        branch_format: as `response_format`, of the text of every branch.
-        content: the text of the answer, which serial mode then decodes as if it had chosen it: what it costs.
+        mode: `adaptive`: the model decides when to fork; `serial`: the answer does not fork.
+        stream: `text`: deltas in reading order; `branches`: every delta at once, with block and branch numbers.
+        statistics: return the cost of the answer, its structure and its `token_ids`. A later request that sends these
+            as `aspd.token_ids` of the message continues after the blocks of the answer.
+        branch_format: response format of the text of every branch.
+        content: text of the answer, which serial mode decodes as if the model had chosen it, to measure its cost.
     """
 
     mode: Mode = "adaptive"
@@ -113,7 +112,7 @@ PART_KINDS = {
 
 
 class Part(Strict):
-    """A part of a message: text is all this server reads."""
+    """A part of a message; only text is supported."""
 
     neutral = PART
     type: Literal["text", "input_text", "output_text"]
@@ -131,7 +130,11 @@ class Part(Strict):
 
 
 class Decoded(Strict):
-    """What this server adds to a message of the assistant: the tokens that it was answered as, with its blocks."""
+    """Field of an assistant's message that this server adds.
+
+    Attributes:
+        token_ids: tokens of the answer as it was decoded, blocks included.
+    """
 
     token_ids: list[Annotated[Int, Field(ge=0, lt=1 << 31)]] | None = None
 
@@ -153,7 +156,7 @@ class Message(Strict):
             if isinstance(kind := data.get("type"), str) and kind != "message":
                 raise fault(f"items of type {spell(kind)} are not supported")
             if data.get("role") == "assistant" and data.get("content") is None:
-                return {**data, "content": ""}  # as clients send back answers that called tools
+                return {**data, "content": ""}  # clients return answers that called tools without content
         return data
 
     @model_validator(mode="after")
@@ -164,37 +167,49 @@ class Message(Strict):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As the chat template takes it."""
+        """Return the message in the form of the chat template."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": text} | ({} if self.aspd.token_ids is None else self.aspd.model_dump())
 
 
 class StreamOptions(Strict):
-    """See OpenAI; `continuous_usage_stats`, which is vLLM's, sends the usage so far with every chunk."""
+    """Options of a stream in OpenAI's form; `continuous_usage_stats` (vLLM) adds the usage so far to every chunk."""
 
     include_usage: StrictBool = False
     include_obfuscation: StrictBool = False
     continuous_usage_stats: StrictBool = False
 
 
-class Common(Strict):
-    """Fields of all kinds of requests."""
+def _sampling_fields() -> dict[str, Any]:
+    """Return the type and the default of each field of a request that is a sampling parameter, by name."""
+    offered = ((name, parameter, parameter.http) for name, parameter in PARAMETERS.items())
+    return {name: _sampling_field(parameter, offer) for name, parameter, offer in offered if offer is not None}
+
+
+def _sampling_field(parameter: Parameter, offer: Offer) -> tuple[Any, Any]:
+    bounds = offer.bounds
+    if parameter.kind == BIASES:
+        kind: Any = dict[str, Annotated[Float, Field(**bounds.limits)]]
+        return kind, Field(default_factory=dict, description=parameter.help)
+    if parameter.kind == STRINGS:
+        kind = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+    else:
+        kind = Annotated[{int: Int, float: Float}[parameter.kind], Field(**bounds.limits)]
+    if offer.nullable or offer.default is None:
+        kind = kind | None
+    return kind, Field(offer.default, description=parameter.help)
+
+
+SamplingFields: Any = pydantic.create_model("SamplingFields", __base__=Strict, **_sampling_fields())
+
+
+class Common(SamplingFields):
+    """Fields of all kinds of requests, with the sampling parameters that HTTP offers."""
 
     neutral: ClassVar = {**REQUEST, "top_k": Neutral((-1,))}
     model: str
-    temperature: Temperature | None = 1.0
-    top_p: Share | None = 1.0
-    top_k: Annotated[Int, Field(ge=0, lt=1 << 31)] = 0
-    min_p: Annotated[Float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[Float, Field(gt=0, le=10)] = 1.0
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
-    logit_bias: dict[str, Annotated[Float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    min_tokens: Annotated[Int, Field(ge=0, lt=1 << 31)] = 0
     ignore_eos: StrictBool = False
-    seed: Annotated[Int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     aspd: Aspd = Aspd()
@@ -214,67 +229,78 @@ class Common(Strict):
     @property
     @abstractmethod
     def limit(self) -> int | None:
-        """Tokens that the answer may have, as a client counts them: those of its text."""
+        """Return the maximum tokens of the text of an answer; None: the limit of the server."""
 
     @property
     @abstractmethod
     def grammar(self) -> dict[str, Any]:
-        """What the answer has to follow: a field of `SamplingParams` and its value; empty: nothing."""
+        """Return the constraint of the answer: a field of `SamplingParams` and its value; empty: none."""
 
     @property
     @abstractmethod
     def alternatives(self) -> int | None:
-        """Likeliest tokens to show beside each; None: no log probabilities are wanted."""
+        """Return the number of likeliest tokens to list at each token; None: no log probabilities."""
 
     @property
     def with_growing_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """Return whether every chunk of a stream has the usage so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template, for messages."""
+        """Return the variables of the chat template."""
         return {}
 
     @property
     def choices(self) -> int:
-        """Answers to each prompt of the request."""
+        """Return the number of answers to each prompt."""
         return 1
 
     @property
     def with_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """Return whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def candidates(self) -> int:
-        """Answers to decode for each prompt, of which `choices` are sent."""
+        """Return the number of answers to decode for each prompt, of which `choices` are sent."""
         return self.choices
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Strings that end the answer."""
+        """Return the strings that end the answer."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
+    def sampling_values(self, choice: int = 0) -> dict[str, Any]:
+        """Return the sampling parameters that have a field of their name, by name.
+
+        Args:
+            choice: number of the answer, from 0; each answer has its own random streams.
+        """
+        values: dict[str, Any] = {}
+        for name, parameter in PARAMETERS.items():
+            if parameter.http is not None:
+                value = getattr(self, name)
+                values[name] = parameter.http.default if value is None else value
+        seed = None if self.seed is None else (self.seed + choice) % (1 << 32)
+        return values | {"seed": seed, "stop": self.stop_strings}
+
     def params(self, config: ServerConfig, choice: int) -> SamplingParams:
-        """Of one of the answers; each has its own random stream. Without `aspd.content`, which has to be encoded."""
+        """Return the parameters of an answer, without `aspd.content`, which has to be encoded.
+
+        Args:
+            config: limits of the server.
+            choice: number of the answer, from 0.
+        """
         limit = config.max_new_tokens if self.limit is None else min(self.limit, config.max_new_tokens)
+        values = self.sampling_values(choice) | self.grammar
+        if self.ignore_eos:
+            values["min_tokens"] = limit
         return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            logit_bias=self.logit_bias,
-            min_tokens=limit if self.ignore_eos else self.min_tokens,
             max_new_tokens=config.max_new_tokens,
             max_content_tokens=limit,
-            stop=self.stop_strings,
-            seed=None if self.seed is None else (self.seed + choice) % (1 << 32),
             branch_schema=schema_of(self.aspd.branch_format),
-            **self.grammar,
+            **values,
         )
 
 
@@ -297,35 +323,35 @@ class Completion(Common):
         return self
 
     def _grammars(self) -> dict[str, tuple[str, Any]]:
-        """Fields of the request that constrain the answer, with the field of `SamplingParams` and the value of each."""
-        own = self.structured_outputs or StructuredOutputs()
-        every = {
+        """Return the fields that constrain the answer, each with its field of `SamplingParams` and its value."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        fields = {
             "response_format": ("json_schema", schema_of(self.response_format)),
             "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
             "guided_choice": ("choices", self.guided_choice),
             "guided_grammar": ("grammar", self.guided_grammar),
-            "structured_outputs.json": ("json_schema", own.json_),
-            "structured_outputs.json_object": ("json_schema", {"type": "object"} if own.json_object else None),
-            "structured_outputs.regex": ("regex", own.regex),
-            "structured_outputs.choice": ("choices", own.choice),
-            "structured_outputs.grammar": ("grammar", own.grammar),
+            "structured_outputs.json": ("json_schema", outputs.json_),
+            "structured_outputs.json_object": ("json_schema", {"type": "object"} if outputs.json_object else None),
+            "structured_outputs.regex": ("regex", outputs.regex),
+            "structured_outputs.choice": ("choices", outputs.choice),
+            "structured_outputs.grammar": ("grammar", outputs.grammar),
         }
-        return {name: pair for name, pair in every.items() if pair[1] is not None}
+        return {name: pair for name, pair in fields.items() if pair[1] is not None}
 
     @property
     def grammar(self) -> dict[str, Any]:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return dict(self._grammars().values())
 
     @property
     def limit(self) -> int | None:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.max_tokens
 
     @property
     def choices(self) -> int:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.n or 1
 
 
@@ -334,7 +360,7 @@ class ChatRequest(Completion):
 
     neutral = Common.neutral | {
         "add_special_tokens": Neutral((False,)),
-        "max_tokens": Neutral((-1,)),  # no limit, as clients of local servers ask for it
+        "max_tokens": Neutral((-1,)),  # clients of local servers mean no limit
         "max_completion_tokens": Neutral((-1,)),
         "echo": Neutral((False,)),
         "top_logprobs": Neutral((0,)),
@@ -359,7 +385,7 @@ class ChatRequest(Completion):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.chat_template_kwargs
 
     @model_validator(mode="after")
@@ -370,12 +396,12 @@ class ChatRequest(Completion):
 
     @property
     def limit(self) -> int | None:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -404,23 +430,23 @@ class CompletionRequest(Completion):
 
     @property
     def candidates(self) -> int:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.best_of or self.choices
 
     @property
     def alternatives(self) -> int | None:
-        """As in `Common`."""
+        """Return what `Common` describes."""
         return self.logprobs
 
     @property
     def prompts(self) -> list[Any]:
-        """The prompts, as the engine takes them."""
+        """Return the prompts, each as text or token ids."""
         several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
         return list(self.prompt) if several else [self.prompt]
 
 
 class LoadAdapter(Strict):
-    """`POST /v1/load_lora_adapter`, as vLLM has it; the path is within the folder that the server was given."""
+    """`POST /v1/load_lora_adapter` in vLLM's form; the path is relative to `--adapter-folder`."""
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=1024)]

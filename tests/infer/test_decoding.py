@@ -83,7 +83,7 @@ def assert_equal(found: dict[str, list[int]], vector: dict[str, Any]) -> None:
 def one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """All passes of an engine of one row in one program, which is compiled once."""
     monkeypatch.setattr(Buckets, "_sizes", lambda self, rows: [(64, 64, 0)])
-    monkeypatch.setattr(Buckets, "_piece", lambda self, left: 64)
+    monkeypatch.setattr(Buckets, "prefill_chunk", lambda self, left: 64)
 
 
 @pytest.mark.usefixtures("one_program")

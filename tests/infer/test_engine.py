@@ -77,7 +77,7 @@ def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None
     while [((report := summarise(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
         state = one_step(bare_lm.params, state, own.config, whole)
         assert (state.sequence.cursor.finish == RUNNING).any(), "there was no such pass"
-    best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).choose(report, True)
+    best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).select(report, True)
     close = Bucket(4, int(report.tokens.sum()), int(report.tokens.max()), int((report.length + report.tokens).max()))
     one_longer = close._replace(per_row=4, longest=close.per_row)
     ways = (whole, best, close, one_longer, close._replace(per_row=4), close._replace(rows=2))

@@ -18,7 +18,7 @@ from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
 from infer.decode.state import NOTHING, TITLE, DecodeState, Titles
 from infer.decode.tag_automaton import number_of, token_automaton
-from infer.decode.titles import completes_plan
+from infer.decode.title_rules import completes_plan
 from tests.conftest import patched
 from tests.helpers.answers import SEPARATOR, critical_path, linearise
 from tests.infer.decode.test_speculation import knowing

@@ -289,6 +289,9 @@ def test_faults_of_the_upstream(proxy: str, upstream: Upstream) -> None:
     [
         ({"model": "other"}, 404, "there is no model 'other' here, but 'proxied'"),
         ({"n": 2}, 400, "n: the proxy does not have it"),
+        ({"frequency_penalty": 1}, 400, "frequency_penalty: the proxy does not have it"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias: the proxy does not have it"),
+        ({"min_tokens": 1}, 400, "min_tokens: the proxy does not have it"),
         ({"logprobs": True}, 400, "logprobs"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "the last message is an answer"),
         ({"messages": []}, 400, "messages"),

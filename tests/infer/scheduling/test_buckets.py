@@ -17,7 +17,7 @@ from aspd_jax.sizes import next_power, powers
 from infer.decode.decode_step import StepSummary
 from infer.decode.inputs import Widths, max_lanes, share_tokens, widest
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, STOP, EngineConfig
-from infer.scheduling.buckets import MAX_TOKENS, PROMPT_BESIDE, Buckets, capacity_for
+from infer.scheduling.buckets import MAX_TOKENS, PROMPT_BESIDE, SPACING, Buckets, capacity_for, spaced
 
 
 def config_for(branches: int, title_tokens: int = 24) -> EngineConfig:
@@ -108,15 +108,15 @@ A_PROMPT_BESIDE_FORKS = Pass(
 @example(ALL_FORK).via("more than the largest program holds")
 @example(A_PROMPT_BESIDE_FORKS).via("prompts come after answers")
 def test_what_is_chosen_holds_what_is_due(drawn: Pass) -> None:
-    bucket, _, _ = drawn.buckets.choose(drawn.report, True)
-    assert bucket in drawn.buckets.every
+    bucket, _, _ = drawn.buckets.select(drawn.report, True)
+    assert bucket in drawn.buckets.buckets
     due = [number for number, row in enumerate(drawn.rows) if row.tokens]
     assert bucket.rows > max(due) or (bucket.rows == 1 and len(due) == 1)
     assert bucket.most >= max(drawn.answers, default=0)
     for row in drawn.rows:
         if row.tokens:
             assert bucket.slots >= row.length + (1 if row.phase == PROMPT else row.tokens)
-    if bucket.tokens < max(of.tokens for of in drawn.buckets.every):
+    if bucket.tokens < max(of.tokens for of in drawn.buckets.buckets):
         any_prompt = any(row.phase == PROMPT for row in drawn.rows)
         assert bucket.tokens >= sum(drawn.answers) + any_prompt
         lanes = sum(row.lanes for row in drawn.rows)
@@ -127,7 +127,7 @@ def test_what_is_chosen_holds_what_is_due(drawn: Pass) -> None:
 @example(ALL_FORK).via("more than the largest program holds")
 def test_at_least_one_pass_happens(drawn: Pass) -> None:
     """The conditions under which the loop on the device goes on (`step.run`) hold before its first pass."""
-    bucket, smaller, larger = drawn.buckets.choose(drawn.report, True)
+    bucket, smaller, larger = drawn.buckets.select(drawn.report, True)
     assert sum(row.tokens for row in drawn.rows) > smaller
     assert sum(drawn.answers) <= larger
     due = [row for row in drawn.rows if row.tokens]
@@ -141,7 +141,7 @@ def test_what_is_due_is_fed(drawn: Pass) -> None:
     """All answers where a program has room for them, but one of those that feed more than the others may; prompts in
     pieces, but never nothing; somebody in any case.
     """
-    bucket, _, _ = drawn.buckets.choose(drawn.report, True)
+    bucket, _, _ = drawn.buckets.select(drawn.report, True)
     fed = drawn.fed(bucket)
     smaller = drawn.fed(bucket._replace(per_row=max(1, bucket.per_row // 4), tokens=max(1, bucket.tokens // 4)))
     assert 0 < sum(fed) <= bucket.tokens and max(fed) <= bucket.most
@@ -156,7 +156,7 @@ def test_what_is_due_is_fed(drawn: Pass) -> None:
             lanes += size > 0
     assert lanes <= max_lanes(drawn.buckets.config, len(drawn.rows), bucket)
     pairs = list(zip(drawn.rows, fed, strict=True))
-    if bucket.tokens < max(of.tokens for of in drawn.buckets.every):
+    if bucket.tokens < max(of.tokens for of in drawn.buckets.buckets):
         answers = [pair for pair in pairs if pair[0].phase != PROMPT]
         late = [row.tokens for row, size in answers if size < row.tokens]
         assert all(tokens > bucket.per_row for tokens in late)
@@ -171,42 +171,45 @@ def test_what_is_due_is_fed(drawn: Pass) -> None:
 @example(A_PROMPT_BESIDE_FORKS).via("the prompt has the pass to itself")
 def test_a_long_prompt_goes_first_where_nobody_listens(drawn: Pass) -> None:
     """The first prompt of at least `PROMPT_BESIDE` tokens, where no short one lies before it; else all is as usual."""
-    bucket, smaller, larger = drawn.buckets.choose(drawn.report, False)
+    bucket, smaller, larger = drawn.buckets.select(drawn.report, False)
     left = [(row.tokens, number) for number, row in enumerate(drawn.rows) if row.phase == PROMPT and row.tokens]
     tokens, first = left[0] if left else (0, 0)
     if tokens < PROMPT_BESIDE:
-        assert (bucket, smaller, larger) == drawn.buckets.choose(drawn.report, True)
+        assert (bucket, smaller, larger) == drawn.buckets.select(drawn.report, True)
         return
-    assert bucket in drawn.buckets.every and bucket.rows == 1 and smaller < tokens
+    assert bucket in drawn.buckets.buckets and bucket.rows == 1 and smaller < tokens
     fed = drawn.fed(bucket)
     assert 0 < fed[first] == sum(fed) == min(tokens, bucket.tokens)
 
 
-@given(passes())
-def test_the_smallest_program_is_chosen(drawn: Pass) -> None:
-    """None with fewer tokens feeds as much of the answers, and at least `PROMPT_BESIDE` of prompts."""
-    bucket, _, _ = drawn.buckets.choose(drawn.report, True)
-    fed = drawn.fed(bucket)
-    for other in drawn.buckets.every:
-        if other.tokens >= bucket.tokens or other.slots < bucket.slots:
-            continue
-        others = drawn.fed(other)
-        of_answers = [
-            [size for row, size in zip(drawn.rows, way, strict=True) if row.phase != PROMPT] for way in (fed, others)
-        ]
-        less = sum(others) - sum(of_answers[1]) < min(PROMPT_BESIDE, sum(fed) - sum(of_answers[0]))
-        lanes = max_lanes(drawn.buckets.config, len(drawn.rows), other)
-        few_lanes = lanes < sum(row.lanes for row in drawn.rows)
-        assert of_answers[1] != of_answers[0] or less or few_lanes or other.per_row < max(fed), other
+@given(passes(), st.booleans())
+@example(ALL_FORK, True).via("more than the largest program holds")
+def test_the_smallest_program_is_chosen(drawn: Pass, listened: bool) -> None:
+    """A program with fewer tokens, or as many and fewer slots, has too few rows, tokens, slots or lanes."""
+    buckets, report = drawn.buckets, drawn.report
+    bucket, _, _ = buckets.select(report, listened)
+    need = buckets.need(report, listened)
+    assert need.tokens >= sum(drawn.answers) or need.rows == 1
+    for other in buckets.buckets:
+        if (other.tokens, other.slots) < (bucket.tokens, bucket.slots) and (
+            other.tokens < bucket.tokens or other[:3] + other[4:] == bucket[:3] + bucket[4:]
+        ):
+            assert (
+                (other.rows < need.rows if need.rows > 1 else other.rows > 1)
+                or other.tokens < need.tokens
+                or other.most < need.per_row
+                or other.slots < need.slots
+                or max_lanes(buckets.config, buckets.rows, other) < need.lanes
+            )
 
 
 @given(passes(prompts=False, forks=False))
 def test_branches_get_a_close_fit(drawn: Pass) -> None:
-    """Less than twice the places that are needed, or than the rows up to the last that feeds something."""
-    bucket, smaller, _ = drawn.buckets.choose(drawn.report, True)
+    """At most `SPACING` times the places that are needed, or twice the rows or branches."""
+    bucket, smaller, _ = drawn.buckets.select(drawn.report, True)
     total, config = sum(drawn.answers), drawn.buckets.config
-    assert bucket.tokens < 2 * max(total, bucket.rows, config.max_branches, 3)
-    below = {of.tokens for of in drawn.buckets.every if of.rows == bucket.rows and of.tokens < bucket.tokens}
+    assert bucket.tokens <= SPACING * max(total, next_power(bucket.rows), next_power(config.max_branches))
+    below = {of.tokens for of in drawn.buckets.buckets if of.rows == bucket.rows and of.tokens < bucket.tokens}
     assert smaller < total and smaller <= max(below, default=-1), "a pass happens, in the program that was chosen"
     assert smaller >= min(total - 1, max(below, default=-1)), "and it is left as soon as a smaller one is enough"
 
@@ -214,32 +217,34 @@ def test_branches_get_a_close_fit(drawn: Pass) -> None:
 def test_a_fork_is_left_for_a_program_of_its_branches() -> None:
     """17 tokens of heads take a program for 64, and then 4 branches one for 4."""
     buckets = buckets_for(1, 1024, config_for(4))
-    bucket, smaller, _ = buckets.choose(Pass(buckets, [Row(SERIAL, 17, 4, 100)]).report, True)
+    bucket, smaller, _ = buckets.select(Pass(buckets, [Row(SERIAL, 17, 4, 100)]).report, True)
     assert bucket.tokens == 64 and smaller >= 4
-    assert buckets.choose(Pass(buckets, [Row(SERIAL, 4, 4, 100)]).report, True)[0].tokens == 4
+    assert buckets.select(Pass(buckets, [Row(SERIAL, 4, 4, 100)]).report, True)[0].tokens == 4
 
 
-@pytest.mark.parametrize(("rows", "capacity", "branches"), [(32, 2048, 16), (1, 2048, 16), (4, 512, 3), (64, 8192, 8)])
-def test_there_are_few_programs(rows: int, capacity: int, branches: int) -> None:
-    every = buckets_for(rows, capacity, config_for(branches)).every
-    assert len(set(every)) == len(every) <= 25 * len({of.slots for of in every})
-    for of in every:
-        assert {other.slots for other in every if other[:3] == of[:3]} == set(
-            powers(min(512 if of.rows == 1 else 256, capacity), capacity)
-        )
-    assert max(of.rows for of in every) == rows and max(of.tokens for of in every) == MAX_TOKENS
-    assert (rows, capacity, branches) != (32, 2048, 16) or len(every) <= 100
+@pytest.mark.parametrize(
+    ("rows", "capacity", "count"), [(1, 2048, 12), (8, 2048, 22), (32, 2048, 24), (8, 32768, 44), (32, 32768, 48)]
+)
+def test_there_are_few_programs(rows: int, capacity: int, count: int) -> None:
+    buckets = buckets_for(rows, capacity, config_for(16)).buckets
+    assert len(set(buckets)) == len(buckets) == count
+    assert max(bucket.rows for bucket in buckets) == rows and max(bucket.tokens for bucket in buckets) == MAX_TOKENS
+
+
+def test_slots_are_spaced() -> None:
+    assert spaced(512, 128) == [128] and spaced(512, 640) == [640] and spaced(512, 1024) == [512, 1024]
+    assert spaced(512, 2176) == [512, 2176] and spaced(512, 32768) == [512, 2048, 8192, 32768]
 
 
 def test_a_serial_pass_computes_nothing_beside() -> None:
     for rows in (1, 4, 8, 32):
         buckets = buckets_for(rows, 2048, config_for(16))
         drawn = Pass(buckets, [Row(SERIAL, 1, 1, 100)] * rows)
-        assert buckets.choose(drawn.report, True)[0] == Bucket(rows, rows, 1, 512 if rows == 1 else 256)
+        assert buckets.select(drawn.report, True)[0] == Bucket(rows, rows, 1, 512)
     for place in (0, 5, 31):
         rows = [Row(SERIAL, 0, 0, 2000)] * 32
         rows[place] = Row(SERIAL, 1, 1, 100)
-        assert buckets.choose(Pass(buckets, rows).report, True)[0] == Bucket(1, 1, 1, 512), "no other row is looked at"
+        assert buckets.select(Pass(buckets, rows).report, True)[0] == Bucket(1, 1, 1, 512), "no other row is looked at"
 
 
 def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
@@ -247,7 +252,7 @@ def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
     for left in range(1, 4000):
         rows = [Row(SERIAL, 0, 0, 0)] * 7
         rows.insert(left % 8, Row(PROMPT, left, 1, 0))
-        bucket, smaller, _ = buckets.choose(Pass(buckets, rows).report, True)
+        bucket, smaller, _ = buckets.select(Pass(buckets, rows).report, True)
         piece = min(left, bucket.tokens)
         assert bucket.rows == 1 and bucket.tokens == bucket.per_row and 2 * piece >= bucket.tokens
         assert piece == left or smaller < left, "else the loop would end at once, and choose the same again"
@@ -257,10 +262,10 @@ def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
 def test_a_prompt_beside_answers_holds_them_up_little() -> None:
     buckets = buckets_for(8, 4096, config_for(16))
     beside = Pass(buckets, [Row(SERIAL, 1, 1, 100)] * 7 + [Row(PROMPT, 3000, 1, 0)])
-    bucket, _, _ = buckets.choose(beside.report, True)
+    bucket, _, _ = buckets.select(beside.report, True)
     assert (bucket.tokens, bucket.per_row, bucket.longest) == (PROMPT_BESIDE, 16, PROMPT_BESIDE)
     prompts = Pass(buckets, [Row(PROMPT, 3000, 1, 0)] * 8)
-    assert buckets.choose(prompts.report, True)[0].tokens == MAX_TOKENS, "nobody waits for the next token"
+    assert buckets.select(prompts.report, True)[0].tokens == MAX_TOKENS, "nobody waits for the next token"
 
 
 @pytest.mark.parametrize(("count", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (512, 512), (513, 1024)])
