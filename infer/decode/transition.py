@@ -223,18 +223,18 @@ def _serial_segments(
     segments: Segments, titles: Titles, token: jax.Array, node: jax.Array, event: SerialEvents, config: EngineConfig
 ) -> Segments:
     """Return the segments after a token of the serial one: it is pending, and in a fork the heads are."""
-    forked = fork_segments(titles, token, config)
+    queue, queued = fork_queue(titles, token, config)
     is_serial = jnp.arange(segments.queued.shape[1])[None] == 0
     return Segments(
-        queue=forked.queue,
-        queued=jnp.where(event.forks[:, None], forked.queued, is_serial.astype(jnp.int32)),
+        queue=queue,
+        queued=jnp.where(event.forks[:, None], queued, is_serial.astype(jnp.int32)),
         node=jnp.where(is_serial, node[:, None], 0),
         sampled=jnp.where(is_serial, segments.sampled + 1, 0),
     )
 
 
-def fork_segments(titles: Titles, start: jax.Array, config: EngineConfig) -> Segments:
-    """Return the segments of a fork: `<|para|>` pending in the serial one, and in each branch its head.
+def fork_queue(titles: Titles, start: jax.Array, config: EngineConfig) -> tuple[jax.Array, jax.Array]:
+    """Return `Segments.queue` and `queued` of a fork: the token that opens the block, and the heads of the branches.
 
     Args:
         start: token that opens the block, int32 [B].
@@ -249,13 +249,8 @@ def fork_segments(titles: Titles, start: jax.Array, config: EngineConfig) -> Seg
     exists = jnp.arange(config.max_branches)[None] < titles.complete[:, None]
     counts = jnp.where(exists, opening + titles.length + len(config.separator), 0)
     serial = jnp.broadcast_to(start[:, None, None], (start.size, 1, size))
-    zeros = jnp.zeros((start.size, 1 + config.max_branches), jnp.int32)
-    return Segments(
-        queue=jnp.concatenate([serial, heads], axis=1),
-        queued=jnp.concatenate([jnp.ones_like(counts[:, :1]), counts], axis=1),
-        node=zeros,
-        sampled=zeros,
-    )
+    queue = jnp.concatenate([serial, heads], axis=1)
+    return queue, jnp.concatenate([jnp.ones_like(counts[:, :1]), counts], axis=1)
 
 
 def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, taken: Taken) -> SequenceState:

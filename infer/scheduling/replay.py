@@ -22,7 +22,7 @@ from infer.decode.derived import Derived, derive
 from infer.decode.grammar import LaneTokens, lane_node, recognise
 from infer.decode.inputs import Inputs, next_inputs, widths
 from infer.decode.state import FORK, PROMPT, RUNNING, DecodeState, EngineConfig, Titles
-from infer.decode.transition import advance, fork_segments
+from infer.decode.transition import advance, fork_queue
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import begin, new_state
 from infer.scheduling.buckets import MAX_TOKENS, capacity_for
@@ -125,10 +125,8 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     block, passes = -1, []
     while True:
         prefilling = int(state.sequence.cursor.phase[0]) == PROMPT
-        due = min(
-            int(widths(state, derive(state.sequence, state.automaton, config)).tokens[0]),
-            MAX_TOKENS if prefilling else capacity,
-        )
+        need = widths(state, derive(state.sequence, state.automaton, config))
+        due = min(int(need.tokens[0]), MAX_TOKENS if prefilling else capacity)
         size = max(MIN_SIZE, next_power(due))
         all_logits, inputs, derived, state = replay_pass(lm.params, state, config, Bucket(1, size, size, capacity))
         if not prefilling:
@@ -204,9 +202,10 @@ def _set_branches(state: DecodeState, config: EngineConfig, block: BlockIds) -> 
     count = len(block.branches)
     longest = max(len(branch) for branch in block.branches) + 2  # with its tags
     titles = Titles(jnp.full_like(s.titles.complete, count), jnp.asarray(lengths), jnp.asarray(tokens))
+    queue, queued = fork_queue(titles, s.segments.queue[:, 0, 0], config)
     sequence = s._replace(
         cursor=s.cursor._replace(stride=jnp.full_like(s.cursor.stride, longest)),
-        segments=fork_segments(titles, s.segments.queue[:, 0, 0], config),
+        segments=s.segments._replace(queue=queue, queued=queued),
         branches=s.branches._replace(live=jnp.broadcast_to(jnp.arange(lengths.shape[1]) < count, lengths.shape)),
         titles=titles,
     )
