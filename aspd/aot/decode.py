@@ -16,7 +16,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket, layer_sharding
 from infer.bench.decoding import SEPARATOR, SERIAL_TEXT, TITLE
-from infer.decode.decode_step import Limits, run
+from infer.decode.decode_step import StopConditions, run
 from infer.decode.state import DecodeState
 from infer.engine import Engine
 from infer.scheduling.admission import new_state
@@ -80,8 +80,8 @@ def abstract_state(lm: LanguageModel, engine: Engine, topology: Topology) -> Dec
 def trace_passes(lm: LanguageModel, engine: Engine, topology: Topology, bucket: Bucket) -> Any:
     """Trace `run` for a bucket."""
     number, truth = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
-    limits = placed(Limits(number, number, number, truth), replicated(topology, lm.mesh))
-    return run.trace(lm.params, abstract_state(lm, engine, topology), limits, engine.config, bucket, False)
+    conditions = placed(StopConditions(number, number, number, truth), replicated(topology, lm.mesh))
+    return run.trace(lm.params, abstract_state(lm, engine, topology), conditions, engine.config, bucket, False)
 
 
 def needed_bytes(lm: LanguageModel, engine: Engine, topology: Topology) -> int:

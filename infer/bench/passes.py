@@ -26,7 +26,7 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.model.cpu import einsum
 from aspd_jax.model.vocabulary import head_of
 from aspd_jax.model.weights import input_axes
-from infer.decode.decode_step import Limits, run
+from infer.decode.decode_step import StopConditions, run
 from infer.decode.slots import fill_for_timing
 from infer.decode.state import EngineConfig
 from infer.engine import NO_TOKENS
@@ -146,7 +146,7 @@ class _Passes:
             mesh=lm.mesh,
         )
         capacity = capacity_for(context + (steps + 1) * limit)
-        self._limits = Limits(np.int32(steps), np.int32(-1), np.int32(limit), np.bool_(False))
+        self._limits = StopConditions(np.int32(steps), np.int32(-1), np.int32(limit), np.bool_(False))
         self._state = new_state(lm, self._config, 1, capacity)
         self._buckets = {width: Bucket(1, width, width, capacity) for width in widths}
         self._times: dict[int, list[float]] = {width: [] for width in widths}

@@ -18,7 +18,7 @@ from aspd_jax.layout import Layout, visible
 from aspd_jax.model.cache import PLAIN_TEXT, TITLE_TEXT
 from aspd_jax.sharding import named_sharding
 from infer.decode.inputs import Lanes
-from infer.decode.state import MAX_BRANCHES, TITLE, DecodeState, EngineConfig, Request
+from infer.decode.state import MAX_BRANCHES, TITLE, DecodeState, EngineConfig, RequestArrays
 
 GROUP = 128  # tokens: a register of a TPU is so wide
 BITS = 2  # of a bound, found in one round over all logits
@@ -31,12 +31,12 @@ def visible_text(state: DecodeState, config: EngineConfig, lanes: Lanes, kind: j
     seen_from = Layout(*(field[:, None] for field in lanes.layout))
     keys = Layout(*(field[lanes.row] for field in cache.layout))
     alike = cache.kind[lanes.row] == kind[:, None]
-    in_answer = jnp.arange(cache.tokens.shape[1])[None] >= state.sequence.prompt_length[lanes.row][:, None]
+    in_answer = jnp.arange(cache.tokens.shape[1])[None] >= state.sequence.cursor.prompt_length[lanes.row][:, None]
     return visible(seen_from, keys, config.model.config.siblings)[:, 0] & alike & in_answer
 
 
 def hold_back_end(
-    logits: jax.Array, request: Request, state: DecodeState, config: EngineConfig, lanes: Lanes
+    logits: jax.Array, request: RequestArrays, state: DecodeState, config: EngineConfig, lanes: Lanes
 ) -> jax.Array:
     """Mask end of text in serial lanes until the answer has `min_tokens` tokens of plain text.
 
@@ -49,7 +49,9 @@ def hold_back_end(
     return jnp.where((too_short & jnp.any(others > -jnp.inf, axis=1))[:, None], others, logits)
 
 
-def penalise(logits: jax.Array, request: Request, state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.Array:
+def penalise(
+    logits: jax.Array, request: RequestArrays, state: DecodeState, config: EngineConfig, lanes: Lanes
+) -> jax.Array:
     """Apply the penalties of each lane to the tokens that it can see in the answer.
 
     `repetition_penalty` divides positive logits and multiplies negative ones; then `frequency_penalty` is subtracted
@@ -58,7 +60,7 @@ def penalise(logits: jax.Array, request: Request, state: DecodeState, config: En
     Text is penalised for what text said, a title for what titles said, and tags for nothing: a penalty on them would
     end lists early, and a branch that may not say its title has nothing to say.
     """
-    kind = jnp.where(state.sequence.phase[lanes.row] == TITLE, TITLE_TEXT, PLAIN_TEXT)
+    kind = jnp.where(state.sequence.cursor.phase[lanes.row] == TITLE, TITLE_TEXT, PLAIN_TEXT)
     seen = visible_text(state, config, lanes, kind)
     count = _count(state.cache.tokens[lanes.row], seen, logits.shape[-1])
     penalty = request.repetition_penalty[:, None]
@@ -91,7 +93,7 @@ def _counted(size: int, tokens: jax.Array, seen: jax.Array) -> jax.Array:
     return count.reshape(tokens.shape[0], -1)[:, :size]
 
 
-def restrict(logits: jax.Array, request: Request) -> jax.Array:
+def restrict(logits: jax.Array, request: RequestArrays) -> jax.Array:
     """Drop what top-k, top-p and min-p exclude, in this order; logits [L, V] are at temperature already.
 
     What is kept are always the largest logits, and those equal to the smallest of them. So all it takes is a bound, and
@@ -139,15 +141,13 @@ def _bound(keys: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
 
 def lane_keys(state: DecodeState, lanes: Lanes) -> jax.Array:
     """Typed PRNG keys [L]."""
-    s, in_branch = state.sequence, lanes.branch > 0
-    branch = jnp.maximum(lanes.branch, 0)
-    place = jnp.where(in_branch, s.branch_sampled[lanes.row, jnp.maximum(branch - 1, 0)], s.sampled[lanes.row])
-    block = jnp.where(in_branch, s.block[lanes.row], 0)
+    block = jnp.where(lanes.branch > 0, state.sequence.cursor.block[lanes.row], 0)
+    sampled = state.sequence.segments.sampled[lanes.row, lanes.branch]
 
-    def one(seed: jax.Array, segment: jax.Array, place: jax.Array) -> jax.Array:
+    def key(seed: jax.Array, segment: jax.Array, place: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), segment), place)
 
-    return jax.vmap(one)(state.request.seed[lanes.row], block * MAX_BRANCHES + branch, place)
+    return jax.vmap(key)(state.request.seed[lanes.row], block * MAX_BRANCHES + lanes.branch, sampled)
 
 
 def split_by_vocabulary(logits: jax.Array, config: EngineConfig) -> jax.Array:
@@ -163,8 +163,8 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
     Args:
         logits: float32 [L, V], -inf where the grammar forbids a token.
     """
-    request = Request(*(field[lanes.row] for field in state.request))
-    there = lanes.row < state.sequence.phase.size
+    request = RequestArrays(*(field[lanes.row] for field in state.request))
+    there = lanes.row < state.sequence.cursor.phase.size
     request = request._replace(
         temperature=jnp.where(there, request.temperature, 0.0),
         repetition_penalty=jnp.where(there, request.repetition_penalty, 1.0),
@@ -198,3 +198,11 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
         return jnp.where(request.temperature > 0, drawn, greedy)
 
     return jax.lax.cond(jnp.any(request.temperature > 0), draw, lambda: greedy)
+
+
+def scripted(token: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
+    """Return the sampled tokens, int32 [L], or those that the request's script has in their place."""
+    request, row, segment = state.request, lanes.row, lanes.branch
+    start = jnp.where(segment > 0, request.script_end[row, jnp.maximum(segment - 1, 0)], 0)
+    place = start + state.sequence.segments.sampled[row, segment]
+    return jnp.where(place < request.script_end[row, segment], request.script[row, place], token)

@@ -13,7 +13,7 @@ import numpy as np
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
-from infer.decode.decode_step import Limits, Report, run
+from infer.decode.decode_step import StepSummary, StopConditions, run
 from infer.decode.inputs import widest
 from infer.decode.packed import Packed
 from infer.decode.state import DecodeState, EngineConfig
@@ -21,7 +21,7 @@ from infer.scheduling.buckets import Buckets
 from infer.scheduling.policy import DraftControl, StepCost
 
 
-class Run(NamedTuple):
+class InFlightSteps(NamedTuple):
     """Passes on their way.
 
     Attributes:
@@ -37,8 +37,8 @@ class Run(NamedTuple):
     steps: int
     bucket: Bucket
     drafting: bool
-    before: Report
-    after: Packed[Report]
+    before: StepSummary
+    after: Packed[StepSummary]
     state: DecodeState
     since: float
 
@@ -62,12 +62,12 @@ class Runner:
     def start(
         self,
         state: DecodeState,
-        report: Report,
+        report: StepSummary,
         steps: int,
         join: bool,
         listened: bool,
         stepwise: bool,
-    ) -> Run:
+    ) -> InFlightSteps:
         """Start passes, and do not wait for them; `state` is given away.
 
         Args:
@@ -83,11 +83,11 @@ class Runner:
         steps = min(steps, self.drafts.passes)
         bucket, smaller, larger = self.buckets.select(report, listened)
         smaller = -1 if drafting else smaller  # drafts come and go
-        limits = Limits(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
-        state, after = run(self._lm.params, state, limits, self._config, bucket, drafting)
-        return Run(steps, bucket, drafting, report, after, state, since)
+        conditions = StopConditions(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
+        state, after = run(self._lm.params, state, conditions, self._config, bucket, drafting)
+        return InFlightSteps(steps, bucket, drafting, report, after, state, since)
 
-    def end(self, started: Run, cost: StepCost | None) -> tuple[int, Report]:
+    def end(self, started: InFlightSteps, cost: StepCost | None) -> tuple[int, StepSummary]:
         """Wait for passes: how many there were, and what they report; `cost`: of a pass, which drafts are judged by."""
         before, after = started.before, started.after.read()
         done = started.steps - int(after.left)

@@ -20,8 +20,16 @@ from aspd_jax.processes import agreed
 from aspd_jax.sizes import powers
 from infer.answers.answer import read
 from infer.answers.logprobs import CHUNK, likeliest
-from infer.decode.decode_step import Limits, report_of, run
-from infer.decode.slots import NO_CAP, copy_slots, fill_for_timing, permit, put_bias, set_branch_cap, stop_segments
+from infer.decode.decode_step import StopConditions, run, summarise
+from infer.decode.slots import (
+    NO_CAP,
+    copy_slots,
+    fill_for_timing,
+    put_bias,
+    set_branch_cap,
+    set_token_mask,
+    stop_segments,
+)
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import MIN_PROMPT, begin
@@ -32,7 +40,7 @@ log = logging.getLogger(__name__)
 
 REPEATS = 5
 TIMED_TOKENS = (1, 4, 16)  # of a row, in the passes that are timed
-NO_PASS = Limits(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False))
+NO_PASS = StopConditions(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False))
 
 
 def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket]) -> DecodeState:
@@ -50,14 +58,14 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
         state = copy_slots(state, np.zeros(2, np.int32), np.full(2, batch, np.int32), config, min(size, capacity))
     for size in powers(CHUNK, max(CHUNK, capacity)):
         likeliest(lm, config, np.zeros(min(size, capacity), np.int32), -1)
-    for size in powers(1, batch * state.permitted.shape[1]):
-        bits = np.zeros((size, state.permitted.shape[2]), np.uint32)
-        state = permit(state, np.full(size, batch, np.int32), np.zeros(size, np.int32), bits, config)
+    for size in powers(1, batch * state.token_mask.shape[1]):
+        bits = np.zeros((size, state.token_mask.shape[2]), np.uint32)
+        state = set_token_mask(state, np.full(size, batch, np.int32), np.zeros(size, np.int32), bits, config)
     state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
     for rows in powers(1, batch):
         count = min(rows, batch)
         read(state, config, [0] * count, [None] * count)
-    jax.block_until_ready(report_of(state, config))
+    jax.block_until_ready(summarise(state, config))
     state = stop_segments(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
     return set_branch_cap(state, np.full(batch, NO_CAP, np.int32))
 
@@ -93,7 +101,7 @@ def _time(
 ) -> tuple[DecodeState, float]:
     """Milliseconds of a pass in which every row feeds as many tokens as there is room for; all rows are at rest."""
     width = max(1, min(config.max_branches, bucket.tokens // bucket.rows, bucket.per_row))
-    one = Limits(np.int32(1), np.int32(-1), np.int32(bucket.tokens), np.bool_(False))
+    one = StopConditions(np.int32(1), np.int32(-1), np.int32(bucket.tokens), np.bool_(False))
     times = []
     for _ in range(REPEATS + 1):  # the first may compile
         state = jax.block_until_ready(fill_for_timing(state, config, width, bucket.slots - width))

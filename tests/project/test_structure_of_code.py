@@ -127,3 +127,20 @@ def test_packages_of_infer() -> None:
     levels(import_graph(str))
     with pytest.raises(AssertionError, match="a cycle: a -> b -> a"):  # negative control
         levels({"a": {"b"}, "b": {"a"}})
+
+
+def test_file_names_are_distinct() -> None:
+    """Opening a file by its name is not ambiguous."""
+    names = [file.name for file in MODULES if file.name not in ("__init__.py", "__main__.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_functions_of_the_decoding_step_are_short() -> None:
+    """No function of `infer.decode` is longer than 50 lines, docstring included."""
+    functions = [
+        (node.name, (node.end_lineno or 0) - node.lineno + 1)
+        for file in sorted((ROOT / "infer" / "decode").glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert len(functions) > 60 and not [name for name, lines in functions if lines > 50]

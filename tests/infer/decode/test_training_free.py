@@ -182,7 +182,7 @@ def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: Language
 def test_without_the_grammar_random_answers_are_malformed(free: Engine, lm: LanguageModel) -> None:
     """Negative control."""
 
-    def anything(state: Any, protocol: Any, lanes: Any) -> Any:
+    def anything(state: Any, derived: Any, config: Any, lanes: Any) -> Any:
         return jnp.ones((lanes.row.size, 1), bool)
 
     script = opening_only(lm)
