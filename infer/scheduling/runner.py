@@ -22,16 +22,16 @@ from infer.scheduling.policy import DraftControl, StepCost
 
 
 class InFlightSteps(NamedTuple):
-    """Passes on their way.
+    """Steps that the device is running.
 
     Attributes:
-        steps: at most so many.
-        bucket: their program.
-        drafting: whether they feed drafts.
-        before: what was known of the state that they began with.
-        after: what they report.
-        state: what they leave.
-        since: when they were started, by the runner's clock.
+        steps: maximum number of steps.
+        bucket: bucket of the program.
+        drafting: whether the steps feed draft tokens.
+        before: summary of the state before the steps.
+        after: summary of the state after the steps.
+        state: state after the steps.
+        since: start time by the runner's clock, in seconds.
     """
 
     steps: int
@@ -44,12 +44,12 @@ class InFlightSteps(NamedTuple):
 
 
 class Runner:
-    """Starts runs of passes, and learns from what they report.
+    """Starts steps in the selected program, and records what draft tokens gain.
 
     Attributes:
-        buckets: the programs of the engine.
-        drafts: whether passes feed drafts.
-        clock: seconds; all times of requests are told by it.
+        buckets: programs of the engine.
+        drafts: control of draft tokens.
+        clock: clock of all times of requests, in seconds.
     """
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
@@ -68,15 +68,16 @@ class Runner:
         listened: bool,
         stepwise: bool,
     ) -> InFlightSteps:
-        """Start passes, and do not wait for them; `state` is given away.
+        """Start steps without waiting for them; `state` is donated.
 
         Args:
-            report: of the state; some sequence feeds something.
-            steps: at most so many passes. There are fewer where the next needs another program.
-            join: end when a sequence finishes.
+            state: state before the steps.
+            report: summary of the state; some sequence has due tokens.
+            steps: maximum number of steps. Fewer are run if the next one needs another program.
+            join: whether the steps end when a sequence finishes.
             listened: see `Buckets.need`.
-            stepwise: a pass takes one token of a segment, because the host has to see it: none may follow a stop
-                string, or what a schema has not permitted yet.
+            stepwise: whether a step takes one token per segment, because the host has to see each: it searches stop
+                strings or follows a grammar.
         """
         since = self.clock()
         drafting = self.drafts.on and not stepwise

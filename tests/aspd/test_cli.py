@@ -85,7 +85,7 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
             "unknown mesh axis heads; the axes are data, fsdp, tensor",
         ),
         (["generate", "--prompt", "a", "--output", "b"], "--input and --output go together"),
-        (["generate", *DEMO, "--prompt", "a", "--branch-policy", "cap:0"], "branch policy 'cap:0' is unknown"),
+        (["generate", *DEMO, "--prompt", "a", "--branch-policy", "cap:0"], "branch policy: expected all, cap:N"),
         (["bench", "train", "--length", "0"], "--length must be at least 1, got 0"),
         (["bench", "decode", "--batch", "0"], "--batch must be at least 1, got [0]"),
         (["bench", "decode", "--answers", "8by60"], "--answers takes branches x tokens, such as 8x60, got '8by60'"),
