@@ -57,8 +57,8 @@ def penalise(
     `repetition_penalty` divides positive logits and multiplies negative ones; then `frequency_penalty` is subtracted
     for each occurrence, and `presence_penalty` once.
 
-    Plain text is penalised for tokens of plain text, and titles for tokens of titles. Tags are exempt: a penalty on them
-    would end lists early. Heads are exempt, so that a branch can repeat its title.
+    Plain text is penalised for tokens of plain text, and titles for tokens of titles. Tags are exempt, because a
+    penalty on them would end lists early. Heads are exempt, so that a branch can repeat its title.
     """
     kind = jnp.where(state.sequence.cursor.phase[lanes.row] == TITLE, TITLE_TEXT, PLAIN_TEXT)
     seen = visible_text(state, config, lanes, kind)
