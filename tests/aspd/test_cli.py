@@ -130,7 +130,7 @@ def test_a_model_without_a_tokenizer_says_so(capsys: Any, tmp_path: Path) -> Non
 def test_demo_prints_plainly_without_a_terminal(capsys: Any) -> None:
     code, out, _ = run(capsys, "demo", *DEMO, PROBLEM.question)
     assert code == 0 and "\x1b" not in out
-    for column in ("content tokens", "branches", "passes", "seconds", "speed-up", "ideal"):
+    for column in ("content tokens", "branches", "steps", "seconds", "speed-up", "ideal"):
         assert column in out
     assert out.count("adaptive") >= 2 and out.count("serial") >= 2
     assert out.count(PROBLEM.structure[0].text.strip().split("\n")[0]) == 2, "both modes say the same"

@@ -62,7 +62,7 @@ def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
     assert back.tokenizer.chat_template == lm.tokenizer.chat_template
     for text in ("Some words, in a list: 3.\n- four\n", "<|title|>It's é 🙂<|/title|> <|end|>"):
         assert back.tokenizer.encode(text) == lm.tokenizer.encode(text)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         save_model(lm, tmp_path / "model.gguf")
 
 
