@@ -1,4 +1,4 @@
-"""`aspd bench`."""
+"""Subcommands of `aspd bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`aspd convert` and `aspd export`."""
+"""Subcommands `aspd convert` and `aspd export`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`aspd data`."""
+"""Subcommands of `aspd data`."""
 
 from __future__ import annotations
 

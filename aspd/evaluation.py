@@ -1,4 +1,4 @@
-"""`aspd eval` and `aspd ablate`."""
+"""Subcommands `aspd eval` and `aspd ablate`."""
 
 from __future__ import annotations
 

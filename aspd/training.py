@@ -1,4 +1,4 @@
-"""`aspd train`."""
+"""Subcommand `aspd train`."""
 
 from __future__ import annotations
 

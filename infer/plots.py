@@ -100,7 +100,7 @@ def draw_timeline(spans: Sequence[Span], title: str = "") -> Figure:
         content = 0 if span.kind == "titles" else length - (span.kind == "branch")  # without its closing tag
         axes.barh(below, content, left=serially, height=0.8, color=colour)
         serially += content
-    axes.set(title=title, xlabel="passes", xlim=(0, 1.02 * max(serially, spans[-1].end)))
+    axes.set(title=title, xlabel="steps", xlim=(0, 1.02 * max(serially, spans[-1].end)))
     axes.invert_yaxis()
     names = ["serial", *(f"branch {lane}" for lane in range(1, lanes + 1)), "serial mode"]
     axes.set_yticks([*range(lanes + 1), below], names, fontsize=7)
@@ -126,13 +126,13 @@ def plot_decoding(
     below = [p.median - p.fastest for p in passes]
     above = [p.slowest - p.median for p in passes]
     times.errorbar(widths, [p.median for p in passes], yerr=[below, above], marker="o", capsize=3)
-    times.set(xscale="log", xlabel="tokens in a pass", ylabel="ms per pass", ylim=(0, None))
+    times.set(xscale="log", xlabel="tokens per step", ylabel="ms per step", ylim=(0, None))
     bandwidth.plot(widths, [100 * p.bandwidth / copied for p in passes], marker="o")
-    bandwidth.set(xscale="log", xlabel="tokens in a pass", ylabel="% of copy bandwidth", ylim=(0, None))
+    bandwidth.set(xscale="log", xlabel="tokens per step", ylabel="% of copy bandwidth", ylim=(0, None))
     for batch in sorted({pair[0].batch for pair in answers}):
-        some = [pair for pair in answers if pair[0].batch == batch]
-        adaptive = [next(a for a in pair if a.name == "adaptive") for pair in some]
-        serial = [next(a for a in pair if a.name == "serial") for pair in some]
+        pairs = [pair for pair in answers if pair[0].batch == batch]
+        adaptive = [next(a for a in pair if a.name == "adaptive") for pair in pairs]
+        serial = [next(a for a in pair if a.name == "serial") for pair in pairs]
         branches = [a.branches for a in adaptive]
         realised = [s.seconds / a.seconds for a, s in zip(adaptive, serial, strict=True)]
         speed.plot(branches, realised, marker="o", label=f"realised, batch {batch}")

@@ -156,13 +156,13 @@ def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int
     while total < rows * length:
         seed = (config.seed << 48) + (step << 16) + number
         recite = recital_every and number % recital_every == recital_every - 1
-        made = recital(seed) if recite else problem(seed, held_out=False)
-        structured = example(codec, tokenizer, made, True, data.fed_loss)
+        item = recital(seed) if recite else problem(seed, held_out=False)
+        structured = example(codec, tokenizer, item, True, data.fed_loss)
         structured = reread(structured, codec.special, number) if data.reread else structured
         number += 1
         if len(structured.tokens) > length:
             continue  # a few problems are longer than a row
-        problems.append(made)
+        problems.append(item)
         examples.append(structured)
         total += len(structured.tokens)
     placed = first_fit([len(item.tokens) for item in examples], rows, length)
@@ -199,14 +199,14 @@ def held_out_batches(codec: Codec, tokenizer: Any, config: TrainConfig) -> list[
     """Return the batches of held-out synthetic problems."""
     rows, length = config.data.rows, config.data.length
     problems = held_out(64 * config.evaluate_batches * rows)
-    made = (example(codec, tokenizer, item, config.data.structured, config.data.fed_loss) for item in problems)
+    encoded = (example(codec, tokenizer, item, config.data.structured, config.data.fed_loss) for item in problems)
     if config.data.reread:
-        made = (reread(item, codec.special, number) for number, item in enumerate(made))
+        encoded = (reread(item, codec.special, number) for number, item in enumerate(encoded))
     batches = []
     for _ in range(config.evaluate_batches):
         examples: list[Example] = []
         while sum(len(item.tokens) for item in examples) < rows * length:
-            item = next(made)
+            item = next(encoded)
             if len(item.tokens) <= length:
                 examples.append(item)
         placed = first_fit([len(item.tokens) for item in examples], rows, length)

@@ -165,8 +165,8 @@ def _run(
 
 def evaluate(setup: Setup, state: TrainState, held_out: list[Batch]) -> dict[str, float]:
     """Return the held-out loss over all targets and by part."""
-    each = [evaluation_sums(state.params, setup.frozen, setup.place(batch), setup.model) for batch in held_out]
-    sums = Sums(*(sum(part[1:], part[0]) for part in zip(*each, strict=True)))
+    batch_sums = [evaluation_sums(state.params, setup.frozen, setup.place(batch), setup.model) for batch in held_out]
+    sums = Sums(*(sum(part[1:], part[0]) for part in zip(*batch_sums, strict=True)))
     values = {"loss": sums.mean(), **part_losses(sums)}
     return {f"held_out_{name}": float(value) for name, value in values.items()}
 

@@ -122,8 +122,8 @@ def loss_over_mesh(
         logits: maps (head, activations [..., D], `first`: first token id of the head's share) to float32 [..., V].
     """
     rows = partition_spec(("batch", "sequence"), tokens.shape, mesh)
-    each = zip(head, HEAD_AXES, strict=True)
-    places = Head(*(None if leaf is None else partition_spec(axes, leaf.shape, mesh) for leaf, axes in each))
+    leaves = zip(head, HEAD_AXES, strict=True)
+    places = Head(*(None if leaf is None else partition_spec(axes, leaf.shape, mesh) for leaf, axes in leaves))
     over_rows, split = rows[0] or (), places.kernel[0] or ()
 
     def whole(leaf: jax.Array, place: PartitionSpec) -> jax.Array:

@@ -140,19 +140,19 @@ def _activations(config: TrainConfig, shape: ModelConfig) -> tuple[int, int]:
 
 def report(config: TrainConfig) -> str:
     """Return the plan as a Markdown table."""
-    made, shape = plan(config), planned_shape(config)
+    memory, shape = plan(config), planned_shape(config)
     mesh = " x ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in MESH_AXES)
     tokens = config.data.rows * config.data.length
     rows = [
-        ("parameters", made.weights),
-        ("gradient", made.gradient),
-        ("optimiser moments", made.moments),
-        ("activations kept", made.kept),
-        ("activations in work", made.working),
-        ("total", made.total),
+        ("parameters", memory.weights),
+        ("gradient", memory.gradient),
+        ("optimiser moments", memory.moments),
+        ("activations kept", memory.kept),
+        ("activations in work", memory.working),
+        ("total", memory.total),
     ]
     lines = [
-        f"{made.parameters / 1e9:.3f} billion parameters, {made.trained / 1e9:.3f} billion of them trained; "
+        f"{memory.parameters / 1e9:.3f} billion parameters, {memory.trained / 1e9:.3f} billion of them trained; "
         f"{shape.layers} layers of {shape.hidden_size}, {config.model.dtype}",
         f"mesh {mesh}; {config.data.rows} rows of {config.data.length} tokens a step ({tokens} tokens) "
         f"in {config.optimiser.accumulate} part{'s' if config.optimiser.accumulate > 1 else ''}",

@@ -1,4 +1,4 @@
-"""`aspd compile`."""
+"""Subcommands of `aspd compile`."""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def transformers_time(lm: LanguageModel, content: int, context: int, batch: int,
 
 
 ANSWER_HEAD = (
-    "| batch | answer | content tokens | passes | s (median) | fastest - slowest | content tokens/s | raw tokens/s "
+    "| batch | answer | content tokens | steps | s (median) | fastest - slowest | content tokens/s | raw tokens/s "
     "| latency, ms | first token, ms | ideal | realised | efficiency | compiling, s |\n" + "|---" * 14 + "|"
 )
 

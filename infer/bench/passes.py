@@ -219,8 +219,8 @@ def pass_table(results: Sequence[PassTime], copied: float, baseline: Sequence[Pa
     """
     base = [b.median for b in baseline] or [results[0].median] * len(results)
     lines = [
-        f"| width | ms per pass (median) | fastest - slowest | relative to {'it' if baseline else 'width 1'} "
-        "| its products alone, ms | pass by products | GB/s | share of copy bandwidth |\n" + "|---" * 8 + "|",
+        f"| width | ms per step (median) | fastest - slowest | relative to {'it' if baseline else 'width 1'} "
+        "| its products alone, ms | step by products | GB/s | share of copy bandwidth |\n" + "|---" * 8 + "|",
     ]
     for r, reference in zip(results, base, strict=True):
         lines.append(

@@ -205,8 +205,8 @@ def _pair_table(pairs: Sequence[dict[str, Any]]) -> list[str]:
 
 def _speed_table(systems: dict[str, Any]) -> list[str]:
     head = [
-        "system", "answers", "content tokens/s", "s per answer", "spread of runs", "first token, ms", "passes",
-        "ms per pass", "parallel share", "realised", "with a block", "p10 / p50 / p90 / best", "ideal", "efficiency",
+        "system", "answers", "content tokens/s", "s per answer", "spread of runs", "first token, ms", "steps",
+        "ms per step", "parallel share", "realised", "with a block", "p10 / p50 / p90 / best", "ideal", "efficiency",
     ]  # fmt: skip
     rows = []
     for name, s in systems.items():

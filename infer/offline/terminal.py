@@ -60,7 +60,7 @@ def demonstrate(lm: LanguageModel, questions: Sequence[str], params: SamplingPar
     console = Console()
     engine = Engine(lm, max_length=max_length, max_batch=1, reuse=False)
     table = Table(title="both modes, the same weights, the same content", title_justify="left")
-    for column in ("", "mode", "content tokens", "branches", "passes", "seconds", "speed-up", "ideal"):
+    for column in ("", "mode", "content tokens", "branches", "steps", "seconds", "speed-up", "ideal"):
         table.add_column(column, justify="left" if column in ("", "mode") else "right")
     total = {"adaptive": 0.0, "serial": 0.0}
     for number, question in enumerate(questions, 1):

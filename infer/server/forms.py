@@ -24,7 +24,7 @@ def usage(results: Sequence[Result], answers: int) -> dict[str, Any]:
     """Return OpenAI's usage object.
 
     Args:
-        results: of all prompts, `answers` consecutive results for each.
+        results: results, `answers` consecutive ones for each prompt.
         answers: number of answers per prompt.
     """
     prompt = sum(result.stats.prompt_tokens for result in results[::answers])

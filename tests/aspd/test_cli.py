@@ -93,8 +93,8 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["bench", "decode", "--widths", "2", "4"], "--widths: expected powers of two that start with 1, got [2, 4]"),
         (["bench", "serve", "--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
         (["bench", "serve", "--batch", "4", "0"], "--batch must be at least 1, got 0"),
-        (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--batch", "4"], "leave them out, or --url"),
-        (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--max-waiting", "0"], "leave them out, or --url"),
+        (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--batch", "4"], "Remove them or --url"),
+        (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--max-waiting", "0"], "Remove them or --url"),
         (["data", "tasks", "--count", "0", "--output", "x"], "--count must be at least 1"),
         (["data", "tasks", "--long-every", "-1", "--output", "x"], "--long-every must be at least 0"),
         (["bench", "serve", "--questions", "x", "--long"], "select synthetic tasks"),
@@ -130,7 +130,7 @@ def test_a_model_without_a_tokenizer_says_so(capsys: Any, tmp_path: Path) -> Non
 def test_demo_prints_plainly_without_a_terminal(capsys: Any) -> None:
     code, out, _ = run(capsys, "demo", *DEMO, PROBLEM.question)
     assert code == 0 and "\x1b" not in out
-    for column in ("content tokens", "branches", "passes", "seconds", "speed-up", "ideal"):
+    for column in ("content tokens", "branches", "steps", "seconds", "speed-up", "ideal"):
         assert column in out
     assert out.count("adaptive") >= 2 and out.count("serial") >= 2
     assert out.count(PROBLEM.structure[0].text.strip().split("\n")[0]) == 2, "both modes say the same"

@@ -31,7 +31,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Topology:
     """A topology of whatever name: this machine."""
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     on = Topology("here", CHIP, tuple(jax.devices()))
-    monkeypatch.setattr("aspd.aot.topology.topology", lambda name: on)
+    monkeypatch.setattr("aspd.aot.topology.open_topology", lambda name: on)
     return on
 
 

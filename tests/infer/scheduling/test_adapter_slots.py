@@ -173,7 +173,7 @@ def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -
         r"it needs 10 ranks, adapters have 9": write(base, tmp_path / "a", 5, 10, shared=True),
         r"it needs 18 ranks, adapters have 9": write(base, tmp_path / "b", 5, RANK, shared=False),
         r"positions 'max', this model 'sequential'": write(base, tmp_path / "c", 5, 2, True, positions="max"),
-        r"no adapter folder": tmp_path / "none",
+        r"expected an adapter folder": tmp_path / "none",
     }
     before = engine.generate([PROMPT] * 2, GREEDY, adapter=["first", "without rows"])
     for message, folder in bad.items():
@@ -259,8 +259,8 @@ def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, Languag
 @pytest.mark.parametrize(
     "name, path, status, message",
     [
-        ("x", "../elsewhere", 400, "not within the folder of adapters"),
-        ("x", "/etc", 400, "not within the folder of adapters"),
+        ("x", "../elsewhere", 400, "outside the adapter folder"),
+        ("x", "/etc", 400, "outside the adapter folder"),
         ("x", "broken", 400, "expected an adapter folder"),
         ("x", "none", 400, "expected an adapter folder"),
         ("demo", "one", 400, "'demo' is the model"),
