@@ -58,6 +58,56 @@ from train.tasks import problem
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = ROOT.parent / "shared"
+# Each function that reads `../shared`, and the tests of the repository alone that prove the same.
+COUNTERPARTS = {
+    # The copy in tests/golden is up to date.
+    "aspd_jax/test_layout.py::test_unseen_cases_of_the_same_kind_are_the_ones_in_shared": (
+        "aspd_jax/test_layout.py::test_authors_positions_and_mask",
+    ),
+    "infer/scheduling/test_replay.py::test_seeded_weights_and_vectors_are_the_authors": (
+        "infer/scheduling/test_replay.py::test_authors_engine",
+    ),
+    # Published tokenizers and templates; the repository makes ones of the same kinds.
+    "aspd_jax/test_tokens.py::_real": (
+        "aspd_jax/test_tokens.py::test_segments_are_exact",
+        "aspd_jax/test_tokens.py::test_linearisation_round_trip",
+    ),
+    "aspd_jax/test_templates.py::test_real_templates": (
+        "aspd_jax/test_templates.py::test_an_answer_is_learned_behind_the_prompt_that_asks_for_it",
+    ),
+    "train/test_records.py::test_a_real_chat_template": (
+        "train/test_records.py::test_every_turn_is_kept_and_loss_lies_on_answers",
+    ),
+    # A published checkpoint and its greedy answer.
+    "infer/test_engine.py::test_real_checkpoint_greedy": ("infer/test_decoding.py::test_answers_equal_transformers",),
+    "aspd/test_cli.py::test_real_checkpoint_from_the_command_line": (
+        "aspd/test_cli.py::test_generate_answers_without_a_chat_template",
+        "infer/test_decoding.py::test_answers_equal_transformers",
+    ),
+    # Published questions, answers and prompts of judges.
+    "aspd_jax/pipeline/test_extract.py::test_real_answers_are_kept_and_their_lists_found": (
+        "aspd_jax/pipeline/test_extract.py::test_forms",
+        "aspd_jax/pipeline/test_extract.py::test_any_text_is_kept",
+    ),
+    "aspd_jax/pipeline/test_compose.py::test_fingerprints_are_those_of_the_benchmarks": (
+        "aspd_jax/pipeline/test_compose.py::test_our_own_are_enough_and_in_no_benchmark",
+    ),
+    "infer/evaluation/test_questions.py::test_real_files": (
+        "infer/evaluation/test_questions.py::test_fastchat_files",
+        "infer/evaluation/test_questions.py::test_maths_and_choice",
+    ),
+    "infer/evaluation/test_evaluation.py::test_published_prompts": (
+        "infer/evaluation/test_evaluation.py::test_prompts",
+    ),
+}
+
+
+def shared(*parts: str) -> Path:
+    """Return a path in `../shared`; the test is skipped where there is none."""
+    if not SHARED.exists():
+        pytest.skip("no shared/ beside the project")
+    return SHARED.joinpath(*parts)
+
 
 # The machines that run this may be busy; speed is no property tested here.
 settings.register_profile("project", deadline=None)

@@ -5,17 +5,19 @@ import json
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 import aspd
 from aspd_jax import load_model
 from aspd_jax.formats import WHEELS
 from aspd_jax.structure import to_json
 from infer import Engine, Result, SamplingParams
-from tests.conftest import ROOT, SHARED, tiny_config, write_checkpoint
+from tests.conftest import ROOT, shared, tiny_config, write_checkpoint
 from train.ablation_models import VARIANTS
 from train.tasks import problem
 
@@ -192,10 +194,23 @@ def test_ablation_trains_every_variant_once(capsys: Any, tmp_path: Path) -> None
     )
 
 
+def test_generate_answers_without_a_chat_template(
+    capsys: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """The command prints the engine's tokens, for a checkpoint without a chat template."""
+    plain = deepcopy(tokenizer)
+    plain.chat_template = None
+    folder = write_checkpoint(tmp_path, tiny_config(vocab_size=len(plain), eos_token_id=plain.eos_token_id), seed=1)
+    plain.save_pretrained(folder)
+    expected = Engine(load_model(folder)).generate(["Run"], SamplingParams(max_new_tokens=20), mode="serial")[0]
+    arguments = ["generate", "--model", str(folder), "--prompt", "Run", "--mode", "serial", "--json"]
+    value = json.loads(run(capsys, *arguments, "--max-new-tokens", "20")[1])
+    assert value["prompt_token_ids"] == plain.encode("Run", add_special_tokens=False)
+    assert value["token_ids"] == list(expected.token_ids) and len(expected.token_ids) > 1
+
+
 def test_real_checkpoint_from_the_command_line(capsys: Any) -> None:
-    folder = SHARED / "data" / "checkpoints" / "stories260k"
-    if not folder.exists():
-        pytest.skip("no shared/ beside the project")
+    folder = shared("data", "checkpoints", "stories260k")
     expected = json.loads((folder / "greedy_expected.json").read_text())["greedy_tokens"]
     arguments = ["generate", "--model", str(folder), "--prompt", "", "--mode", "serial", "--json"]
     value = json.loads(run(capsys, *arguments)[1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import Layout, build_layout, visible
 from aspd_jax.tokens import SpecialTokens
-from tests.conftest import GOLDEN, SHARED
+from tests.conftest import GOLDEN, shared
 from tests.helpers import brute_force
 
 CASES = json.loads((GOLDEN / "layout_cases.json").read_text())
@@ -49,10 +49,7 @@ def test_authors_engine_layout(file: Any) -> None:
 
 
 def test_unseen_cases_of_the_same_kind_are_the_ones_in_shared() -> None:
-    file = SHARED / "golden" / "layout_cases.json"
-    if not file.exists():
-        pytest.skip("no shared/ beside the project")
-    assert json.loads(file.read_text()) == CASES
+    assert json.loads(shared("golden", "layout_cases.json").read_text()) == CASES
 
 
 block = st.lists(st.integers(0, 3), min_size=1, max_size=4)  # text tokens of each branch

@@ -16,7 +16,7 @@ from aspd_jax.chat import encode_turns
 from aspd_jax.errors import ConversationError, RequestError
 from aspd_jax.pipeline.sources import Conversation, conversation
 from infer import Engine
-from tests.conftest import SHARED
+from tests.conftest import shared
 from tests.train.test_records import STRUCTURE, write
 from train.records import Records, encode_conversation
 from train.train_config import DataSection
@@ -237,10 +237,8 @@ def test_templates_that_change_answers(lm: LanguageModel, template: str, reason:
 
 
 def test_real_templates(lm: LanguageModel) -> None:
-    folder = SHARED / "data" / "tokenizers"
-    if not folder.exists():
-        pytest.skip("no shared/ beside the project")
-    template = json.loads((folder / "minimind_tokenizer_config.json").read_text())["chat_template"]
+    file = shared("data", "tokenizers", "minimind_tokenizer_config.json")
+    template = json.loads(file.read_text())["chat_template"]
     own = with_template(lm, template)
     engine, messages = Engine(own, max_length=512, max_batch=1), PLAIN["messages"]
     found, skipped = learned(own, PLAIN)

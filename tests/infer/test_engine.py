@@ -22,7 +22,7 @@ from infer.decode.inputs import widest
 from infer.decode.state import PROMPT, RUNNING, DecodeState
 from infer.request import Job
 from infer.scheduling.buckets import Buckets
-from tests.conftest import SHARED, after_prompts, laid_out, one_step, tiny_config, write_checkpoint
+from tests.conftest import after_prompts, laid_out, one_step, shared, tiny_config, write_checkpoint
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
 
 
@@ -273,9 +273,7 @@ def test_stop_strings_end_their_segment(lm: LanguageModel) -> None:
 
 
 def test_real_checkpoint_greedy() -> None:
-    folder = SHARED / "data" / "checkpoints" / "stories260k"
-    if not folder.exists():
-        pytest.skip("no shared/ beside the project")
+    folder = shared("data", "checkpoints", "stories260k")
     expected = json.loads((folder / "greedy_expected.json").read_text())["greedy_tokens"]
     lm = load_model(folder)
     result = Engine(lm).generate([""], SamplingParams(max_new_tokens=len(expected) - 1), mode="serial")[0]

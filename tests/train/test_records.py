@@ -18,7 +18,7 @@ from aspd_jax.layout import Layout, build_layout
 from aspd_jax.pipeline.sources import Conversation, conversation
 from aspd_jax.structure import from_json, plain_text, to_json
 from aspd_jax.tokens import add_special_tokens
-from tests.conftest import SHARED
+from tests.conftest import shared
 from train.batches import RecordBatches, pack, record_held_out, record_steps
 from train.records import Example, Records, encode_conversation, reread
 from train.tasks import problem
@@ -147,9 +147,8 @@ def test_rereading_leaves_plain_answers_as_they_are(lm: LanguageModel) -> None:
     assert reread(item, lm.codec.special, 3) is item
 
 
-@pytest.mark.skipif(not SHARED.exists(), reason="no shared data")
 def test_a_real_chat_template(lm: LanguageModel, tmp_path: Path) -> None:
-    source = SHARED / "data" / "tokenizers"
+    source = shared("data", "tokenizers")
     for kind in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / kind).write_text((source / f"minimind_{kind}").read_text())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

@@ -13,10 +13,7 @@ from aspd_jax.errors import StructureError
 from aspd_jax.pipeline.extract import propose
 from aspd_jax.pipeline.spans import BlockSpan, BranchSpan, blocks_from_json, blocks_to_json, spans_of, structure_of
 from aspd_jax.structure import plain_text
-from tests.conftest import SHARED
-
-ANSWERS = SHARED / "data" / "answers" / "vicuna80.jsonl"
-needs_answers = pytest.mark.skipif(not ANSWERS.exists(), reason="no real answers beside the project")
+from tests.conftest import shared
 
 
 def texts(answer: str, reading: int = 0) -> list[list[tuple[str, str]]]:
@@ -111,9 +108,9 @@ def test_a_sentence_at_the_margin_is_the_last_part_s_if_siblings_have_one(siblin
     assert block[-1][1].rstrip().endswith(end)
 
 
-@needs_answers
 def test_real_answers_are_kept_and_their_lists_found() -> None:
-    rows = [json.loads(line) for line in ANSWERS.read_text().split("\n") if line]
+    answers = shared("data", "answers", "vicuna80.jsonl")
+    rows = [json.loads(line) for line in answers.read_text().split("\n") if line]
     lists = found = 0
     for row in rows:
         proposals = propose(row["answer"])

@@ -30,7 +30,7 @@ from infer.evaluation.judge import NAMES, PAIR_NAMES, read_prompts, read_score, 
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
 from infer.offline.journal import read_journal
-from tests.conftest import SHARED
+from tests.conftest import shared
 from tests.helpers.teacher_server import Reply, TeacherServer
 
 ADAPTIVE = System("demo", "demo", "adaptive")
@@ -425,13 +425,18 @@ def test_a_judge_that_refuses_ends_the_run(tmp_path: Path) -> None:
         judge_run(tiny_run(tmp_path, {}), QUESTIONS, tmp_path)
 
 
-@pytest.mark.parametrize("file", ["", "judge_prompts.jsonl"])
-def test_prompts(file: str) -> None:
-    if file and not SHARED.exists():
-        pytest.skip("no shared/ beside the project")
-    prompts = read_prompts(str(SHARED / "data" / file) if file else "")
+def test_prompts() -> None:
+    assert_complete(read_prompts(""))
+
+
+def assert_complete(prompts: dict[str, Any]) -> None:
+    """Check that a judge has a prompt of each name, and that those for maths show the reference."""
     assert set(NAMES + PAIR_NAMES) <= set(prompts)
     assert all("{ref_answer_1}" in prompts[name].template for name in NAMES + PAIR_NAMES if "math" in name)
+
+
+def test_published_prompts() -> None:
+    assert_complete(read_prompts(str(shared("data", "judge_prompts.jsonl"))))
 
 
 def test_verdicts() -> None:

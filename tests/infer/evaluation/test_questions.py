@@ -12,7 +12,7 @@ from aspd_jax.errors import DataError
 from infer.evaluation.eval_config import BenchmarkSection
 from infer.evaluation.questions import Question, final_answer, read_questions, select_evenly
 from infer.evaluation.scoring import chosen_letter, is_correct, same_value
-from tests.conftest import SHARED
+from tests.conftest import shared
 
 
 def written(folder: Path, *records: Any) -> str:
@@ -126,9 +126,7 @@ def test_a_limit_takes_from_all_categories() -> None:
 
 
 def test_real_files() -> None:
-    folder = SHARED / "data"
-    if not folder.exists():
-        pytest.skip("no shared/ beside the project")
+    folder = shared("data")
     vicuna = folder / "vicuna_bench"
     section = BenchmarkSection(file=str(vicuna / "question.jsonl"), references=str(vicuna / "reference_gpt-4.jsonl"))
     questions = read_questions(section, [])

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
-from aspd_jax import LanguageModel, SpecialTokens, load_model
+from aspd_jax import LanguageModel, SpecialTokens
 from aspd_jax.model.transformer import Transformer
 from infer import Engine
-from tests.conftest import GOLDEN, SHARED
+from tests.conftest import GOLDEN, shared
 from tests.helpers.answers import EXAMPLE, SEPARATOR, TEXT, critical_path, full_pass, linearise
+from tests.helpers.authors_model import authors_tensors, load_authors_model
 
 text = st.lists(st.sampled_from(TEXT), max_size=5)
 title = st.lists(st.sampled_from(TEXT), min_size=1, max_size=3)
@@ -64,17 +66,42 @@ def test_every_token_is_fed_once(engine: Engine) -> None:
     assert 3 + 1 in trace.widths, "all closing tags and `<|/para|>` go in one pass"
 
 
+@pytest.fixture(scope="module")
+def authors_lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    """The model that the authors' engine ran with."""
+    return load_authors_model(tmp_path_factory.mktemp("authors"))
+
+
 @pytest.mark.parametrize("file", sorted((GOLDEN / "engine").glob("*.npz")), ids=lambda file: file.stem)
-def test_authors_engine(file: Path) -> None:
-    if not (SHARED / "golden" / "tiny_qwen2").exists():
-        pytest.skip("no shared/ beside the project")
-    lm = load_model(SHARED / "golden" / "tiny_qwen2")
-    lm.special_tokens = SpecialTokens(594, 595, 596, 597, 592, 593)
+def test_authors_engine(file: Path, authors_lm: LanguageModel) -> None:
+    """Stepwise decoding and the full pass both give the logits that the authors' engine computed, token by token."""
     vector = np.load(file)
     tokens, prompt, fed = vector["tokens"].tolist(), int(vector["prompt_length"]), vector["fed"]
-    trace = Engine(lm).replay(tokens[:prompt], tokens[prompt:])
+    trace = Engine(authors_lm).replay(tokens[:prompt], tokens[prompt:])
     np.testing.assert_allclose(trace.logits[fed[prompt:]], vector["logits"][prompt:][fed[prompt:]], atol=1e-4)
-    np.testing.assert_allclose(full_pass(lm, lm.special_tokens, [], tokens)[fed], vector["logits"][fed], atol=1e-4)
+    full = full_pass(authors_lm, authors_lm.special_tokens, [], tokens)
+    np.testing.assert_allclose(full[fed], vector["logits"][fed], atol=1e-4)
+
+
+def test_visible_siblings_give_other_logits_than_the_authors(authors_lm: LanguageModel) -> None:
+    """Negative control: with rule 3 dropped, the logits are not the authors'."""
+    config = replace(authors_lm.config, siblings="shared")
+    shared = replace(authors_lm, config=config, model=Transformer(config))
+    vector = np.load(GOLDEN / "engine" / "s01_P3_unequal.npz")
+    fed = vector["fed"]
+    full = full_pass(shared, authors_lm.special_tokens, [], vector["tokens"].tolist())
+    assert np.abs(full[fed] - vector["logits"][fed]).max() > 1e-2
+
+
+def test_seeded_weights_and_vectors_are_the_authors() -> None:
+    """The seeded weights are those of the authors' checkpoint, and the vectors are theirs."""
+    folder = shared("golden")
+    theirs, ours = load_file(folder / "tiny_qwen2" / "model.safetensors"), authors_tensors()
+    assert theirs.keys() == ours.keys()
+    for name, values in theirs.items():
+        np.testing.assert_allclose(ours[name], values, rtol=0, atol=1e-6)
+    for file in (GOLDEN / "engine").glob("*.npz"):
+        assert file.read_bytes() == (folder / "engine" / file.name).read_bytes()
 
 
 def branch_rows(special: SpecialTokens, answer: list[int], order: list[int]) -> list[np.ndarray]:
