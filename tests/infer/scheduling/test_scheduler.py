@@ -27,7 +27,7 @@ from infer.decode.state import PROMPT, SequenceState
 from infer.scheduling.buckets import PROMPT_BESIDE
 from infer.scheduling.policy import Policy, Sample, StepCost, fit
 from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
-from infer.scheduling.runner import Run, Runner
+from infer.scheduling.runner import InFlightSteps, Runner
 from tests.conftest import patched
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
 
@@ -145,7 +145,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     end = Runner.end
 
-    def counted(runner: Runner, started: Run, cost: StepCost | None) -> Any:
+    def counted(runner: Runner, started: InFlightSteps, cost: StepCost | None) -> Any:
         done, after = end(runner, started, cost)
         before = started.before
         left = np.where(after.phase == PROMPT, after.tokens, 0)
