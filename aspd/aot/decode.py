@@ -56,7 +56,7 @@ def bucket_for(engine: Engine, width: int) -> Bucket:
     Raises:
         RequestError: there is none so wide.
     """
-    buckets = engine.scheduler.runner.buckets
+    buckets = engine.buckets
     whole = [of for of in buckets.buckets if of.rows == buckets.rows and of.slots == buckets.capacity]
     able = [of for of in whole if of.per_row >= width and of.tokens >= width * of.rows]
     if not able:
@@ -66,7 +66,7 @@ def bucket_for(engine: Engine, width: int) -> Bucket:
 
 def abstract_state(lm: LanguageModel, engine: Engine, on: Topology) -> DecodeState:
     """An engine's state as shapes, with the places that it has on the mesh."""
-    buckets = engine.scheduler.runner.buckets
+    buckets = engine.buckets
     state: DecodeState = jax.eval_shape(lambda: new_state(lm, engine.config, buckets.rows, buckets.capacity))
     whole, mesh = everywhere(on, lm.mesh), lm.mesh
     places = jax.tree.map(lambda _: whole, state)

@@ -115,8 +115,8 @@ def copy_slots(
     return shard_state(state._replace(cache=jax.tree.map(copied, state.cache)), config.mesh)
 
 
-class Snapshot(NamedTuple):
-    """What the host reads of some sequences: their part of the cache, what is pending, and counts; [M, …] each."""
+class OutputSnapshot(NamedTuple):
+    """Copy of the rows that the host reads: their cache tokens, pending tokens and counters; [M, …] each."""
 
     tokens: Int32[Array, "M C"]
     layout: Layout
@@ -126,7 +126,7 @@ class Snapshot(NamedTuple):
 
 
 @partial(jax.jit, static_argnames="config")
-def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packed[Snapshot]:
+def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packed[OutputSnapshot]:
     """A copy of rows, with the tokens sampled or due but not fed, of finished sequences too."""
     size = widest(config)
     place = jnp.arange(size)[None]
@@ -134,7 +134,7 @@ def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packe
     tokens, layout, length, sequence = jax.tree.map(
         lambda field: field[rows], (state.cache.tokens, state.cache.layout, state.cache.length, state.sequence)
     )
-    return Packed.of(Snapshot(tokens, layout, length, due, sequence))
+    return Packed.of(OutputSnapshot(tokens, layout, length, due, sequence))
 
 
 @partial(jax.jit, donate_argnames="state")

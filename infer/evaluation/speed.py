@@ -96,7 +96,7 @@ def _converse(
     Args:
         scripts: tokens of every answer; None: its own.
     """
-    engine.forget()
+    engine.reset_cache()
     messages: list[dict[str, Any]] = []
     for text, script in zip(question.turns, scripts, strict=True):
         messages.append({"role": "user", "content": text})

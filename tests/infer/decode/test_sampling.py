@@ -19,8 +19,9 @@ from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket
 from infer import Engine, SamplingParams
 from infer.decode.inputs import Lanes, next_inputs
 from infer.decode.sampling import _counted, _scattered, lane_keys, penalise, restrict, sample
-from infer.decode.state import TITLE, DecodeState, EngineConfig, Request
-from infer.request import Job
+from infer.decode.state import TITLE, DecodeState, EngineConfig
+from infer.decode.state import Request as RequestArrays
+from infer.request import Request
 from tests.conftest import after_prompts
 from tests.helpers.answers import SEPARATOR
 
@@ -31,7 +32,7 @@ def config(bare_lm: LanguageModel) -> EngineConfig:
 
 
 def state_for(lm: LanguageModel, config: EngineConfig, *params: SamplingParams) -> DecodeState:
-    jobs = [Job((1, 2), each, "adaptive", 50, seed=each.seed or 0) for each in params]
+    jobs = [Request((1, 2), each, "adaptive", 50, seed=each.seed or 0) for each in params]
     return after_prompts(lm, config, jobs)
 
 
@@ -76,7 +77,7 @@ def test_restrict_keeps_what_the_definitions_keep(
     asked = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
     state = state_for(bare_lm, config, asked, SamplingParams())
     logits = np.random.default_rng(seed).standard_normal((4, 24)).astype(np.float32) * 2
-    of_lanes = Request(*(field[jnp.array([0, 0, 0, 1])] for field in state.request))
+    of_lanes = RequestArrays(*(field[jnp.array([0, 0, 0, 1])] for field in state.request))
     out = np.asarray(restrict(jnp.asarray(logits), of_lanes))
     for lane in range(3):
         assert set(np.flatnonzero(np.isfinite(out[lane])).tolist()) == kept_by_definition(logits[lane], asked)
@@ -119,7 +120,7 @@ def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_
     fewest = kept_by_sorting(values, top_k, top_p - 1e-6, min(1.0, min_p * 1.00001))
     most = kept_by_sorting(values, top_k, top_p + 1e-6, min_p / 1.00001)
     assume((fewest == most).all())
-    request = Request(
+    request = RequestArrays(
         adaptive=jnp.ones(1, bool),
         seed=jnp.zeros(1, jnp.uint32),
         temperature=jnp.ones(1),
@@ -228,7 +229,7 @@ def test_penalties_see_what_the_row_sees(
                 out[lane, token] = value - frequency * count - presence
         return out
 
-    of_lanes = Request(*(field[lanes.row] for field in state.request))
+    of_lanes = RequestArrays(*(field[lanes.row] for field in state.request))
     out = np.asarray(penalise(jnp.asarray(logits), of_lanes, state, config, lanes))
     in_text = [{3: 1, 4: 1, 5: 2, 7: 1}, {3: 1, 4: 1, 6: 2, 8: 1}]
     np.testing.assert_allclose(out, expected(in_text), rtol=1e-6, atol=1e-6)
