@@ -1,9 +1,10 @@
-"""The engine: prompts in, structured answers out (protocol, section 5)."""
+"""Engine that decodes prompts to structured answers (protocol, section 5)."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -17,39 +18,40 @@ from aspd_jax.tokens import SpecialTokens
 from infer.answers.answer import Result
 from infer.decode.state import MAX_BRANCHES, EngineConfig, Tags
 from infer.decode.tag_automaton import TextReader, TextTags, text_automaton
-from infer.request import Job, Mode, SamplingParams
-from infer.scheduling.adapter_slots import Adapters
+from infer.request import Mode, Request, SamplingParams, Stream
+from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
-from infer.scheduling.buckets import capacity_for
-from infer.scheduling.handle import NO_LIMIT, Handle, Stream
+from infer.scheduling.buckets import Buckets, capacity_for
+from infer.scheduling.handle import DebugState, Handle
 from infer.scheduling.policy import Policy
 from infer.scheduling.replay import Trace, replay
-from infer.scheduling.scheduler import Scheduler
-from infer.scheduling.structured import Constraint, Schemas, schemas_of
+from infer.scheduling.scheduler import Scheduler, StepStats
+from infer.scheduling.structured import Schemas
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-NO_TOKENS = SpecialTokens(-1, -2, -3, -4, -5, -6)  # of a model that has no tokenizer to add them to
+NO_TOKENS = SpecialTokens(-1, -2, -3, -4, -5, -6)  # for models without special tokens
 
 
 class Engine:
-    """Decodes batches of requests in serial and adaptive mode over one cache.
+    """Decodes requests in serial and adaptive mode as one batch over one cache.
 
     Args:
         lm: the model.
-        max_length: prompt and answer tokens of a sequence; at most the model's context length.
-        max_batch: sequences that decode together; further requests wait for one of them to end.
-        max_branches: branches of a block.
-        max_title_tokens: tokens of a title.
-        separator_ids: what follows the title at the head of a branch; default: the tokenizer's ids of `": "`.
+        max_length: maximum tokens of prompt and answer; at most the model's context length.
+        max_batch: number of sequences that decode together; further requests wait for one of them to end.
+        max_branches: maximum branches of a block.
+        max_title_tokens: maximum tokens of a title.
+        separator_ids: token ids between the title and the text of a branch; default: the tokenizer's ids of `": "`.
         branch_policy: `all`, `cap:N` or `slo:MS` (`infer.scheduling.policy.Policy`).
-        reuse: let a prompt begin with what the cache still holds of it: an earlier turn, or a shared beginning.
-        draft_tokens: guesses per segment and pass, looked up in what was said before, and verified; 0: none. Answers
-            are the same token by token; where guesses do not pay for the wider passes, they are left out.
-        text_tags: of a model without special tokens: it writes them as text, as these ask it to; None: special tokens.
+        reuse: reuse the part of a prompt that the cache holds: an earlier turn, or a shared prefix.
+        draft_tokens: draft tokens of a segment in a step, looked up in prompt and answer, and verified; 0: none. They
+            change no token, and are left out where they cost more time than they save.
+        text_tags: tags that the model writes as text, and the instruction that asks for them; None: special tokens.
 
     Attributes:
-        adapters: of a model that was loaded with room for some: `adapters.put(name, folder)`, `adapters.remove(name)`.
+        adapters: adapters of a model that was loaded with places for them: `adapters.put(name, folder)`,
+            `adapters.remove(name)`.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Engine:
         vocabulary = lm.config.vocab_size
         end = tuple(int(i) for i in lm.end_ids if 0 <= int(i) < vocabulary)
         forbidden = tuple(sorted(int(i) for i in known if i < vocabulary))
-        written, reader = (None, None) if text_tags is None else _read_text(lm, text_tags, end, forbidden)
+        written, reader = (None, None) if text_tags is None else _make_text_tags(lm, text_tags, end, forbidden)
         self.config = EngineConfig(
             model=lm.model,
             special=special,
@@ -102,14 +104,33 @@ class Engine:
             text_tags=written,
             mesh=lm.mesh,
         )
-        policy = Policy.parse(branch_policy)
-        self._schemas: Schemas | None = None
-        self.adapters = Adapters(lm, lambda: self.scheduler.adapters_in_use())
-        capacity = capacity_for(self.max_length)
-        self.scheduler = Scheduler(
-            lm, self.config, max_batch, capacity, policy, reuse,
-            self._constrain, self.adapters.place, reader,
-        )  # fmt: skip
+        self.adapters = AdapterSlots(lm)
+        self._schemas = Schemas(lm, self.config)
+        self._scheduler = Scheduler(
+            lm,
+            self.config,
+            rows=max_batch,
+            capacity=capacity_for(self.max_length),
+            policy=Policy.parse(branch_policy),
+            reuse=reuse,
+            adapters=self.adapters,
+            schemas=self._schemas,
+            reader=reader,
+        )
+
+    @property
+    def buckets(self) -> Buckets:
+        """Return the compiled programs of the engine."""
+        return self._scheduler.runner.buckets
+
+    @property
+    def last_chunk(self) -> StepStats:
+        """Return the statistics of the last call of `step`."""
+        return self._scheduler.last_chunk
+
+    def debug_state(self) -> DebugState:
+        """Return the state of the scheduler and of the device, for tests."""
+        return self._scheduler.debug_state()
 
     def encode(
         self,
@@ -118,15 +139,19 @@ class Engine:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
-        """Token ids of a prompt: text is encoded, messages go through the chat template, ids stay as they are.
+        """Return the token ids of a prompt: encoded text, messages in the chat template, or the given ids.
 
-        Tags that text or messages spell are text; only ids can hold a block.
-
-        With `text_tags`, messages ask for them first, in adaptive mode.
+        Tags that text or messages spell are text; only ids can hold a block. With `text_tags` and in adaptive mode, the
+        first message of the user begins with the instruction that asks for them.
 
         Args:
-            continue_final_message: the messages end with the beginning of an answer, which the answer goes on with.
+            prompt: text, messages or token ids.
+            mode: decoding mode.
+            continue_final_message: the last message is the beginning of the answer, which continues it.
             chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
+
+        Raises:
+            RequestError: the prompt is malformed, or the model has no tokenizer or chat template for it.
         """
         if isinstance(prompt, str):
             ids = encode_prompt(self._tokenizer(), self.lm.codec.text, prompt)
@@ -155,10 +180,10 @@ class Engine:
         continue_final_message: bool,
         chat_template_kwargs: Mapping[str, Any],
     ) -> list[int]:
-        """Return the prompt of a conversation.
+        """Return the prompt of a conversation, which depends on the messages alone (protocol, section 2).
 
-        An answer goes in as plain text, or, with `token_ids`, as these tokens, blocks included: then a follow-up turn
-        goes on with what the cache holds. So the prompt follows from the messages alone (protocol, section 2).
+        An answer is encoded as plain text or, with `token_ids`, as these tokens, blocks included: then a follow-up turn
+        reuses the cache.
         """
         tokenizer = self._tokenizer()
         if tokenizer.chat_template is None:
@@ -189,10 +214,10 @@ class Engine:
         return ids
 
     def _decoded(self, place: int, message: Mapping[str, Any]) -> list[int] | None:
-        """Return the tokens that an answer was decoded as, without end of text; None: the message does not have them.
+        """Return the `token_ids` of an answer without end of text; None: the message has none that apply.
 
         Raises:
-            RequestError: they are not the tokens of its text.
+            RequestError: they are not the tokens of the message's text.
         """
         if message.get("token_ids") is None or self.text_tags is not None or self.lm.special_tokens is None:
             return None
@@ -209,14 +234,6 @@ class Engine:
             raise RequestError(f"{where}expected the tokens of the message's content; send them as they were answered")
         return ids
 
-    def _constrain(self, params: SamplingParams) -> Constraint:
-        """What follows the schemas of a request."""
-        if self._schemas is None:
-            self._schemas = schemas_of(self.lm)
-        config = self.config
-        branch_end, head = config.tags.branch_end, len(config.separator)
-        return Constraint(self._schemas, params, config.max_branches, branch_end, head)
-
     def _tokenizer(self) -> Any:
         if self.lm.tokenizer is None:
             raise RequestError("this model has no tokenizer; pass prompts as token ids")
@@ -229,18 +246,19 @@ class Engine:
         mode: Mode | Sequence[Mode] = "adaptive",
         adapter: str | Sequence[str] = "",
     ) -> list[Result]:
-        """Answer prompts; results come in their order, and each is the same alone and in any batch.
+        """Answer prompts; return the results in their order. A result does not depend on the batch.
 
         Args:
-            prompts: text, messages or token ids each.
-            params: one for all, or one each.
-            mode: `adaptive` (the model decides when to fork) or `serial`; one for all, or one each.
-            adapter: name of an adapter of `adapters`; empty: none. One for all, or one each.
+            prompts: prompts: text, messages or token ids.
+            params: sampling parameters: one for all prompts, or one for each.
+            mode: `adaptive` (the model decides when to fork) or `serial`: one for all prompts, or one for each.
+            adapter: name of an adapter of `adapters`, empty for the base model: one for all prompts, or one for each.
 
         Raises:
-            RequestError: which request breaks which limit; nothing has been decoded then.
+            RequestError: a request breaks a limit; nothing has been decoded then.
         """
-        handles = [self.scheduler.submit(job) for job in self._jobs(prompts, params, mode, adapter)]
+        requests = self._check_all(prompts, params, mode, adapter)
+        handles = [self._scheduler.submit(request) for request in requests]
         return [handle.wait() for handle in handles]
 
     def submit(
@@ -248,22 +266,26 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         mode: Mode = "adaptive",
-        steps: int = NO_LIMIT,
+        steps: int | None = None,
         adapter: str = "",
         stream: Stream = None,
     ) -> Handle:
-        """Queue a request, whatever else is under way.
+        """Queue a request; it joins the batch when a row is free.
 
         Args:
-            steps: forward passes between two looks at the answer, when its events are iterated over.
-            stream: events while the answer grows: `text`: in reading order; `branches`: all branches as they grow.
+            prompt, params, mode, adapter: see `check`.
+            steps, stream: see `infer.request.Request`.
 
         Raises:
-            RequestError: which limit it breaks.
+            RequestError: the request breaks a limit.
         """
-        if steps < 1:
+        if steps is not None and steps < 1:
             raise RequestError(f"steps must be at least 1, got {steps}")
-        return self.scheduler.submit(self.check(prompt, params, mode, adapter), steps, stream)
+        return self.submit_checked(replace(self.check(prompt, params, mode, adapter), steps=steps, stream=stream))
+
+    def submit_checked(self, request: Request) -> Handle:
+        """Queue a request that `check` returned."""
+        return self._scheduler.submit(request)
 
     def check(
         self,
@@ -273,44 +295,81 @@ class Engine:
         adapter: str = "",
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Job:
-        """A request that `scheduler.submit` takes; from any thread.
+    ) -> Request:
+        """Return a checked request for `submit_checked`. May be called from any thread.
 
         Args:
+            prompt: text, messages or token ids.
+            params: sampling parameters.
+            mode: decoding mode.
+            adapter: name of an adapter of `adapters`; empty for the base model.
             continue_final_message, chat_template_kwargs: see `encode`.
 
         Raises:
-            RequestError: which limit it breaks.
+            RequestError: the request breaks a limit.
         """
+        params = params or SamplingParams()
         if continue_final_message or chat_template_kwargs:
             prompt = self.encode(prompt, mode, continue_final_message, chat_template_kwargs)
-        return self._job(prompt, params or SamplingParams(), mode, adapter)
+        if mode == "adaptive" and self.lm.special_tokens is None and self.text_tags is None:
+            raise RequestError("this model has no special tokens to fork with; use mode='serial', or give text_tags")
+        if params.stop and self.lm.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer")
+        if params.branch_schema and self.text_tags is not None:
+            raise RequestError("branch_schema is for a model whose tags are special tokens")
+        mode = "serial" if params.answer_grammar else mode
+        if params.answer_grammar or params.branch_schema:
+            self._schemas.constraint(params)  # reports errors of schemas before anything is decoded
+        ids = self.encode(prompt, mode)
+        if not ids:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        left = self.max_length - len(ids)
+        if left < (params.max_content_tokens != 0):
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, which leaves no room for an answer: "
+                f"max_length (prompt and answer) is {self.max_length}"
+            )
+        prompt_layout(self.lm, self.config, ids)
+        budget = 0 if params.max_content_tokens == 0 else min(params.max_new_tokens, left)
+        self._check_script(params.script, budget)
+        self._check_ids(tuple(params.logit_bias), "logit_bias: ")
+        seed = secrets.randbits(32) if params.seed is None else params.seed
+        return Request(tuple(ids), params, mode, budget, seed, self.adapters.number(adapter))
 
-    def step(self, steps: int = NO_LIMIT) -> bool:
-        """Do a chunk of what was submitted; false if there is nothing to do. Handles that are waited for do it too."""
-        return self.scheduler.step(steps)
-
-    def forget(self) -> None:
-        """Begin as a new engine would: no prompt goes on from what was asked or answered before."""
-        self.scheduler.forget()
-
-    def warm_up(self, alone: bool = False) -> float:
-        """Compile what requests may need, and measure what a pass costs; return the seconds it took.
+    def step(self, max_steps: int | None = None) -> bool:
+        """Run a chunk of steps for all submitted requests; return False if there was nothing to do.
 
         Args:
-            alone: only for one request at a time.
+            max_steps: maximum steps of the chunk, which then also ends when any request ends; None: no limit.
         """
-        return self.scheduler.warm_up(alone)
+        return self._scheduler.step(max_steps)
+
+    def retry_alone(self, handle: Handle) -> None:
+        """Queue a request that failed with the engine before all others, which wait until it has ended or failed."""
+        self._scheduler.retry_alone(handle.state)
+
+    def reset_cache(self) -> None:
+        """Clear the prefix cache: later prompts reuse nothing of earlier requests."""
+        self._scheduler.reset_cache()
+
+    def warm_up(self, alone: bool = False) -> float:
+        """Compile the programs that requests need, and measure the cost of a step; return the seconds it took.
+
+        Args:
+            alone: compile the programs for one request at a time only.
+        """
+        return self._scheduler.warm_up(alone)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", steps: int = 1
     ) -> Iterator[Result]:
-        """The answer as it grows: a partial result after every few steps; the last one is what `generate` returns.
+        """Yield partial results while the answer grows; the last one is what `generate` returns.
 
-        The structure of a partial result holds the open block with all its branches, as far as they are.
+        The structure of a partial result holds the open block with all its branches, as far as they are decoded.
 
         Args:
-            steps: forward passes between two partial results.
+            prompt, params, mode: see `check`.
+            steps: maximum steps between two partial results.
         """
         handle = self.submit(prompt, params, mode)
         while handle.result is None:
@@ -318,17 +377,17 @@ class Engine:
             yield handle.partial()
 
     def replay(self, prompt_token_ids: Sequence[int], answer_token_ids: Sequence[int]) -> Trace:
-        """Drive the stepwise engine, branches side by side, through a given linearisation.
+        """Feed a linearisation through the stepwise engine, branches side by side.
 
         Args:
-            prompt_token_ids: the prompt.
-            answer_token_ids: a well-formed linearisation, with or without end of text.
+            prompt_token_ids: token ids of the prompt.
+            answer_token_ids: token ids of a well-formed linearisation, with or without end of text.
 
         Returns:
-            The logits after every answer token, and the number of passes after prefill.
+            The logits after every answer token, and the number of steps after prefill.
 
         Raises:
-            RequestError: it does not fit `max_length`.
+            RequestError: prompt and answer exceed `max_length`.
             StructureError: the answer is not well formed.
         """
         if self.text_tags is not None:
@@ -341,13 +400,14 @@ class Engine:
             raise RequestError("the prompt is empty; it needs at least one token")
         return replay(self.lm, self.config, prompt, answer)
 
-    def _jobs(
+    def _check_all(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         mode: Mode | Sequence[Mode],
         adapter: str | Sequence[str],
-    ) -> list[Job]:
+    ) -> list[Request]:
+        """Return the checked requests of `generate`."""
         if isinstance(prompts, str):
             raise RequestError("generate takes a list of prompts, got a string; write [prompt]")
         count = len(prompts)
@@ -358,54 +418,28 @@ class Engine:
         for name, values in (("params", each_params), ("mode", each_mode), ("adapter", each_adapter)):
             if len(values) != count:
                 raise RequestError(f"{name} has {len(values)} entries for {count} prompts")
-        jobs = []
-        for number, request in enumerate(zip(prompts, each_params, each_mode, each_adapter, strict=True)):
+        requests = []
+        for number, arguments in enumerate(zip(prompts, each_params, each_mode, each_adapter, strict=True)):
             try:
-                jobs.append(self._job(*request))
+                requests.append(self.check(*arguments))
             except RequestError as error:
                 raise RequestError(f"request {number}: {error}") from None
-        return jobs
-
-    def _job(self, prompt: Prompt, params: SamplingParams, mode: Mode, adapter: str) -> Job:
-        if mode == "adaptive" and self.lm.special_tokens is None and self.text_tags is None:
-            raise RequestError("this model has no special tokens to fork with; use mode='serial', or give text_tags")
-        if params.stop and self.lm.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer")
-        if params.branch_schema and self.text_tags is not None:
-            raise RequestError("branch_schema is for a model whose tags are special tokens")
-        mode = "serial" if params.answer_grammar else mode
-        if params.answer_grammar or params.branch_schema:
-            self._constrain(params)  # an error is told before anything waits
-        ids = self.encode(prompt, mode)
-        if not ids:
-            raise RequestError("the prompt is empty; it needs at least one token")
-        room = self.max_length - len(ids)
-        if room < (params.max_content_tokens != 0):
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, which leaves no room for an answer: "
-                f"max_length (prompt and answer) is {self.max_length}"
-            )
-        prompt_layout(self.lm, self.config, ids)
-        budget = 0 if params.max_content_tokens == 0 else min(params.max_new_tokens, room)
-        self._check_script(params.script, budget)
-        self._check_ids(tuple(params.logit_bias), "logit_bias: ")
-        seed = secrets.randbits(32) if params.seed is None else params.seed
-        return Job(tuple(ids), params, mode, budget, seed, self.adapters.number(adapter))
+        return requests
 
     def _check_script(self, script: Sequence[Sequence[int]], budget: int) -> None:
-        most = 1 + self.config.max_branches
-        if len(script) > most:
-            raise RequestError(f"script has {len(script)} segments; with max_branches there are {most} at most")
+        limit = 1 + self.config.max_branches
+        if len(script) > limit:
+            raise RequestError(f"script has {len(script)} segments; with max_branches there are {limit} at most")
         if (tokens := sum(map(len, script))) > budget:
             raise RequestError(f"script has {tokens} tokens, the answer may have {budget}")
         for segment in script:
             self._check_ids(segment, "script: ")
 
 
-def _read_text(
+def _make_text_tags(
     lm: LanguageModel, tags: TextTags, end: tuple[int, ...], forbidden: tuple[int, ...]
 ) -> tuple[Tags, TextReader]:
-    """Tags of text as the device writes them, and as the host reads them."""
+    """Return tags that are text as the device writes them, and their reader on the host."""
     if lm.tokenizer is None:
         raise RequestError("text_tags need a tokenizer, and this model has none")
     codec = lm.codec.text

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from aspd_jax.errors import RequestError
 from aspd_jax.layout import check_choice
 
 Mode = Literal["adaptive", "serial"]
+Stream: TypeAlias = Literal["text", "branches"] | None
 GRAMMARS = ("json_schema", "regex", "choices", "grammar")  # fields that constrain a whole answer
 STRINGS, BIASES = tuple[str, ...], Mapping[Any, float]  # types of parameters that are no single value
 
@@ -320,14 +321,21 @@ def _schema_text(name: str, schema: str | Mapping[str, Any] | None) -> str | Non
 
 
 @dataclass(frozen=True)
-class Job:
-    """A request that was checked.
+class Request:
+    """A checked request; the form that all parts of the host share, from HTTP to the scheduler and other processes.
 
     Attributes:
-        prompt: token ids, at least one.
-        budget: tokens the answer may have, within `max_new_tokens` and what the cache has room for.
-        seed: of its random streams.
-        adapter: number of an adapter (`infer.scheduling.adapter_slots`); 0: none.
+        prompt: token ids of the prompt, at least one.
+        params: sampling parameters.
+        mode: decoding mode.
+        budget: maximum tokens of the answer, bounded by `max_new_tokens` and by the capacity of the cache.
+        seed: seed of the random streams.
+        adapter: number of an adapter (`infer.scheduling.adapter_slots`); 0: the base model.
+        stream: form of the events while the answer grows: `text`: in reading order; `branches`: all branches as they
+            grow; None: events at the end only.
+        steps: maximum steps of a chunk, when the owner iterates over the events; None: no limit.
+        alternatives: number of likeliest tokens that log probabilities come with; None: no log probabilities.
+        echo: log probabilities include those of the prompt.
     """
 
     prompt: tuple[int, ...]
@@ -336,6 +344,10 @@ class Job:
     budget: int
     seed: int
     adapter: int = 0
+    stream: Stream = None
+    steps: int | None = None
+    alternatives: int | None = None
+    echo: bool = False
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, Mode)
@@ -344,3 +356,8 @@ class Job:
     def constrained(self) -> bool:
         """Return whether a schema or another grammar restricts its tokens."""
         return bool(self.params.answer_grammar or self.params.branch_schema)
+
+    @property
+    def stepwise(self) -> bool:
+        """Return whether the host has to read every token: it finds stop strings and follows schemas."""
+        return bool(self.params.stop) or self.constrained

@@ -49,8 +49,8 @@ from aspd_jax.sizes import next_power
 from infer import Engine
 from infer.decode.derived import derive
 from infer.decode.state import PROMPT, DecodeState, EngineConfig
-from infer.request import Job
-from infer.scheduling.admission import begin, new_state
+from infer.request import Request
+from infer.scheduling.admission import admit_request, new_state
 from infer.scheduling.buckets import capacity_for
 from train.byte_tokenizer import train_tokenizer
 from train.tasks import problem
@@ -168,18 +168,18 @@ def one_step(
     return infer.decode.decode_step.step(params, state, derived, config, bucket, drafting)
 
 
-def laid_out(lm: LanguageModel, config: EngineConfig, jobs: Sequence[Job]) -> DecodeState:
-    """A state that holds just these jobs, to their last token, with their prompts laid out and not fed."""
-    capacity = capacity_for(max(len(job.prompt) + job.budget for job in jobs))
-    state = new_state(lm, config, next_power(len(jobs)), capacity)
-    for row, job in enumerate(jobs):
-        state = begin(lm, config, state, job, row)
+def laid_out(lm: LanguageModel, config: EngineConfig, requests: Sequence[Request]) -> DecodeState:
+    """Return a state with room for these requests, their prompts laid out and not fed."""
+    capacity = capacity_for(max(len(request.prompt) + request.budget for request in requests))
+    state = new_state(lm, config, next_power(len(requests)), capacity)
+    for row, request in enumerate(requests):
+        state = admit_request(lm, config, state, request, row)
     return state
 
 
-def after_prompts(lm: LanguageModel, config: EngineConfig, jobs: Sequence[Job]) -> DecodeState:
-    """A state that holds just these jobs, with their prompts fed and the first tokens of their answers sampled."""
-    state, longest = laid_out(lm, config, jobs), next_power(max(len(job.prompt) for job in jobs))
+def after_prompts(lm: LanguageModel, config: EngineConfig, requests: Sequence[Request]) -> DecodeState:
+    """Return a state of these requests, their prompts fed and the first tokens of their answers sampled."""
+    state, longest = laid_out(lm, config, requests), next_power(max(len(request.prompt) for request in requests))
     rows, capacity = state.cache.tokens.shape
     state = one_step(lm.params, state, config, Bucket(rows, rows * longest, longest, capacity))
     assert not (state.sequence.cursor.phase == PROMPT).any(), "one pass has room for all prompts"

@@ -56,7 +56,7 @@ def bucket_for(engine: Engine, width: int) -> Bucket:
     Raises:
         RequestError: no bucket is wide enough.
     """
-    buckets = engine.scheduler.runner.buckets
+    buckets = engine.buckets
     whole = [bucket for bucket in buckets.buckets if bucket.rows == buckets.rows and bucket.slots == buckets.capacity]
     wide = [bucket for bucket in whole if bucket.per_row >= width and bucket.tokens >= width * bucket.rows]
     if not wide:
@@ -66,7 +66,7 @@ def bucket_for(engine: Engine, width: int) -> Bucket:
 
 def abstract_state(lm: LanguageModel, engine: Engine, topology: Topology) -> DecodeState:
     """Return an engine's state as shapes with shardings."""
-    buckets = engine.scheduler.runner.buckets
+    buckets = engine.buckets
     state: DecodeState = jax.eval_shape(lambda: new_state(lm, engine.config, buckets.rows, buckets.capacity))
     whole, mesh = replicated(topology, lm.mesh), lm.mesh
     places = jax.tree.map(lambda _: whole, state)

@@ -1,4 +1,4 @@
-"""Reading answers off the decoding state: tokens in the order of the linearisation, structure, statistics."""
+"""Answers from the decoding state: tokens in the order of the linearisation, structure, statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, beginn
 from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, join, split
 from infer.answers.stop import first_match
 from infer.decode.packed import Packed
-from infer.decode.slots import Snapshot, snapshot
+from infer.decode.slots import OutputSnapshot, snapshot
 from infer.decode.state import (
     FORK,
     LENGTH,
@@ -27,26 +27,25 @@ from infer.decode.state import (
     EngineConfig,
 )
 from infer.decode.tag_automaton import TextReader
-from infer.request import Job
+from infer.request import Request
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What an answer cost (protocol, section 8).
+    """Cost of an answer (protocol, section 8).
 
     Attributes:
-        prompt_tokens: tokens of the prompt.
-        reused_tokens: of these, so many were in the cache already.
-        generated_tokens: tokens of the answer: all branches, tags and heads included.
-        content_tokens: tokens of the plain text.
-        passes: forward passes after prefill.
-        critical_path: passes that had to follow one another, plus one.
-        blocks, branches: of the answer.
-        discarded_tokens: of titles that repeated another of their block; these took passes, too.
-        drafted_tokens, accepted_tokens: guesses fed, and those of them that were right.
-        seconds: wall time since the request by phase: queued, prefill, serial, parallel (fork and merge included),
-            and total; and first_token, when the first token was there. In a batch, a pass counts in full for every
-            sequence in it.
+        prompt_tokens: number of tokens of the prompt.
+        reused_tokens: number of prompt tokens that the cache held.
+        generated_tokens: number of tokens of the answer, those of branches, tags and heads included.
+        content_tokens: number of tokens of the plain text.
+        passes: steps after prefill.
+        critical_path: steps that had to follow one another, plus one.
+        blocks, branches: number of blocks and of branches.
+        discarded_tokens: number of tokens of titles that repeated another of their block; they took steps, too.
+        drafted_tokens, accepted_tokens: number of draft tokens, and of accepted ones.
+        seconds: wall time since submission by phase: queued, prefill, serial, parallel (fork and merge included),
+            total, and first_token: time to the first token. A step of a batch counts in full for every sequence in it.
     """
 
     prompt_tokens: int
@@ -64,11 +63,11 @@ class Statistics:
 
     @property
     def ideal_speedup(self) -> float:
-        """Content tokens per token of the critical path."""
+        """Return the content tokens per token of the critical path."""
         return self.content_tokens / max(1, self.critical_path)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, the ideal speed-up among them."""
+        """Return plain values, the ideal speed-up included."""
         return asdict(self) | {"ideal_speedup": self.ideal_speedup}
 
 
@@ -83,8 +82,8 @@ class Result:
             string.
         finish_reason: `stop` (end of text or a stop string), `length` (the budget ended it, or one of its branches),
             `cancelled`, or None while it grows.
-        stats: what it cost.
-        prompt_token_ids: the prompt.
+        stats: its cost.
+        prompt_token_ids: tokens of the prompt.
     """
 
     text: str
@@ -95,66 +94,59 @@ class Result:
     prompt_token_ids: list[int]
 
 
+EMPTY_IDS = np.zeros(0, np.int32)
+EMPTY_LAYOUT = Layout(*[EMPTY_IDS] * len(Layout._fields))
+
+
 @dataclass(frozen=True)
-class Answer:
-    """An answer as far as it is, without tokens that its budgets have no room for in reading order.
+class RequestOutput:
+    """Answer of a request as far as it is decoded, without tokens that exceed its budgets in reading order.
 
     Attributes:
-        token_ids: in the order of the linearisation; while it grows, open branches have no closing tag.
-        items: segments and blocks, the open block as if it were closed now; titles under way and end of text left out.
-        phase: of the sequence.
-        finish: of the sequence.
+        finish: `RUNNING`, `STOP` or `LENGTH`.
+        token_ids: tokens in the order of the linearisation; open branches have no closing tag while the answer grows.
+        items: segments and blocks, an open block as if it were closed now; without incomplete titles and end of text.
         open_branches: numbers, from 1, of the branches of the open block that still grow.
-    """
-
-    token_ids: np.ndarray
-    items: tuple[ItemIds, ...]
-    phase: int
-    finish: int
-    open_branches: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What the host read of a sequence.
-
-    Attributes:
-        answer: as far as it is.
-        passes: forward passes after prefill.
-        critical_path: of the answer as far as it is.
-        tokens, layout: what is in the cache, prompt included, [T], by slot.
-        slots: of the cache that are in use.
-        drafted, accepted: guesses fed, and those of them that were right.
-        discarded: tokens of titles that repeated another.
+        steps: steps after prefill.
+        critical_path: critical path so far (`Statistics.critical_path`).
+        cached_tokens, cached_layout: tokens in the cache, prompt included, and their layout, [T] by slot.
+        drafted, accepted: number of draft tokens, and of accepted ones.
+        discarded: number of tokens of titles that repeated another.
         cut: whether the budget ended a branch.
     """
 
-    answer: Answer
-    passes: int
-    critical_path: int
-    tokens: np.ndarray
-    layout: Layout
-    slots: int
-    drafted: int
-    accepted: int
+    finish: int
+    token_ids: np.ndarray = field(default_factory=lambda: EMPTY_IDS)
+    items: tuple[ItemIds, ...] = ()
+    open_branches: frozenset[int] = frozenset()
+    steps: int = 0
+    critical_path: int = 0
+    cached_tokens: np.ndarray = field(default_factory=lambda: EMPTY_IDS)
+    cached_layout: Layout = EMPTY_LAYOUT
+    drafted: int = 0
+    accepted: int = 0
     discarded: int = 0
     cut: bool = False
 
-    def cached(self) -> tuple[np.ndarray, int]:
-        """Tokens in the cache in the order of the linearisation; so many slots hold the first ones in this order."""
-        written = _written(self.layout)
-        order = written[linear_order(Layout(*(field[written] for field in self.layout)))]
+    def linearised_cache(self) -> tuple[np.ndarray, int]:
+        """Return the tokens in the cache in the order of the linearisation.
+
+        Returns:
+            The tokens, int32, and the number of first slots that hold the first tokens in this order.
+        """
+        written = _written(self.cached_layout)
+        order = written[linear_order(Layout(*(field[written] for field in self.cached_layout)))]
         elsewhere = np.flatnonzero(order != np.arange(order.size))
-        return self.tokens[order], int(elsewhere[0]) if elsewhere.size else order.size
+        return self.cached_tokens[order], int(elsewhere[0]) if elsewhere.size else order.size
 
 
 def _written(layout: Layout) -> np.ndarray:
-    """Slots that hold a token; those of rejected guesses do not."""
+    """Return the slots that hold a token; slots of rejected draft tokens hold none."""
     return np.flatnonzero(layout.sequence > 0)
 
 
 def linear_order(layout: Layout) -> np.ndarray:
-    """Indices that bring the tokens of one sequence [T] into the order of the linearisation."""
+    """Return the indices that sort the tokens of one sequence [T] into the order of the linearisation."""
     anchor = np.array(layout.position)
     for block in np.unique(layout.block[layout.block > 0]):
         inside = layout.block == block
@@ -162,37 +154,32 @@ def linear_order(layout: Layout) -> np.ndarray:
     return np.lexsort((layout.position, layout.branch, anchor))
 
 
-def read(
-    state: DecodeState,
-    config: EngineConfig,
-    rows: Sequence[int],
-    limits: Sequence[int | None],
-    reader: TextReader | None = None,
-) -> list[Reading]:
-    """Return sequences as far as they are, from what was fed and what is pending; see `readings`."""
-    return readings(look_at(state, config, rows), limits, config, reader)
-
-
-def look_at(state: DecodeState, config: EngineConfig, rows: Sequence[int]) -> Packed[Snapshot]:
-    """A copy on the device of all that `readings` needs; the state may be given away then."""
+def copy_outputs(state: DecodeState, config: EngineConfig, rows: Sequence[int]) -> Packed[OutputSnapshot]:
+    """Copy on the device what `fetch_outputs` reads of rows, so that the state can be donated to the next steps."""
     size = next_power(len(rows))
     return snapshot(state, np.asarray([*rows, *[rows[0]] * (size - len(rows))], np.int32), config)
 
 
-def readings(
-    shot: Packed[Snapshot], limits: Sequence[int | None], config: EngineConfig, reader: TextReader | None = None
-) -> list[Reading]:
-    """Return the first sequences of a copy, one for each limit.
+def fetch_outputs(
+    copy: Packed[OutputSnapshot],
+    limits: Sequence[int | None],
+    config: EngineConfig,
+    reader: TextReader | None = None,
+) -> list[RequestOutput]:
+    """Return the outputs of the first rows of a copy, one for each limit, from fed and pending tokens.
 
     Args:
-        limits: most tokens of the plain text of each; None: no limit.
-        reader: of tags that are text.
+        copy: rows that `copy_outputs` copied.
+        limits: maximum tokens of the plain text of each row; None: no limit.
+        reader: reader of tags that are text; None: tags are special tokens.
     """
-    host = shot.read()
-    return [_reading(host, index, limit, config, reader) for index, limit in enumerate(limits)]
+    host = copy.read()
+    return [_output(host, index, limit, config, reader) for index, limit in enumerate(limits)]
 
 
-def _reading(shot: Snapshot, index: int, limit: int | None, config: EngineConfig, reader: TextReader | None) -> Reading:
+def _output(
+    shot: OutputSnapshot, index: int, limit: int | None, config: EngineConfig, reader: TextReader | None
+) -> RequestOutput:
     s, due, slots = shot.sequence, shot.pending, int(shot.length[index])
     phase, start = int(s.cursor.phase[index]), int(s.cursor.prompt_length[index])
     tokens = np.asarray(shot.tokens)[index, :slots]
@@ -206,38 +193,36 @@ def _reading(shot: Snapshot, index: int, limit: int | None, config: EngineConfig
     in_block = phase in (FORK, PARALLEL)
     still_open = frozenset((np.flatnonzero(s.branches.live[index]) + 1).tolist()) if in_block else frozenset()
     finish = int(s.cursor.finish[index])
-    whole = _answer(ids[order], own.branch[order], phase, finish, config, still_open, reader)
-    return Reading(
-        answer=_within(whole, config, limit, int(s.budget.cut_branch[index]), reader is None),
-        passes=int(s.counters.steps[index]),
-        critical_path=int(s.counters.critical_path[index])
-        + (int(s.segments.sampled[index, 1:].max()) if in_block else 0),
-        tokens=tokens,
-        layout=layout,
-        slots=slots,
+    token_ids, items = _items(ids[order], own.branch[order], phase, finish, config, reader)
+    longest = int(s.segments.sampled[index, 1:].max()) if in_block else 0
+    output = RequestOutput(
+        finish=finish,
+        token_ids=token_ids,
+        items=items,
+        open_branches=still_open,
+        steps=int(s.counters.steps[index]),
+        critical_path=int(s.counters.critical_path[index]) + longest,
+        cached_tokens=tokens,
+        cached_layout=layout,
         drafted=int(s.counters.drafted[index]),
         accepted=int(s.counters.accepted[index]),
         discarded=int(s.counters.discarded[index]),
         cut=bool(s.budget.cut[index]),
     )
+    return _within(output, config, limit, int(s.budget.cut_branch[index]), reader is None)
 
 
-def _answer(
-    ids: np.ndarray,
-    branch: np.ndarray,
-    phase: int,
-    finish: int,
-    config: EngineConfig,
-    still_open: frozenset[int],
-    reader: TextReader | None,
-) -> Answer:
+def _items(
+    ids: np.ndarray, branch: np.ndarray, phase: int, finish: int, config: EngineConfig, reader: TextReader | None
+) -> tuple[np.ndarray, tuple[ItemIds, ...]]:
+    """Return `RequestOutput.token_ids` and `RequestOutput.items` of tokens in the order of the linearisation."""
     special = config.special
     whole, end = ids, ids[:0]
     if finish == STOP and ids.size and int(ids[-1]) in config.end:
         whole, end = ids[:-1], ids[-1:]
     if reader is not None:
         items = reader.items(whole, branch[: whole.size], len(config.separator), finish == RUNNING)
-        return Answer(ids, items, phase, finish, still_open)
+        return ids, items
     if not end.size and phase in (TITLE, TITLED):
         closed = np.flatnonzero(ids == special.parallel_end)
         after = int(closed[-1]) if closed.size else 0
@@ -248,7 +233,7 @@ def _answer(
         whole = np.append(np.insert(ids, unclosed + 1, special.branch_end), special.parallel_end)
     if finish != RUNNING:
         ids = np.concatenate([whole, end])
-    return Answer(ids, split(whole, special), phase, finish, still_open)
+    return ids, split(whole, special)
 
 
 def shortened(items: Sequence[ItemIds], head: int, limit: int, cut_branch: int = 0) -> tuple[ItemIds, ...]:
@@ -283,17 +268,19 @@ def shortened(items: Sequence[ItemIds], head: int, limit: int, cut_branch: int =
     return tuple(kept)
 
 
-def _within(answer: Answer, config: EngineConfig, limit: int | None, cut_branch: int, tags_are_tokens: bool) -> Answer:
-    """Return an answer without what the budgets of text and of all tokens have no room for."""
-    items, head = answer.items, len(config.separator)
+def _within(
+    output: RequestOutput, config: EngineConfig, limit: int | None, cut_branch: int, tags_are_tokens: bool
+) -> RequestOutput:
+    """Return an output without the tokens that exceed the budgets of plain text and of all tokens."""
+    items, head = output.items, len(config.separator)
     content = count_content(items, head)
     if not cut_branch and (limit is None or limit > content):
-        return answer
+        return output
     kept = shortened(items, head, content + 1 if limit is None else limit, cut_branch)
     if count_content(kept, head) == content and len(kept) == len(items):
-        return answer
-    ids = join(kept, config.special) if tags_are_tokens else answer.token_ids
-    return replace(answer, items=kept, token_ids=ids)
+        return output
+    ids = join(kept, config.special) if tags_are_tokens else output.token_ids
+    return replace(output, items=kept, token_ids=ids)
 
 
 def count_content(items: Sequence[ItemIds], head: int) -> int:
@@ -341,15 +328,19 @@ def _tokens_until(items: Sequence[ItemIds], head: int, codec: Codec, end: int) -
     return count
 
 
-def result(
-    reading: Reading, job: Job, codec: Codec | None, config: EngineConfig, reused: int, seconds: dict[str, float]
+def make_result(
+    output: RequestOutput,
+    request: Request,
+    codec: Codec | None,
+    config: EngineConfig,
+    reused: int,
+    seconds: dict[str, float],
 ) -> Result:
     """Return an answer as the user gets it; without a tokenizer, texts are empty."""
-    answer, head = reading.answer, len(config.separator)
-    items, token_ids = answer.items, answer.token_ids
+    head, items, token_ids = len(config.separator), output.items, output.token_ids
     structure = () if codec is None else _structure(items, head, codec)
-    reason = {RUNNING: None, STOP: "length" if reading.cut else "stop", LENGTH: "length"}[answer.finish]
-    match = first_match(plain_text(structure), job.params.stop)
+    reason = {RUNNING: None, STOP: "length" if output.cut else "stop", LENGTH: "length"}[output.finish]
+    match = first_match(plain_text(structure), request.params.stop)
     if match is not None:
         assert codec is not None
         items = shortened(items, head, _tokens_until(items, head, codec, match.end))
@@ -358,21 +349,21 @@ def result(
         reason = "stop"
     blocks = [item for item in items if isinstance(item, BlockIds)]
     stats = Statistics(
-        prompt_tokens=len(job.prompt),
+        prompt_tokens=len(request.prompt),
         reused_tokens=reused,
         generated_tokens=len(token_ids),
         content_tokens=count_content(items, head),
-        passes=reading.passes,
-        critical_path=reading.critical_path,
+        passes=output.steps,
+        critical_path=output.critical_path,
         blocks=len(blocks),
         branches=sum(len(block.branches) for block in blocks),
-        discarded_tokens=reading.discarded,
-        drafted_tokens=reading.drafted,
-        accepted_tokens=reading.accepted,
+        discarded_tokens=output.discarded,
+        drafted_tokens=output.drafted,
+        accepted_tokens=output.accepted,
         seconds=dict(seconds),
     )
     tokens = [int(token) for token in token_ids]
-    return Result(plain_text(structure), structure, tokens, reason, stats, list(job.prompt))
+    return Result(plain_text(structure), structure, tokens, reason, stats, list(request.prompt))
 
 
 def content_segments(config: EngineConfig, ids: list[int]) -> list[range]:
@@ -404,7 +395,7 @@ def content_places(config: EngineConfig, ids: list[int]) -> list[int]:
 
 
 def content_ids(config: EngineConfig, result: Result) -> list[int]:
-    """Tokens of an answer's plain text, and the end of text if it had one."""
+    """Return the tokens of an answer's plain text, and its end of text if it has one."""
     ids = result.token_ids
     content = [ids[place] for place in content_places(config, ids)]
     return content + ids[-1:] * (bool(ids) and ids[-1] in config.end)

@@ -1,4 +1,4 @@
-"""What happens to an answer while it grows, as events."""
+"""Events of an answer while it grows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from aspd_jax.tokens import BlockIds, Codec, SerialIds, TextStream
-from infer.answers.answer import Answer, Result
+from infer.answers.answer import RequestOutput, Result
 from infer.answers.stop import first_match, undecided
 
 Kind = Literal["token", "fork", "branch", "merge", "done"]
@@ -17,18 +17,18 @@ Kind = Literal["token", "fork", "branch", "merge", "done"]
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """A change of an answer.
 
     Attributes:
         kind: `token`: text was added to a segment. `fork`: a block began. `branch`: a branch ended.
             `merge`: a block ended. `done`: the answer ended.
         block: number of the block from 1; 0 in serial text.
         branch: number of the branch from 1; 0 in serial text.
-        text: of a `token`: what was added, whole characters only. Of a `branch`: all of it. Of a branch that is not the
-            first, a budget may take the end back: `result` has the text that counts.
-        token_ids: of a `token`: the new tokens.
-        titles: of a `fork`.
-        result: of `done`: the answer with finish reason and statistics.
+        text: the added text of a `token`, whole characters only; the whole text of a `branch`. A budget may remove the
+            end of a branch that is not the first: `result` has the final text.
+        token_ids: new tokens of a `token`.
+        titles: titles of a `fork`.
+        result: answer of `done`, with finish reason and statistics.
     """
 
     kind: Kind
@@ -41,7 +41,7 @@ class Event:
 
 
 class StopFilter:
-    """Ends a stream of events, which come in reading order, before the first stop string.
+    """Ends a stream of events in reading order before the first stop string.
 
     Attributes:
         matched: whether a stop string was found. Only `done` passes then.
@@ -53,7 +53,7 @@ class StopFilter:
         self._held: list[Event] = []
 
     def take(self, events: Sequence[Event], ended: bool) -> list[Event]:
-        """Return the events that certainly come before a stop string; later ones are held until that is known.
+        """Return the events that certainly precede a stop string; hold later ones until that is known.
 
         Args:
             events: new events.
@@ -82,19 +82,16 @@ class StopFilter:
 
 
 class EventReader:
-    """Compares an answer as far as it is with the events that were made of it before.
+    """Makes events of what an answer has gained since the last call.
 
     Args:
-        codec: of the model's tokenizer; without one, texts are empty.
-        head: tokens of the separator.
+        codec: codec of the model's tokenizer; None: texts are empty.
+        head: number of tokens of the separator.
         stop: strings that end the answer.
-        in_order: make the events of a branch when all branches before it have ended, so that texts come in reading
-            order. With stop strings it is always so.
     """
 
-    def __init__(self, codec: Codec | None, head: int, stop: Sequence[str], in_order: bool) -> None:
+    def __init__(self, codec: Codec | None, head: int, stop: Sequence[str]) -> None:
         self._codec, self._head, self._stop = codec, head, stop
-        self._in_order = in_order or bool(stop)
         self._filter = StopFilter(stop)
         self._tokens: dict[tuple[int, int], int] = {}  # (item, branch) -> tokens in events
         self._text: dict[tuple[int, int], int] = {}  # characters in events
@@ -108,17 +105,19 @@ class EventReader:
         """Return whether the answer holds a stop string."""
         return self._filter.matched
 
-    def news(self, answer: Answer, result: Result | None = None) -> list[Event]:
-        """Return what is new.
+    def collect_events(self, output: RequestOutput, result: Result | None, in_order: bool) -> list[Event]:
+        """Return the new events.
 
         Args:
-            answer: as far as it is.
-            result: of an answer that has ended.
+            output: the answer as far as it is decoded.
+            result: the answer, if it has ended.
+            in_order: make the events of a branch when all branches before it have ended, so that texts come in reading
+                order. With stop strings this is always the case.
         """
         events: list[Event] = []
-        block = 0
-        for number, item in enumerate(answer.items):
-            last = number + 1 == len(answer.items) and result is None
+        block, in_order = 0, in_order or bool(self._stop)
+        for number, item in enumerate(output.items):
+            last = number + 1 == len(output.items) and result is None
             if isinstance(item, SerialIds):
                 if (number, 0) not in self._ended:
                     events += self._segment((number, 0), 0, item, growing=last)
@@ -129,7 +128,7 @@ class EventReader:
             if number not in self._forked:
                 self._forked.add(number)
                 events.append(Event("fork", block, titles=tuple(self._title(title) for title in item.titles)))
-            growing = answer.open_branches if last else ()
+            growing = output.open_branches if last else ()
             for branch, text in enumerate(item.texts(self._head), 1):
                 key = (number, branch)
                 if key not in self._ended:
@@ -137,7 +136,7 @@ class EventReader:
                     if branch not in growing:
                         self._ended.add(key)
                         events.append(Event("branch", block, branch, text=self._final(text)))
-                if self._in_order and branch in growing:
+                if in_order and branch in growing:
                     break
             if not growing and number not in self._merged:
                 self._merged.add(number)
@@ -146,18 +145,18 @@ class EventReader:
             events.append(Event("done", result=result))
         return self._filter.take(events, result is not None) if self._stop else events
 
-    def branches_past_stop(self, answer: Answer) -> list[int]:
-        """Return the open branches, from 1, that no reader will get: those from the first one with a stop string on.
+    def branches_past_stop(self, output: RequestOutput) -> list[int]:
+        """Return the open branches, from 1, that no reader will get: the first one with a stop string and later ones.
 
-        The first open branch is left out: `stopped` tells when its text holds one.
+        The first open branch is left out: `stopped` is true when its text holds a stop string.
         """
-        last = answer.items[-1] if answer.items else None
-        if not isinstance(last, BlockIds) or not answer.open_branches or self._codec is None:
+        last = output.items[-1] if output.items else None
+        if not isinstance(last, BlockIds) or not output.open_branches or self._codec is None:
             return []
-        number, first = len(answer.items) - 1, min(answer.open_branches)
+        number, first = len(output.items) - 1, min(output.open_branches)
         for branch, text in enumerate(last.texts(self._head), 1):
             if branch > first and first_match(self._growing((number, branch), text), self._stop):
-                return [other for other in sorted(answer.open_branches) if other >= branch]
+                return [other for other in sorted(output.open_branches) if other >= branch]
         return []
 
     def _segment(self, key: tuple[int, int], block: int, segment: SerialIds, growing: bool) -> list[Event]:
@@ -170,7 +169,7 @@ class EventReader:
         return [Event("token", block, key[1], text=text[shown:], token_ids=new)]
 
     def _growing(self, key: tuple[int, int], segment: SerialIds) -> str:
-        """Return the text of a segment as far as it is sure."""
+        """Return the part of the text of a segment that later tokens cannot change."""
         if self._codec is None:
             return ""
         if segment.drop:  # the end of the last token belongs to a tag that is written as text

@@ -1,7 +1,7 @@
 """Log probabilities of an answer's tokens, from one pass over its linearisation.
 
-The engine's logits are those of this pass (protocol, section 6.1), so nothing has to be kept while decoding. They are
-those of the model: before the grammar, temperature and everything else that shapes a sample.
+The engine's logits equal those of this pass (protocol, section 6.1), so no logits are kept while decoding. They are the
+model's own logits, before grammar, temperature and other sampling parameters.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from aspd_jax.sizes import next_power
 from infer.answers.answer import Result, content_segments
 from infer.decode.state import EngineConfig
 
-CHUNK = 128  # tokens whose logits are there at a time, and of the shortest pass
-MAX_ALTERNATIVES = 20  # computed whatever is asked for, so that passes of one length are one program
+CHUNK = 128  # tokens whose logits exist at a time, and tokens of the shortest pass
+MAX_ALTERNATIVES = 20  # computed for every request, so that all passes of one length share a program
 
 
 class TokenLogprob(NamedTuple):
     """A token and its log probability.
 
     Attributes:
-        token: id.
-        logprob: None if nothing stands before it.
-        top: ids and log probabilities of the likeliest tokens in its place, in order.
-        text: its bytes; joined, those of an answer are the UTF-8 of its text. Empty without a tokenizer.
-        top_texts: the bytes of `top`.
+        token: token id.
+        logprob: log probability; None for the first token of the sequence.
+        top: ids and log probabilities of the likeliest tokens in its place, in descending order.
+        text: bytes of the token; those of an answer join to the UTF-8 of its text. Empty without a tokenizer.
+        top_texts: bytes of the tokens of `top`.
     """
 
     token: int
@@ -50,9 +50,9 @@ def token_logprobs(
     """Return the log probabilities of the tokens of the plain text, in reading order.
 
     Args:
-        alternatives: how many likeliest tokens to give, at most `MAX_ALTERNATIVES`.
-        adapter: place of the adapter that the answer was decoded with; negative: none.
-        echo: begin with those of the prompt, and end with that of end of text if the answer has it.
+        alternatives: number of likeliest tokens, at most `MAX_ALTERNATIVES`.
+        adapter: place of the adapter that the answer was decoded with; negative: the base model.
+        echo: include the tokens of the prompt and the end of text.
     """
     prompt, ids = result.prompt_token_ids, result.token_ids
     whole = np.asarray([*prompt, *ids], np.int32)
@@ -81,9 +81,11 @@ def token_logprobs(
 def likeliest(
     lm: LanguageModel, config: EngineConfig, ids: np.ndarray, adapter: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Log probability of the token after each, float32 [S]; of the likeliest there, [S, alternatives]; their ids.
+    """Return the log probability of each next token, and the likeliest next tokens.
 
-    S is the number of ids, rounded up to a power of two.
+    Returns:
+        Log probabilities of the next tokens, float32 [S]; those of the likeliest tokens, [S, alternatives]; their ids.
+        S is the number of ids, rounded up to a power of two.
     """
     size = max(CHUNK, next_power(ids.size))
     tokens = np.zeros((1, size), np.int32)
@@ -100,7 +102,7 @@ def likeliest(
 def _likeliest(
     model: Transformer, params: Any, tokens: jax.Array, layout: Layout, adapter: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `likeliest`; with B rows before S."""
+    """Compute `likeliest` on the device, for B rows."""
     of_each = jnp.full(tokens.shape, adapter) if model.config.adapters else None
     x: jax.Array = jnp.asarray(model.apply({"params": params}, tokens, layout, head=False, adapter=of_each))
     B, S = tokens.shape

@@ -1,4 +1,4 @@
-"""When each part of an answer was decoded, in steps."""
+"""Timeline of an answer: the steps in which each segment is decoded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from infer.decode.state import EngineConfig
 
 
 class Span(NamedTuple):
-    """Tokens of one segment, one in each pass.
+    """Tokens of one segment, one for each step.
 
     Attributes:
         kind: `serial`, `titles` (with their tags, `<|para|>` included), or `branch` (its closing tag included).
-        lane: 0 for what is serial, 1, 2, … for the branches of a block.
-        start, end: passes, from 0 for the one that samples the first token; `end` is not included.
-        label: the branch's title.
+        lane: 0 for serial segments and titles; 1, 2, … for the branches of a block.
+        start, end: steps, from 0 for the one that samples the first token; `end` is not included.
+        label: title of the branch.
     """
 
     kind: Literal["serial", "titles", "branch"]
@@ -27,9 +27,9 @@ class Span(NamedTuple):
 
 
 def timeline(config: EngineConfig, result: Result) -> list[Span]:
-    """The spans of an answer, as it is decoded without guesses and with all branches admitted.
+    """Return the spans of an answer that is decoded without draft tokens and with all branches in every step.
 
-    The last one ends at the critical path. Of a model that writes tags as text there are none.
+    The last span ends at the critical path. A model that writes tags as text has no spans.
     """
     ids = result.token_ids
     if config.text_tags is not None or not ids:

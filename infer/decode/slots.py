@@ -125,8 +125,8 @@ def copy_slots(
     return shard_state(state._replace(cache=jax.tree.map(copied, state.cache)), config.mesh)
 
 
-class Snapshot(NamedTuple):
-    """What the host reads of some sequences: their part of the cache, what is pending, and counts; [M, …] each."""
+class OutputSnapshot(NamedTuple):
+    """Copy of the rows that the host reads: their cache tokens, pending tokens and counters; [M, …] each."""
 
     tokens: Int32[Array, "M C"]
     layout: Layout
@@ -136,10 +136,10 @@ class Snapshot(NamedTuple):
 
 
 @partial(jax.jit, static_argnames="config")
-def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packed[Snapshot]:
+def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packed[OutputSnapshot]:
     """A copy of rows, with the tokens sampled or due but not fed, of finished sequences too."""
     pending = pending_tokens(state, derive(state.sequence, state.automaton, config), config, widest(config))
-    read = Snapshot(state.cache.tokens, state.cache.layout, state.cache.length, pending, state.sequence)
+    read = OutputSnapshot(state.cache.tokens, state.cache.layout, state.cache.length, pending, state.sequence)
     return Packed.of(jax.tree.map(lambda field: field[rows], read))
 
 

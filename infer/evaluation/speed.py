@@ -97,7 +97,7 @@ def _converse(
     Args:
         scripts: forced tokens of each answer; None: sampled tokens.
     """
-    engine.forget()
+    engine.reset_cache()
     messages: list[dict[str, Any]] = []
     for text, script in zip(question.turns, scripts, strict=True):
         messages.append({"role": "user", "content": text})

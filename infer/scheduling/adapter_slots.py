@@ -1,9 +1,8 @@
-"""Adapters that requests choose among, on one base: who has which place among the parameters."""
+"""Adapters that requests select, on one base model: their names, and their places among the parameters."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
 from itertools import count
 
 from aspd_jax.errors import RequestError
@@ -11,48 +10,56 @@ from aspd_jax.formats.adapter import open_adapter
 from aspd_jax.language_model import LanguageModel, put_adapter
 
 
-class Adapters:
+class AdapterSlots:
     """Names and places of adapters.
 
-    Every adapter that is put gets a number of its own, which requests keep: one that was asked for by its name is that
-    adapter to the end, whatever the name means later. Its place is given away when nobody uses it any more.
+    Every adapter that is put gets a new number, which requests keep: a request uses the adapter that its name meant at
+    submission, whatever the name means later. A place is given away when neither a name nor a request uses it.
 
     Args:
-        lm: loaded with room for adapters, or without.
-        in_use: numbers of the adapters of all requests that have not ended.
+        lm: the model; `LanguageModel.config.adapters` is the number of places.
     """
 
-    def __init__(self, lm: LanguageModel, in_use: Callable[[], Collection[int]]) -> None:
-        self._lm, self._in_use = lm, in_use
-        self._places = [0] * lm.config.adapters  # the number of the adapter in each; 0: none
+    def __init__(self, lm: LanguageModel) -> None:
+        self._lm = lm
+        self._places = [0] * lm.config.adapters  # number of the adapter in each place; 0: none
         self._names: dict[str, int] = {}
         self._numbers = count(1)
+        self._users: list[int] = []  # numbers of the adapters of all requests that have not ended
 
     @property
     def names(self) -> tuple[str, ...]:
-        """That requests may ask for."""
+        """Return the names that requests may select."""
         return tuple(self._names)
 
     def number(self, name: str) -> int:
-        """Of an adapter, by its name; 0 of no name.
+        """Return the number of an adapter; 0 for an empty name.
 
         Raises:
-            RequestError: there is none of this name.
+            RequestError: the name is unknown.
         """
         if name and name not in self._names:
             raise RequestError(f"there is no adapter {name!r}; there are {', '.join(self._names) or 'none'}")
         return self._names[name] if name else 0
 
-    def there(self, number: int) -> bool:
-        """Whether an adapter has a place, or is none."""
+    def loaded(self, number: int) -> bool:
+        """Return whether an adapter has a place; true for 0."""
         return not number or number in self._places
 
     def place(self, number: int) -> int:
-        """Of an adapter that is there, among the parameters, from 0; -1 of no adapter."""
+        """Return the place of a loaded adapter among the parameters, from 0; -1 for the base model."""
         return self._places.index(number) if number else -1
 
+    def acquire(self, number: int) -> None:
+        """Keep the place of an adapter for a request, until `release`."""
+        self._users.append(number)
+
+    def release(self, number: int) -> None:
+        """End what one call of `acquire` began."""
+        self._users.remove(number)
+
     def put(self, name: str, folder: str | os.PathLike[str]) -> None:
-        """Let requests ask for an adapter, in the place of one that is not used.
+        """Load an adapter into an unused place; requests select it by its name.
 
         Raises:
             CheckpointError: the folder holds no adapter for this model.
@@ -60,7 +67,7 @@ class Adapters:
         """
         if not name or name in self._names:
             raise RequestError(f"an adapter needs a name that none has, got {name!r}")
-        kept = {*self._names.values(), *self._in_use()}
+        kept = {*self._names.values(), *self._users}
         free = [place for place, number in enumerate(self._places) if not number or number not in kept]
         if not free:
             raise RequestError(f"all {len(self._places)} places for adapters are taken; remove one first")
@@ -68,10 +75,10 @@ class Adapters:
         self._names[name] = self._places[free[0]] = next(self._numbers)
 
     def remove(self, name: str) -> None:
-        """Let no further request ask for an adapter; those that have asked for it keep it.
+        """Remove the name of an adapter; requests that selected it keep it.
 
         Raises:
-            RequestError: there is none of this name.
+            RequestError: the name is unknown.
         """
         self.number(name)
         if not name:

@@ -1,6 +1,6 @@
-"""New requests as the device takes them, and an empty state for them.
+"""Admission of requests to the decoding state, and the empty state.
 
-S tokens of a prompt.
+S: number of tokens of a prompt.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from aspd_jax.sizes import next_power
 from infer.decode.slots import Admission, admit, put_bias
 from infer.decode.state import DecodeState, EngineConfig, RequestArrays, empty_state, place_state
 from infer.decode.tag_automaton import TagAutomaton, token_automaton
-from infer.request import PARAMETERS, Job
+from infer.request import PARAMETERS, Request
 
 DTYPES: dict[type, Any] = {int: np.int32, float: np.float32}  # of sampling parameters on the device
-MIN_PROMPT = 64  # tokens of the smallest program that lays out a prompt
+MIN_PROMPT = 64  # tokens of the smallest program that admits a prompt
 
 
-class Beginning(NamedTuple):
-    """What a row holds of a prompt already.
+class CachedPrefix(NamedTuple):
+    """Prefix of a prompt that a row holds.
 
     Attributes:
-        tokens: of the prompt.
-        slots: that they take; after a block they are not in the order of the linearisation.
+        tokens: number of tokens of the prompt.
+        slots: number of slots that they take; after a block, slots are not in the order of the linearisation.
     """
 
     tokens: int = 0
     slots: int = 0
 
 
-NOTHING_KEPT = Beginning()
+EMPTY_PREFIX = CachedPrefix()
 
 
 def prompt_layout(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int]) -> Layout:
-    """Layout [S] of a prompt.
+    """Return the layout [S] of a prompt.
 
     Raises:
-        RequestError: it ends inside a branch.
+        RequestError: the prompt ends inside a branch.
     """
     tokens = np.asarray([prompt], np.int32)
     layout = Layout(*(part[0] for part in build_layout(tokens, config.special, lm.config.positions)))
@@ -55,7 +55,15 @@ def prompt_layout(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int]
 def new_state(
     lm: LanguageModel, config: EngineConfig, batch: int, capacity: int, automaton: TagAutomaton | None = None
 ) -> DecodeState:
-    """A state of empty rows with so many slots each; tags are the special tokens where no automaton is given."""
+    """Return a state of empty rows.
+
+    Args:
+        lm: the model.
+        config: configuration of the engine.
+        batch: B, number of rows.
+        capacity: number of slots of a row.
+        automaton: automaton of the tags; None: that of the special tokens.
+    """
     if automaton is None:
         codec = None if lm.tokenizer is None else lm.codec.text
         automaton = token_automaton(
@@ -65,59 +73,65 @@ def new_state(
     return place_state(empty_state(config, cache, automaton), lm.mesh)
 
 
-def begin(
+def admit_request(
     lm: LanguageModel,
     config: EngineConfig,
     state: DecodeState,
-    job: Job,
+    request: Request,
     row: int,
-    beginning: Beginning = NOTHING_KEPT,
+    prefix: CachedPrefix = EMPTY_PREFIX,
     adapter: int = -1,
 ) -> DecodeState:
-    """Give a row to a request; the next passes feed its prompt.
+    """Assign a row to a request; the next steps feed its prompt.
 
     Args:
-        adapter: place of its adapter among the parameters; negative: none.
+        lm: the model.
+        config: configuration of the engine.
+        state: the state, which is donated.
+        request: the request.
+        row: index of the row; out of range means none.
+        prefix: prefix of the prompt that the row holds.
+        adapter: place of the adapter among the parameters; negative: the base model.
     """
-    layout = prompt_layout(lm, config, job.prompt)
-    left = slice(beginning.tokens, len(job.prompt))
+    layout = prompt_layout(lm, config, request.prompt)
+    left = slice(prefix.tokens, len(request.prompt))
     size = min(state.cache.tokens.shape[1], max(MIN_PROMPT, next_power(left.stop - left.start)))
 
-    def filled(values: Any) -> np.ndarray:
-        own = np.asarray(values, np.int32)[left]
-        return np.pad(own, (0, size - own.size))
+    def padded(values: Any) -> np.ndarray:
+        rest = np.asarray(values, np.int32)[left]
+        return np.pad(rest, (0, size - rest.size))
 
     longest_head = len(config.tags.branch_start) + config.max_title_tokens + len(config.separator)
-    params = job.params
-    told = np.asarray([token for segment in params.script for token in segment], np.int32)
+    params = request.params
+    script = np.asarray([token for segment in params.script for token in segment], np.int32)
     lengths = [*map(len, params.script), *[0] * (1 + config.max_branches - len(params.script))]
-    request: dict[str, Any] = {
-        "adaptive": np.bool_(job.mode == "adaptive"),
-        "constrained": np.bool_(job.constrained),
-        "seed": np.uint32(job.seed),
+    arrays: dict[str, Any] = {
+        "adaptive": np.bool_(request.mode == "adaptive"),
+        "constrained": np.bool_(request.constrained),
+        "seed": np.uint32(request.seed),
         "biased": np.bool_(params.logit_bias),
         "adapter": np.int32(adapter),
-        "script": np.pad(told, (0, state.cache.tokens.shape[1] - told.size)),
+        "script": np.pad(script, (0, state.cache.tokens.shape[1] - script.size)),
         "script_end": np.cumsum(lengths, dtype=np.int32),
     }
-    request |= {
+    arrays |= {
         name: DTYPES[parameter.kind](getattr(params, name))
         for name, parameter in PARAMETERS.items()
         if parameter.device
     }
     numbers = {
         "row": row,
-        "kept": beginning.slots,
+        "kept": prefix.slots,
         "position": layout.position[-1],
         "block": layout.block.max(),
-        "budget": job.budget,
-        "content": params.max_content_tokens or job.budget,
+        "budget": request.budget,
+        "content": params.max_content_tokens or request.budget,
         "stride": longest_head + params.max_branch_tokens,
     }
     new: Any = Admission(
-        request=RequestArrays(**request),
-        tokens=filled(job.prompt),
-        layout=Layout(*map(filled, layout)),
+        request=RequestArrays(**arrays),
+        tokens=padded(request.prompt),
+        layout=Layout(*map(padded, layout)),
         **{name: np.int32(value) for name, value in numbers.items()},
     )
     if params.logit_bias:

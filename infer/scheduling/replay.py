@@ -1,4 +1,4 @@
-"""Driving the stepwise engine through a given linearisation: the proof that what was trained is decoded."""
+"""Replay of a linearisation through the stepwise engine; its logits equal those of a training pass."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from infer.decode.grammar import LaneTokens, lane_node, recognise
 from infer.decode.inputs import Inputs, next_inputs, widths
 from infer.decode.state import FORK, PROMPT, RUNNING, DecodeState, EngineConfig, Titles
 from infer.decode.transition import advance, fork_queue
-from infer.request import Job, SamplingParams
-from infer.scheduling.admission import begin, new_state
+from infer.request import Request, SamplingParams
+from infer.scheduling.admission import admit_request, new_state
 from infer.scheduling.buckets import MAX_TOKENS, capacity_for
 
 
@@ -33,10 +33,10 @@ class Trace:
     """A replay.
 
     Attributes:
-        logits: float32 [T, V]; row i stands after feeding answer token i, in the order of the linearisation.
-        passes: forward passes after prefill until the last answer token was due. The pass that feeds this
-            token, and gives its row, is not counted: no generation runs it.
-        widths: tokens fed in each of these passes.
+        logits: logits after each answer token, in the order of the linearisation, float32 [T, V].
+        passes: steps after prefill until the last answer token was sampled. The step that feeds this token is not
+            counted, because generation does not run it.
+        widths: number of tokens fed in each of these steps.
     """
 
     logits: np.ndarray
@@ -44,11 +44,11 @@ class Trace:
     widths: tuple[int, ...]
 
 
-MIN_SIZE = 8  # places of the narrowest pass: programs for fewer take longer to compile than they save
+MIN_SIZE = 8  # tokens of the narrowest step: programs for fewer take longer to compile than they save
 
 
 class _Script:
-    """The tokens that sampling has to give, by segment: serial (titles and `<|para|>` included), and each branch."""
+    """Tokens that replace sampled ones, by segment: serial (titles and `<|para|>` included), and each branch."""
 
     def __init__(self, items: Sequence[ItemIds], config: EngineConfig, end: Sequence[int]) -> None:
         special = config.special
@@ -67,7 +67,7 @@ class _Script:
         self._serial = [*serial, *end][::-1]
 
     def next(self, block: int, lane: int) -> int:
-        """The next token of a lane; unused lanes get 0."""
+        """Return the next token of a lane; 0 for unused lanes."""
         if lane < 0:
             return 0
         return int((self._branches[block][lane - 1] if lane else self._serial).pop())
@@ -100,7 +100,7 @@ def replay_advance(
 
 
 def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answer: Sequence[int]) -> Trace:
-    """See `Engine.replay`; the config's limits are widened to what the answer has."""
+    """Run `Engine.replay`; limits of the config are raised to the sizes of the answer."""
     if not answer:
         raise StructureError("the answer is empty")
     ended = answer[-1] in config.end
@@ -118,9 +118,9 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     place = {key: index - len(prompt) for index, key in enumerate(_keys(layout))}
 
     # A budget of one token more than the answer has, so that its last token does not end the sequence.
-    job = Job(tuple(prompt), SamplingParams(), "adaptive", len(answer) + 1, seed=0)
+    request = Request(tuple(prompt), SamplingParams(), "adaptive", len(answer) + 1, seed=0)
     capacity = capacity_for(len(prompt) + len(answer) + 1)
-    state = begin(lm, config, new_state(lm, config, 1, capacity), job, 0)
+    state = admit_request(lm, config, new_state(lm, config, 1, capacity), request, 0)
     logits = np.full((len(answer), lm.config.vocab_size), np.nan, np.float32)
     block, passes = -1, []
     while True:
@@ -151,19 +151,19 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
 
 
 def _room(limit: int, *needed: int) -> int:
-    """A limit, or a power of two that holds what is needed: few programs for many answers."""
+    """Return `limit`, or a power of two that is large enough: answers of similar size share a program."""
     most = max(needed, default=0)
     return limit if most <= limit else next_power(most)
 
 
 def _keys(layout: Layout) -> list[tuple[int, ...]]:
-    """What tells the tokens of one sequence apart, whatever their order: (block, branch, position)."""
+    """Return the keys of the tokens of one sequence, which do not depend on their order: (block, branch, position)."""
     fields = (layout.block, layout.branch, layout.position)
     return list(zip(*(np.asarray(field)[0].tolist() for field in fields), strict=True))
 
 
 def _separator(blocks: Sequence[BlockIds], known: tuple[int, ...]) -> tuple[int, ...]:
-    """The separator of an answer: the known one if all heads have it, else what follows the title in every branch."""
+    """Return the separator of an answer: `known` if all heads have it, else what follows the title in all branches."""
     rests = [
         branch[len(title) :].tolist()
         for block in blocks
@@ -178,7 +178,7 @@ def _separator(blocks: Sequence[BlockIds], known: tuple[int, ...]) -> tuple[int,
 
 
 def _own_titles(block: BlockIds) -> list[np.ndarray]:
-    """The title that each branch starts with; some titles may have no branch.
+    """Return the title that each branch starts with; some titles may have no branch.
 
     Raises:
         StructureError: a branch starts with none of the titles.

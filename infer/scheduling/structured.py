@@ -1,30 +1,33 @@
-"""Structured output: which tokens a JSON schema or another grammar permits next, for each segment of an answer.
+"""Structured output: the tokens that a JSON schema or another grammar permits next in each segment of an answer.
 
-The library llguidance follows a grammar token by token. It needs neither torch nor a table of states that is built
-beforehand, takes nearly all of JSON Schema, and finds the tokens of a 50,000-token vocabulary in 0.02 to 1.3 ms.
+llguidance follows a grammar token by token. It needs neither torch nor a precomputed table of states, supports nearly
+all of JSON Schema, and computes the mask of a 50,000-token vocabulary in 0.02 to 1.3 ms.
 
-W words of 32 tokens.
+W: number of 32-bit words of a token mask.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
+from aspd_jax.sizes import next_power
 from aspd_jax.tokens import BlockIds, SerialIds
-from infer.answers.answer import Answer
+from infer.answers.answer import RequestOutput
+from infer.decode.state import EngineConfig
 from infer.request import SamplingParams
 
-KNOWN_SCHEMAS = 256  # that are kept compiled
-# Between the parts of a value. With more, a small model at a high temperature would go on with blanks for ever.
+MAX_COMPILED = 256  # compiled schemas that are kept
+# White space between the parts of a value. With more, a small model at a high temperature may never stop repeating it.
 BLANKS = " ?"
-# Fields of a request, and what llguidance calls what they hold.
+# Fields of a request, and the names of their formats in llguidance.
 FORMATS: Mapping[str, Literal["json_schema", "regex", "choice", "grammar"]] = {
     "json_schema": "json_schema",
     "branch_schema": "json_schema",
@@ -35,39 +38,57 @@ FORMATS: Mapping[str, Literal["json_schema", "regex", "choice", "grammar"]] = {
 
 
 class Schemas:
-    """Schemas compiled for a model's tokenizer, each once; from any thread.
+    """Schemas compiled for a model's tokenizer, each once. Methods may be called from any thread.
 
     Args:
-        tokenizer: of the Hugging Face library, a fast one.
-        vocabulary: logits of the model.
-        end: ids that end an answer.
+        lm: the model; its tokenizer is read when the first schema is compiled.
+        config: configuration of the engine.
     """
 
-    def __init__(self, tokenizer: Any, vocabulary: int, end: Sequence[int]) -> None:
-        from llguidance import LLTokenizer
-
-        self.words = -(-vocabulary // 32)
-        spelled = tokenizer.backend_tokenizer.to_str()
-        self._tokenizer = LLTokenizer(
-            spelled, n_vocab=vocabulary, eos_token=list(end), slices=LLTokenizer.json_slices()
-        )
-        self._known: OrderedDict[tuple[str, str], Any] = OrderedDict()
+    def __init__(self, lm: LanguageModel, config: EngineConfig) -> None:
+        self._lm, self._config = lm, config
+        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._lock = threading.Lock()
 
-    def matcher(self, name: str, text: str) -> Any:
-        """An `LLMatcher` at the beginning of a value.
-
-        Args:
-            name: field of the request; it says what kind of grammar the text is.
+    def constraint(self, params: SamplingParams) -> Constraint:
+        """Return the constraint of a request at the beginning of its answer.
 
         Raises:
-            RequestError: why the text is no such grammar.
+            RequestError: a schema is malformed, or the model has no fast tokenizer.
+        """
+        branch = ("branch_schema", str(params.branch_schema)) if params.branch_schema else None
+        serial, branches = (None if s is None else self._matcher(*s) for s in (params.answer_grammar, branch))
+        return Constraint(serial, branches, -(-self._lm.config.padded_vocab_size // 32), self._config)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from llguidance import LLTokenizer
+
+        backend = getattr(self._lm.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise RequestError("a JSON schema needs a model with a (fast) tokenizer")
+        return LLTokenizer(
+            backend.to_str(),
+            n_vocab=self._lm.config.padded_vocab_size,
+            eos_token=[int(token) for token in self._lm.end_ids],
+            slices=LLTokenizer.json_slices(),
+        )
+
+    def _matcher(self, name: str, text: str) -> Any:
+        """Return an `LLMatcher` at the beginning of a value.
+
+        Args:
+            name: field of the request, which determines the format of the text.
+            text: schema, or another grammar.
+
+        Raises:
+            RequestError: the text is malformed.
         """
         from llguidance import LLMatcher, grammar_from
 
         key = FORMATS[name], text
         with self._lock:
-            if key not in self._known:
+            if key not in self._compiled:
                 try:
                     if FORMATS[name] == "json_schema":
                         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": BLANKS})
@@ -78,71 +99,56 @@ class Schemas:
                 made = LLMatcher(self._tokenizer, grammar, log_level=0)
                 if made.is_error():
                     raise RequestError(f"{name}: {made.get_error().strip().splitlines()[0]}")
-                self._known[key] = made
-                if len(self._known) > KNOWN_SCHEMAS:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(key)
-            return self._known[key].deep_copy()
-
-
-def schemas_of(lm: LanguageModel) -> Schemas:
-    """Those of a model, none compiled yet.
-
-    Raises:
-        RequestError: it has no tokenizer, or none that tells how it cuts text.
-    """
-    if getattr(lm.tokenizer, "backend_tokenizer", None) is None:
-        raise RequestError("a JSON schema needs a model with a (fast) tokenizer")
-    return Schemas(lm.tokenizer, lm.config.padded_vocab_size, [int(i) for i in lm.end_ids])
+                self._compiled[key] = made
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(key)
+            return self._compiled[key].deep_copy()
 
 
 class Constraint:
     """Follows the schemas of a request through its answer.
 
     Args:
-        branches: N.
-        branch_end: token that ends a branch.
-        head: tokens between a title and the text of its branch.
+        serial: `LLMatcher` of the whole answer; None: not constrained.
+        branch: `LLMatcher` of the text of a branch; None: not constrained.
+        words: W.
+        config: configuration of the engine.
     """
 
-    def __init__(self, schemas: Schemas, params: SamplingParams, branches: int, branch_end: int, head: int) -> None:
-        of_branch = ("branch_schema", str(params.branch_schema)) if params.branch_schema else None
-        self._whole, self._branch = (
-            None if given is None else schemas.matcher(*given) for given in (params.answer_grammar, of_branch)
-        )
-        self._words, self._count, self._branch_end, self._head = schemas.words, branches, branch_end, head
+    def __init__(self, serial: Any, branch: Any, words: int, config: EngineConfig) -> None:
+        self._serial, self._branch, self._words, self._config = serial, branch, words, config
         self._matchers: dict[tuple[int, int], Any] = {}  # (item, branch)
-        self._followed: dict[tuple[int, int], int] = {}  # tokens
-        self._block: int | None = None  # number of the item that is an open block
+        self._followed: dict[tuple[int, int], int] = {}  # number of tokens
+        self._in_block = False
 
     def start(self) -> dict[int, np.ndarray]:
-        """Bits uint32 [W] of every segment before the answer begins: 0 the serial one, k branch k."""
+        """Return the token masks, uint32 [W], before the answer begins, by segment: 0 is serial, k is branch k."""
         everything = np.full(self._words, ~np.uint32(0))
-        serial = self._bits(self._whole, False) if self._whole else everything
+        serial = self._mask(self._serial, False) if self._serial else everything
         return {0: serial, **self._fresh()}
 
-    def follow(self, answer: Answer) -> dict[int, np.ndarray]:
-        """Bits of the segments in which the answer has grown."""
-        if not answer.items:
+    def follow(self, output: RequestOutput) -> dict[int, np.ndarray]:
+        """Return the token masks of the segments that have grown."""
+        if not output.items:
             return {}
-        number, last = len(answer.items) - 1, answer.items[-1]
+        number, last = len(output.items) - 1, output.items[-1]
         if isinstance(last, SerialIds):
-            ended, self._block = self._block is not None, None
-            found = self._fresh() if ended else {}
-            return found | (self._grown((number, 0), last.ids, self._whole, False) if self._whole else {})
+            masks = self._fresh() if self._in_block else {}
+            self._in_block = False
+            return masks | (self._grown((number, 0), last.ids, self._serial, False) if self._serial else {})
         assert isinstance(last, BlockIds)
-        self._block = number
-        found = {}
-        for branch, text in enumerate(last.texts(self._head), 1):
-            if self._branch and branch in answer.open_branches:
-                found |= self._grown((number, branch), text.ids, self._branch, True)
-        return found
+        self._in_block, masks = True, {}
+        for branch, text in enumerate(last.texts(len(self._config.separator)), 1):
+            if self._branch and branch in output.open_branches:
+                masks |= self._grown((number, branch), text.ids, self._branch, True)
+        return masks
 
     def _fresh(self) -> dict[int, np.ndarray]:
-        """Bits of branches that have not begun."""
+        """Return the token masks of branches that have not begun."""
         if not self._branch:
             return {}
-        return dict.fromkeys(range(1, self._count + 1), self._bits(self._branch, True))
+        return dict.fromkeys(range(1, self._config.max_branches + 1), self._mask(self._branch, True))
 
     def _grown(self, key: tuple[int, int], ids: np.ndarray, fresh: Any, in_branch: bool) -> dict[int, np.ndarray]:
         followed = self._followed.get(key, 0)
@@ -153,27 +159,31 @@ class Constraint:
         matcher = self._matchers[key]
         matcher.consume_tokens([int(token) for token in ids[followed:]])
         self._followed[key] = len(ids)
-        return {key[1]: self._bits(matcher, in_branch)}
+        return {key[1]: self._mask(matcher, in_branch)}
 
-    def _bits(self, matcher: Any, in_branch: bool) -> np.ndarray:
+    def _mask(self, matcher: Any, in_branch: bool) -> np.ndarray:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self._words]  # there may be one more
         if in_branch and matcher.is_accepting():
             bits = bits.copy()
-            bits[self._branch_end // 32] |= np.uint32(1 << self._branch_end % 32)
+            word, bit = divmod(self._config.tags.branch_end, 32)
+            bits[word] |= np.uint32(1 << bit)
         return bits
 
 
-def rows_of(news: Mapping[int, Mapping[int, np.ndarray]], nowhere: int, size: int) -> tuple[np.ndarray, ...]:
-    """News of rows as `slots.set_token_mask` takes them: rows and segments int32 [P], bits uint32 [P, W].
+def mask_arrays(masks: Mapping[int, Mapping[int, np.ndarray]], batch: int) -> tuple[np.ndarray, ...]:
+    """Return token masks as `slots.set_token_mask` takes them.
 
     Args:
-        news: bits by row and segment; at least one.
-        nowhere: a row past the end, for what is behind them.
-        size: P.
+        masks: token masks by row and segment; at least one.
+        batch: number of rows of the cache.
+
+    Returns:
+        Rows and segments int32 [P], masks uint32 [P, W]; P is the number of masks, rounded up to a power of two.
     """
-    every = [(row, segment, bits) for row, of_row in news.items() for segment, bits in of_row.items()]
-    row, segment = np.full(size, nowhere, np.int32), np.zeros(size, np.int32)
-    bits = np.zeros((size, every[0][2].size), np.uint32)
-    for number, (own, which, words) in enumerate(every):
-        row[number], segment[number], bits[number] = own, which, words
-    return row, segment, bits
+    entries = [(row, segment, mask) for row, by_segment in masks.items() for segment, mask in by_segment.items()]
+    size = next_power(len(entries))
+    rows, segments = np.full(size, batch, np.int32), np.zeros(size, np.int32)  # a row past the end: none
+    bits = np.zeros((size, entries[0][2].size), np.uint32)
+    for number, entry in enumerate(entries):
+        rows[number], segments[number], bits[number] = entry
+    return rows, segments, bits

@@ -18,7 +18,7 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.processes import agreed
 from aspd_jax.sizes import powers
-from infer.answers.answer import read
+from infer.answers.answer import copy_outputs, fetch_outputs
 from infer.answers.logprobs import CHUNK, likeliest
 from infer.decode.decode_step import StopConditions, run, summarise
 from infer.decode.slots import (
@@ -31,8 +31,8 @@ from infer.decode.slots import (
     stop_segments,
 )
 from infer.decode.state import DecodeState, EngineConfig
-from infer.request import Job, SamplingParams
-from infer.scheduling.admission import MIN_PROMPT, begin
+from infer.request import Request, SamplingParams
+from infer.scheduling.admission import MIN_PROMPT, admit_request
 from infer.scheduling.buckets import Buckets
 from infer.scheduling.policy import Sample, StepCost, fit
 
@@ -53,8 +53,8 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
         spent = time.perf_counter() - begun
         log.info("program %d of %d: %s, %.0f s", number, len(buckets), bucket, spent)
     for size in powers(MIN_PROMPT, capacity):
-        job = Job((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
-        state = begin(lm, config, state, job, batch)  # a row past the end changes nothing
+        request = Request((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
+        state = admit_request(lm, config, state, request, batch)  # a row past the end changes nothing
         state = copy_slots(state, np.zeros(2, np.int32), np.full(2, batch, np.int32), config, min(size, capacity))
     for size in powers(CHUNK, max(CHUNK, capacity)):
         likeliest(lm, config, np.zeros(min(size, capacity), np.int32), -1)
@@ -64,7 +64,7 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
     state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
     for rows in powers(1, batch):
         count = min(rows, batch)
-        read(state, config, [0] * count, [None] * count)
+        fetch_outputs(copy_outputs(state, config, [0] * count), [None] * count, config)
     jax.block_until_ready(summarise(state, config))
     state = stop_segments(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
     return set_branch_cap(state, np.full(batch, NO_CAP, np.int32))

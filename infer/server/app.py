@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +23,8 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from aspd_jax.errors import RequestError
 from infer.answers.answer import Result
 from infer.engine import Engine
-from infer.request import Job, SamplingParams
+from infer.request import Request as DecodingRequest
+from infer.request import SamplingParams
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.driver import Broken, Busy, Driver, Ticket
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
@@ -174,7 +176,7 @@ class _Server:
         return {"id": body.lora_name, "object": "model", "deleted": True}
 
     async def _change(self, name: str, folder: str) -> None:
-        if refused := await self._driver.change(name, folder):
+        if refused := await self._driver.change_adapter(name, folder):
             raise Refused(400, refused)
 
     async def health(self) -> Response:
@@ -232,7 +234,7 @@ class _Server:
             expected = f"at most {capacity // count} prompts with {count} answers each"
             raise Refused(400, f"prompt: expected {expected}, got {len(prompts)}", param="prompt")
         try:
-            jobs = await asyncio.to_thread(self._jobs, body, prompts, adapter, continues)
+            requests = await asyncio.to_thread(self._requests, body, prompts, adapter, continues)
         except RequestError as error:
             too_long = "leaves no room" in str(error)
             code = "context_length_exceeded" if too_long else None
@@ -242,9 +244,11 @@ class _Server:
         compiled_before = programs_compiled()
         try:
             ranked = count > body.choices and body.alternatives is None
+            alternatives = 0 if ranked else body.alternatives
             echo = isinstance(body, CompletionRequest) and body.echo
             stream = body.aspd.stream if body.stream else None
-            tickets = self._driver.submit(jobs, stream, 0 if ranked else body.alternatives, echo)
+            details: dict[str, Any] = {"stream": stream, "alternatives": alternatives, "echo": echo}
+            tickets = self._driver.submit([replace(request, **details) for request in requests])
         except Busy as busy:
             kind, wait = "rate_limit_exceeded", str(busy.seconds)
             raise Refused(429, str(busy), kind, "queue_full", headers={"Retry-After": wait}) from None
@@ -254,18 +258,18 @@ class _Server:
             return self._stream(body, tickets, form, head, deadline, compiled_before)
         return await self._whole(request, body, tickets, form, head, deadline, compiled_before)
 
-    def _jobs(self, body: Common, prompts: Sequence[Any], adapter: str, continues: bool) -> list[Job]:
+    def _requests(self, body: Common, prompts: Sequence[Any], adapter: str, continues: bool) -> list[DecodingRequest]:
         """Return the requests of all prompts, one for each candidate answer."""
-        jobs: list[Job] = []
+        requests: list[DecodingRequest] = []
         for number, prompt in enumerate(prompts):
             try:
                 for choice in range(body.candidates):
                     params = self._params(body, choice)
                     variables = body.template_variables
-                    jobs.append(self._engine.check(prompt, params, body.aspd.mode, adapter, continues, variables))
+                    requests.append(self._engine.check(prompt, params, body.aspd.mode, adapter, continues, variables))
             except RequestError as error:
                 raise RequestError(f"prompt[{number}]: {error}" if len(prompts) > 1 else str(error)) from None
-        return jobs
+        return requests
 
     def _params(self, body: Common, choice: int) -> SamplingParams:
         params = body.params(self._config, choice)
@@ -324,7 +328,7 @@ class _Server:
         def mean(ticket: Ticket) -> float:
             if ticket.logprobs is None:
                 raise Broken
-            tokens = ticket.logprobs[len(ticket.job.prompt) if ticket.echo else 0 :]
+            tokens = ticket.logprobs[len(ticket.request.prompt) if ticket.request.echo else 0 :]
             return float(np.mean([token.logprob for token in tokens])) if tokens else 0.0
 
         chosen: list[int] = []
@@ -366,7 +370,7 @@ class _Server:
                 if isinstance(end, Broken):
                     raise end
                 if body.with_growing_usage:
-                    prompts = sum(len(ticket.job.prompt) for ticket in tickets[:: body.candidates])
+                    prompts = sum(len(ticket.request.prompt) for ticket in tickets[:: body.candidates])
                     extra = {"usage": token_usage(prompts, sum(tokens))}
                 events = [{**head, "choices": [form.delta(number, delta)], **extra} for delta in deltas]
                 if end is not None:
@@ -404,12 +408,12 @@ class _Server:
             news.put_nowait((number, [], tokens, broken))
 
     def _note(self, ticket: Ticket, result: Result) -> None:
-        self._metrics.answer(ticket.job.mode, result.finish_reason or "cancelled", result.stats)
+        self._metrics.answer(ticket.request.mode, result.finish_reason or "cancelled", result.stats)
 
     def _logprobs(self, form: Form, ticket: Ticket) -> Any:
-        if ticket.alternatives is None:
+        if ticket.request.alternatives is None:
             return None
         if ticket.logprobs is None:
             raise Broken
-        prompt = len(ticket.job.prompt) if ticket.echo else 0
+        prompt = len(ticket.request.prompt) if ticket.request.echo else 0
         return form.logprobs(ticket.logprobs, self._engine.lm.codec.text, prompt)

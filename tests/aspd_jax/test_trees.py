@@ -46,7 +46,7 @@ def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, draft_
     )  # fmt: skip
     params = [SamplingParams(temperature=100.0, max_new_tokens=40, seed=seed) for seed in range(4)]
     assert any(result.stats.blocks for result in own.generate([[1, 2]] * 4, params))
-    state = own.scheduler._state_now()
+    state = own.debug_state().decode
     sizes = {"B": 2, "C": state.cache.tokens.shape[1], "N": 3, "M": 4, "E": 2, "D": draft_tokens}
     sizes["Q"] = own.config.max_queued
 

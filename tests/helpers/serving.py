@@ -70,7 +70,7 @@ def serving(engine: Engine, **changes: Any) -> Iterator[Running]:
     with Running(engine, ServerConfig(**settings)) as running:
         yield running
         assert wait_for(lambda: running.driver.occupancy == (0, 0))
-    assert not any(row.handle for row in engine.scheduler._rows)
+    assert not any(engine.debug_state().rows)
 
 
 def ask(number: int = 0, **more: Any) -> dict[str, Any]:

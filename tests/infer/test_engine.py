@@ -20,7 +20,7 @@ from infer import Engine, SamplingParams
 from infer.decode.decode_step import summarise
 from infer.decode.inputs import widest
 from infer.decode.state import PROMPT, RUNNING, DecodeState
-from infer.request import Job
+from infer.request import Request
 from infer.scheduling.buckets import Buckets
 from tests.conftest import after_prompts, laid_out, one_step, shared, tiny_config, write_checkpoint
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
@@ -72,7 +72,7 @@ def assert_same_state(state: DecodeState, expected: DecodeState) -> None:
 def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None:
     """Sequences whose titles are many tokens feed them in a pass in which others feed those of their branches."""
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
-    jobs = [Job((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 150, seed) for seed in range(10, 14)]
+    jobs = [Request((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 150, seed) for seed in range(10, 14)]
     state, whole = after_prompts(bare_lm, own.config, jobs), Bucket(4, 128, 32, 256)
     while [((report := summarise(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
         state = one_step(bare_lm.params, state, own.config, whole)
@@ -95,7 +95,7 @@ def test_what_does_not_fit_a_pass_waits_and_no_answer_changes(bare_lm: LanguageM
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
     prompts = [(1, 2, 3), (4,), tuple(range(1, 15)) * 2, (5, 6, 7, 8, 9)]
     hot = SamplingParams(temperature=100.0)
-    jobs = [Job(prompt, hot, "adaptive", 100, 10 + seed) for seed, prompt in enumerate(prompts)]
+    jobs = [Request(prompt, hot, "adaptive", 100, 10 + seed) for seed, prompt in enumerate(prompts)]
 
     def decoded(ways: list[Bucket]) -> tuple[DecodeState, int]:
         state, passes = laid_out(bare_lm, own.config, jobs), 0
@@ -131,9 +131,9 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
     while left or any(handle.result is None for handle in handles):
         if left:
             handles.append(own.submit(*left.pop(0)))
-            handles[-1].stream = "branches"
+            handles[-1].listen("branches")
         own.step(int(random.integers(1, 6)))
-        report = summarise(own.scheduler._state_now(), own.config).read()
+        report = summarise(own.debug_state().decode, own.config).read()
         beside += bool((report.phase == PROMPT)[report.tokens > 0].any() and (report.lanes > 1).any())
     results = [handle.wait() for handle in handles]
     assert beside, "prompts were fed beside branches"
@@ -163,7 +163,7 @@ def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
     for other, other_logits in zip(results[1:], logits[1:], strict=True):
         assert [r.token_ids for r in other] == [r.token_ids for r in results[0]]
         np.testing.assert_allclose(other_logits, logits[0], atol=1e-3)
-    jobs = [Job((1, 2), SamplingParams(), "serial", 10, 0)]
+    jobs = [Request((1, 2), SamplingParams(), "serial", 10, 0)]
     state = laid_out(lm, own.config, jobs)
     assert state.cache.layers[0].key.sharding.spec[2] == "tensor", "the cache is split by kv heads"
 
@@ -173,7 +173,7 @@ def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
     config, lm = engine.config, engine.lm
     forks = 0
     for seed in range(4):
-        job = Job((1, 2, 3, 4, 5, 6), SamplingParams(temperature=100.0), "adaptive", 100, seed)
+        job = Request((1, 2, 3, 4, 5, 6), SamplingParams(temperature=100.0), "adaptive", 100, seed)
         state = laid_out(lm, config, [job])
         history: list[tuple[int, np.ndarray]] = []
         while (widest := int((report := summarise(state, config).read()).tokens.max())) > 0:

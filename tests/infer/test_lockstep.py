@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from hypothesis import strategies as st
 from aspd.evaluation import synthetic_questions
 from aspd_jax import load_model
 from infer import Engine, SamplingParams
-from infer.lockstep import Asked, Lockstep, StepCommand
-from infer.request import Job
+from infer.lockstep import Lockstep, StepCommand
+from infer.request import Request
 from tests.conftest import ROOT
 from tests.helpers.serving import SERVE, wait_for
 
@@ -38,18 +39,22 @@ params = st.builds(
     seed=st.none() | numbers,
     stop=st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple),
 )
-jobs = st.builds(
-    Job,
+requests = st.builds(
+    Request,
     prompt=st.lists(numbers, min_size=1, max_size=40).map(tuple),
     adapter=numbers,
     params=params,
     mode=st.sampled_from(["adaptive", "serial"]),
     budget=numbers,
     seed=numbers,
+    stream=st.sampled_from(["text", "branches", None]),
+    steps=st.none() | numbers,
+    alternatives=st.none() | numbers,
+    echo=st.booleans(),
 )
 turns = st.builds(
     StepCommand,
-    asked=st.lists(st.builds(Asked, numbers, jobs, st.booleans(), st.none() | numbers), max_size=3).map(tuple),
+    submitted=st.lists(st.tuples(numbers, requests), max_size=3).map(tuple),
     adapter=st.tuples(st.text(max_size=3), st.text(max_size=3)),
     cancelled=st.lists(numbers, max_size=3).map(tuple),
     steps=numbers,
@@ -73,10 +78,11 @@ def test_what_follows_is_in_the_same_state() -> None:
         engine.check(prompt, SamplingParams(temperature=0.5, seed=number, logit_bias={7: 0.5}, max_new_tokens=60))
         for number, prompt in enumerate(prompts)
     ]
-    asked = [Asked(number, job, number == 0, 2 if number == 1 else None) for number, job in enumerate(checked)]
+    details: list[dict[str, Any]] = [{"stream": "text"}, {"alternatives": 2}, {}]
+    requests = [(n, replace(checked[n], **details[n])) for n in range(3)]
     plan = [
-        StepCommand(tuple(asked[:2]), steps=9),
-        StepCommand((asked[2],), steps=7),
+        StepCommand(tuple(requests[:2]), steps=9),
+        StepCommand((requests[2],), steps=7),
         StepCommand(cancelled=(0,), steps=5),
     ]
     for turn in plan + [StepCommand(steps=40)] * 4:

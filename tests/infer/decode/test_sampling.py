@@ -21,7 +21,7 @@ from infer.decode.derived import derive
 from infer.decode.inputs import Lanes, next_inputs
 from infer.decode.sampling import _counted, _scattered, lane_keys, penalise, restrict, sample
 from infer.decode.state import TITLE, DecodeState, EngineConfig, RequestArrays
-from infer.request import Job
+from infer.request import Request
 from tests.conftest import after_prompts
 from tests.helpers.answers import SEPARATOR
 
@@ -32,7 +32,7 @@ def config(bare_lm: LanguageModel) -> EngineConfig:
 
 
 def state_for(lm: LanguageModel, config: EngineConfig, *params: SamplingParams) -> DecodeState:
-    jobs = [Job((1, 2), each, "adaptive", 50, seed=each.seed or 0) for each in params]
+    jobs = [Request((1, 2), each, "adaptive", 50, seed=each.seed or 0) for each in params]
     return after_prompts(lm, config, jobs)
 
 

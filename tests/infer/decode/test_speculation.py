@@ -22,7 +22,7 @@ from infer.answers.answer import Result
 from infer.decode.derived import Derived, derive
 from infer.decode.speculation import look_up
 from infer.decode.state import PARALLEL, SERIAL, DecodeState, EngineConfig
-from infer.request import Job, Mode
+from infer.request import Mode, Request
 from infer.scheduling.policy import DRAFTING_PASSES, PLAIN_PASSES, DraftControl, StepCost
 from tests.conftest import laid_out, patched
 from tests.helpers.answers import SEPARATOR, critical_path, linearise
@@ -192,7 +192,7 @@ def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
 @pytest.fixture(scope="module")
 def blank(bare_lm: LanguageModel) -> tuple[EngineConfig, DecodeState]:
     config = drafting_engine(bare_lm).config
-    return config, laid_out(bare_lm, config, [Job((1,), SamplingParams(), "serial", 100, 0)])
+    return config, laid_out(bare_lm, config, [Request((1,), SamplingParams(), "serial", 100, 0)])
 
 
 @settings(max_examples=40)

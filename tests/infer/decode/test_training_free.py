@@ -113,7 +113,7 @@ def test_mask_and_positions_are_those_of_blocks(
     """The cache against the definition: branches side by side after `<parts>`, everything else in order."""
     script, titles = script_of(STRUCTURES[0], spellings, Random(3), free.config.end[0])
     result = free.generate(["Hi"], SamplingParams(max_new_tokens=400, script=script))[0]
-    shot = snapshot(free.scheduler._state_now(), np.asarray([0, 1]), free.config).read()
+    shot = snapshot(free.debug_state().decode, np.asarray([0, 1]), free.config).read()
     row = next(r for r in (0, 1) if np.asarray(shot.layout.block)[r].any())
     decode, encode = lm.codec.text.decode, lm.codec.text.encode
     ids = result.prompt_token_ids + result.token_ids

@@ -63,7 +63,7 @@ def two_turns() -> list[Question]:
 
 def test_second_turns_go_on_the_cache_of_the_first(demo_engine: Engine, tmp_path: Path) -> None:
     """Also where there are more conversations than rows."""
-    demo_engine.forget()
+    demo_engine.reset_cache()
     questions = two_turns()[:3]
     records = answer_questions(demo_engine, ADAPTIVE, questions, DECODING, tmp_path / "a.jsonl", "")
     for record in records:

@@ -75,9 +75,9 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
         patch.setattr(infer.offline.batch, "append", failing)
         with pytest.raises(KeyboardInterrupt):
             generate_file(own, source, cut, PARAMS, "adaptive", False, progress=False)
-    for handle_row in own.scheduler._rows:  # what was under way died with the process
-        if handle_row.handle is not None:
-            handle_row.handle.cancel()
+    for handle in own.debug_state().rows:  # requests under way end with the process
+        if handle is not None:
+            handle.cancel()
     while own.step():
         pass
     assert not cut.exists() and len(written) == 4

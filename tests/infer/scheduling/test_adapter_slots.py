@@ -189,7 +189,7 @@ def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -
         engine.adapters.put("first", made.folders["first"])
     with pytest.raises(RequestError, match="no adapter 'bad'"):
         engine.adapters.remove("bad")
-    engine.forget()
+    engine.reset_cache()
     after = engine.generate([PROMPT] * 2, GREEDY, adapter=["first", "without rows"])
     assert [r.token_ids for r in after] == [r.token_ids for r in before]
     with pytest.raises(CheckpointError, match="several adapters"):

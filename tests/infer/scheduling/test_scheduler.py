@@ -113,7 +113,7 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) ->
     never.cancel()
     order: list[int] = []
     for handle in (*handles, given_up):
-        handle.stream = "branches" if heard else None
+        handle.listen("branches" if heard else None)
     while any(handle.result is None for handle in handles):
         engine.step(3)
         order += [n for n, handle in enumerate(handles) if handle.row is not None and n not in order]
@@ -178,7 +178,7 @@ def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, fed: list[
     own, fresh = engines(bare_lm, rows)
     prompt = [1, 2, 5, 9]
     for number, params in enumerate(first_turns(fresh, prompt)):
-        own.forget()
+        own.reset_cache()
         first = own.generate([prompt], params)[0]
         others = own.generate([[3, 3, 3]] * (rows - 2), params)
         busy = own.submit([4, 4, 4 + number], replace(HOT, seed=number, max_new_tokens=200), "serial")
@@ -192,7 +192,7 @@ def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, fed: list[
         assert fed == [3]
         assert same(second, fresh.generate([follow], params)[0])
         assert all(same(other, fresh.generate([[3, 3, 3]], params)[0]) for other in others)
-        assert same(busy.wait(), fresh.generate([busy.job.prompt], busy.job.params, "serial")[0])
+        assert same(busy.wait(), fresh.generate([busy.request.prompt], busy.request.params, "serial")[0])
     fed.clear()
     fresh.generate([follow], params)
     assert sum(fed) == len(follow), "negative control: without reuse, all of it is fed"
@@ -282,7 +282,7 @@ def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, data: st.Dat
     held, target = memories(rows), data.draw(st.integers(0, len(rows) - 1))
     prompt = PROMPT_IDS[: data.draw(st.integers(1, 80))]
     match = best_match(held, target, prompt, 5, whole)
-    source, (tokens, slots) = held[match.source], match.beginning
+    source, (tokens, slots) = held[match.source], match.prefix
     assert tokens < len(prompt) and source.ids[:tokens].tolist() == prompt[:tokens]
     assert match.source == target or tokens >= MIN_COPIED, "copying less is not worth it"
     goes_on = tokens == source.ids.size and slots == source.slots and slots - tokens <= 5
@@ -324,13 +324,16 @@ def test_who_is_kept_where() -> None:
 
 
 @pytest.mark.parametrize("policy", ["cap:1", "cap:2", "slo:0.001"])
-def test_branches_held_back_change_no_answer(bare_lm: LanguageModel, engine: Engine, policy: str) -> None:
+def test_branches_held_back_change_no_answer(
+    bare_lm: LanguageModel, engine: Engine, policy: str, monkeypatch: Any
+) -> None:
     """Not even where the budget ends inside a block: it is spent as if no branch had waited."""
+    cost = StepCost(base=1.0, per_token=1.0, per_slot=0.0)
+    monkeypatch.setattr(infer.scheduling.scheduler, "measure_cost", lambda lm, config, state, buckets: (state, cost))
     own = Engine(
         bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
         branch_policy=policy,
     )  # fmt: skip
-    own.scheduler.cost = StepCost(base=1.0, per_token=1.0, per_slot=0.0)
     params = [replace(HOT, seed=seed, max_new_tokens=30 + seed) for seed in range(40)]
     free = engine.generate([[1, 2]] * 40, params)
     held = own.generate([[1, 2]] * 40, params)
@@ -377,7 +380,7 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_listened_to(bare_lm:
     first = busy.submit([7, 8], params, "serial")
     while not first.partial().token_ids:
         busy.step(1)
-    first.stream = "branches" if listened else None
+    first.listen("branches" if listened else None)
     second = busy.submit(long, params, "serial")
     if not listened:
         busy.step(1)
@@ -388,11 +391,11 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_listened_to(bare_lm:
     pieces = ceil(440 / piece)
     decoded, fed = [len(first.partial().token_ids)], [0]
     for left in reversed(range(pieces)):
-        first.stream = "branches" if left > 0 else None  # else passes behind the last piece would be under way
+        first.listen("branches" if left > 0 else None)  # else passes behind the last piece would be under way
         busy.step(1)
-        assert busy.scheduler.chunk.passes == 1
+        assert busy.last_chunk.steps == 1
         decoded.append(len(first.partial().token_ids))
-        fed.append(int(busy.scheduler._reported().length[1]))
+        fed.append(int(busy.debug_state().decode.cache.length[1]))
         if len(decoded) <= pieces:
             assert second.partial().token_ids == []
     assert decoded == list(range(1, 2 + pieces)), "a token in every pass in which the prompt is fed"
@@ -407,7 +410,7 @@ def test_a_prompt_given_up_half_way_leaves_nothing(bare_lm: LanguageModel) -> No
     params = replace(HOT, seed=5, max_new_tokens=30)
     handle = own.submit(prompt, params)
     own.step(1)
-    assert 0 < own.scheduler._reported().length[0] < 200, "some of it has been fed"
+    assert 0 < own.debug_state().decode.cache.length[0] < 200, "some of it has been fed"
     handle.cancel()
     assert handle.result is not None
     assert handle.result.finish_reason == "cancelled" and handle.result.token_ids == []
@@ -440,16 +443,16 @@ def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
     long = max(zip(results, params, strict=True), key=lambda pair: pair[0].stats.passes)[1]
     short = replace(long, max_new_tokens=5)
     quiet, heard = engine.submit([1, 2], long), engine.submit([1, 2], short)
-    heard.stream = "branches"
+    heard.listen("branches")
     engine.step(30)
-    assert engine.scheduler.chunk.passes == 1 and heard.poll(), "its first token, with its prompt"
+    assert engine.last_chunk.steps == 1 and heard.poll(), "its first token, with its prompt"
     engine.step(30)
     assert heard.result is not None and quiet.result is None
-    assert engine.scheduler.chunk.passes == heard.result.stats.passes
+    assert engine.last_chunk.steps == heard.result.stats.passes
     unheard = engine.submit([1, 2], short)
     engine.step()
     assert quiet.result is not None and unheard.result is not None
-    assert engine.scheduler.chunk.seconds > 0
+    assert engine.last_chunk.seconds > 0
 
 
 def test_passes_go_on_while_answers_are_looked_at(bare_lm: LanguageModel) -> None:
@@ -460,7 +463,7 @@ def test_passes_go_on_while_answers_are_looked_at(bare_lm: LanguageModel) -> Non
         """After each chunk of 4: the tokens that were told, and the passes that were started."""
         engine = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR, branch_policy=policy)
         handle, seen, told = engine.submit([1, 2], asked, "serial"), [], 0
-        handle.stream = "branches"
+        handle.listen("branches")
         while handle.result is None:
             engine.step(4)
             told += sum(len(event.token_ids) for event in handle.poll())
@@ -475,14 +478,14 @@ def test_passes_go_on_while_answers_are_looked_at(bare_lm: LanguageModel) -> Non
 
 def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine) -> None:
     handle = engine.submit([1, 2], replace(HOT, seed=3), "serial")
-    handle.stream = "branches"
+    handle.listen("branches")
     for _ in range(3):
         engine.step(2)
     handle.cancel()
     assert handle.result is not None and handle.result.finish_reason == "cancelled"
     other = engine.submit([1, 2], replace(HOT, seed=4), "serial")
     engine.step(1)
-    assert engine.scheduler.chunk.passes == 1, "none of the one before"
+    assert engine.last_chunk.steps == 1, "none of the one before"
     assert same(other.wait(), engine.generate([[1, 2]], replace(HOT, seed=4), "serial")[0])
 
 
@@ -507,7 +510,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
     """For no kind of request, alone or beside others."""
     own = Engine(lm, max_length=128, max_batch=2, max_branches=2, max_title_tokens=1)
     assert own.warm_up() > 0
-    assert own.scheduler.cost is not None and own.scheduler.cost.milliseconds(1, 128) > 0
+    assert (cost := own.debug_state().cost) is not None and cost.milliseconds(1, 128) > 0
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     hot = {"temperature": 9.0, "max_new_tokens": 30}
@@ -535,7 +538,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
     results += own.generate([turn, [*prompts[4], 50], [*prompts[4], 51, 52]], params[0])
     handles = [own.submit(prompt, params[0], steps=2) for prompt in prompts[2:6]]
     for handle in handles:
-        handle.wanted = True
+        handle.listen("branches")
     while any(handle.result is None for handle in handles):
         own.step(1)
         if handles[3].result is None and handles[0].result is not None:

@@ -26,6 +26,7 @@ import aspd
 from aspd_jax import load_model
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
+from infer.scheduling.runner import Runner
 from infer.server.prometheus import programs_compiled
 from tests.conftest import ROOT
 from tests.helpers.serving import QUESTIONS, SERVE, Running, ask, serving, wait_for
@@ -49,13 +50,14 @@ def server(engine: Engine) -> Iterator[Running]:
 @pytest.fixture
 def slow_motion(engine: Engine, monkeypatch: Any) -> None:
     """Passes of 10 ms at least, so that an answer of `endless` takes a while on any machine."""
-    decode = engine.scheduler._decode
+    step = engine.step
 
-    def one_pass(steps: int, join: bool) -> None:
-        decode(1, join)
-        time.sleep(0.01)
+    def one_step(max_steps: int) -> bool:
+        worked = step(1)
+        time.sleep(0.01 if worked else 0)
+        return worked
 
-    monkeypatch.setattr(engine.scheduler, "_decode", one_pass)
+    monkeypatch.setattr(engine, "step", one_step)
 
 
 def endless(seed: int = 7, **more: Any) -> dict[str, Any]:
@@ -254,23 +256,30 @@ def test_keys(engine: Engine) -> None:
 
 def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: Any) -> None:
     """It fails, alone too; the other's stream goes on where it was, and is the same."""
-    scheduler = engine.scheduler
-    decode, failures = scheduler._decode, []
+    step, end, failures, ends = engine.step, Runner.end, [], []
 
-    def breaks(steps: int, join: bool) -> None:
-        if not failures and sum(row.handle is not None for row in scheduler._rows) < 2:
-            time.sleep(0.001)  # neither ends before the other is there
-            return
-        decode(1, join)
-        poisoned = [row.handle for row in scheduler._rows if row.handle and row.handle.job.seed == 666]
-        if any(handle.passes.sum() > 2 for handle in poisoned):
-            failures.append(len([row for row in scheduler._rows if row.handle]))
-            raise RuntimeError("poison")
+    def together(max_steps: int) -> bool:
+        state = engine.debug_state()
+        if not failures and len([handle for handle in (*state.rows, *state.waiting) if handle]) < 2:
+            time.sleep(0.001)  # neither ends before the other has come
+            return True
+        return step(1)
+
+    def breaks(runner: Runner, started: Any, cost: Any) -> Any:
+        running = [handle for handle in engine.debug_state().rows if handle]
+        if any(handle.request.seed == 666 for handle in running):
+            ends.append(len(running))
+            if len(ends) > 3:
+                failures.append(len(running))
+                ends.clear()
+                raise RuntimeError("poison")
+        return end(runner, started, cost)
 
     with serving(engine) as server:
         client = server.client()
         alone = client.chat.completions.create(**ask(seed=5, temperature=1.0, max_tokens=40, extra_body=SERIAL))
-        monkeypatch.setattr(scheduler, "_decode", breaks)
+        monkeypatch.setattr(engine, "step", together)
+        monkeypatch.setattr(Runner, "end", breaks)
         texts: dict[int, str] = {}
 
         def stream(seed: int) -> None:
@@ -288,7 +297,7 @@ def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: 
             thread.start()
         for thread in threads:
             thread.join(120)
-        monkeypatch.setattr(scheduler, "_decode", decode)
+        monkeypatch.undo()
         assert failures == [2, 1] and texts[666] == "error: the server failed on this request"
         assert texts[5] == alone.choices[0].message.content
         again = client.chat.completions.create(**ask(seed=5, temperature=1.0, max_tokens=40, extra_body=SERIAL))

@@ -1,0 +1,99 @@
+"""State of a request from submission to result."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from infer.answers.answer import RequestOutput, Result
+from infer.answers.events import Event, EventReader
+from infer.request import Request, Stream
+from infer.scheduling.prefix_cache import RowMemory
+from infer.scheduling.structured import Constraint
+
+
+@dataclass(eq=False)
+class RequestState:
+    """State of a request. The scheduler owns and changes it; a `Handle` shows it to the owner of the request.
+
+    Attributes:
+        request: the request.
+        reader: event reader of the answer.
+        submitted: time of submission, in seconds of the scheduler's clock.
+        stream: form of the events while the answer grows, at first `Request.stream`.
+        row: index of the cache row; None: the request waits, or the engine failed.
+        reused: number of prompt tokens that the cache held.
+        prompt: contents of the row once the prompt has been fed; None: the prompt is not being fed.
+        constraint: follower of the schemas, once the request has a row; None: tokens are not constrained.
+        steps: steps after prefill, int [2]: outside and inside blocks.
+        counted: time up to which `seconds` accounts.
+        seconds: wall time by phase (`Statistics.seconds`).
+        events: events that the owner has not taken.
+        result: the answer, once it has ended.
+        cancelled: whether the owner gave the request up.
+        failed: whether the request was under way when the engine failed.
+    """
+
+    request: Request
+    reader: EventReader
+    submitted: float
+    stream: Stream
+    row: int | None = None
+    reused: int = 0
+    prompt: RowMemory | None = None
+    constraint: Constraint | None = None
+    steps: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
+    counted: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    events: deque[Event] = field(default_factory=deque)
+    result: Result | None = None
+    cancelled: bool = False
+    failed: bool = False
+
+    @property
+    def decoding(self) -> bool:
+        """Return whether the request has a row and its prompt has been fed."""
+        return self.row is not None and self.prompt is None
+
+    @property
+    def watched(self) -> bool:
+        """Return whether the host reads the answer while it grows."""
+        return bool(self.stream) or self.request.stepwise
+
+    def start(self, row: int, reused: int, prompt: RowMemory, constraint: Constraint | None, now: float) -> None:
+        """Record the assignment of a row; the prompt is fed next."""
+        self.row, self.reused, self.prompt, self.constraint = row, reused, prompt, constraint
+        self.seconds = {"queued": now - self.submitted}
+
+    def end_prefill(self, serial_steps: int, now: float) -> None:
+        """Record that the prompt has been fed and the first token sampled."""
+        self.prompt, self.steps, self.counted = None, np.asarray([serial_steps, 0]), now
+        total = now - self.submitted
+        self.seconds |= {"prefill": total - self.seconds["queued"], "serial": 0.0, "parallel": 0.0}
+        self.seconds |= {"first_token": total, "total": total}
+
+    def count(self, serial_steps: int, parallel_steps: int, seconds: float, now: float) -> None:
+        """Account for steps of a chunk that took `seconds`; the arguments count all steps since prefill."""
+        steps = np.asarray([serial_steps, parallel_steps])
+        new, spent = steps - self.steps, min(seconds, now - self.counted)  # prefill may have ended within the chunk
+        serial, parallel = new / max(1, new.sum()) * spent
+        self.steps, self.counted = steps, now
+        self.seconds["serial"] += float(serial)
+        self.seconds["parallel"] += float(parallel)
+        self.seconds["total"] = now - self.submitted
+
+    def update(self, output: RequestOutput, result: Result | None = None) -> None:
+        """Collect the events of what was read of the answer; `result`: the answer, if it has ended."""
+        if self.stream or self.request.params.stop or result is not None:
+            self.events.extend(self.reader.collect_events(output, result, in_order=self.stream == "text"))
+        self.result = result
+
+    def fail(self) -> None:
+        """Record that the engine failed while the request had a row."""
+        self.failed, self.row, self.prompt = True, None, None
+
+    def retry(self) -> None:
+        """Wait again after a failure. The answer will be the same, so its events continue where they stopped."""
+        self.failed, self.steps = False, np.zeros(2, np.int64)
