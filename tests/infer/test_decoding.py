@@ -15,6 +15,7 @@ import pytest
 
 import infer.scheduling.policy
 from aspd_jax import LanguageModel, load_model
+from aspd_jax.model.cache import Bucket
 from aspd_jax.model.model_config import FAMILIES, RopeConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.sharding import make_mesh
@@ -81,8 +82,8 @@ def assert_equal(found: dict[str, list[int]], vector: dict[str, Any]) -> None:
 
 @pytest.fixture
 def one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All passes of an engine of one row in one program, which is compiled once."""
-    monkeypatch.setattr(Buckets, "_sizes", lambda self, rows: [(64, 64, 0)])
+    """Run all passes of an engine in one program, which is compiled once."""
+    monkeypatch.setattr(Buckets, "buckets", property(lambda self: [Bucket(self.rows, 64, 64, self.capacity, 0)]))
     monkeypatch.setattr(Buckets, "prefill_chunk", lambda self, left: 64)
 
 

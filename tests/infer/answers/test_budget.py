@@ -99,7 +99,7 @@ def test_without_the_limit_of_the_reader_later_branches_show(own: Engine, monkey
     """Negative control: answers as the device leaves them hold fragments of later branches."""
     limits: list[int | None] = [int(n) for n in np.random.default_rng(0).integers(1, 40, WAVE)]
     free = answers(own, [None] * WAVE)
-    monkeypatch.setattr(infer.answers.answer, "_within", lambda answer, *_: answer)
+    monkeypatch.setattr(infer.answers.answer, "shortened", lambda items, *_: items)
     bound = answers(own, limits)
     assert any(content(own, a) != content(own, b)[: a.stats.content_tokens] for a, b in zip(bound, free, strict=True))
 

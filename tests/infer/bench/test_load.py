@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import aspd
 from aspd_jax import load_model
 from infer import Engine
-from infer.bench.load import Load, best_goodput, load, load_table, median_round, undisturbed
+from infer.bench.load import MAX_ROUNDS, Load, best_goodput, load, load_table, median_round, undisturbed
 from tests.helpers.serving import QUESTIONS, Running, serving
 
 SENT = Load("serial", 8, 1, 1, 0, 0, (1.0,) * 3, (2.0,) * 3, 1, 0.5, 100, 1, 2, (2.0,))
@@ -106,11 +106,15 @@ def test_a_load_is_measured_when_nothing_is_left_to_compile(server: Running) -> 
     assert undisturbed(send, "http://127.0.0.1:9/v1", "none") == rounds[4], "a server that does not tell"
 
 
-def test_where_all_rounds_compile_the_last_one_counts(monkeypatch: Any) -> None:
-    programs, rounds = count(), [replace(SENT, sent=n) for n in range(12)]
-    monkeypatch.setattr("infer.bench.load._programs", lambda url, key: next(programs))
-    coming = iter(rounds)
-    assert undisturbed(lambda: next(coming), "", "") is rounds[-1]
+def test_where_all_rounds_compile_the_last_one_counts(server: Running) -> None:
+    rounds: list[Load] = []
+
+    def send() -> Load:
+        jax.jit(lambda x: x * 5 + 1)(np.zeros(len(rounds) + 1))
+        rounds.append(replace(SENT, sent=len(rounds)))
+        return rounds[-1]
+
+    assert undisturbed(send, f"{server.url}/v1", "none") is rounds[-1] and len(rounds) == MAX_ROUNDS
 
 
 def _content(number: int) -> int:
