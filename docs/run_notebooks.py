@@ -15,9 +15,9 @@ NOTEBOOKS = ROOT / "notebooks"
 
 
 def execute(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """A notebook with today's outputs, run from the root of the checkout."""
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # that torch is not there is no output of a notebook
-    os.environ["PYTHONWARNINGS"] = "ignore:IProgress"  # widgets are not needed
+    """Execute a notebook from the root of the checkout; return it with its outputs."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # hides the note that torch is missing
+    os.environ["PYTHONWARNINGS"] = "ignore:IProgress"  # no widgets
     client = NotebookClient(
         notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}, record_timing=False
     )

@@ -1,6 +1,6 @@
-"""What the host does to rows of the state between passes: give them to requests, read them, stop and bound them.
+"""Operations of the host on rows of the state between steps: admission, copies, outputs, stops and limits.
 
-B rows, M some of them, N branches at most, S tokens of a prompt, C cache slots.
+B rows, M rows that are read, N maximum branches, S tokens of a prompt, C cache slots, P segments, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ from infer.decode.state import (
     shard_state,
 )
 
-NO_CAP = (1 << 31) - 1  # `Cursor.branch_cap` where all branches may be fed
+NO_CAP = (1 << 31) - 1  # `Cursor.branch_cap` without a limit
 
 
 class Admission(NamedTuple):
-    """A request, and where it begins.
+    """A request that gets a row.
 
     Attributes:
-        row: that it gets; past the end: none.
-        request: what was asked for.
-        kept: slots of the row that the prompt begins with; they are not fed again.
-        tokens: of the prompt behind them.
-        layout: of these, int32 [S] each; `sequence` is 0 at padding.
-        position, block: of the last prompt token, and blocks of the prompt.
-        budget, content: tokens of the answer, and of its plain text.
-        stride: see `SequenceState`.
+        row: index of the cache row; out of range means none.
+        request: parameters of the request, scalars.
+        kept: number of slots of the row that hold a prefix of the prompt, which is not fed again.
+        tokens: token ids of the prompt behind the prefix.
+        layout: layout of these tokens, int32 [S] per field; `sequence` is 0 at padding.
+        position: position of the last prompt token.
+        block: number of blocks in the prompt.
+        budget: maximum tokens of the answer.
+        content: maximum tokens of its plain text.
+        stride: see `Cursor`.
     """
 
     row: Int32[Array, ""]
@@ -63,9 +65,9 @@ class Admission(NamedTuple):
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeState:
-    """Give a row to a new request: its prompt is laid out, and fed by the next passes.
+    """Give a row to a request and lay out its prompt, which the next steps feed.
 
-    What the row held is forgotten, but for the first `kept` slots of its cache.
+    The previous contents of the row are dropped, except for the first `kept` slots.
     """
     cache, capacity = state.cache, state.cache.tokens.shape[1]
     slot = jnp.where(new.layout.sequence > 0, new.kept + jnp.arange(new.tokens.size), capacity)
@@ -115,7 +117,7 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
 def copy_slots(
     state: DecodeState, source: jax.Array, target: jax.Array, config: EngineConfig, slots: int
 ) -> DecodeState:
-    """Copy the first so many slots of rows of the cache to others, all at once; a target past the end: nowhere."""
+    """Copy the first `slots` slots of cache rows to other rows, all at once; a target out of range means none."""
 
     def copied(array: jax.Array) -> jax.Array:
         if array.ndim == 1:
@@ -137,7 +139,7 @@ class OutputSnapshot(NamedTuple):
 
 @partial(jax.jit, static_argnames="config")
 def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packed[OutputSnapshot]:
-    """A copy of rows, with the tokens sampled or due but not fed, of finished sequences too."""
+    """Copy rows together with their pending tokens, int32 [M] row numbers; finished sequences included."""
     pending = pending_tokens(state, derive(state.sequence, state.automaton, config), config, widest(config))
     read = OutputSnapshot(state.cache.tokens, state.cache.layout, state.cache.length, pending, state.sequence)
     return Packed.of(jax.tree.map(lambda field: field[rows], read))
@@ -145,7 +147,7 @@ def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packe
 
 @partial(jax.jit, donate_argnames="state")
 def stop_segments(state: DecodeState, answers: jax.Array, branches: jax.Array) -> DecodeState:
-    """End segments in which a stop string was found: answers [B] at once, branches [B, N] by their closing tag."""
+    """End answers, bool [B], at once, and branches, bool [B, N], with their closing tag."""
     cursor, alive = state.sequence.cursor, state.sequence.branches
     cursor = cursor._replace(finish=jnp.where(answers & (cursor.finish == RUNNING), STOP, cursor.finish))
     alive = alive._replace(closing=alive.closing | (branches & alive.live))
@@ -154,7 +156,7 @@ def stop_segments(state: DecodeState, answers: jax.Array, branches: jax.Array) -
 
 @partial(jax.jit, donate_argnames="state")
 def set_branch_cap(state: DecodeState, cap: jax.Array) -> DecodeState:
-    """Bound the branches that a sequence may feed in a pass; int32 [B]."""
+    """Set the maximum branches that each sequence feeds in a step, int32 [B]."""
     cursor = state.sequence.cursor._replace(branch_cap=cap)
     return state._replace(sequence=state.sequence._replace(cursor=cursor))
 
@@ -163,21 +165,24 @@ def set_branch_cap(state: DecodeState, cap: jax.Array) -> DecodeState:
 def set_token_mask(
     state: DecodeState, row: jax.Array, segment: jax.Array, bits: jax.Array, config: EngineConfig
 ) -> DecodeState:
-    """Say which tokens may come next in segments int32 [P] of rows [P], past the end: none; uint32 [P, W]."""
+    """Set the tokens that may come next, uint32 [P, W], in segments int32 [P] of rows [P]; a row out of range: none."""
     token_mask = state.token_mask.at[row, segment].set(bits, mode="drop")
     return shard_state(state._replace(token_mask=token_mask), config.mesh)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def put_bias(state: DecodeState, row: jax.Array, bias: jax.Array, config: EngineConfig) -> DecodeState:
-    """Set what is added to the logits of a row, float32 [V]; a row past the end: none."""
+    """Set the bias that is added to the logits of a row, float32 [V]; a row out of range means none."""
     return shard_state(state._replace(bias=state.bias.at[row].set(bias, mode="drop")), config.mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "width"), donate_argnames="state")
 def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length: int) -> DecodeState:
-    """A state whose sequences all decode so many branches (1: serially, 0: they are at rest), behind `length` tokens
-    that nobody wrote: for timing passes.
+    """Fill the state for timing: every sequence decodes behind `length` arbitrary tokens.
+
+    Args:
+        width: branches of every sequence; 1: serial text; 0: all sequences are finished.
+        length: tokens of the cache of every sequence.
     """
     s = state.sequence
     live = jnp.broadcast_to(jnp.arange(config.max_branches) < width, s.branches.live.shape) & (width > 1)
