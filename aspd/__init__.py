@@ -1,4 +1,4 @@
-"""The door: the `aspd` command."""
+"""The `aspd` command."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import sys
 from collections.abc import Sequence
 
-import aspd.environment  # noqa: F401 (first: it speaks to libraries that are imported after it)
+import aspd.environment  # noqa: F401 (first: it configures libraries that are imported later)
 from aspd_jax.errors import AspdError
 from aspd_jax.files import refusal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 2 for a mistake of the user, 130 when interrupted."""
+    """Run the command, and return its exit code: 0, 2 for a user error, 130 when interrupted."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest:  # argparse does not know `key=value` that stands behind options
+    if rest:  # argparse does not accept positional `key=value` after options
         if not hasattr(options, "overrides") or any(word.startswith("-") or "=" not in word for word in rest):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         options.overrides = [*options.overrides, *rest]
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+    """Return the parser of all commands and their options."""
     from aspd import benchmarks, conversion, data, evaluation, generation, serving, training
     from aspd.aot import command as compiling
 

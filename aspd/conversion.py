@@ -1,4 +1,4 @@
-"""`aspd convert` and `aspd export`."""
+"""Subcommands `aspd convert` and `aspd export`."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from typing import Any
 
 from aspd.options import command
 
-TARGET = "a new folder, or a new file that ends with .gguf"
+TARGET = "new folder, or new file with the suffix .gguf"
 
 
 def add(commands: Any) -> None:
-    """Add these commands."""
+    """Add the commands of this module to the parser."""
     convert = command(
         commands,
         "convert",
         run_convert,
-        "Write a model, with an adapter merged if one is named, as a Hugging Face folder or as a GGUF file.",
+        "Write a model, optionally with a merged adapter, as a Hugging Face folder or a GGUF file.",
     )
-    convert.add_argument("model", help="GGUF file, Hugging Face folder, or a name: smollm2")
-    convert.add_argument("--adapter", metavar="DIR", help="folder of an adapter trained on it")
+    convert.add_argument("model", help="GGUF file, Hugging Face folder, or name such as smollm2")
+    convert.add_argument("--adapter", metavar="DIR", help="folder of an adapter for the model")
     convert.add_argument("--output", required=True, type=Path, help=TARGET)
-    convert.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of its tensors")
+    convert.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the tensors")
 
     export = command(
         commands,
         "export",
         run_export,
-        "Write a checkpoint of a training run as a Hugging Face folder or as a GGUF file; adapters are merged.",
+        "Write a checkpoint of a training run as a Hugging Face folder or a GGUF file; adapters are merged.",
     )
     export.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     export.add_argument("--output", required=True, type=Path, help=TARGET)
-    export.add_argument("--step", type=int, help="which checkpoint; default: the last one")
-    export.add_argument("--dtype", choices=("float32", "bfloat16"), help="of its tensors; default: as trained")
+    export.add_argument("--step", type=int, help="step of the checkpoint; default: the last one")
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype of the tensors; default: as trained")
 
 
 def run_convert(options: argparse.Namespace) -> None:
-    """`aspd convert`."""
+    """Run `aspd convert`."""
     from aspd_jax.formats import open_checkpoint
     from aspd_jax.formats.folder import convert
     from aspd_jax.language_model import load_model, save_model
@@ -51,7 +51,7 @@ def run_convert(options: argparse.Namespace) -> None:
 
 
 def run_export(options: argparse.Namespace) -> None:
-    """`aspd export`."""
+    """Run `aspd export`."""
     from train.loop import export
 
     step = export(options.folder, options.output, options.step, options.dtype)

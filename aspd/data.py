@@ -1,4 +1,4 @@
-"""`aspd data`."""
+"""Subcommands of `aspd data`."""
 
 from __future__ import annotations
 
@@ -13,44 +13,50 @@ from aspd_jax.errors import RequestError
 
 
 def add(commands: Any) -> None:
-    """Add these commands."""
+    """Add the commands of this module to the parser."""
     data = commands.add_parser("data", help="Find and verify parallel structure in ordinary answers.")
     kinds = data.add_subparsers(required=True, metavar="WHAT")
 
     build = command(kinds, "build", run_build, "Turn records of questions and answers into training data.")
-    build.add_argument("source", help="JSONL, or a JSON, CSV or Parquet file, a folder, or the name of a dataset")
+    build.add_argument("source", help="JSONL, JSON, CSV or Parquet file, folder, or name of a dataset")
     build.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: teacher.votes=1")
     build.add_argument("--config", metavar="FILE", help="YAML file, such as configs/data.yaml")
-    build.add_argument("--output", required=True, type=Path, help="folder of the run; a killed run goes on in it")
-    build.add_argument("--shard", default="0/1", metavar="I/N", help="work on every N-th record only, from the I-th")
-    build.add_argument("--dry-run", action="store_true", help="print how many calls and tokens it would take, and stop")
+    build.add_argument("--output", required=True, type=Path, help="folder of the run; an interrupted run resumes there")
+    build.add_argument(
+        "--shard", default="0/1", metavar="I/N", help="process every N-th record only, starting at the I-th"
+    )
+    build.add_argument("--dry-run", action="store_true", help="print the estimated calls and tokens, and stop")
 
-    show = command(kinds, "show", run_show, "Look at structured records.")
+    show = command(kinds, "show", run_show, "Print structured records.")
     show.add_argument("file", type=Path, help="structured.jsonl")
-    show.add_argument("--id", help="of one record; default: the first ones")
-    show.add_argument("--records", type=int, default=20, help="how many, without --id")
-    show.add_argument("--html", type=Path, metavar="FILE", help="write a page in place of printing")
+    show.add_argument("--id", help="id of the record to show; default: the first records")
+    show.add_argument("--records", type=int, default=20, help="number of records without --id")
+    show.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page instead of printing")
 
-    stats = command(kinds, "stats", run_stats, "Statistics of structured records, all files together.")
-    stats.add_argument("files", type=Path, nargs="+", help="structured.jsonl, or those of all shards")
-    stats.add_argument("--tokenizer", metavar="DIR", default="", help="whose tokens are counted; default: an estimate")
-    stats.add_argument("--json", action="store_true", help="plain values")
+    stats = command(kinds, "stats", run_stats, "Print statistics of structured records over all files.")
+    stats.add_argument("files", type=Path, nargs="+", help="structured.jsonl of a run or of all its shards")
+    stats.add_argument(
+        "--tokenizer", metavar="DIR", default="", help="tokenizer for counting tokens; default: an estimate"
+    )
+    stats.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
-    tasks = command(kinds, "tasks", run_tasks, "Write synthetic questions, with structured answers, to train on.")
-    tasks.add_argument("--count", type=int, default=4000, help="how many")
-    tasks.add_argument("--long-every", type=int, default=0, metavar="N", help="one in N has long branches; 0: none")
-    tasks.add_argument("--held-out", action="store_true", help="questions that are never written without this")
+    tasks = command(kinds, "tasks", run_tasks, "Write synthetic questions with structured answers as training data.")
+    tasks.add_argument("--count", type=int, default=4000, help="number of conversations")
+    tasks.add_argument("--long-every", type=int, default=0, metavar="N", help="every N-th has long branches; 0: none")
+    tasks.add_argument("--held-out", action="store_true", help="write held-out questions, which are otherwise excluded")
     tasks.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSONL")
 
     questions = command(
-        kinds, "questions", run_questions, "Write questions of forms and topics, to be answered by a model."
+        kinds, "questions", run_questions, "Compose questions from forms and topics for a model to answer."
     )
     questions.add_argument("config", help="YAML file, such as configs/smollm2/questions.yaml")
-    questions.add_argument("--count", type=int, default=3000, help="how many")
-    questions.add_argument("--held-out", action="store_true", help="questions that are never written without this")
-    questions.add_argument("--seed", type=int, default=0, help="which ones")
+    questions.add_argument("--count", type=int, default=3000, help="number of questions")
     questions.add_argument(
-        "--after", metavar="FILE", help="go on from the answers of this file: conversations that end with a follow-up"
+        "--held-out", action="store_true", help="write held-out questions, which are otherwise excluded"
+    )
+    questions.add_argument("--seed", type=int, default=0, help="seed of the selection")
+    questions.add_argument(
+        "--after", metavar="FILE", help="continue the conversations of this file with follow-up questions"
     )
     questions.add_argument(
         "--output", required=True, type=Path, metavar="FILE", help="JSONL, for `aspd generate --input`"
@@ -58,7 +64,7 @@ def add(commands: Any) -> None:
 
 
 def run_build(options: argparse.Namespace) -> None:
-    """`aspd data build`."""
+    """Run `aspd data build`."""
     from aspd_jax.configuration import read_config
     from aspd_jax.pipeline.build import build
     from aspd_jax.pipeline.data_config import DataConfig
@@ -79,12 +85,12 @@ def run_build(options: argparse.Namespace) -> None:
     print(outcome.report.markdown())
     if outcome.unanswered:
         raise RequestError(
-            f"{outcome.unanswered} answers have no reply of the teacher; the same command asks for them again"
+            f"{outcome.unanswered} answers have no reply of the teacher. Run the same command again to request them."
         )
 
 
 def run_show(options: argparse.Namespace) -> None:
-    """`aspd data show`."""
+    """Run `aspd data show`."""
     from rich.console import Console
 
     from aspd_jax.files import write_whole
@@ -110,7 +116,7 @@ def run_show(options: argparse.Namespace) -> None:
 
 
 def run_stats(options: argparse.Namespace) -> None:
-    """`aspd data stats`."""
+    """Run `aspd data stats`."""
     from aspd_jax.pipeline.data_report import statistics, statistics_table
     from aspd_jax.pipeline.measures import measure
     from aspd_jax.pipeline.show import read_structured
@@ -129,19 +135,19 @@ def run_stats(options: argparse.Namespace) -> None:
     if left_out and not measures:
         raise no_record(", ".join(map(str, options.files)), left_out)
     print_left_out(left_out)
-    found = statistics(measures)
-    print(json.dumps(found, indent=1) if options.json else "\n".join(statistics_table(found)))
+    values = statistics(measures)
+    print(json.dumps(values, indent=1) if options.json else "\n".join(statistics_table(values)))
 
 
 def run_questions(options: argparse.Namespace) -> None:
-    """`aspd data questions`."""
+    """Run `aspd data questions`."""
     from aspd_jax.configuration import read_config
     from aspd_jax.files import write_whole
     from aspd_jax.pipeline.compose import Questions, compose, go_on
     from aspd_jax.pipeline.sources import Conversation, Unreadable, no_record, read_records
 
     positive(options, "count")
-    config, made = read_config(Questions, options.config), list[dict[str, object]]()
+    config, composed = read_config(Questions, options.config), list[dict[str, object]]()
     if options.after:
         records = list(read_records(options.after))
         answered = [record for record in records if isinstance(record, Conversation)]
@@ -150,30 +156,30 @@ def run_questions(options: argparse.Namespace) -> None:
             raise no_record(options.after, left_out)
         print_left_out(left_out)
         for number, messages in enumerate(go_on(config, answered, options.count, options.seed), 1):
-            made.append({"id": f"follow-up {number}", "kind": "follow-up", "messages": messages})
+            composed.append({"id": f"follow-up {number}", "kind": "follow-up", "messages": messages})
     else:
         for number, (text, kind) in enumerate(compose(config, options.count, options.seed, options.held_out), 1):
-            made.append({"id": number, "kind": kind, "prompt": text})
-    lines = (json.dumps(of) + "\n" for of in made)
+            composed.append({"id": number, "kind": kind, "prompt": text})
+    lines = (json.dumps(record) + "\n" for record in composed)
     try:
         write_whole(options.output, "".join(lines))
     except OSError as error:
         raise RequestError(f"--output {options.output}: {error.strerror}") from None
-    fewer = f"; there are no more than these, {options.count} were asked for" if len(made) < options.count else ""
-    print(f"{len(made)} questions written to {options.output}{fewer}")
+    fewer = f"; only these exist, {options.count} were requested" if len(composed) < options.count else ""
+    print(f"{len(composed)} questions written to {options.output}{fewer}")
 
 
 def run_tasks(options: argparse.Namespace) -> None:
-    """`aspd data tasks`."""
+    """Run `aspd data tasks`."""
     from aspd_jax.configuration import at_least
     from aspd_jax.files import write_whole
     from train.tasks import conversations
 
     positive(options, "count")
     at_least("--long-every", options.long_every, 0)
-    made = conversations(options.count, options.held_out, options.long_every)
+    records = conversations(options.count, options.held_out, options.long_every)
     try:
-        write_whole(options.output, "".join(json.dumps(record) + "\n" for record in made))
+        write_whole(options.output, "".join(json.dumps(record) + "\n" for record in records))
     except OSError as error:
         raise RequestError(f"--output {options.output}: {error.strerror}") from None
     print(f"{options.count} conversations written to {options.output}")

@@ -1,4 +1,4 @@
-"""`aspd eval` and `aspd ablate`."""
+"""Subcommands `aspd eval` and `aspd ablate`."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ from typing import Any
 from aspd.options import command, config_options, print_left_out
 from aspd_jax.errors import RequestError
 
-SYNTHETIC = 240  # problems, where no limit is given
+SYNTHETIC = 240  # default number of synthetic problems
 
 
 def add(commands: Any) -> None:
-    """Add these commands."""
+    """Add the commands of this module to the parser."""
     evaluation = commands.add_parser("eval", help="Quality, structure and speed of models on benchmarks.")
     kinds = evaluation.add_subparsers(required=True, metavar="WHAT")
 
     run = command(kinds, "run", run_eval, "Answer the questions of all benchmarks, time answers, and report.")
     config_options(run)
-    run.add_argument("--output", required=True, type=Path, help="folder of the run; a killed run goes on in it")
+    run.add_argument("--output", required=True, type=Path, help="folder of the run; an interrupted run resumes there")
 
-    judge = command(kinds, "judge", run_judge, "Let a language model judge the answers of a run, and report.")
+    judge = command(kinds, "judge", run_judge, "Judge the answers of a run with a language model, and report.")
     judge.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    judge.add_argument("overrides", nargs="*", metavar="judge.key=value", help="such as judge.base_url=URL")
+    judge.add_argument(
+        "overrides", nargs="*", metavar="judge.key=value", help="change single values: judge.base_url=URL"
+    )
 
-    report = command(kinds, "report", run_report, "Write the report of a run again.")
+    report = command(kinds, "report", run_report, "Write the report of an existing run.")
     report.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
 
     ablate = command(
-        commands, "ablate", run_ablate, "Fine-tune one model with every mask, position scheme and quality of data."
+        commands, "ablate", run_ablate, "Fine-tune and compare models with each mask, position scheme and data quality."
     )
     config_options(ablate)
-    ablate.add_argument("--output", required=True, type=Path, help="folder of the runs; what is done there stays done")
+    ablate.add_argument("--output", required=True, type=Path, help="folder of the runs; interrupted runs resume there")
 
 
 def run_eval(options: argparse.Namespace) -> None:
-    """`aspd eval run`."""
+    """Run `aspd eval run`."""
     from aspd_jax.configuration import read_config
     from infer.evaluation.eval_config import EvalConfig
     from infer.evaluation.evaluate import run
@@ -50,7 +52,7 @@ def run_eval(options: argparse.Namespace) -> None:
 
 
 def run_judge(options: argparse.Namespace) -> None:
-    """`aspd eval judge`."""
+    """Run `aspd eval judge`."""
     from dataclasses import asdict
 
     from aspd_jax.configuration import change, config_from_dict
@@ -59,18 +61,18 @@ def run_judge(options: argparse.Namespace) -> None:
 
     for override in options.overrides:
         if not override.startswith("judge."):
-            raise RequestError(f"only judge.key=value can be changed after the answers are there, got {override!r}")
+            raise RequestError(f"expected judge.key=value, got {override!r}. Other values of a run cannot be changed.")
     values = asdict(read_run(options.folder)[0])
     change(values, options.overrides)
     config = config_from_dict(EvalConfig, values, str(options.folder / "config.json"))
     missing = judge_run(config, _questions(config), options.folder)
     _report(options.folder)
     if missing:
-        raise RequestError("; ".join(missing) + "; the same command asks for them again")
+        raise RequestError("; ".join(missing) + ". Run the same command again to request them.")
 
 
 def run_report(options: argparse.Namespace) -> None:
-    """`aspd eval report`."""
+    """Run `aspd eval report`."""
     _report(options.folder)
 
 
@@ -85,7 +87,7 @@ def _report(folder: Path) -> None:
 
 
 def _questions(config: Any, left_out: list[str] | None = None) -> dict[str, Any]:
-    """Return the questions of each benchmark; add lines without one to `left_out`."""
+    """Return the questions of each benchmark, and append invalid lines to `left_out`."""
     from infer.evaluation.questions import read_questions
 
     return {
@@ -97,7 +99,7 @@ def _questions(config: Any, left_out: list[str] | None = None) -> dict[str, Any]
 
 
 def synthetic_questions(count: int, long: bool = False) -> list[Any]:
-    """Held-out problems of the synthetic tasks, as many of each family and kind; see `train.tasks.held_out`."""
+    """Return held-out problems of the synthetic tasks as questions; see `train.tasks.held_out`."""
     from infer.evaluation.questions import Question
     from train.tasks import held_out
 
@@ -115,7 +117,7 @@ def synthetic_questions(count: int, long: bool = False) -> list[Any]:
 
 
 def run_ablate(options: argparse.Namespace) -> None:
-    """`aspd ablate`."""
+    """Run `aspd ablate`."""
     from aspd_jax import load_model
     from aspd_jax.configuration import read_config
     from aspd_jax.files import write_whole

@@ -1,4 +1,4 @@
-"""`aspd train`."""
+"""Subcommand `aspd train`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from aspd.options import command, config_options, join_processes, process_option
 
 
 def add(commands: Any) -> None:
-    """Add these commands."""
+    """Add the commands of this module to the parser."""
     train = command(
         commands, "train", run_train, "Fine-tune a checkpoint, or train a model from scratch on the synthetic tasks."
     )
     config_options(train)
-    what = train.add_mutually_exclusive_group(required=True)
-    what.add_argument("--output", type=Path, help="folder of the run; a killed run goes on in it")
-    what.add_argument("--plan", action="store_true", help="print the memory that each device will need, and stop")
+    action = train.add_mutually_exclusive_group(required=True)
+    action.add_argument("--output", type=Path, help="folder of the run; an interrupted run resumes there")
+    action.add_argument("--plan", action="store_true", help="print the estimated memory of each device, and stop")
     process_options(train)
 
 
 def run_train(options: argparse.Namespace) -> None:
-    """`aspd train`."""
+    """Run `aspd train`."""
     from train.train_config import load_config
 
     config = load_config(options.config, options.overrides)
@@ -34,8 +34,8 @@ def run_train(options: argparse.Namespace) -> None:
     import jax
 
     join_processes(options)
-    from train.loop import outcome, train
+    from train.loop import result_folder, train
 
     train(config, options.output)
     if jax.process_index() == 0:
-        print(f"{outcome(config)} written to {options.output / outcome(config)}")
+        print(f"{result_folder(config)} written to {options.output / result_folder(config)}")

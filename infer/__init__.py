@@ -1,4 +1,4 @@
-"""Decoding: the hybrid engine, its grammar and sampling."""
+"""Inference: the decoding engine, its scheduler, server, benchmarks and evaluation."""
 
 from infer.answers.answer import Result, Statistics
 from infer.answers.events import Event

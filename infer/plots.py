@@ -1,8 +1,8 @@
-"""All figures, by matplotlib: visibility, timelines, benchmarks and evaluations.
+"""Figures with matplotlib: visibility, timelines, benchmarks and evaluations.
 
-Only what draws imports this module, and when it draws, so that nothing else needs matplotlib.
+Callers import this module when they draw, so that nothing else needs matplotlib.
 
-T tokens of one sequence.
+T: tokens of one sequence.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ MAX_LABELLED = 64  # tokens whose names are readable beside a matrix
 def draw_visibility(
     layout: Layout, names: Sequence[str] = (), siblings: Siblings = "invisible", title: str = ""
 ) -> Figure:
-    """The visibility matrix of one sequence (protocol, section 3): a row for each token, filled where it may look.
+    """Draw the visibility matrix of one sequence (protocol, section 3) above the positions of its tokens.
 
-    Serial tokens are grey, branches coloured. Below stand the positions that tokens are rotated with.
+    Each row marks the tokens that one token attends to. Serial tokens are grey, branches coloured.
 
     Args:
-        layout: of the sequence, int32 [T] each.
-        names: of the tokens, [T]; written beside short sequences.
-        siblings: `shared`: the variant of the ablation, in which they see each other.
+        layout: layout of the sequence, int32 [T] each.
+        names: labels of the tokens, [T]; shown for at most `MAX_LABELLED` tokens.
+        siblings: `invisible`, or `shared` for the ablation in which sibling branches see each other.
+        title: title of the figure.
     """
     fields = [np.asarray(field) for field in layout]
     length = fields[0].size
@@ -56,7 +57,7 @@ def draw_visibility(
     matrix.imshow(np.where(sees, kind[:, None], 0), cmap=colours, vmin=0, vmax=1 + len(COLOURS), aspect="auto")
     matrix.set(title=title, ylabel="token")
     below.scatter(range(length), np.asarray(layout.position), c=kind, cmap=colours, vmin=0, vmax=1 + len(COLOURS), s=9)
-    below.set(ylabel="position", xlabel="" if names else "token it may look at")
+    below.set(ylabel="position", xlabel="" if names else "visible token")
     if names and length <= MAX_LABELLED:
         short = [name if len(name) <= 12 else name[:11] + "…" for name in names]
         matrix.set_yticks(range(length), short, fontsize=6)
@@ -65,13 +66,13 @@ def draw_visibility(
 
 
 def save_figure(figure: Figure, file: Path) -> None:
-    """Write a figure in the format that the file's name ends with."""
+    """Write a figure in the format of the file's suffix."""
     with partial_file(file) as partial:
         figure.savefig(partial, format=file.suffix[1:] or None)
 
 
 def svg(figure: Figure) -> str:
-    """A figure as SVG text; the same figure gives the same text."""
+    """Return a figure as SVG text, which is deterministic."""
     file = io.StringIO()
     with rc_context({"svg.hashsalt": "aspd"}):
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -80,9 +81,9 @@ def svg(figure: Figure) -> str:
 
 
 def draw_timeline(spans: Sequence[Span], title: str = "") -> Figure:
-    """One answer as lanes over passes: what is serial on the first, every branch on a lane of its own.
+    """Draw one answer as lanes over steps: serial text on the first lane, each branch on a lane of its own.
 
-    Below them the same content as serial mode decodes it, on one lane.
+    A separate lane below shows the same content decoded in serial mode.
     """
     lanes = max(span.lane for span in spans)
     below = lanes + 1.5
@@ -99,7 +100,7 @@ def draw_timeline(spans: Sequence[Span], title: str = "") -> Figure:
         content = 0 if span.kind == "titles" else length - (span.kind == "branch")  # without its closing tag
         axes.barh(below, content, left=serially, height=0.8, color=colour)
         serially += content
-    axes.set(title=title, xlabel="passes", xlim=(0, 1.02 * max(serially, spans[-1].end)))
+    axes.set(title=title, xlabel="steps", xlim=(0, 1.02 * max(serially, spans[-1].end)))
     axes.invert_yaxis()
     names = ["serial", *(f"branch {lane}" for lane in range(1, lanes + 1)), "serial mode"]
     axes.set_yticks([*range(lanes + 1), below], names, fontsize=7)
@@ -109,11 +110,14 @@ def draw_timeline(spans: Sequence[Span], title: str = "") -> Figure:
 def plot_decoding(
     passes: Sequence[PassTime], answers: Sequence[Sequence[AnswerTime]], copied: float, title: str, file: Path
 ) -> None:
-    """Three curves: time of a pass by width, bandwidth by width, and speed-up by branches, ideal and realised.
+    """Plot step time and bandwidth by width, and ideal and realised speed-up by number of branches.
 
     Args:
-        copied: bytes per second of a large copy.
-        file: where to write; its ending says in which format.
+        passes: step times by width.
+        answers: pairs of answer times.
+        copied: copy bandwidth in bytes per second.
+        title: title of the figure.
+        file: output file; its suffix selects the format.
     """
     figure = Figure(figsize=(13, 4), layout="constrained")
     figure.suptitle(title, fontsize=10)
@@ -122,13 +126,13 @@ def plot_decoding(
     below = [p.median - p.fastest for p in passes]
     above = [p.slowest - p.median for p in passes]
     times.errorbar(widths, [p.median for p in passes], yerr=[below, above], marker="o", capsize=3)
-    times.set(xscale="log", xlabel="tokens in a pass", ylabel="ms per pass", ylim=(0, None))
+    times.set(xscale="log", xlabel="tokens per step", ylabel="ms per step", ylim=(0, None))
     bandwidth.plot(widths, [100 * p.bandwidth / copied for p in passes], marker="o")
-    bandwidth.set(xscale="log", xlabel="tokens in a pass", ylabel="% of copy bandwidth", ylim=(0, None))
+    bandwidth.set(xscale="log", xlabel="tokens per step", ylabel="% of copy bandwidth", ylim=(0, None))
     for batch in sorted({pair[0].batch for pair in answers}):
-        some = [pair for pair in answers if pair[0].batch == batch]
-        adaptive = [next(a for a in pair if a.name == "adaptive") for pair in some]
-        serial = [next(a for a in pair if a.name == "serial") for pair in some]
+        pairs = [pair for pair in answers if pair[0].batch == batch]
+        adaptive = [next(a for a in pair if a.name == "adaptive") for pair in pairs]
+        serial = [next(a for a in pair if a.name == "serial") for pair in pairs]
         branches = [a.branches for a in adaptive]
         realised = [s.seconds / a.seconds for a, s in zip(adaptive, serial, strict=True)]
         speed.plot(branches, realised, marker="o", label=f"realised, batch {batch}")
@@ -142,7 +146,7 @@ def plot_decoding(
 
 
 def plot_speedups(by_category: dict[str, dict[str, float]], title: str, file: Path) -> None:
-    """Bars: mean realised speed-up of every category, with its interval."""
+    """Plot the mean realised speed-up of each category with its interval as bars."""
     figure = Figure(figsize=(7, 0.8 + 0.32 * len(by_category)), layout="constrained")
     axes = figure.subplots()
     names = list(by_category)[::-1]
@@ -155,7 +159,7 @@ def plot_speedups(by_category: dict[str, dict[str, float]], title: str, file: Pa
 
 
 def plot_distribution(values: Sequence[float], title: str, file: Path) -> None:
-    """Histogram of realised speed-ups, one value for each answer."""
+    """Plot a histogram of realised speed-ups, one value per answer."""
     figure = Figure(figsize=(7, 2.6), layout="constrained")
     axes = figure.subplots()
     axes.hist(values, bins=min(24, max(4, len(values) // 2)), color=BLUE)
@@ -167,39 +171,42 @@ def plot_distribution(values: Sequence[float], title: str, file: Path) -> None:
 def plot_quality(
     points: dict[str, tuple[dict[str, float], dict[str, float]]], quality: str, title: str, file: Path
 ) -> None:
-    """Quality against speed, a point with intervals for each system.
+    """Plot quality against speed, one point with intervals per system.
 
     Args:
-        points: content tokens per second and quality, by system.
+        points: content tokens per second and quality by system.
+        quality: label of the quality axis.
+        title: title of the figure.
+        file: output file.
     """
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()
     for name, (speed, good) in points.items():
-        around = [[[abs(of["mean"] - of["low"])], [abs(of["high"] - of["mean"])]] for of in (speed, good)]
-        axes.errorbar(speed["mean"], good["mean"], xerr=around[0], yerr=around[1], marker="o", capsize=3, label=name)
+        errors = [[[abs(i["mean"] - i["low"])], [abs(i["high"] - i["mean"])]] for i in (speed, good)]
+        axes.errorbar(speed["mean"], good["mean"], xerr=errors[0], yerr=errors[1], marker="o", capsize=3, label=name)
     axes.set(title=title, xlabel="content tokens per second, batch 1", ylabel=quality, xlim=(0, None))
     axes.legend(fontsize=8)
     save_figure(figure, file)
 
 
-def plot_load(found: Sequence[Load], target: float, title: str, file: Path) -> None:
-    """Time to the last token (median and 95th percentile) and goodput by rate, a line for each mode and server."""
+def plot_load(results: Sequence[Load], target: float, title: str, file: Path) -> None:
+    """Plot time to the last token (median and 95th percentile) and goodput by rate for each mode and server."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     figure.suptitle(title, fontsize=10)
     times, goodput = figure.subplots(1, 2)
-    for line_of in dict.fromkeys(of.who for of in found):
-        some = [of for of in found if of.who == line_of]
-        rates = [of.rate for of in some]
-        (line,) = times.plot(rates, [1000 * of.last[0] for of in some], marker="o", label=f"{line_of}, median")
+    for label in dict.fromkeys(result.label for result in results):
+        series = [result for result in results if result.label == label]
+        rates = [result.rate for result in series]
+        (line,) = times.plot(rates, [1000 * result.last[0] for result in series], marker="o", label=f"{label}, median")
         times.plot(
             rates,
-            [1000 * of.last[1] for of in some],
+            [1000 * result.last[1] for result in series],
             marker=".",
             linestyle=":",
             color=line.get_color(),
-            label=f"{line_of}, p95",
+            label=f"{label}, p95",
         )
-        goodput.plot(rates, [of.goodput for of in some], marker="o", label=line_of)
+        goodput.plot(rates, [result.goodput for result in series], marker="o", label=label)
     times.set(xlabel="requests per second", ylabel="ms to last token", yscale="log")
     goodput.set(xlabel="requests per second", ylabel=f"answers within {target:g} s, per second", ylim=(0, None))
     for axes in (times, goodput):

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
@@ -47,6 +47,7 @@ from aspd_jax import LanguageModel, SpecialTokens, load_model
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power
 from infer import Engine
+from infer.decode.derived import derive
 from infer.decode.state import PROMPT, DecodeState, EngineConfig
 from infer.request import Job
 from infer.scheduling.admission import begin, new_state
@@ -158,8 +159,13 @@ def patched(module: ModuleType = infer.decode.decode_step, **functions: Callable
         yield
 
 
-# One pass, compiled for each `Bucket`.
-one_step = jax.jit(infer.decode.decode_step.step, static_argnames=("config", "bucket", "drafting"))
+@partial(jax.jit, static_argnames=("config", "bucket", "drafting"))
+def one_step(
+    params: Any, state: DecodeState, config: EngineConfig, bucket: Bucket, drafting: bool = False
+) -> DecodeState:
+    """Run one decoding step."""
+    derived = derive(state.sequence, state.automaton, config)
+    return infer.decode.decode_step.step(params, state, derived, config, bucket, drafting)
 
 
 def laid_out(lm: LanguageModel, config: EngineConfig, jobs: Sequence[Job]) -> DecodeState:
@@ -176,7 +182,7 @@ def after_prompts(lm: LanguageModel, config: EngineConfig, jobs: Sequence[Job]) 
     state, longest = laid_out(lm, config, jobs), next_power(max(len(job.prompt) for job in jobs))
     rows, capacity = state.cache.tokens.shape
     state = one_step(lm.params, state, config, Bucket(rows, rows * longest, longest, capacity))
-    assert not (state.sequence.phase == PROMPT).any(), "one pass has room for all prompts"
+    assert not (state.sequence.cursor.phase == PROMPT).any(), "one pass has room for all prompts"
     return state
 
 

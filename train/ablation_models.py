@@ -1,7 +1,7 @@
-"""The paper's ablation in kind: one model fine-tuned with every mask, position scheme and quality of data.
+"""Ablation after the paper's: one model fine-tuned with each mask, position scheme and quality of data.
 
-The base model answers the synthetic tasks plainly (Ori). It is fine-tuned on plain answers (Seq) and on structured ones
-(ASPD) of the same problems, with everything else the same.
+The base model answers the synthetic tasks plainly (Ori). It is fine-tuned on plain answers (Seq) and on structured
+answers (ASPD) to the same problems with equal settings.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from train.tasks import Problem, conversation, problem
 from train.train_config import DataSection, ModelSection, OptimiserSection, TrainConfig
 
 Quality = Literal["verified", "unverified", "random"]
-# No branch of the tasks that `problem` draws from is longer. `predict` spaces branches by the longest that the limits
-# allow, and was trained on spacings of this order.
+# No branch of `problem` is longer. `predict` spaces branches by the maximum length, so decoding needs a limit that is
+# close to the lengths in training.
 MAX_BRANCH_TOKENS = 64
 
 
 class Variant(NamedTuple):
-    """What is done to the base model.
+    """Fine-tuning of the base model.
 
     Attributes:
-        structured: ASPD; else Seq.
-        quality: of the structure: the tasks' own; every line a branch, needed by another one or not; cut anywhere.
+        structured: whether answers are structured (ASPD) or plain (Seq).
+        positions: position scheme.
+        siblings: mask between sibling branches.
+        quality: structure of answers: `verified` (that of the tasks), `unverified` (every line is a branch), `random`
+            (cut between random words).
     """
 
     structured: bool
@@ -57,16 +60,16 @@ REFERENCE = "aspd"
 
 @dataclass(frozen=True)
 class AblationConfig:
-    """An ablation.
+    """Configuration of an ablation.
 
     Attributes:
-        base: folder of the checkpoint that is fine-tuned: a model trained on plain answers to the synthetic tasks.
-        variants: which ones; none: all.
-        seed: of the order of data.
-        conversations: to train on.
-        steps, learning_rate, rows, length: of every run; see `TrainConfig`.
-        problems: held-out problems that every model answers, greedily.
-        batch: problems that are decoded together.
+        base: checkpoint folder of the base model, trained on plain answers to the synthetic tasks.
+        variants: names of variants; empty: all.
+        seed: seed of the data order.
+        conversations: number of training conversations.
+        steps, learning_rate, rows, length: settings of every run; see `TrainConfig`.
+        problems: number of held-out problems, which are decoded greedily.
+        batch: number of problems that are decoded together.
     """
 
     base: str = ""
@@ -87,16 +90,16 @@ class AblationConfig:
             at_least(name, getattr(self, name), 1)
         for name in self.variants:
             if name not in VARIANTS:
-                raise ConfigError(f"variants: {name!r} is none of {', '.join(VARIANTS)}")
+                raise ConfigError(f"variants: expected names from {', '.join(VARIANTS)}, got {name!r}")
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The variants that are trained."""
+        """Names of the variants to train."""
         return self.variants or tuple(VARIANTS)
 
 
 def run_config(config: AblationConfig, variant: Variant, file: Path) -> TrainConfig:
-    """The training run of a variant on a file of `write_conversations`."""
+    """Return the training configuration of a variant on a file of `write_conversations`."""
     return TrainConfig(
         model=ModelSection(checkpoint=config.base, positions=variant.positions, siblings=variant.siblings),
         data=DataSection(train=(str(file),), structured=variant.structured, rows=config.rows, length=config.length),
@@ -109,7 +112,7 @@ def run_config(config: AblationConfig, variant: Variant, file: Path) -> TrainCon
 
 
 def write_conversations(folder: Path, quality: Quality, count: int) -> Path:
-    """Training conversations of the synthetic tasks as JSONL, if they are not there yet."""
+    """Write training conversations of the synthetic tasks as JSONL unless the file exists, and return the file."""
     file = folder / f"{quality}_{count}.jsonl"
     if not file.exists():
         with replacing(file) as out:
@@ -120,7 +123,7 @@ def write_conversations(folder: Path, quality: Quality, count: int) -> Path:
 
 
 def every_line(item: Problem) -> Structure:
-    """What comes of form without verification: every line after the first is a branch."""
+    """Return the structure that unverified extraction gives: every line after the first is a branch."""
     titles = {
         branch.text: branch.title for part in item.structure if isinstance(part, Parallel) for branch in part.branches
     }
@@ -131,7 +134,7 @@ def every_line(item: Problem) -> Structure:
 
 
 def cut_anywhere(item: Problem) -> Structure:
-    """Three to six pieces between any two words; all but the first are branches."""
+    """Cut an answer between random words into three to six pieces; all but the first are branches."""
     words = item.answer.split(" ")
     random = Random(hashlib.sha256(item.question.encode()).digest())
     count = random.randint(3, 6)
@@ -144,17 +147,13 @@ def cut_anywhere(item: Problem) -> Structure:
 
 
 def _lead(text: str) -> str:
-    """A title: what stands before a colon, or the first two words."""
+    """Return a title: the text before a colon, or the first two words."""
     before, colon, _ = text.strip().partition(":")
     return before if colon and "\n" not in before else " ".join(text.split()[:2])
 
 
-def _own(item: Problem) -> Structure:
-    return item.structure
-
-
 RESTRUCTURE: dict[Quality, Callable[[Problem], Structure]] = {
-    "verified": _own,
+    "verified": lambda item: item.structure,
     "unverified": every_line,
     "random": cut_anywhere,
 }

@@ -1,6 +1,6 @@
-"""Examples to packed batches, from the synthetic tasks or from records.
+"""Packed batches of examples from the synthetic tasks or from records.
 
-B rows, S tokens of a row.
+B: rows; S: tokens of a row.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from train.records import Example, Records, reread
 from train.tasks import Problem, held_out, problem, recital
 from train.train_config import TrainConfig
 
-PARTS = ("serial", "title", "branch")  # what a target belongs to
-NO_TAG = -1  # in place of a token, for its layout
+PARTS = ("serial", "title", "branch")  # kinds of targets in metrics
+NO_TAG = -1  # replaces tags that `build_layout` must read as text
 
 
 class Batch(NamedTuple):
     """Packed rows.
 
     Attributes:
-        tokens: int32 [B, S].
-        layout: int32 [B, S] each.
-        loss: float32 [B, S], weight of each token as a target.
-        part: int32 [B, S], index into `PARTS`.
+        tokens: token ids, int32 [B, S].
+        layout: layout of the tokens, int32 [B, S] each.
+        loss: weight of each token as a target, float32 [B, S].
+        part: index into `PARTS` of each token, int32 [B, S].
     """
 
     tokens: np.ndarray
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 class Batches(Protocol):
-    """A resumable stream of batches; `state` is JSON and says where it stands."""
+    """A resumable stream of batches; `state` is its position as JSON values."""
 
     def __next__(self) -> Batch: ...
     @property
@@ -59,7 +59,16 @@ def make_batch(
     special: SpecialTokens,
     positions: PositionScheme,
 ) -> Batch:
-    """Rows of examples, with the number of the sequence that each token belongs to (0: padding), as a batch."""
+    """Make a batch from packed rows.
+
+    Args:
+        tokens: token ids, int32 [B, S].
+        sequence: number of the sequence of each token, int32 [B, S]; 0: padding.
+        loss: weight of each token as a target, bool or float32 [B, S].
+        flat: whether a tag is read as text, bool [B, S].
+        special: ids of the tags.
+        positions: position scheme.
+    """
     layout = build_layout(np.where(flat, NO_TAG, tokens), special, positions, sequence=sequence)
     opened = np.cumsum(tokens == special.title_start, axis=1) - np.cumsum(tokens == special.title_end, axis=1)
     title = (opened > 0) | (tokens == special.title_end)
@@ -68,7 +77,15 @@ def make_batch(
 
 
 def example(codec: Codec, tokenizer: Any, problem: Problem, structured: bool, fed_loss: bool = False) -> Example:
-    """Prompt, answer and end of text; loss on the answer only, and not on what the engine feeds."""
+    """Encode a problem: prompt, answer and end of text, with loss on the answer.
+
+    Args:
+        codec: codec of the tokenizer.
+        tokenizer: tokenizer with a chat template.
+        problem: problem.
+        structured: whether to linearise the structure or to use the plain answer.
+        fed_loss: whether tokens that the engine feeds have loss too.
+    """
     messages = [{"role": "user", "content": problem.question}]
     (prompt,) = encode_turns(tokenizer, codec.text, (tokenizer.eos_token_id,), messages, prompt=True)
     answer = codec.linearise(problem.structure if structured else (Serial(problem.answer),))
@@ -78,7 +95,12 @@ def example(codec: Codec, tokenizer: Any, problem: Problem, structured: bool, fe
 
 
 def first_fit(sizes: Sequence[int], rows: int, length: int) -> list[int | None]:
-    """The row of each example, the longest placed first; None where an example fits nowhere.
+    """Assign examples to rows, the longest first, and return the row of each; None if it fits in no row.
+
+    Args:
+        sizes: tokens of each example.
+        rows: number of rows.
+        length: tokens of a row.
 
     Raises:
         ConfigError: an example is longer than a row.
@@ -103,7 +125,7 @@ def pack(
     length: int,
     positions: PositionScheme,
 ) -> Batch:
-    """Lay examples out in their rows; those without one are left out."""
+    """Pack examples into their rows (see `first_fit`); examples without a row are dropped."""
     tokens = np.zeros((rows, length), np.int32)
     sequence = np.zeros((rows, length), np.int32)
     loss = np.zeros((rows, length), np.float32)
@@ -120,9 +142,9 @@ def pack(
 
 
 def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int) -> Batch:
-    """The batch of a step, a pure function of (seed, step), so that a resumed run sees what it would have seen.
+    """Return the batch of a step: a pure function of (seed, step), so that resuming does not change the data.
 
-    ASPD and Seq models get the same problems: which ones fit is decided by the structured form for both.
+    ASPD and Seq models get the same problems, because the size of the structured form decides for both which fit.
     """
     problems: list[Problem] = []
     examples: list[Example] = []
@@ -134,13 +156,13 @@ def synthetic_batch(codec: Codec, tokenizer: Any, config: TrainConfig, step: int
     while total < rows * length:
         seed = (config.seed << 48) + (step << 16) + number
         recite = recital_every and number % recital_every == recital_every - 1
-        made = recital(seed) if recite else problem(seed, held_out=False)
-        structured = example(codec, tokenizer, made, True, data.fed_loss)
+        item = recital(seed) if recite else problem(seed, held_out=False)
+        structured = example(codec, tokenizer, item, True, data.fed_loss)
         structured = reread(structured, codec.special, number) if data.reread else structured
         number += 1
         if len(structured.tokens) > length:
-            continue  # a few of the longest problems fit no row
-        problems.append(made)
+            continue  # a few problems are longer than a row
+        problems.append(item)
         examples.append(structured)
         total += len(structured.tokens)
     placed = first_fit([len(item.tokens) for item in examples], rows, length)
@@ -165,7 +187,7 @@ class SyntheticBatches:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Where the stream stands."""
+        """Position of the stream."""
         return {"step": self._step}
 
     @state.setter
@@ -174,29 +196,32 @@ class SyntheticBatches:
 
 
 def held_out_batches(codec: Codec, tokenizer: Any, config: TrainConfig) -> list[Batch]:
-    """Batches of held-out synthetic problems."""
+    """Return the batches of held-out synthetic problems."""
     rows, length = config.data.rows, config.data.length
     problems = held_out(64 * config.evaluate_batches * rows)
-    made = (example(codec, tokenizer, item, config.data.structured, config.data.fed_loss) for item in problems)
+    encoded = (example(codec, tokenizer, item, config.data.structured, config.data.fed_loss) for item in problems)
     if config.data.reread:
-        made = (reread(item, codec.special, number) for number, item in enumerate(made))
+        encoded = (reread(item, codec.special, number) for number, item in enumerate(encoded))
     batches = []
     for _ in range(config.evaluate_batches):
-        some: list[Example] = []
-        while sum(len(item.tokens) for item in some) < rows * length:
-            item = next(made)
+        examples: list[Example] = []
+        while sum(len(item.tokens) for item in examples) < rows * length:
+            item = next(encoded)
             if len(item.tokens) <= length:
-                some.append(item)
-        placed = first_fit([len(item.tokens) for item in some], rows, length)
-        batches.append(pack(some, placed, codec.special, rows, length, config.model.positions))
+                examples.append(item)
+        placed = first_fit([len(item.tokens) for item in examples], rows, length)
+        batches.append(pack(examples, placed, codec.special, rows, length, config.model.positions))
     return batches
 
 
 class RecordBatches:
-    """Batches of records: shuffled anew in every epoch, packed first-fit.
+    """Batches of records, shuffled in every epoch and packed first-fit.
 
     Args:
-        epochs: how often each record comes; None: without end.
+        records: tokenised records.
+        special: ids of the tags.
+        config: configuration of the run.
+        epochs: number of epochs; None: unlimited.
     """
 
     def __init__(
@@ -210,7 +235,7 @@ class RecordBatches:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Where the stream stands."""
+        """Position of the stream."""
         return dict(self._iterator.get_state())
 
     @state.setter
@@ -219,7 +244,7 @@ class RecordBatches:
 
 
 def record_steps(records: Records, config: TrainConfig) -> int:
-    """Batches that the epochs of a configuration take."""
+    """Return the number of batches in the configured epochs."""
 
     class Sizes:
         def __len__(self) -> int:
@@ -233,7 +258,7 @@ def record_steps(records: Records, config: TrainConfig) -> int:
 
 
 def record_held_out(records: Records, special: SpecialTokens, config: TrainConfig) -> list[Batch]:
-    """The first `evaluate_batches` batches of held-out records, in their order."""
+    """Return the first `evaluate_batches` batches of held-out records in file order."""
     batches = []
     for rows in _packed(records, config, 1, shuffle=False, whole=False):
         batches.append(_as_batch(rows, special, config))
@@ -243,7 +268,7 @@ def record_held_out(records: Records, special: SpecialTokens, config: TrainConfi
 
 
 def _as_batch(packed: dict[str, np.ndarray], special: SpecialTokens, config: TrainConfig) -> Batch:
-    """Rows from Grain as a batch; a last, smaller one is filled up with empty rows."""
+    """Convert Grain's rows to a batch; a smaller last batch is padded with empty rows."""
     missing = config.data.rows - len(packed["tokens"])
     tokens, sequence, loss, flat = (
         np.pad(packed[name], [(0, missing), (0, 0)]) for name in ("tokens", "tokens_segment_ids", "loss", "flat")
@@ -252,11 +277,11 @@ def _as_batch(packed: dict[str, np.ndarray], special: SpecialTokens, config: Tra
 
 
 def _packed(records: Any, config: TrainConfig, epochs: int | None, shuffle: bool, whole: bool = True) -> Any:
-    """Grain's pipeline: {"tokens", "tokens_segment_ids", "loss", "flat"}, arrays [rows, length]."""
+    """Return Grain's iterable of {"tokens", "tokens_segment_ids", "loss", "flat"}, arrays [rows, length]."""
     source = grain.MapDataset.source(records).seed(config.seed)
     source = source.shuffle() if shuffle else source
     source = source.repeat(epochs).map(Example._asdict)
-    # One thread: what makes a batch is packing, and a resumed run must see the same order.
+    # No threads: packing dominates the time, and a resumed run must see the same order.
     rows = grain_experimental.FirstFitPackIterDataset(
         source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
         length_struct=dict.fromkeys(Example._fields, config.data.length),

@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of `size` tokens, specials included; a digit, with the space before it, is a token of its own."""
+    """Train a byte-level BPE tokenizer of `size` tokens with the special ones; digits are never merged."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

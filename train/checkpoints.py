@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the state and where the data stands, written while training goes on (Orbax)."""
+"""Checkpoints of a run with the training state and the data position, written asynchronously by Orbax."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ METRIC = "held_out_loss"
 class Checkpoints:
     """Checkpoints in a folder.
 
-    A checkpoint appears whole or not at all, so a run that is killed while saving goes on from the one before.
+    Checkpoints are atomic: a run that is killed while saving resumes from the previous one.
 
     Args:
-        keep: how many of the latest stay.
-        best: also keep the one with the lowest held-out loss.
-        read_only: change nothing in the folder.
+        folder: folder of the checkpoints.
+        keep: number of latest checkpoints to keep.
+        best: whether to keep the checkpoint with the lowest held-out loss too.
+        read_only: whether the folder must not change.
     """
 
     def __init__(self, folder: Path, keep: int = 1, best: bool = False, read_only: bool = False) -> None:
@@ -62,7 +63,7 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Name the folder where writing fails; the checkpoint under way is removed then."""
+        """Name the folder in write errors, and remove the unfinished checkpoint."""
         try:
             with writing(self._folder):
                 yield
@@ -73,22 +74,29 @@ class Checkpoints:
 
     @property
     def latest(self) -> int:
-        """The last step with a checkpoint, or 0."""
+        """Last step with a checkpoint; 0: none."""
         return self._manager.latest_step() or 0
 
     @property
     def steps(self) -> list[int]:
-        """All steps with a checkpoint."""
+        """Sorted steps with a checkpoint."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: TrainState, data: dict[str, Any], loss: float | None = None) -> None:
-        """Start to write; returns when the state has been copied."""
+        """Start writing a checkpoint, and return when the state has been copied.
+
+        Args:
+            step: step of the checkpoint.
+            state: training state.
+            data: position of the data stream.
+            loss: held-out loss; None: not measured.
+        """
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data))
         with self._writing():
             self._manager.save(step, args=args, metrics=None if loss is None else {METRIC: loss})
 
     def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """A state, in the shardings of `like`, whatever mesh it was saved from; and where the data stood."""
+        """Return the state of a step with the shardings of `like`, on any mesh, and the position of the data."""
 
         def abstract(leaf: jax.Array) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

@@ -1,4 +1,4 @@
-"""A training run: resumable, and a pure function of its configuration and data."""
+"""Training run: resumable, and a pure function of its configuration and data."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from train.setup import Setup, load, set_up
 from train.train_config import TrainConfig
 from train.train_step import TrainState, evaluation_sums, join, part_losses, train_step
 
-# What may differ when a run goes on: where it runs, and what it tells; not what it computes.
+# Settings that may change when a run is resumed, because they do not change what it computes.
 MAY_CHANGE = ("mesh", "save_every", "keep", "log_every", "tensorboard")
 
 
 class Data(NamedTuple):
-    """What a run reads: batches to train on, batches to evaluate on, and steps in all."""
+    """Data of a run: training batches, held-out batches and the total number of steps."""
 
     batches: Batches
     held_out: list[Batch]
@@ -46,15 +46,21 @@ class Data(NamedTuple):
 
 
 def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageModel:
-    """Train, and leave in `output`: model/ (Hugging Face layout), or with LoRA adapter/ (PEFT's), metrics.jsonl,
-    config.json, checkpoints/.
+    """Train a model and return it.
 
-    A killed run goes on from its last checkpoint when it is started again with the same configuration, on the same
-    mesh or on another.
+    `output` then holds model/ (Hugging Face layout) or, with LoRA, adapter/ (PEFT's layout), and metrics.jsonl,
+    config.json and checkpoints/. Starting a run again with the same configuration resumes from its last checkpoint, on
+    any mesh.
+
+    Args:
+        config: configuration.
+        output: folder of the run.
+        progress: whether to print a summary of the data and a progress bar.
 
     Raises:
-        ConfigError: `output` holds a run of another configuration, or something in it cannot work.
-        DataError, CheckpointError: what is wrong with the data or the checkpoint to start from.
+        ConfigError: `output` holds a run with another configuration, or the configuration is invalid.
+        DataError: the data cannot be read.
+        CheckpointError: the checkpoint to start from cannot be read.
     """
     first_process = jax.process_index() == 0
     mesh = make_mesh(vars(config.mesh))
@@ -68,7 +74,7 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
     with Checkpoints(output / "checkpoints", config.keep, best=bool(data.held_out)) as checkpoints:
         state = _run(config, setup, data, checkpoints, output, progress and first_process)
     trained = setup.language_model(state)
-    if first_process and not (result := output / outcome(config)).exists():
+    if first_process and not (result := output / result_folder(config)).exists():
         if config.model.lora_rank:
             save_adapter(trained, result, config.model.checkpoint)
         else:
@@ -76,35 +82,35 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
     return trained
 
 
-def outcome(config: TrainConfig) -> str:
-    """The folder in a run's folder that holds what it has made."""
+def result_folder(config: TrainConfig) -> str:
+    """Return the name of the folder of the trained model or adapter within the folder of a run."""
     return "adapter" if config.model.lora_rank else "model"
 
 
 def read_data(config: TrainConfig, lm: LanguageModel, output: Path, progress: bool) -> Data:
-    """Open the data of a configuration; records that cannot be used are reported in `output`."""
+    """Open the data of a run, and write the records that cannot be used to left_out.jsonl in `output`."""
     codec, tokenizer = lm.codec, lm.tokenizer
     if not config.data.train:
         held_out = held_out_batches(codec, tokenizer, config) if config.evaluate_batches else []
         return Data(SyntheticBatches(codec, tokenizer, config), held_out, config.steps)
     cache = Path(config.data.cache) if config.data.cache else output / "tokenised"
     if jax.process_index() > 0:
-        multihost_utils.sync_global_devices("tokenised")  # the first process tokenises, the others find its work
+        multihost_utils.sync_global_devices("tokenised")  # process 0 tokenises; the others read its cache
     with writing(cache):
         records = Records(lm, config.data.train, config.data, cache)
-        apart = Records(lm, config.data.held_out, config.data, cache) if config.evaluate_batches else None
+        held_out_records = Records(lm, config.data.held_out, config.data, cache) if config.evaluate_batches else None
     if jax.process_index() == 0:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("tokenised")
-        problems = records.problems + (apart.problems if apart else [])
+        problems = records.problems + (held_out_records.problems if held_out_records else [])
         write_whole(output / "left_out.jsonl", "".join(json.dumps(p._asdict()) + "\n" for p in problems))
     if progress:
         print(f"training data: {records.report()}")
-        if apart:
-            print(f"held-out data: {apart.report()}")
+        if held_out_records:
+            print(f"held-out data: {held_out_records.report()}")
     return Data(
         RecordBatches(records, codec.special, config, config.epochs if not config.steps else None),
-        record_held_out(apart, codec.special, config) if apart else [],
+        record_held_out(held_out_records, codec.special, config) if held_out_records else [],
         config.steps or record_steps(records, config),
     )
 
@@ -116,7 +122,7 @@ def _run(
     first = checkpoints.latest
     if first:
         state, batches.state = checkpoints.restore(first, state)
-    take = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
+    update = train_step(setup.model, setup.optimiser, config.optimiser.accumulate)
     writer = MetricsWriter(output, first, config.tensorboard) if jax.process_index() == 0 else None
     flops = model_flops(setup.lm.config, join(state.params, setup.frozen), config.data.length)
     peak = peak_flops()
@@ -125,7 +131,7 @@ def _run(
     for done in bar:
         batch = next(batches)
         tokens += batch.tokens.size
-        state, metrics = take(state, setup.frozen, setup.place(batch))
+        state, metrics = update(state, setup.frozen, setup.place(batch))
         step = done + 1
         last = step == data.steps
         if step % config.log_every == 0 or last:
@@ -138,7 +144,7 @@ def _run(
                 values["peak_bytes"] = used
             if values["skipped"] > skipped:
                 new = int(values["skipped"] - skipped)
-                bar.write(f"up to step {step}: {new} updates skipped, their loss or gradient was not finite")
+                bar.write(f"step {step}: skipped {new} updates since the last report: loss or gradient not finite")
                 skipped = values["skipped"]
             bar.set_postfix(loss=f"{values['loss']:.4f}", tokens_per_second=f"{values['tokens_per_second']:.0f}")
             if writer:
@@ -158,18 +164,20 @@ def _run(
 
 
 def evaluate(setup: Setup, state: TrainState, held_out: list[Batch]) -> dict[str, float]:
-    """Held-out loss, over all learned tokens and by part."""
-    each = [evaluation_sums(state.params, setup.frozen, setup.place(batch), setup.model) for batch in held_out]
-    sums = Sums(*(sum(part[1:], part[0]) for part in zip(*each, strict=True)))
+    """Return the held-out loss over all targets and by part."""
+    batch_sums = [evaluation_sums(state.params, setup.frozen, setup.place(batch), setup.model) for batch in held_out]
+    sums = Sums(*(sum(part[1:], part[0]) for part in zip(*batch_sums, strict=True)))
     values = {"loss": sums.mean(), **part_losses(sums)}
     return {f"held_out_{name}": float(value) for name, value in values.items()}
 
 
 def export(run: Path, output: Path, step: int | None = None, dtype: str | None = None) -> int:
-    """Write the model of a checkpoint of a run as a Hugging Face folder; returns the step.
+    """Write the model of a run's checkpoint as a Hugging Face folder, and return the step.
 
     Args:
-        step: default: the last one.
+        run: folder of the run.
+        output: folder of the model.
+        step: step of the checkpoint; None: the last one.
         dtype: see `save_model`.
 
     Raises:
@@ -185,24 +193,22 @@ def export(run: Path, output: Path, step: int | None = None, dtype: str | None =
     with Checkpoints(run / "checkpoints", read_only=True) as checkpoints:
         chosen = checkpoints.latest if step is None else step
         if chosen not in checkpoints.steps:
-            there = ", ".join(map(str, checkpoints.steps)) or "none"
-            raise CheckpointError(f"{run} has no checkpoint of step {chosen}; there are: {there}")
+            steps = ", ".join(map(str, checkpoints.steps)) or "none"
+            raise CheckpointError(f"{run} has no checkpoint of step {chosen}; available: {steps}")
         state, _ = checkpoints.restore(chosen, setup.state)
     save_model(setup.language_model(state), output, dtype)
     return chosen
 
 
 def _claim(output: Path, config: TrainConfig) -> None:
-    """Note the configuration in the folder, or check that it is the one noted there."""
+    """Write the configuration to the folder, or check that the folder has the same one."""
     file = output / "config.json"
     values: dict[str, Any] = json.loads(json.dumps(config.as_dict()))
     if not file.exists():
         write_whole(file, json.dumps(values, indent=2) + "\n")
         return
-    here, there = _flat(values), _flat(json.loads(file.read_text()))
-    different = sorted(
-        key for key in here | there if here.get(key) != there.get(key) and key.split(".")[0] not in MAY_CHANGE
-    )
+    new, old = _flat(values), _flat(json.loads(file.read_text()))
+    different = sorted(key for key in new | old if new.get(key) != old.get(key) and key.split(".")[0] not in MAY_CHANGE)
     if different:
         raise ConfigError(
             f"{output} holds a run with another {', '.join(different)}; choose another folder, or delete this one"

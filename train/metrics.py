@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: metrics.jsonl, TensorBoard, and figures of speed."""
+"""Metrics of a run: metrics.jsonl, TensorBoard, and hardware utilisation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aspd_jax.files import Log, write_whole
 from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.weights import ADAPTERS
 
-# Peak of dense bfloat16 products, in FLOP/s, by the start of `device_kind` (makers' data sheets).
+# Peak of dense bfloat16 products in FLOP/s by prefix of `device_kind` (vendors' data sheets).
 PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA H100": 989e12,
@@ -30,15 +30,16 @@ PEAK_FLOPS = {
 
 
 def peak_flops() -> float | None:
-    """Peak of all devices together, or None where it is not known."""
+    """Return the peak FLOP/s of all devices together; None: unknown."""
     kind = jax.devices()[0].device_kind
     known = [peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)]
     return known[0] * jax.device_count() if known else None
 
 
 def model_flops(config: ModelConfig, params: Any, length: int) -> float:
-    """FLOPs that training needs for a token, nothing recomputed: 6 a weight of a product, and attention over half of
-    a row (Chowdhery et al., 2022, appendix B).
+    """Return the FLOPs of training per token without recomputation (Chowdhery et al., 2022, appendix B).
+
+    They are 6 per weight of a matrix product, plus attention over half of a row of `length` tokens.
     """
     weights = sum(prod(leaf.shape) for path, leaf in flatten_dict(params).items() if path[-1] in ("kernel", *ADAPTERS))
     weights += config.vocab_size * config.hidden_size if config.tied else 0
@@ -46,16 +47,19 @@ def model_flops(config: ModelConfig, params: Any, length: int) -> float:
 
 
 def memory_in_use() -> float | None:
-    """Peak bytes on the fullest device of this process, where the back end counts them."""
+    """Return the peak bytes on the fullest device of this process; None if the back end does not report them."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     used = [entry["peak_bytes_in_use"] for entry in stats if entry and "peak_bytes_in_use" in entry]
     return max(used) if used else None
 
 
 class MetricsWriter:
-    """metrics.jsonl, and TensorBoard events beside it.
+    """Writer of metrics.jsonl and TensorBoard events.
 
-    A run that goes on from step `first` forgets what was noted after it, so that no step is there twice.
+    Args:
+        folder: folder of the run.
+        first: step from which the run resumes; later entries are deleted, so that no step occurs twice.
+        tensorboard: whether to write TensorBoard events.
     """
 
     def __init__(self, folder: Path, first: int, tensorboard: bool) -> None:
@@ -67,14 +71,14 @@ class MetricsWriter:
         self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=first + 1) if tensorboard else None
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Note the metrics of a step."""
+        """Write the metrics of a step."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         if self._events is not None:
             for name, value in values.items():
                 self._events.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush and close the files."""
         self._file.close()
         if self._events is not None:
             self._events.close()
@@ -84,4 +88,4 @@ def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")  # the last line of a run that was killed while writing it
+        return float("inf")  # an incomplete last line, left by a killed run

@@ -1,6 +1,6 @@
-"""What a run will need on every device, from shapes alone: nothing is allocated and no weight is read.
+"""Memory estimate of a run on every device from shapes alone, without allocating or reading weights.
 
-B rows on a device at a time, S tokens of a row.
+B: rows on a device at a time; S: tokens of a row.
 """
 
 from __future__ import annotations
@@ -29,19 +29,23 @@ from train.setup import as_configured, scratch_shape
 from train.train_config import TrainConfig
 from train.train_step import is_trained
 
-MOMENTS = 2  # of AdamW, float32
+MOMENTS = 2  # float32 moments of AdamW per parameter
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Parameters in all, and bytes on each device.
+    """Number of parameters, and memory in bytes on each device.
 
     Attributes:
-        weights: parameters as they are kept; `gradient` and `moments` are those of what is trained, float32.
-        kept: activations that stay from the forward to the backward pass.
-        working: the inside of one layer and the logits of one chunk, while they are computed; over `fsdp` also the
-            layer and the head that are gathered for that, and their gradients; with `scan`, the layers' parameters in
-            the dtype of activations, where they are kept in another: the compiler converts all of them before the loop.
+        parameters: number of parameters.
+        trained: number of trained parameters.
+        weights: parameters in their dtypes.
+        gradient: gradients of the trained parameters, float32.
+        moments: moments of the trained parameters, float32.
+        kept: activations that are kept from the forward to the backward pass.
+        working: activations of one layer and logits of one chunk; with `fsdp` also the gathered layer and head and
+            their gradients; with `scan` also a copy of the layers' parameters in the dtype of activations if that
+            differs, because the compiler converts all layers before the loop.
     """
 
     parameters: int
@@ -54,101 +58,101 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes on a device at the worst moment."""
+        """Peak bytes on a device."""
         return self.weights + self.gradient + self.moments + self.kept + self.working
 
 
 def planned_shape(config: TrainConfig) -> ModelConfig:
-    """Return the shape of the checkpoint, or the configuration's where it is a path at which nothing exists yet."""
-    of = config.model
-    path = Path(of.checkpoint)
-    if of.checkpoint and (path.exists() or of.checkpoint in NAMES):
-        file = path / "config.json"  # the weights of a folder need not be there
-        hf = make_config(read_config(file)[0], str(file)) if file.exists() else open_checkpoint(of.checkpoint).hf
-        shape = padded(as_configured(from_hugging_face(hf, of.dtype), config))
+    """Return the shape of the checkpoint, or that of the configuration if the checkpoint does not exist yet."""
+    section = config.model
+    path = Path(section.checkpoint)
+    if section.checkpoint and (path.exists() or section.checkpoint in NAMES):
+        file = path / "config.json"  # a folder without weights suffices
+        hf = make_config(read_config(file)[0], str(file)) if file.exists() else open_checkpoint(section.checkpoint).hf
+        shape = padded(as_configured(from_hugging_face(hf, section.dtype), config))
     else:
         shape = scratch_shape(config)
-    return replace(shape, new_tokens=tuple(range(len(TAGS))) if of.lora_rank else ())
+    return replace(shape, new_tokens=tuple(range(len(TAGS))) if section.lora_rank else ())
 
 
 def plan(config: TrainConfig) -> Plan:
-    """Count a run's memory."""
-    of, shape = config.model, planned_shape(config)
+    """Estimate the memory of a run."""
+    section, shape = config.model, planned_shape(config)
     mesh = AbstractMesh(tuple(getattr(config.mesh, axis) for axis in MESH_AXES), MESH_AXES)
     counted = dict.fromkeys(("parameters", "trained", "weights", "gradient", "moments"), 0)
-    item, converted = jnp.dtype(of.parameters).itemsize, 0
-    abstract = abstract_parameters(Transformer(shape, scan=of.scan))
+    item, converted = jnp.dtype(section.parameters).itemsize, 0
+    abstract = abstract_parameters(Transformer(shape, scan=section.scan))
     for path, leaf in flatten_dict(abstract, is_leaf=lambda _, leaf: isinstance(leaf, nn.Partitioned)).items():
         sizes = leaf.value.shape
-        here = _local(leaf.names, sizes, mesh)
+        local = _local(leaf.names, sizes, mesh)
         counted["parameters"] += prod(sizes)
-        if is_trained(path, of.lora_rank):
+        if is_trained(path, section.lora_rank):
             counted["trained"] += prod(sizes)
-            counted["weights"] += item * here
-            # Gradients come in the dtype of the parameters, and are summed over parts in float32.
-            counted["gradient"] += 4 * here + (item * here if config.optimiser.accumulate > 1 else 0)
-            counted["moments"] += MOMENTS * 4 * here
-            if path[0] == LAYERS and of.parameters != of.dtype:
-                converted += jnp.dtype(of.dtype).itemsize * here
+            counted["weights"] += item * local
+            # Gradients have the dtype of the parameters and are summed over parts in float32.
+            counted["gradient"] += 4 * local + (item * local if config.optimiser.accumulate > 1 else 0)
+            counted["moments"] += MOMENTS * 4 * local
+            if path[0] == LAYERS and section.parameters != section.dtype:
+                converted += jnp.dtype(section.dtype).itemsize * local
         else:
-            counted["weights"] += leaf.value.dtype.itemsize * here
+            counted["weights"] += leaf.value.dtype.itemsize * local
     kept, working = _activations(config, shape)
     working += converted
     if config.mesh.fsdp > 1:
-        # One layer's weights are gathered from all devices while it runs, and its gradient before it is spread again.
+        # The weights of one layer are gathered while it runs, and its whole gradient exists before it is scattered.
         outside = 2 * shape.padded_vocab_size * shape.hidden_size
         layer = (counted["parameters"] - outside) // shape.layers // config.mesh.tensor
-        working += layer * (jnp.dtype(of.dtype).itemsize + 4)
-        # So is the head, for the whole loss, and its gradient comes in the dtype of the parameters.
+        working += layer * (jnp.dtype(section.dtype).itemsize + 4)
+        # The head is gathered for the whole loss; its gradient has the dtype of the parameters.
         head = _vocabulary(config, shape) * shape.hidden_size
-        working += head * (jnp.dtype(of.dtype).itemsize + (0 if of.lora_rank else item))
+        working += head * (jnp.dtype(section.dtype).itemsize + (0 if section.lora_rank else item))
     return Plan(**counted, kept=kept, working=working)
 
 
 def _local(names: Any, sizes: tuple[int, ...], mesh: Any) -> int:
-    """Elements of an array that one device holds."""
+    """Return the number of elements of an array on one device."""
     place = NamedSharding(mesh, partition_spec(names, sizes, mesh))
     return prod(place.shard_shape(sizes))
 
 
 def _vocabulary(config: TrainConfig, shape: ModelConfig) -> int:
-    """Tokens whose logits one device computes."""
+    """Return the number of tokens whose logits one device computes."""
     over_tensor = AbstractMesh((1, 1, config.mesh.tensor), MESH_AXES)
     return _local(HEAD_AXES.kernel, (shape.padded_vocab_size, 1), over_tensor)
 
 
 def _activations(config: TrainConfig, shape: ModelConfig) -> tuple[int, int]:
-    """Bytes that stay until the backward pass, and bytes of what is in work."""
-    of, data, tensor = config.model, config.data, config.mesh.tensor
+    """Return the bytes of activations that are kept until the backward pass, and of temporary ones."""
+    section, data, tensor = config.model, config.data, config.mesh.tensor
     B = data.rows // (config.mesh.data * config.mesh.fsdp * config.optimiser.accumulate)
     S = data.length
-    item = jnp.dtype(of.dtype).itemsize
+    item = jnp.dtype(section.dtype).itemsize
     heads, kv_heads = ceil(shape.heads / tensor), ceil(shape.kv_heads / tensor)
     feed_forward = ceil(shape.feed_forward / tensor)
-    # Inside a layer: both norms' outputs, queries, keys and values before and after RoPE, attention, gate, up, product.
+    # In a layer: outputs of both norms, queries, keys and values before and after RoPE, attention, gate, up, product.
     inside = B * S * item * (2 * shape.hidden_size + (3 * heads + 4 * kv_heads) * shape.head_dim + 3 * feed_forward)
     scores = B * heads * min(QUERY_CHUNK, S) * S * (4 + 4 + item)
     logits = 2 * B * min(CHUNK, S) * _vocabulary(config, shape) * 4
     entering = B * S * shape.hidden_size * item
-    kept = shape.layers * (entering if of.remat else entering + inside)
+    kept = shape.layers * (entering if section.remat else entering + inside)
     return kept, 2 * inside + scores + logits
 
 
 def report(config: TrainConfig) -> str:
-    """The plan as a table."""
-    made, shape = plan(config), planned_shape(config)
+    """Return the plan as a Markdown table."""
+    memory, shape = plan(config), planned_shape(config)
     mesh = " x ".join(f"{axis} {getattr(config.mesh, axis)}" for axis in MESH_AXES)
     tokens = config.data.rows * config.data.length
     rows = [
-        ("parameters", made.weights),
-        ("gradient", made.gradient),
-        ("optimiser moments", made.moments),
-        ("activations kept", made.kept),
-        ("activations in work", made.working),
-        ("total", made.total),
+        ("parameters", memory.weights),
+        ("gradient", memory.gradient),
+        ("optimiser moments", memory.moments),
+        ("activations kept", memory.kept),
+        ("activations in work", memory.working),
+        ("total", memory.total),
     ]
     lines = [
-        f"{made.parameters / 1e9:.3f} billion parameters, {made.trained / 1e9:.3f} billion of them trained; "
+        f"{memory.parameters / 1e9:.3f} billion parameters, {memory.trained / 1e9:.3f} billion of them trained; "
         f"{shape.layers} layers of {shape.hidden_size}, {config.model.dtype}",
         f"mesh {mesh}; {config.data.rows} rows of {config.data.length} tokens a step ({tokens} tokens) "
         f"in {config.optimiser.accumulate} part{'s' if config.optimiser.accumulate > 1 else ''}",

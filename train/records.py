@@ -1,8 +1,8 @@
-"""Records of conversations -> tokenised examples, once, with every record and turn that cannot be used accounted for.
+"""Tokenised examples of conversations, cached on disk, with a report of records and turns that cannot be used.
 
-Records have the shapes that `aspd_jax.pipeline.sources` reads. An answer is learned behind exactly the prompt that asks
-for it. Turns share an example as long as the chat template renders the later prompt as a continuation of the earlier
-one; templates that render earlier answers differently give an example for each turn.
+Records have the formats of `aspd_jax.pipeline.sources`. An answer is trained after exactly the prompt that the engine
+renders for it. Turns share an example while the chat template renders each prompt as a continuation of the previous
+one; otherwise each turn has its own example.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from aspd_jax.structure import Serial, Structure, plain_text
 from aspd_jax.tokens import SpecialTokens
 from train.train_config import DataSection
 
-SHOWN = 5  # problems that are printed; all of them go to the report
-VERSION = 2  # of tokenised records; files of another one are made again
+SHOWN = 5  # maximum number of printed problems; left_out.jsonl has all
+VERSION = 2  # format of the cache; files of other versions are not used
 FEATURES = datasets.Features(
     {
         "tokens": datasets.List(datasets.Value("int32")),
@@ -48,9 +48,9 @@ class Example(NamedTuple):
     """One conversation.
 
     Attributes:
-        tokens: int32 [T].
-        loss: bool [T], true where a token is learned.
-        flat: bool [T], true where a tag opens and closes nothing: it is read like serial text.
+        tokens: token ids, int32 [T].
+        loss: whether a token is a target, bool [T].
+        flat: whether a tag is read as serial text, bool [T].
     """
 
     tokens: np.ndarray
@@ -59,7 +59,7 @@ class Example(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A record or a turn that was left out: where it stands, which kind of problem it has, and what it is."""
+    """A record or a turn that was left out: file, line, kind of problem and reason."""
 
     file: str
     line: int
@@ -68,12 +68,13 @@ class Problem(NamedTuple):
 
 
 class _Turns:
-    """Consecutive answers that share an example: each prompt continues the one before.
+    """Consecutive answers that share an example, because each prompt continues the previous one.
 
     Attributes:
-        segments: text around the answers, up to the last one.
-        answers: the answers as the last prompt holds them, and the last one.
-        learned: places of the answers with loss, among `answers`.
+        segments: texts before each answer.
+        answers: answers as the last prompt renders them, and the last answer.
+        learned: indices into `answers` of those with loss.
+        end: token id after the last answer.
     """
 
     def __init__(self) -> None:
@@ -95,12 +96,18 @@ class _Turns:
 def encode_conversation(
     lm: LanguageModel, record: Conversation, structured: bool, fed_loss: bool
 ) -> tuple[list[Example], dict[int, str]]:
-    """Return the examples of a conversation, with loss on its answers and on what ends them, and the turns left out.
+    """Encode a conversation with loss on its answers and their end tokens.
 
-    Every answer stands behind the prompt that the engine has for the messages before it.
+    Every answer follows the prompt that the engine renders for the messages before it.
+
+    Args:
+        lm: language model with a chat template.
+        record: conversation.
+        structured: whether answers are linearised with their structure or as plain text.
+        fed_loss: whether tokens that the engine feeds have loss too.
 
     Returns:
-        Examples, and for each answer that is in none of them its place and the reason.
+        Examples, and the reason for each answer that is in none of them, by index of its message.
     """
     messages = [{"role": role, "content": content} for role, content in record.messages]
     skipped: dict[int, str] = {}
@@ -122,13 +129,13 @@ def encode_conversation(
         turns.learned.add(len(history))
         turns.segments, turns.end = segments, end
         turns.answers = [*history, _behind(segments[-1], record.structure(place))]
-    made = []
+    encoded = []
     for turns in examples:
         try:
-            made.append(_example(lm, chat, turns, structured, fed_loss))
+            encoded.append(_example(lm, chat, turns, structured, fed_loss))
         except AspdError as error:  # an answer that the tokenizer cannot represent
             skipped |= {record.answers[number]: str(error) for number in turns.learned}
-    return made, skipped
+    return encoded, skipped
 
 
 def _example(lm: LanguageModel, chat: Chat, turns: _Turns, structured: bool, fed_loss: bool) -> Example:
@@ -145,7 +152,7 @@ def _example(lm: LanguageModel, chat: Chat, turns: _Turns, structured: bool, fed
 
 
 def _end_of(structure: Structure, text: str) -> Structure:
-    """Return the structure that is left where a template shows only the end of an answer."""
+    """Return the end of a structure whose text a chat template truncates at the beginning."""
     whole = plain_text(structure)
     dropped = len(whole) - len(text)
     first = structure[0] if structure else Serial("")
@@ -155,7 +162,7 @@ def _end_of(structure: Structure, text: str) -> Structure:
 
 
 def _behind(prompt: str, structure: Structure) -> Structure:
-    """Return what is left to write of an answer whose first tag, such as `<think>`, its prompt ends with."""
+    """Remove the first tag of an answer, such as `<think>`, if the prompt already ends with it."""
     opened, text = _OPENED.search(prompt), plain_text(structure).lstrip()
     if opened is None or not text.startswith(opened[0].rstrip()):
         return structure
@@ -163,38 +170,46 @@ def _behind(prompt: str, structure: Structure) -> Structure:
 
 
 def reread(example: Example, special: SpecialTokens, chosen: int) -> Example:
-    """A conversation as a server without our mask has it, which reads branches again behind their block.
+    """Rewrite an example for servers with causal attention, which read branches again after their block.
 
-    One block keeps its branches side by side. Behind it they stand again, one after the other, and with all that
-    follows make one more branch of it: that sees what is before the block, and of the block what was read again. Other
-    blocks are flat. Branches are learned where they are written, not where they are read.
+    One block keeps its branches in parallel. After it, the branches are repeated one after the other and form, with the
+    rest of the example, a further branch, which sees the text before the block and the repetition. Other blocks are
+    flat. Only the first occurrence of a branch has loss.
 
     Args:
-        chosen: which block; beyond the last it begins anew with the first. Without a block nothing changes.
+        example: example.
+        special: ids of the tags.
+        chosen: index of the block, modulo the number of blocks. An example without a block is returned unchanged.
     """
     block = build_layout(example.tokens[None], special).block[0]
     if not block.any():
         return example
-    own = 1 + chosen % block.max()
-    place = np.flatnonzero(block == own)
+    kept = 1 + chosen % block.max()
+    place = np.flatnonzero(block == kept)
     start, stop = place[0], place[-1] + 1
-    learned = example.loss & ((block == 0) | (block == own))
+    learned = example.loss & ((block == 0) | (block == kept))
     return Example(
         tokens=np.concatenate([example.tokens[:stop], example.tokens[start:]]),
-        loss=np.concatenate([learned[:stop], learned[start:] & (block[start:] != own)]),
-        flat=np.concatenate([block[:stop] != own, np.arange(start, block.size) > start]),
+        loss=np.concatenate([learned[:stop], learned[start:] & (block[start:] != kept)]),
+        flat=np.concatenate([block[:stop] != kept, np.arange(start, block.size) > start]),
     )
 
 
 class Records:
-    """Examples of some files, by index; records and turns that cannot be used are in `problems`.
+    """Sequence of the examples of data files.
 
     Args:
-        files: of any kind that `read_records` reads.
-        cache: folder in which tokenised records are kept, under a name made of everything that they depend on.
+        lm: language model with a chat template.
+        files: files in the formats of `read_records`.
+        data: data section of the configuration.
+        cache: folder for tokenised records, whose names contain a hash of everything that they depend on.
+
+    Attributes:
+        problems: records and turns that cannot be used.
+        sizes: tokens of each example.
 
     Raises:
-        DataError: a file is missing or nothing is left; with `strict`, also the first record that is left out.
+        DataError: a file is missing, no record can be used, or with `strict` any record cannot be used.
         ConfigError: the tokenizer has no chat template.
     """
 
@@ -240,7 +255,7 @@ class Records:
         )
 
     def report(self) -> str:
-        """What was left out, and where."""
+        """Return a summary of the records that were left out."""
         if not self.problems:
             return f"{self._total} records, all used"
         counts = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(p.kind for p in self.problems).items()))
@@ -256,7 +271,7 @@ def _where(problem: Problem) -> str:
 
 
 def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) -> datasets.Dataset:
-    """Return the rows of a file: examples, and with size 0 what is left out, with kind of problem and reason."""
+    """Return the rows of a file: examples, and rows of size 0 with kind and reason for what is left out."""
     with file.open("rb") as content:
         key = hashlib.file_digest(content, "sha256")
     settings = (data.structured, data.plain_every, data.fed_loss, data.reread, lm.end_ids, lm.tokenizer.chat_template)
@@ -276,8 +291,8 @@ def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) ->
 
 
 def _rows(lm: LanguageModel, record: Conversation | Unreadable, data: DataSection) -> Iterator[dict[str, Any]]:
-    nothing = Example(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, bool))
-    left_out = nothing._asdict() | {"size": 0, "line": record.number}
+    empty = Example(np.zeros(0, np.int32), np.zeros(0, bool), np.zeros(0, bool))
+    left_out = empty._asdict() | {"size": 0, "line": record.number}
     if isinstance(record, Unreadable):
         yield left_out | {"kind": "malformed", "reason": record.reason}
         return
@@ -285,8 +300,8 @@ def _rows(lm: LanguageModel, record: Conversation | Unreadable, data: DataSectio
     plain = data.plain_every and index % data.plain_every == data.plain_every - 1
     examples, skipped = encode_conversation(lm, record, data.structured and not plain, data.fed_loss)
     for example in examples:
-        made = reread(example, lm.codec.special, index) if data.reread else example
-        yield made._asdict() | {"size": len(made.tokens), "line": record.number, "kind": "", "reason": ""}
+        row = reread(example, lm.codec.special, index) if data.reread else example
+        yield row._asdict() | {"size": len(row.tokens), "line": record.number, "kind": "", "reason": ""}
     if not examples:
         yield left_out | {"kind": "malformed", "reason": "; ".join(dict.fromkeys(map(_turn, skipped.items())))}
         return

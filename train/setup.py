@@ -1,4 +1,4 @@
-"""From a configuration to everything that a run needs: mesh, model, what is trained of it, and where it lies."""
+"""Set-up of a run from its configuration: model, trained and frozen parameters, optimiser and their shardings."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ class Setup:
     """A run before its first step.
 
     Attributes:
-        lm: tokenizer, special tokens and end ids, without parameters: `language_model` puts those of a state in.
-        model: as it is trained (chunked attention; scan, remat, mesh as configured).
+        lm: language model without parameters; `language_model` adds those of a state.
+        mesh: mesh of the run.
+        model: transformer with the attention, scan, remat and mesh of the run.
+        optimiser: optimiser.
         frozen: parameters that are not trained; empty in full fine-tuning.
-        state: step 0.
+        state: training state of step 0.
     """
 
     lm: LanguageModel
@@ -52,16 +54,16 @@ class Setup:
     state: TrainState
 
     def place(self, batch: Batch) -> Batch:
-        """A batch spread over the mesh; every process gives the rows that its devices hold."""
+        """Shard a batch over the mesh; each process provides the rows of its devices."""
 
-        def one(array: np.ndarray) -> jax.Array:
+        def shard(array: np.ndarray) -> jax.Array:
             place = named_sharding(("batch", "sequence"), array.shape, self.mesh)
             return jax.make_array_from_callback(array.shape, place, lambda index: array[index])
 
-        return jax.tree.map(one, batch)
+        return jax.tree.map(shard, batch)
 
     def language_model(self, state: TrainState) -> LanguageModel:
-        """The model as it stands, on the host, with plain layers."""
+        """Return the language model of a state, on the host and with unstacked layers."""
         params = jax.tree.map(_to_host, join(state.params, self.frozen))
         if self.model.scan:
             params = unstack_layers(params, self.lm.config.layers)
@@ -75,36 +77,39 @@ def _to_host(leaf: jax.Array) -> np.ndarray:
 
 
 def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
-    """Load the model that a configuration starts from, with its positions and mask.
+    """Load the initial model of a run with its position scheme and mask.
 
-    A checkpoint is read onto the mesh; a new model is spread over it later.
+    A checkpoint is read onto the mesh; a new model is sharded by `set_up`.
 
     Raises:
-        ConfigError, CheckpointError: what cannot work.
+        ConfigError: the configuration does not fit the model.
+        CheckpointError: the checkpoint cannot be read.
     """
-    of = config.model
-    if not of.checkpoint:
+    section = config.model
+    if not section.checkpoint:
         return initial_model(config)
-    lm = load_model(of.checkpoint, of.dtype, mesh, of.weights, of.lora_rank, of.lora_alpha)
-    for_conversations(lm, of.checkpoint, config.data.chat_template)
+    lm = load_model(
+        section.checkpoint, section.dtype, mesh, section.weights, section.lora_rank, section.lora_alpha
+    )  # fmt: skip
+    for_conversations(lm, section.checkpoint, config.data.chat_template)
     shape = as_configured(lm.config, config)
     return replace(lm, config=shape, model=Transformer(shape))
 
 
 def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Setup:
-    """Split the parameters into what is trained and what is not, and make the state of step 0.
+    """Split the parameters into trained and frozen ones, and create the state of step 0.
 
-    The parameters are taken out of `lm`, so that nothing holds the ones that were read while others are trained.
+    The parameters are removed from `lm`, so that the memory of the initial ones is freed during training.
     """
-    of = config.model
+    section = config.model
     model = trained_model(config, lm.config, mesh)
     params, lm.params = lm.params, None
-    params = stack_layers(params, lm.config.layers) if of.scan else params
+    params = stack_layers(params, lm.config.layers) if section.scan else params
     places = flatten_dict(shardings(abstract_parameters(model), mesh))
     trained, frozen = {}, {}
     for path, leaf in flatten_dict(params).items():
-        if is_trained(path, of.lora_rank):
-            trained[path] = jax.device_put(jnp.asarray(leaf, of.parameters), places[path])
+        if is_trained(path, section.lora_rank):
+            trained[path] = jax.device_put(jnp.asarray(leaf, section.parameters), places[path])
         else:
             frozen[path] = jax.device_put(leaf, places[path])
     optimiser = make_optimiser(config.optimiser, steps)
@@ -113,13 +118,13 @@ def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Se
 
 
 def trained_model(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Transformer:
-    """The model as it is trained."""
-    of = config.model
-    return Transformer(replace(shape, attention=of.attention), scan=of.scan, remat=of.remat, mesh=mesh)
+    """Return the transformer with the attention, scan and remat of a configuration."""
+    section = config.model
+    return Transformer(replace(shape, attention=section.attention), scan=section.scan, remat=section.remat, mesh=mesh)
 
 
 def initial_state(model: Transformer, optimiser: optax.GradientTransformation, params: Any) -> TrainState:
-    """Return the state of step 0 for parameters that lie where `abstract_state` says; moments join them there."""
+    """Return the state of step 0 for parameters with the shardings of `abstract_state`."""
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimiser))
 
     def init(params: Any) -> Any:
@@ -131,7 +136,7 @@ def initial_state(model: Transformer, optimiser: optax.GradientTransformation, p
 
 @cache
 def task_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """The tokenizer of models from scratch; always the same for a size, so it is made once."""
+    """Train the tokenizer of models from scratch, which depends only on the size of the vocabulary."""
 
     def texts() -> Iterator[str]:
         for seed in range(TOKENIZER_PROBLEMS):
@@ -149,7 +154,7 @@ def task_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def initial_model(config: TrainConfig) -> LanguageModel:
-    """A random Qwen3-style model and a tokenizer made for the tasks."""
+    """Create a random Qwen3-style model with a tokenizer for the synthetic tasks."""
     tokenizer = deepcopy(task_tokenizer(config.model.vocab_size))
     end = tokenizer.eos_token_id
     hf_config = {**scratch_config(config), "bos_token_id": None, "eos_token_id": end}
@@ -157,18 +162,18 @@ def initial_model(config: TrainConfig) -> LanguageModel:
 
 
 def scratch_config(config: TrainConfig) -> dict[str, Any]:
-    """The Hugging Face configuration of a model from scratch."""
-    of = config.model
+    """Return the Hugging Face configuration of a model from scratch."""
+    section = config.model
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": of.hidden_size,
-        "intermediate_size": of.feed_forward,
-        "num_hidden_layers": of.layers,
-        "num_attention_heads": of.heads,
-        "num_key_value_heads": of.kv_heads,
-        "head_dim": of.head_dim,
-        "vocab_size": of.vocab_size,
+        "hidden_size": section.hidden_size,
+        "intermediate_size": section.feed_forward,
+        "num_hidden_layers": section.layers,
+        "num_attention_heads": section.heads,
+        "num_key_value_heads": section.kv_heads,
+        "head_dim": section.head_dim,
+        "vocab_size": section.vocab_size,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
@@ -178,19 +183,19 @@ def scratch_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def scratch_shape(config: TrainConfig) -> ModelConfig:
-    """The shape that the configuration gives, for a model from scratch."""
+    """Return the shape of a model from scratch."""
     hf = AutoConfig.for_model(**scratch_config(config))
     return as_configured(from_hugging_face(hf, config.model.dtype), config)
 
 
 def as_configured(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
-    """A shape with what a configuration decides about it."""
-    of = config.model
+    """Return a shape with the positions, mask, weights and LoRA settings of a configuration."""
+    section = config.model
     return replace(
         shape,
-        positions=of.positions,
-        siblings=of.siblings,
-        weights=of.weights,
-        lora_rank=of.lora_rank,
-        lora_alpha=of.lora_alpha,
+        positions=section.positions,
+        siblings=section.siblings,
+        weights=section.weights,
+        lora_rank=section.lora_rank,
+        lora_alpha=section.lora_alpha,
     )

@@ -1,15 +1,13 @@
 """Synthetic questions with checkable answers, some of which must be decoded serially.
 
-Three families of short parts, and `letters`, whose parts are as long as those of answers that people ask for; each in
-four kinds:
+There are three families with short parts, and `letters` with long parts. Each has four kinds:
 
-* `parallel`: three to eight parts that do not depend on each other: a block.
-* `conclusion`: the same, and a closing sentence that needs the results of the branches.
-* `single`: the same question about one part: serial.
-* `chain`: looks like a list, but every part needs the one before it: serial.
+* `parallel`: a block of three to eight independent parts.
+* `conclusion`: such a block, and a closing sentence that depends on the branches.
+* `single`: a question about one part: serial.
+* `chain`: a list in which each part depends on the previous one: serial.
 
-A question has one right answer. Held-out questions never occur in training: a hash of the question
-decides on which side it falls.
+Each question has one right answer. A hash of the question decides whether it is held out from training.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from typing import Any
 
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, plain_text, to_json
 
-FAMILIES = ("orders", "records", "machines")  # short parts: what a problem is of, unless it is said
+FAMILIES = ("orders", "records", "machines")  # families with short parts, the default
 LONG_FAMILY = "letters"
 KINDS = ("parallel", "conclusion", "single", "chain")
-HELD_OUT_SHARE = 16  # one question in so many is held out
+HELD_OUT_SHARE = 16  # 1 / HELD_OUT_SHARE of the questions are held out
 
 GOODS = (
     ["pens", "cups", "maps", "lamps", "books", "bags", "hats", "bowls"]
@@ -68,7 +66,7 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """The right answer, as plain text."""
+        """Plain text of the right answer."""
         return plain_text(self.structure)
 
     @property
@@ -78,12 +76,19 @@ class Problem:
 
     @property
     def branches(self) -> int:
-        """Branches of the right answer."""
+        """Number of branches of the right answer."""
         return sum(len(item.branches) for item in self.structure if isinstance(item, Parallel))
 
 
 def problem(seed: int, held_out: bool, family: str | None = None, kind: str | None = None) -> Problem:
-    """The problem of a seed; of any short family and kind unless these are given."""
+    """Make the problem of a seed.
+
+    Args:
+        seed: seed.
+        held_out: whether the question is held out.
+        family: family; None: a random one with short parts.
+        kind: kind; None: a random one.
+    """
     random = Random(seed)
     chosen_family = family or random.choice(FAMILIES)
     chosen_kind = kind or random.choice(KINDS)
@@ -94,23 +99,22 @@ def problem(seed: int, held_out: bool, family: str | None = None, kind: str | No
 
 
 def conversations(count: int, held_out: bool, long_every: int = 0) -> Iterator[dict[str, Any]]:
-    """Problems of the first seeds as training data (docs/training.md); one in `long_every` has long parts; 0: none."""
+    """Yield the problems of the first seeds as training data; every `long_every`-th has long parts, 0: none."""
     for seed in range(count):
         long = long_every > 0 and seed % long_every == long_every - 1
         yield conversation(problem(seed, held_out, LONG_FAMILY if long else None))
 
 
 def conversation(item: Problem, structure: Structure | None = None) -> dict[str, Any]:
-    """A problem as training data, with another structure of the same answer if there is one."""
+    """Return a problem as training data (docs/training.md), optionally with another structure of the same answer."""
     messages = [{"role": "user", "content": item.question}]
     return {"messages": messages, "structure": to_json(structure or item.structure)}
 
 
 def recital(seed: int) -> Problem:
-    """Words in any order, and the same words with others between them.
+    """Make a problem whose answer repeats the random words of the question with fixed words between them.
 
-    Not a question anybody asks: nearly every word of the answer is looked up, which is how a model that starts from
-    nothing learns to look things up at all.
+    Nearly every word of the answer must be copied from the question, which teaches a new model to copy.
     """
     random = Random(seed)
     follows: dict[str, str] = {}
@@ -130,12 +134,18 @@ def recital(seed: int) -> Problem:
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question belongs to the held-out side."""
+    """Return whether a question is held out."""
     return zlib.crc32(question.encode()) % HELD_OUT_SHARE == 0
 
 
 def held_out(count: int, seed: int = 0, long: bool = False) -> Iterator[Problem]:
-    """Held-out problems, as many of each family and kind; `long`: of that with long parts."""
+    """Yield held-out problems, evenly over families and kinds.
+
+    Args:
+        count: number of problems.
+        seed: first seed.
+        long: whether to use the family with long parts instead of the others.
+    """
     families = (LONG_FAMILY,) if long else FAMILIES
     for number in range(count):
         family, kind = families[number % len(families)], KINDS[number // len(families) % len(KINDS)]
@@ -150,7 +160,7 @@ def _block(intro: str, branches: list[Branch], conclusion: str | None) -> Struct
 
 
 def _count(random: Random) -> int:
-    """Three to eight parts, fewer more often."""
+    """Return a number of parts from three to eight; small numbers are more frequent."""
     return min(random.randint(3, 8), random.randint(3, 8))
 
 
@@ -214,7 +224,7 @@ def _records(random: Random, kind: str) -> tuple[str, Structure]:
         texts[p.name] = f"{p.name}, a {p.job} from {p.city}, aged {p.age}, likes {p.hobby}"
         texts[p.name] += f" and has a {p.pet}.\n" if p.pet else ".\n"
     asks = {"single": "Describe just one", "parallel": "Describe", "conclusion": f"Describe these, {AND_THE_OLDEST}"}
-    return _of_some(random, people, texts, kind, asks[kind], "Here is what the facts say.\n")
+    return _about_people(random, people, texts, kind, asks[kind], "Here is what the facts say.\n")
 
 
 @dataclass(frozen=True)
@@ -228,7 +238,7 @@ class _Person:
 
 
 def _people(random: Random) -> list[_Person]:
-    """Three to eight people, of ages that differ in their first digit."""
+    """Make three to eight people whose ages differ in the first digit."""
     names = random.sample(NAMES, _count(random))
     ages = [10 * decade + random.randint(0, 9) for decade in random.sample(range(2, 10), len(names))]
     people = []
@@ -243,10 +253,10 @@ def _facts(people: list[_Person]) -> str:
     return "Facts:\n" + "\n".join(lines)
 
 
-def _of_some(
+def _about_people(
     random: Random, people: list[_Person], texts: dict[str, str], kind: str, ask: str, intro: str
 ) -> tuple[str, Structure]:
-    """What is said of some of the people, a branch of each; of one, where the kind is `single`."""
+    """Make a question about some of the people with one branch for each, or about one person for `single`."""
     asked = [random.choice(people)] if kind == "single" else random.sample(people, random.randint(3, len(people)))
     question = f"{_facts(people)}\n{ask}:\n" + "\n".join(person.name for person in asked)
     if kind == "single":
@@ -259,11 +269,11 @@ def _of_some(
 def _letters(random: Random, kind: str) -> tuple[str, Structure]:
     people = _people(random)
     if kind == "chain":
-        told = random.sample(people, random.randint(3, len(people)))
-        lines = [f"{told[0].name}, the {told[0].job} from {told[0].city}, is the first to know.\n"]
-        for before, person in itertools.pairwise(told):
+        chain = random.sample(people, random.randint(3, len(people)))
+        lines = [f"{chain[0].name}, the {chain[0].job} from {chain[0].city}, is the first to know.\n"]
+        for before, person in itertools.pairwise(chain):
             lines.append(f"{before.name} tells {person.name}, the {person.job} from {person.city}.\n")
-        question = f"{_facts(people)}\nEach tells the next:\n" + "\n".join(person.name for person in told)
+        question = f"{_facts(people)}\nEach tells the next:\n" + "\n".join(person.name for person in chain)
         return question, (Serial("The news goes round.\n" + "".join(lines)),)
     texts = {}
     for p in people:
@@ -273,11 +283,11 @@ def _letters(random: Random, kind: str) -> tuple[str, Structure]:
         texts[p.name] += f"Yours, the club of {p.city}.\n"
     ask = "Write a letter to"
     asks = {"single": f"{ask} just one", "parallel": f"{ask} each", "conclusion": f"{ask} each, {AND_THE_OLDEST}"}
-    return _of_some(random, people, texts, kind, asks[kind], "Here are the letters.\n")
+    return _about_people(random, people, texts, kind, asks[kind], "Here are the letters.\n")
 
 
 def _steps(random: Random, value: int, count: int) -> tuple[list[str], list[str], int]:
-    """Orders and sums of a few steps of arithmetic that stays between 0 and 99."""
+    """Make steps of arithmetic between 0 and 99, and return their orders, their sums and the result."""
     orders, sums = [], []
     for _ in range(count):
         choices = ["add"] * (value <= 90) + ["take"] * (value >= 9) + ["double"] * (value <= 40)
@@ -320,7 +330,7 @@ def _machines(random: Random, kind: str) -> tuple[str, Structure]:
             results.append(result)
         highest = max(results)
         if sum(result // 10 == highest // 10 for result in results) == 1:
-            break  # one is ahead of the others by its first digit
+            break  # the first digit decides which result is the highest
     question = "Run the machines.\n" + "\n".join(parts)
     if kind == "single":
         return question, (Serial(branches[0].text),)

@@ -1,4 +1,4 @@
-"""How long a training step takes with ASPD's mask, beside plain causal attention on the same model and rows."""
+"""Benchmark of the training step: ASPD's mask against plain causal attention on the same model and batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from train.train_step import train_step
 
 @dataclass(frozen=True)
 class StepTime:
-    """Milliseconds per step: median, fastest and slowest; tokens per second; share of the peak, where it is known."""
+    """Milliseconds per step (median, fastest, slowest), tokens per second, and FLOP utilisation (None: unknown)."""
 
     attention: str
     median: float
@@ -40,18 +40,18 @@ class StepTime:
 def causal(
     query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
 ) -> jax.Array:
-    """`chunked` of a plain language model, which knows nothing of sequences, blocks and branches: the baseline."""
+    """Compute chunked causal attention without sequences, blocks and branches: the baseline."""
     slots = jnp.broadcast_to(jnp.arange(query.shape[1]), query.shape[:2])
     plain = Layout(slots, slots, slots, slots)
 
-    def one(query: jax.Array, key: jax.Array, value: jax.Array, view: View) -> jax.Array:
+    def attend_chunk(query: jax.Array, key: jax.Array, value: jax.Array, view: View) -> jax.Array:
         return attend(query, key, value, view.key.position[:, None] <= view.query.position[:, :, None])
 
-    return by_chunks(one, query, key, value, View(plain, plain))
+    return by_chunks(attend_chunk, query, key, value, View(plain, plain))
 
 
 def branched_batch(special: SpecialTokens, vocabulary: int, rows: int, length: int) -> Batch:
-    """Rows of random tokens: serial segments, and blocks of four branches of a tenth of the row each."""
+    """Make rows of random tokens, each with a block of four branches of a tenth of the row."""
     random = np.random.default_rng(0)
     tokens = random.integers(1, vocabulary - 6, (rows, length))
     start = length // 4
@@ -70,7 +70,7 @@ def branched_batch(special: SpecialTokens, vocabulary: int, rows: int, length: i
 
 
 def step_times(shape: str, dtype: str, rows: int, length: int, repeats: int) -> list[StepTime]:
-    """Time steps of both kinds in turn, so that what else the machine does falls on both."""
+    """Time steps with both kinds of attention alternately, so that other load on the machine affects both."""
     config = TrainConfig(
         model=ModelSection(scan=True, remat=True),
         data=DataSection(rows=rows, length=length, short_steps=0),
@@ -93,9 +93,9 @@ def step_times(shape: str, dtype: str, rows: int, length: int, repeats: int) -> 
     times: dict[str, list[float]] = {name: [] for name in running}
     for _ in range(repeats):
         for name, (step, state) in running.items():
-            begun = time.perf_counter()
+            start = time.perf_counter()
             state, _ = jax.block_until_ready(step(state))
-            times[name].append(1000 * (time.perf_counter() - begun))
+            times[name].append(1000 * (time.perf_counter() - start))
             running[name] = (step, state)
     peak = peak_flops()
     results = []
@@ -107,7 +107,7 @@ def step_times(shape: str, dtype: str, rows: int, length: int, repeats: int) -> 
 
 
 def table(results: Sequence[StepTime]) -> str:
-    """Markdown; the ratio is to the causal baseline."""
+    """Return a Markdown table with ratios to the causal baseline."""
     base = next(result.median for result in results if result.attention == "causal")
     lines = [
         "| attention | ms per step | fastest | slowest | ratio | tokens/s | FLOP utilisation |",

@@ -1,4 +1,4 @@
-"""What a training run is told."""
+"""Configuration of a training run."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from aspd_jax.model.model_config import Weights
 
 @dataclass(frozen=True)
 class ModelSection:
-    """What is trained.
+    """Model to train.
 
     Attributes:
-        checkpoint: a Hugging Face folder to fine-tune; empty: a Qwen3-style model from scratch, of the shape below.
-        vocab_size: tokens in all, special tokens included (from scratch).
+        checkpoint: Hugging Face folder to fine-tune; empty: a Qwen3-style model from scratch with the shape below.
+        vocab_size: size of the vocabulary with special tokens (from scratch).
         layers, hidden_size, heads, kv_heads, head_dim, feed_forward: shape of the model (from scratch).
         positions, siblings: position scheme and mask (protocol, sections 3 and 4).
-        dtype: of activations: `float32` or `bfloat16`.
-        parameters: dtype of what is trained: `float32`, or `bfloat16`, rounded stochastically after each update. The
-            optimiser is float32.
-        weights: `int8` keeps the kernels of the layers in int8; only with LoRA.
-        lora_rank: train low-rank adapters beside the kernels of the layers, and of embedding and head the rows of the
-            special tokens; 0: train everything.
-        lora_alpha: adapters count `lora_alpha / lora_rank`.
-        scan: compile one layer and run it over stacked parameters.
-        remat: recompute the inside of each layer in the backward pass.
-        attention: a back end for full passes: `chunked`, `flash` (kernels on TPU and H100) or `reference`.
+        dtype: dtype of activations: `float32` or `bfloat16`.
+        parameters: dtype of trained parameters: `float32`, or `bfloat16` with stochastic rounding. The optimiser is
+            float32.
+        weights: `int8` stores the kernels of the layers in int8; only with LoRA.
+        lora_rank: rank of the adapters of the layers' kernels; with adapters, only they and the embedding and head rows
+            of the special tokens are trained. 0: all parameters are trained.
+        lora_alpha: adapters are scaled by `lora_alpha / lora_rank`.
+        scan: whether to compile one layer and scan it over stacked parameters.
+        remat: whether to recompute the activations of each layer in the backward pass.
+        attention: attention back end for full passes: `chunked`, `flash` (kernels for TPU and H100) or `reference`.
     """
 
     checkpoint: str = ""
@@ -61,35 +61,34 @@ class ModelSection:
         check_choice("model.attention", self.attention, FULL_PASS_BACK_ENDS)
         for name in ("dtype", "parameters"):
             if getattr(self, name) not in ("float32", "bfloat16"):
-                raise ConfigError(f"model.{name} must be float32 or bfloat16, got {getattr(self, name)!r}")
+                raise ConfigError(f"model.{name}: expected float32 or bfloat16, got {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})")
         if self.weights == "int8" and not (self.lora_rank and self.checkpoint):
-            raise ConfigError(
-                "model.weights: int8 needs model.checkpoint and model.lora_rank: int8 is not trained itself"
-            )
+            raise ConfigError("model.weights: int8 needs model.checkpoint and model.lora_rank")
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """What it is trained on.
+    """Training data.
 
     Attributes:
-        train: JSONL files of conversations (docs/training.md); none: the synthetic tasks.
-        held_out: JSONL files for the evaluation loss; none: the held-out side of the synthetic tasks, or nothing.
-        cache: folder for tokenised records, so that the next run finds them; empty: beside the run.
-        strict: the first record that cannot be used is an error; else it is counted and reported.
-        chat_template: Jinja file, for a tokenizer that has no template of its own.
-        structured: train on linearisations (ASPD) or on the plain text of the same answers (Seq).
-        plain_every: in a structured run, one in so many records has the plain answer, so that the model can answer
-            in serial mode too; 0: none.
-        fed_loss: also put loss on the tokens that the engine feeds instead of sampling.
-        reread: train for servers that read branches again behind their block (`train.records.reread`).
-        rows, length: shape of a batch of packed rows.
-        bins: rows that are being filled at a time; more fit tighter, and mix less (JSONL).
-        short_steps: so many of the first steps use `short_rows` rows of `short_length` tokens, and with that
-            short problems only: copying from a context is learned faster on them (synthetic tasks).
-        recital_every: among the short steps, one in so many examples is a recital (`train.tasks.recital`); 0: none.
+        train: JSONL files of conversations (docs/training.md); empty: the synthetic tasks.
+        held_out: JSONL files for the held-out loss; empty: held-out problems of the synthetic tasks, if these are used.
+        cache: folder of tokenised records, which other runs can share; empty: in the folder of the run.
+        strict: whether a record that cannot be used is an error; otherwise it is reported.
+        chat_template: Jinja file, for a tokenizer without a chat template.
+        structured: whether to train on linearisations (ASPD) or on the plain text of the same answers (Seq).
+        plain_every: every n-th record of a structured run has a plain answer, so that the model can also answer in
+            serial mode; 0: none.
+        fed_loss: whether tokens that the engine feeds instead of sampling have loss too.
+        reread: whether to train for servers that read branches again after their block (`train.records.reread`).
+        rows, length: rows of a batch, and tokens of a row.
+        bins: number of rows that are packed at a time; more rows waste less space and mix less (JSONL).
+        short_steps: number of first steps with `short_rows` rows of `short_length` tokens, which hold short problems
+            only; a model learns to copy from the context faster on them (synthetic tasks).
+        short_rows, short_length: rows of a batch, and tokens of a row, in the short steps.
+        recital_every: every n-th example of the short steps is a recital (`train.tasks.recital`); 0: none.
     """
 
     train: tuple[str, ...] = ()
@@ -118,14 +117,16 @@ class DataSection:
 
 @dataclass(frozen=True)
 class OptimiserSection:
-    """AdamW behind a bound on the global norm.
+    """AdamW with gradient clipping.
 
     Attributes:
-        learning_rate: peak; a cosine down to the share `final` of it after a linear warm-up over the share `warmup`
-            of all steps.
-        weight_decay: of everything but norms, biases and scales.
-        clip: bound on the global norm of the gradient.
-        accumulate: parts that a batch is taken in, one after another; the update is that of the whole batch.
+        learning_rate: peak learning rate.
+        warmup: share of all steps with a linear warm-up.
+        final: final learning rate of the cosine decay as a share of the peak.
+        weight_decay: weight decay; norms, biases and scales have none.
+        beta1, beta2: decay rates of the moments.
+        clip: maximum global norm of the gradient.
+        accumulate: number of parts of a batch that are processed one after another, with one update.
     """
 
     learning_rate: float = 3e-3
@@ -140,12 +141,18 @@ class OptimiserSection:
     def __post_init__(self) -> None:
         at_least("optimiser.accumulate", self.accumulate, 1)
         if not 0 <= self.warmup <= 1:
-            raise ConfigError(f"optimiser.warmup is a share between 0 and 1, got {self.warmup}")
+            raise ConfigError(f"optimiser.warmup: expected a share from 0 to 1, got {self.warmup}")
 
 
 @dataclass(frozen=True)
 class MeshSection:
-    """Devices along each axis: whole copies, parameters spread, matrices split."""
+    """Devices along each mesh axis.
+
+    Attributes:
+        data: data parallelism with replicated parameters.
+        fsdp: data parallelism with sharded parameters.
+        tensor: tensor parallelism.
+    """
 
     data: int = 1
     fsdp: int = 1
@@ -158,17 +165,18 @@ class MeshSection:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run.
+    """Training run.
 
     Attributes:
-        steps: optimiser steps in all; 0: as many as `epochs` over the records take.
-        epochs: passes over the records, where `steps` is 0.
-        seed: of weights and the order of data.
-        save_every: steps between checkpoints, from which a killed run goes on.
-        keep: checkpoints that stay, the latest ones; with evaluations the best one stays too.
-        evaluate_batches: batches of held-out data that are evaluated before each checkpoint; 0: none.
+        model, data, optimiser, mesh: sections of the configuration.
+        steps: total number of steps; 0: determined by `epochs`.
+        epochs: epochs over the records if `steps` is 0.
+        seed: seed of the weights and of the data order.
+        save_every: steps between checkpoints.
+        keep: number of latest checkpoints to keep; with held-out data the best one is kept too.
+        evaluate_batches: held-out batches to evaluate before each checkpoint; 0: none.
         log_every: steps between lines of metrics.
-        tensorboard: write TensorBoard events beside metrics.jsonl.
+        tensorboard: whether to write TensorBoard events.
     """
 
     model: ModelSection = field(default_factory=ModelSection)
@@ -203,18 +211,18 @@ class TrainConfig:
         if self.data.reread and (self.model.positions, self.model.siblings) != ("sequential", "invisible"):
             raise ConfigError("data.reread needs model.positions: sequential and model.siblings: invisible")
         if self.model.checkpoint and not self.data.train:
-            raise ConfigError("model.checkpoint needs data.train: the synthetic tasks have a tokenizer of their own")
+            raise ConfigError("model.checkpoint needs data.train, because the synthetic tasks have their own tokenizer")
 
     def batch_shape(self, step: int) -> tuple[int, int]:
-        """Rows and tokens of a row at a step of the synthetic tasks."""
+        """Return the rows and the tokens of a row at a step of the synthetic tasks."""
         data = self.data
         return (data.short_rows, data.short_length) if step < data.short_steps else (data.rows, data.length)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for records of a run."""
+        """Return the configuration as plain values."""
         return asdict(self)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """See `aspd_jax.configuration.read_config`."""
+    """Read a configuration; see `aspd_jax.configuration.read_config`."""
     return read_config(TrainConfig, path, overrides)

@@ -1,6 +1,6 @@
-"""Optimiser and one training step.
+"""Optimiser and training step.
 
-B rows of a batch, A parts that it is taken in.
+B: rows of a batch; A: parts of a batch (gradient accumulation).
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ DECAYING = ("kernel", "embedding", *ADAPTERS)
 
 
 class TrainState(NamedTuple):
-    """What a checkpoint holds: steps done and updates skipped (int32), what is trained, and its optimiser."""
+    """Training state.
+
+    Attributes:
+        step: finished steps, int32 [].
+        skipped: skipped updates, int32 [].
+        params: trained parameters.
+        optimiser: state of the optimiser.
+    """
 
     step: jax.Array
     skipped: jax.Array
@@ -36,36 +43,39 @@ class TrainState(NamedTuple):
 
 
 @cache
-def make_optimiser(of: OptimiserSection, steps: int) -> optax.GradientTransformation:
-    """AdamW behind a bound on the global norm, cosine after a linear warm-up; norms, biases and scales do not decay.
+def make_optimiser(section: OptimiserSection, steps: int) -> optax.GradientTransformation:
+    """Return AdamW with gradient clipping, linear warm-up and cosine decay.
 
-    Equal settings give the same object, so that a step that was compiled for it is found again.
+    Norms, biases and scales have no weight decay. Equal arguments return the same object, so that a compiled step is
+    reused.
     """
-    warmup = max(1, round(of.warmup * steps))
-    peak = of.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), of.final * peak)
+    warmup = max(1, round(section.warmup * steps))
+    peak = section.learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), section.final * peak)
 
     def decays(params: Any) -> Any:
         return unflatten_dict({path: path[-1] in DECAYING for path in flatten_dict(params)})
 
     return optax.chain(
-        optax.clip_by_global_norm(of.clip),
-        optax.adamw(schedule, b1=of.beta1, b2=of.beta2, weight_decay=of.weight_decay, mask=decays),
+        optax.clip_by_global_norm(section.clip),
+        optax.adamw(schedule, b1=section.beta1, b2=section.beta2, weight_decay=section.weight_decay, mask=decays),
     )
 
 
 def is_trained(path: tuple[str, ...], lora_rank: int) -> bool:
-    """Return whether a parameter is trained: all are, or with LoRA the adapters and the rows of the special tokens."""
+    """Return whether a parameter is trained; with LoRA only adapters and the rows of the special tokens are."""
     return not lora_rank or path[-1] in ADAPTERS or path[0] == NEW_TOKENS
 
 
 def abstract_state(model: Transformer, optimiser: optax.GradientTransformation, dtype: Any = jnp.float32) -> TrainState:
-    """Return the state of a run as shapes with their shardings.
+    """Return the training state as shapes with shardings.
 
-    Moments have the shardings of their parameters; everything else is replicated over the mesh of the model.
+    Moments have the shardings of their parameters; counters are replicated.
 
     Args:
-        dtype: of what is trained.
+        model: transformer with its mesh.
+        optimiser: optimiser.
+        dtype: dtype of the trained parameters.
     """
     mesh = model.mesh
     assert mesh is not None, "a model in training has a mesh"
@@ -80,33 +90,33 @@ def abstract_state(model: Transformer, optimiser: optax.GradientTransformation, 
         }
     )
     moments = jax.eval_shape(lambda params: optimiser.init(in_float32(params)), params)
-    of_moments = optax.tree.map_params(
+    moment_places = optax.tree.map_params(
         optimiser, lambda _, leaf: leaf.sharding, moments, params, transform_non_params=lambda _: everywhere
     )
     moments = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), moments, of_moments
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), moments, moment_places
     )
     number: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     return TrainState(number, number, params, moments)
 
 
 def join(trained: Any, frozen: Any) -> Any:
-    """One tree of parameters from those that are trained and those that are not."""
+    """Merge trained and frozen parameters into one tree."""
     return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen))
 
 
 def in_float32(tree: Any) -> Any:
-    """The same tree in float32."""
+    """Convert the leaves of a tree to float32."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
 def rounded(new: Any, old: Any, key: jax.Array) -> Any:
-    """Float32 parameters in the dtypes of the old ones; to bfloat16 up or down at random, so that their mean is right.
+    """Convert float32 parameters to the dtypes of the old ones, with stochastic rounding to bfloat16.
 
-    The nearest bfloat16 would swallow every update that is smaller than about a 500th of its parameter.
+    Rounding to nearest would drop updates smaller than about 1/500 of their parameter.
     """
 
-    def one(new: jax.Array, old: jax.Array, key: jax.Array) -> jax.Array:
+    def convert(new: jax.Array, old: jax.Array, key: jax.Array) -> jax.Array:
         if old.dtype != jnp.bfloat16:
             return new.astype(old.dtype)
         bits = jax.lax.bitcast_convert_type(new, jnp.uint32)
@@ -115,29 +125,30 @@ def rounded(new: Any, old: Any, key: jax.Array) -> Any:
 
     leaves, structure = jax.tree.flatten(new)
     keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(structure, [one(*e) for e in zip(leaves, jax.tree.leaves(old), keys, strict=True)])
+    return jax.tree.unflatten(structure, [convert(*e) for e in zip(leaves, jax.tree.leaves(old), keys, strict=True)])
 
 
 def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
-    """Loss of a batch by part."""
+    """Return the loss of a batch by part."""
     hidden: Any = model.apply({"params": params}, batch.tokens, batch.layout, head=False)
     head, logits = head_of(model.config, params), partial(lm_head, model.config)
-    of_tokens = batch.tokens, batch.loss, batch.part, len(PARTS)
+    targets = batch.tokens, batch.loss, batch.part, len(PARTS)
     if model.mesh is None:
-        return next_token_loss(hidden, partial(logits, head), *of_tokens)
-    return loss_over_mesh(model.mesh, hidden, head, logits, *of_tokens)
+        return next_token_loss(hidden, partial(logits, head), *targets)
+    return loss_over_mesh(model.mesh, hidden, head, logits, *targets)
 
 
 @cache
 def train_step(model: Transformer, optimiser: optax.GradientTransformation, accumulate: int = 1) -> Any:
     """Return the compiled training step: (state, frozen parameters, batch) -> (state, metrics).
 
-    The state is donated, and comes back with the shardings of `abstract_state`, whatever the compiler would choose.
-    Equal arguments give the same object, so that a step that was compiled is found again.
+    The state is donated and is returned with the shardings of `abstract_state`. Equal arguments return the same object,
+    so that a compiled step is reused.
 
     Args:
-        model: as it is trained, with its mesh.
-        accumulate: parts that a batch is taken in.
+        model: transformer with its mesh.
+        optimiser: optimiser.
+        accumulate: number of parts of a batch that are processed one after another.
     """
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(model, optimiser))
     return jax.jit(
@@ -156,9 +167,9 @@ def _update(
     optimiser: optax.GradientTransformation,
     accumulate: int,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Take one update: that of the mean loss per learned token of the whole batch, in however many parts.
+    """Apply the update for the mean loss per target of the whole batch; the number of parts does not change it.
 
-    An update from a loss or gradient that is not finite is skipped: the state stays, and `skipped` is one more.
+    An update with a loss or gradient that is not finite is skipped and counted.
     """
 
     def total(params: Any, part: Batch) -> tuple[jax.Array, Sums]:
@@ -169,14 +180,14 @@ def _update(
     if accumulate == 1:
         gradient, sums = gradient_of(state.params, batch)
     else:
-        # Part a takes rows a, a + A, …, so that every device keeps the rows that it has.
+        # Part a has rows a, a + A, …, so that rows stay on their devices.
         parts = jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1), batch)
 
         def add(carry: Any, part: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, carry, gradient_of(state.params, part)), None
 
-        nothing = jnp.zeros(len(PARTS), jnp.float32)
-        start = (jax.tree.map(jnp.zeros_like, in_float32(state.params)), Sums(nothing, nothing))
+        zero = jnp.zeros(len(PARTS), jnp.float32)
+        start = (jax.tree.map(jnp.zeros_like, in_float32(state.params)), Sums(zero, zero))
         (gradient, sums), _ = jax.lax.scan(add, start, parts)
     weight = jnp.maximum(sums.weight.sum(), 1.0)
     gradient = jax.tree.map(lambda leaf: leaf / weight, in_float32(gradient))
@@ -196,12 +207,12 @@ def _update(
 
 
 def part_losses(sums: Sums) -> dict[str, jax.Array]:
-    """Mean loss of the targets of each part; 0 where there are none."""
+    """Return the mean loss of each part; 0 for a part without targets."""
     means = sums.loss / jnp.maximum(sums.weight, 1.0)
     return {f"loss_{name}": means[index] for index, name in enumerate(PARTS)}
 
 
 @partial(jax.jit, static_argnames="model")
 def evaluation_sums(params: Any, frozen: Any, batch: Batch, model: Transformer) -> Sums:
-    """Loss of a batch by part, nothing updated."""
+    """Return the loss of a batch by part without an update."""
     return loss_sums(model, join(params, frozen), batch)

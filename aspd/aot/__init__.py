@@ -1,5 +1,4 @@
-"""Ahead-of-time compilation for TPUs and GPUs that need not be present: memory, traffic, collectives, bounds on time.
+"""Ahead-of-time compilation of decoding and training steps for TPUs and GPUs that need not be present.
 
-Figures are computed from compiled programs, never measured. The package compiles the steps of `train` and `infer`, and
-neither of them imports it.
+Memory, traffic, collectives and lower bounds of time are computed from the compiled programs, not measured.
 """

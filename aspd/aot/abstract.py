@@ -1,4 +1,4 @@
-"""Models that are shapes and places only: nothing is allocated."""
+"""Abstract models: shapes with shardings, without allocated arrays."""
 
 from __future__ import annotations
 
@@ -22,27 +22,40 @@ from aspd_jax.tokens import SpecialTokens, add_special_tokens
 
 
 def placed(tree: Any, places: Any) -> Any:
-    """The shapes of a tree of arrays or shapes, each with a sharding: one for all, or a tree of them."""
+    """Return the shapes of a tree with shardings.
+
+    Args:
+        tree: tree of arrays or shapes.
+        places: one sharding for all leaves, or a tree of shardings.
+    """
     if isinstance(places, Sharding):
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places), tree)
     return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, places)
 
 
-def everywhere(on: Topology, mesh: Mesh | None) -> Sharding:
-    """Whole on every device of the mesh; without one, on the first device."""
-    return SingleDeviceSharding(on.devices[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
+def replicated(topology: Topology, mesh: Mesh | None) -> Sharding:
+    """Return the sharding that replicates over the mesh, or that of the first device without a mesh."""
+    return SingleDeviceSharding(topology.devices[0]) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
 def configuration(model: str | None, shape: str, dtype: str, weights: Weights, decode_attention: str) -> ModelConfig:
-    """The configuration of a checkpoint, of which no weights are read, or else of a named shape.
+    """Return the configuration of a checkpoint without reading its weights, or of a named shape.
+
+    Args:
+        model: checkpoint; None: use `shape`.
+        shape: name of a shape.
+        dtype: dtype of activations.
+        weights: format of the layers' kernels.
+        decode_attention: attention back end for decoding.
 
     Raises:
-        RequestError: unknown shape.
-        CheckpointError, ConfigError: what is wrong with the checkpoint or the back end.
+        RequestError: the shape is unknown.
+        CheckpointError: the checkpoint cannot be read.
+        ConfigError: the back end is unknown.
     """
     if model is None:
         if shape not in SHAPES:
-            raise RequestError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
+            raise RequestError(f"unknown shape {shape!r}; available: {', '.join(SHAPES)}")
         config = replace(SHAPES[shape], dtype=dtype)
     else:
         checkpoint = open_checkpoint(model)
@@ -53,13 +66,14 @@ def configuration(model: str | None, shape: str, dtype: str, weights: Weights, d
     return replace(config, weights=weights, decode_attention=decode_attention)
 
 
-def abstract_model(config: ModelConfig, on: Topology, mesh: Mesh | None) -> LanguageModel:
-    """A model without a tokenizer, whose parameters are shapes with the places that they have on a mesh; its last six
-    tokens are the tags, its first ends a text.
+def abstract_model(config: ModelConfig, topology: Topology, mesh: Mesh | None) -> LanguageModel:
+    """Return a model without tokenizer whose parameters are shapes with shardings.
+
+    Its last six tokens are the tags, and its first token ends a text.
     """
     config = config if mesh is None else padded(config)
     model = Transformer(config, mesh=mesh)
     boxed = abstract_parameters(model)
-    params = placed(nn.meta.unbox(boxed), everywhere(on, None) if mesh is None else shardings(boxed, mesh))
+    params = placed(nn.meta.unbox(boxed), replicated(topology, None) if mesh is None else shardings(boxed, mesh))
     special = SpecialTokens(*range(config.vocab_size - 6, config.vocab_size))
     return LanguageModel(model, params, None, special, config, {}, (0,), 1 << 20, mesh)

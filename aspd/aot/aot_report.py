@@ -1,4 +1,4 @@
-"""What a compiled program takes of a chip: memory, traffic, collectives, and the least time it can need."""
+"""Resources of a compiled program on a chip: memory, traffic, collectives, and a lower bound of its time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ UNITS = {"M": 2.0**20, "G": GIB}
 
 
 class Memory(NamedTuple):
-    """Bytes on each device, as XLA says them.
+    """Bytes on each device, as reported by XLA.
 
     Attributes:
-        arguments: what the program is given.
-        temporary: what it needs beside arguments and results.
-        aliased: results that lie where arguments lay.
-        total: of all, aliased ones once, the program itself included.
-        peak: at the worst moment; XLA may count the temporary memory of one moment only.
+        arguments: arguments of the program.
+        temporary: temporary arrays.
+        aliased: results that share the memory of arguments.
+        total: arguments, results, temporary arrays and the program itself, counting aliased memory once.
+        peak: peak memory; XLA may count temporary arrays of one moment only.
     """
 
     arguments: int
@@ -39,13 +39,14 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program for a chip.
+    """A program compiled for a chip.
 
     Attributes:
-        memory, program: None where it does not fit, and the compiler refuses it.
-        spare: bytes of HBM that it leaves free; negative: that are missing.
-        flops: of its products on each device, every loop of unknown length once.
-        seconds: of compiling.
+        chip: target.
+        memory, program: memory and HLO; None if the compiler refuses the program because it does not fit.
+        spare: free bytes of HBM; negative: missing bytes.
+        flops: FLOPs of matrix products on each device, counting loops of unknown length once.
+        seconds: compile time.
     """
 
     chip: Chip
@@ -56,9 +57,15 @@ class Compiled:
     seconds: float
 
 
-def compile_for(traced: Any, on: Topology, devices: int) -> Compiled:
-    """Compile what `jax.jit(…).trace(…)` gives for abstract arguments that lie on so many devices of a topology."""
-    chip, begun = on.chip, perf_counter()
+def compile_for(traced: Any, topology: Topology, devices: int) -> Compiled:
+    """Compile a traced program for a topology.
+
+    Args:
+        traced: result of `jax.jit(…).trace(…)` with abstract arguments.
+        topology: target devices.
+        devices: number of devices that the arguments are sharded over.
+    """
+    chip, start = topology.chip, perf_counter()
     flops = product_flops(traced.jaxpr.jaxpr) / devices
     try:
         executable = traced.lower(lowering_platforms=(chip.platform,)).compile()
@@ -66,19 +73,18 @@ def compile_for(traced: Any, on: Topology, devices: int) -> Compiled:
         if (over := OVER.search(str(error))) is None:
             raise
         spare = float(over[3]) * UNITS[over[4]] - float(over[1]) * UNITS[over[2]]
-        return Compiled(chip, None, None, spare, flops, perf_counter() - begun)
-    of = executable.memory_analysis()
-    total = of.argument_size_in_bytes + of.output_size_in_bytes - of.alias_size_in_bytes
-    total += of.temp_size_in_bytes + of.generated_code_size_in_bytes
-    memory = Memory(
-        of.argument_size_in_bytes, of.temp_size_in_bytes, of.alias_size_in_bytes, total, of.peak_memory_in_bytes
-    )
+        return Compiled(chip, None, None, spare, flops, perf_counter() - start)
+    sizes = executable.memory_analysis()
+    arguments, aliased = sizes.argument_size_in_bytes, sizes.alias_size_in_bytes
+    total = arguments + sizes.output_size_in_bytes - aliased
+    total += sizes.temp_size_in_bytes + sizes.generated_code_size_in_bytes
+    memory = Memory(arguments, sizes.temp_size_in_bytes, aliased, total, sizes.peak_memory_in_bytes)
     program = parse(executable.as_text())
-    return Compiled(chip, memory, program, chip.memory - total, flops, perf_counter() - begun)
+    return Compiled(chip, memory, program, chip.memory - total, flops, perf_counter() - start)
 
 
 def product_flops(jaxpr: Any) -> float:
-    """FLOPs of all matrix products of a jaxpr, on all devices together; of a conditional, those of one branch."""
+    """Return the FLOPs of all matrix products of a jaxpr on all devices; a conditional counts its largest branch."""
     total = 0.0
     for equation in jaxpr.eqns:
         params = equation.params
@@ -86,28 +92,30 @@ def product_flops(jaxpr: Any) -> float:
             ((contracted, _), _) = params["dimension_numbers"]
             shape = equation.invars[0].aval.shape
             total += 2.0 * prod(equation.outvars[0].aval.shape) * prod(shape[axis] for axis in contracted)
-        inner = [getattr(one, "jaxpr", one) for value in params.values()
-                 for one in (value if isinstance(value, tuple | list) else (value,))]  # fmt: skip
-        found = [product_flops(one) for one in inner if hasattr(one, "eqns")]
+        inner = [getattr(item, "jaxpr", item) for value in params.values()
+                 for item in (value if isinstance(value, tuple | list) else (value,))]  # fmt: skip
+        flops = [product_flops(item) for item in inner if hasattr(item, "eqns")]
         times = 1.0
         if equation.primitive.name == "scan":
             times = params["length"]
         elif equation.primitive.name == "pallas_call":
-            # A size that the program itself finds out counts as 1.
+            # A grid size that is computed at run time counts as 1.
             times = prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
         elif equation.primitive.name == "shard_map":
-            times = params["mesh"].size  # ours are over all axes
-        total += times * (max(found, default=0.0) if equation.primitive.name == "cond" else sum(found))
+            times = params["mesh"].size  # this project maps over all axes
+        total += times * (max(flops, default=0.0) if equation.primitive.name == "cond" else sum(flops))
     return total
 
 
-class Said(NamedTuple):
+class CollectiveTotal(NamedTuple):
     """Collectives of one kind and shape in one loop.
 
     Attributes:
-        loop: where it stands in Python; empty: in none.
-        times: in a pass or step.
-        bytes: of all of them: the larger of what goes in and what comes out.
+        loop: source of the loop in Python; empty: outside loops.
+        kind: operation.
+        array: dtype and shape.
+        times: number per step.
+        bytes: bytes of all of them, counting the larger of input and output.
     """
 
     loop: str
@@ -119,21 +127,21 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Figures:
-    """What a pass or a step takes of each device; None where the program does not fit, and there is nothing to read.
+    """Resources of a step on each device; fields are None if the program does not fit and was not compiled.
 
     Attributes:
-        fits: whether HBM holds it.
-        spare: bytes that are left of it; negative: missing.
+        fits: whether the program fits into HBM.
+        spare: free bytes of HBM; negative: missing bytes.
         memory: see `Memory`.
-        bytes: that a pass or step moves through HBM, with the cheapest branch of every conditional: greedy.
-        most_bytes: with the dearest ones: sampled.
-        needed_bytes: that it cannot do without.
-        outside_bytes: that a call moves before and after its passes.
-        collectives, collective_bytes: what devices say to each other.
-        needed_collective_bytes: what the mesh cannot do without.
-        flops: of products.
-        milliseconds: at least: at the chip's bandwidth or FLOP rate, whichever takes longer.
-        compile_seconds: of this machine.
+        bytes: HBM traffic of a step with the cheapest branch of each conditional (greedy decoding).
+        most_bytes: HBM traffic with the most expensive branches (sampling).
+        needed_bytes: lower bound of the traffic.
+        outside_bytes: HBM traffic of a call outside its loop over steps.
+        collectives, collective_bytes: collectives of a step.
+        needed_collective_bytes: lower bound of `collective_bytes`.
+        flops: FLOPs of matrix products.
+        milliseconds: lower bound of the time, by the chip's bandwidth and FLOP rate.
+        compile_seconds: compile time on this machine.
     """
 
     fits: bool
@@ -143,7 +151,7 @@ class Figures:
     most_bytes: int | None
     needed_bytes: int
     outside_bytes: int | None
-    collectives: tuple[Said, ...]
+    collectives: tuple[CollectiveTotal, ...]
     collective_bytes: int | None
     needed_collective_bytes: int
     flops: float
@@ -151,77 +159,81 @@ class Figures:
     compile_seconds: float
 
 
-def figures(of: Compiled, looped: bool, needed_bytes: int, needed_collective_bytes: int) -> Figures:
-    """Read a program.
+def figures(compiled: Compiled, looped: bool, needed_bytes: int, needed_collective_bytes: int) -> Figures:
+    """Compute the figures of a program.
 
     Args:
-        looped: it is a loop over passes; a pass counts, and what is outside the loop apart.
+        compiled: compiled program.
+        looped: whether the program is a loop over steps; the figures are then those of one step.
+        needed_bytes: lower bound of the HBM traffic.
+        needed_collective_bytes: lower bound of the bytes of collectives.
     """
-    if of.program is None:
-        nothing = (None, None, needed_bytes, None, (), None, needed_collective_bytes, of.flops, None, of.seconds)
-        return Figures(False, of.spare, None, *nothing)
-    least, most = of.program.region(cheapest), of.program.region(dearest)
-    one = pass_of(least) if looped else least
-    said = collectives_of(one)
+    flops, seconds, chip = compiled.flops, compiled.seconds, compiled.chip
+    if compiled.program is None:
+        unknown = (None, None, needed_bytes, None, (), None, needed_collective_bytes, flops, None, seconds)
+        return Figures(False, compiled.spare, None, *unknown)
+    least, most = compiled.program.region(cheapest), compiled.program.region(dearest)
+    step = step_loop(least) if looped else least
+    collectives = count_collectives(step)
     return Figures(
-        fits=of.spare >= 0,
-        spare=of.spare,
-        memory=of.memory,
-        bytes=one.total,
-        most_bytes=pass_of(most).total if looped else most.total,
+        fits=compiled.spare >= 0,
+        spare=compiled.spare,
+        memory=compiled.memory,
+        bytes=step.total,
+        most_bytes=step_loop(most).total if looped else most.total,
         needed_bytes=needed_bytes,
-        outside_bytes=least.total - one.total if looped else 0,
-        collectives=said,
-        collective_bytes=sum(each.bytes for each in said),
+        outside_bytes=least.total - step.total if looped else 0,
+        collectives=collectives,
+        collective_bytes=sum(total.bytes for total in collectives),
         needed_collective_bytes=needed_collective_bytes,
-        flops=of.flops,
-        milliseconds=1000 * max(one.total / of.chip.bandwidth, of.flops / of.chip.flops),
-        compile_seconds=of.seconds,
+        flops=flops,
+        milliseconds=1000 * max(step.total / chip.bandwidth, flops / chip.flops),
+        compile_seconds=seconds,
     )
 
 
-def pass_of(program: Region) -> Region:
-    """The loop over passes: the one that moves most."""
+def step_loop(program: Region) -> Region:
+    """Return the loop over steps: the one with the most traffic."""
     return max(program.loops, key=lambda loop: loop.total)
 
 
-def collectives_of(region: Region) -> tuple[Said, ...]:
-    """All collectives of a region and of the loops inside, by loop, kind and shape; the largest first.
+def count_collectives(region: Region) -> tuple[CollectiveTotal, ...]:
+    """Return the collectives of a region and its inner loops by loop, kind and shape, the largest first.
 
-    One that goes on in steps counts where it begins: in the outermost loop that has a step of it.
+    A collective that is split into several fusions counts in the outermost loop that has a part of it.
     """
-    counted: Counter[tuple[str, str, str, int]] = Counter()
-    begun = set[str]()
-    for inner, times in sorted(region.everywhere(), key=lambda of: of[1]):
-        for one in inner.collectives:
-            if one.channel not in begun:
-                counted[inner.source, one.kind, str(one.array), one.array.bytes] += times
-            begun |= {one.channel} - {""}
-    said = (Said(loop, kind, array, count, count * size) for (loop, kind, array, size), count in counted.items())
-    return tuple(sorted(said, key=lambda one: -one.bytes))
+    counts: Counter[tuple[str, str, str, int]] = Counter()
+    seen = set[str]()
+    for inner, times in sorted(region.everywhere(), key=lambda item: item[1]):
+        for collective in inner.collectives:
+            if collective.channel not in seen:
+                counts[inner.source, collective.kind, str(collective.array), collective.array.bytes] += times
+            seen |= {collective.channel} - {""}
+    totals = (CollectiveTotal(loop, kind, array, n, n * size) for (loop, kind, array, size), n in counts.items())
+    return tuple(sorted(totals, key=lambda total: -total.bytes))
 
 
 def local_bytes(tree: Any) -> int:
-    """Bytes of a tree of shapes with shardings that one device holds."""
+    """Return the bytes on one device of a tree of shapes with shardings."""
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def gib(size: float | None) -> str:
-    """Bytes in GiB, with more places where there are few."""
+    """Format bytes in GiB, small sizes with more decimal places."""
     if size is None:
         return ""
     value = size / GIB
     return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.4f}"
 
 
-def fit(of: Figures) -> str:
-    """Whether a program fits, and by how much."""
-    return f"yes, {gib(of.spare)} left" if of.fits else f"no, {gib(-of.spare)} missing"
+def fit(figures: Figures) -> str:
+    """Return whether a program fits, with the free or missing GiB."""
+    return f"yes, {gib(figures.spare)} left" if figures.fits else f"no, {gib(-figures.spare)} missing"
 
 
-def collective_table(of: Figures, most: int = 12) -> str:
-    """Markdown; the largest collectives by loop."""
-    lines = ["| loop | collective | of each | count | MiB |", "|---|---|---|---|---|"]
-    for one in of.collectives[:most]:
-        lines.append(f"| {one.loop or 'none'} | {one.kind} | {one.array} | {one.times} | {one.bytes / 2**20:.2f} |")
+def collective_table(figures: Figures, limit: int = 12) -> str:
+    """Return a Markdown table of the largest collectives by loop."""
+    lines = ["| loop | collective | array | count | MiB |", "|---|---|---|---|---|"]
+    for c in figures.collectives[:limit]:
+        lines.append(f"| {c.loop or 'none'} | {c.kind} | {c.array} | {c.times} | {c.bytes / 2**20:.2f} |")
     return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""A reader of optimised HLO, the text of a compiled program: what it moves through HBM, its loops, its collectives.
+"""Analysis of optimised HLO, the text of a compiled program: HBM traffic, loops and collectives.
 
-XLA's own cost analysis counts a loop once, an update in place as a pass over the whole array, and what lies in a core's
-own memory as if it were in HBM; for GPUs there is none. Here an instruction reads its operands and writes its result,
-as far as they lie in HBM; but of a slice or a gather it reads only what is taken, of an update in place it writes only
-what is new, and a fusion is seen through for both. Padding of layouts is not counted, nor what a kernel reads twice,
-nor the HBM of a collective that goes on inside fusions while these compute.
+XLA's cost analysis counts a loop once, an in-place update as a copy of the whole array, and arrays in on-chip memory as
+if they were in HBM; for GPUs there is none. Here an instruction reads its operands and writes its result if they are in
+HBM. A slice or gather reads only the selected elements, and an in-place update writes only the new ones, also inside
+fusions. Not counted: padding of layouts, repeated reads of a kernel, and the HBM traffic of a collective that runs
+inside fusions.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import NamedTuple
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
                "collective-broadcast")  # fmt: skip
 SLICES = ("slice", "dynamic-slice", "gather")
-UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand is the new part
-# Nothing moves: names for what is there, room without contents, or the end of what was counted when it began.
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand with the new elements
+# No traffic: aliases, uninitialised buffers, and ends of operations that are counted at their start.
 NOTHING = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier", "after-all",
            "partition-id", "replica-id")  # fmt: skip
 CALLS_OF_NOTHING = ("AllocateBuffer", "ConcatBitcast", "PrepareAsyncCallStart", "PrepareAsyncCallDone")
@@ -40,7 +40,13 @@ SPACE = re.compile(r"S\(([1-9]\d*)\)")
 
 
 class Array(NamedTuple):
-    """An array as a program holds it; `space`: the memory it lies in, 0: HBM."""
+    """Type of an array.
+
+    Attributes:
+        dtype: HLO name of the dtype.
+        shape: sizes.
+        space: memory space, 0: HBM.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,13 +54,13 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         bits = 8 if self.dtype == "pred" else int((re.search(r"\d+", self.dtype) or [0])[0])
         return -(-prod(self.shape) * bits // 8)
 
     @property
     def hbm(self) -> int:
-        """Its size in HBM."""
+        """Size in HBM in bytes."""
         return 0 if self.space else self.bytes
 
     def __str__(self) -> str:
@@ -65,12 +71,12 @@ class Instruction(NamedTuple):
     """A line of a program.
 
     Attributes:
-        name, opcode: as they are written.
-        arrays: its result; of a tuple, all of them.
-        operands: names.
-        called: computations, but for the condition of a loop.
-        text: all that is written behind the opcode.
-        root: whether it is the result of its computation.
+        name, opcode: name and operation.
+        arrays: arrays of the result; several for a tuple.
+        operands: names of the operands.
+        called: names of called computations, without the condition of a loop.
+        text: text after the opcode.
+        root: whether the instruction is the result of its computation.
     """
 
     name: str
@@ -83,26 +89,29 @@ class Instruction(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of its result."""
+        """Size of the result in bytes."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def hbm(self) -> int:
-        """Of its result, in HBM."""
+        """Size of the result in HBM in bytes."""
         return sum(array.hbm for array in self.arrays)
 
     @property
     def source(self) -> str:
-        """What it was in Python, as JAX names it."""
-        found = SOURCE.search(self.text)
-        return found[1] if found else self.name
+        """JAX's name of the operation in Python, else the name of the instruction."""
+        match = SOURCE.search(self.text)
+        return match[1] if match else self.name
 
 
 class Collective(NamedTuple):
-    """What devices say to each other: the larger of what goes in and what comes out, on each of them.
+    """A collective operation.
 
     Attributes:
-        channel: of a collective that goes on inside several fusions, a step in each; otherwise empty.
+        kind: operation.
+        array: the larger of input and output on each device.
+        source: name of the operation in Python.
+        channel: channel of a collective that is split into several fusions; otherwise empty.
     """
 
     kind: str
@@ -113,14 +122,14 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Region:
-    """What runs every time round a loop, or once: the whole program.
+    """Body of a loop, or the whole program.
 
     Attributes:
-        source: where the loop stands.
-        trips: how often it goes round; None: nobody knows.
-        bytes: that go through HBM each time, loops inside left out.
-        collectives: each time, loops inside left out.
-        loops: inside.
+        source: name of the loop in Python.
+        trips: number of iterations; None: unknown.
+        bytes: HBM traffic of one iteration without inner loops.
+        collectives: collectives of one iteration without inner loops.
+        loops: inner loops.
     """
 
     source: str
@@ -131,11 +140,11 @@ class Region:
 
     @property
     def total(self) -> int:
-        """Bytes each time, loops inside included; of these, unknown numbers of rounds count as one."""
+        """HBM traffic of one iteration with inner loops, whose unknown numbers of iterations count as one."""
         return self.bytes + sum((loop.trips or 1) * loop.total for loop in self.loops)
 
     def everywhere(self, times: int = 1) -> Iterator[tuple[Region, int]]:
-        """It and all loops inside, each with how often it runs."""
+        """Yield this region and all inner loops with their numbers of executions."""
         yield self, times
         for loop in self.loops:
             yield from loop.everywhere(times * (loop.trips or 1))
@@ -146,24 +155,28 @@ Computation = dict[str, Instruction]
 
 @dataclass(frozen=True)
 class Program:
-    """Computations by name, and which one is the program."""
+    """Computations by name, and the name of the entry computation."""
 
     computations: dict[str, Computation]
     entry: str
 
     def instructions(self) -> Iterator[Instruction]:
-        """All of them."""
+        """Yield all instructions."""
         for computation in self.computations.values():
             yield from computation.values()
 
     def region(self, choose: Callable[[Iterable[Region]], Region]) -> Region:
-        """The program by loops; of a conditional counts the branch that is chosen: `cheapest` or `dearest`."""
+        """Return the program as nested loops.
+
+        Args:
+            choose: selects the branch of a conditional that counts: `cheapest` or `dearest`.
+        """
         return self._region(self.entry, "", 1, choose)
 
     def _region(
         self, name: str, source: str, trips: int | None, choose: Callable[[Iterable[Region]], Region]
     ) -> Region:
-        own, collectives, loops = 0, list[Collective](), list[Region]()
+        traffic, collectives, loops = 0, list[Collective](), list[Region]()
         within = self.computations[name]
         for instruction in within.values():
             code = instruction.opcode
@@ -171,22 +184,22 @@ class Program:
                 loops.append(self._region(instruction.called[0], instruction.source, self._trips(instruction), choose))
             elif code in ("conditional", "call", "async-start"):
                 part = choose(self._region(other, "", 1, choose) for other in instruction.called)
-                own += part.bytes
+                traffic += part.bytes
                 collectives += part.collectives
                 loops += part.loops
             else:
-                own += self._moved(within, instruction)
+                traffic += self._moved(within, instruction)
                 collectives += self._collectives(within, instruction)
-        return Region(source, trips, own, tuple(collectives), tuple(loops))
+        return Region(source, trips, traffic, tuple(collectives), tuple(loops))
 
     def _trips(self, loop: Instruction) -> int | None:
-        """Where nothing else tells, a condition that compares with one number has that many rounds."""
+        """Return the number of iterations: as annotated, else the only constant of the condition, else None."""
         known, condition = TRIPS.search(loop.text), CONDITION.search(loop.text)
         if known:
             return int(known[1])
         numbers = [int(number) for name in self._reached(condition[1] if condition else "")
-                   for of in self.computations[name].values() if of.opcode == "constant"
-                   for number in re.findall(r"\((\d+)\)", of.text)]  # fmt: skip
+                   for line in self.computations[name].values() if line.opcode == "constant"
+                   for number in re.findall(r"\((\d+)\)", line.text)]  # fmt: skip
         return numbers[0] if len(numbers) == 1 else None
 
     def _reached(self, name: str) -> Iterator[str]:
@@ -197,11 +210,11 @@ class Program:
                     yield from self._reached(other)
 
     def _collectives(self, within: Computation, instruction: Instruction) -> Iterator[Collective]:
-        """Its own, or those of a fusion."""
+        """Yield the collectives of an instruction or of its fusion."""
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
-            said = [a for name in instruction.operands if name in within for a in within[name].arrays]
-            largest = max((*said, *instruction.arrays), key=lambda a: a.bytes)
+            inputs = [a for name in instruction.operands if name in within for a in within[name].arrays]
+            largest = max((*inputs, *instruction.arrays), key=lambda a: a.bytes)
             yield Collective(kind, largest, instruction.source, _channel(instruction))
         elif instruction.opcode == "fusion":
             for name in instruction.called:
@@ -209,7 +222,7 @@ class Program:
                     yield from self._collectives(self.computations[name], inner)
 
     def _moved(self, within: Computation, instruction: Instruction) -> int:
-        """Bytes that an instruction reads from HBM and writes there."""
+        """Return the bytes that an instruction reads from and writes to HBM."""
         code, arrays = instruction.opcode, instruction.arrays
         if (
             code in NOTHING
@@ -217,16 +230,16 @@ class Program:
             or any(f'"{name}"' in instruction.text for name in CALLS_OF_NOTHING)
         ):
             return 0
-        if code == "slice-start":  # (what is sliced), the slice, a number
+        if code == "slice-start":  # result: (source), slice, context
             return (arrays[1].bytes if arrays[0].hbm else 0) + arrays[1].hbm
-        if code.endswith("-start") and len(arrays) > len(instruction.operands):  # operands, results, a number
+        if code.endswith("-start") and len(arrays) > len(instruction.operands):  # result: operands, results, context
             return instruction.hbm
         operands = [within[name] for name in instruction.operands if name in within]
-        read = sum(min(of.hbm, self._read(instruction, place, of.bytes)) for place, of in enumerate(operands))
+        read = sum(min(x.hbm, self._read(instruction, place, x.bytes)) for place, x in enumerate(operands))
         return read + min(instruction.hbm, self._written(within, instruction))
 
     def _read(self, user: Instruction, place: int, whole: int) -> int:
-        """Bytes that an instruction reads of an operand."""
+        """Return the bytes that an instruction reads of an operand."""
         if _channel(user):
             return 0
         if user.opcode in SLICES and place == 0:
@@ -239,7 +252,7 @@ class Program:
         return whole
 
     def _uses(self, computation: str, value: str, whole: int) -> int:
-        """Bytes that are read of a value inside a fusion."""
+        """Return the bytes that a fusion reads of a value."""
         total = 0
         for user, place in self.users[computation].get(value, ()):
             if self._is_view(user):
@@ -251,13 +264,13 @@ class Program:
         return min(whole, total)
 
     def _is_view(self, user: Instruction) -> bool:
-        """Whether an instruction inside a fusion only looks at its operand in another form."""
+        """Return whether an instruction inside a fusion only reinterprets its operand."""
         if user.opcode != "fusion":
             return user.opcode == "bitcast"
-        return all(of.opcode in ("parameter", "bitcast") for of in self.computations[user.called[0]].values())
+        return all(line.opcode in ("parameter", "bitcast") for line in self.computations[user.called[0]].values())
 
     def _written(self, within: Computation, instruction: Instruction) -> int:
-        """Bytes that an instruction writes."""
+        """Return the bytes that an instruction writes."""
         code = instruction.opcode
         if _channel(instruction):
             return 0
@@ -267,44 +280,45 @@ class Program:
             return sum(self._written(within, within[name]) for name in instruction.operands)
         if code == "fusion":
             inside = self.computations[instruction.called[0]]
-            return self._written(inside, next(of for of in inside.values() if of.root))
+            return self._written(inside, next(line for line in inside.values() if line.root))
         return instruction.bytes
 
     @cached_property
     def users(self) -> dict[str, dict[str, list[tuple[Instruction, int]]]]:
-        """By computation and value: what uses it, as which operand."""
-        found: dict[str, dict[str, list[tuple[Instruction, int]]]] = {}
+        """Users of each value with the index of the operand, by computation and value."""
+        users: dict[str, dict[str, list[tuple[Instruction, int]]]] = {}
         for name, computation in self.computations.items():
-            of = found.setdefault(name, {})
+            inside = users.setdefault(name, {})
             for instruction in computation.values():
                 for place, operand in enumerate(instruction.operands):
-                    of.setdefault(operand, []).append((instruction, place))
-        return found
+                    inside.setdefault(operand, []).append((instruction, place))
+        return users
 
 
 def _channel(instruction: Instruction) -> str:
-    """The channel of a collective of which this is one step, inside a fusion."""
-    found = STEP.search(instruction.text) if instruction.opcode in COLLECTIVES else None
-    return found[1] if found else ""
+    """Return the channel of the collective that this instruction is a part of; empty: none."""
+    match = STEP.search(instruction.text) if instruction.opcode in COLLECTIVES else None
+    return match[1] if match else ""
 
 
 def cheapest(branches: Iterable[Region]) -> Region:
-    """The one that moves least."""
-    return min(branches, key=lambda of: of.total)
+    """Return the branch with the least traffic."""
+    return min(branches, key=lambda branch: branch.total)
 
 
 def dearest(branches: Iterable[Region]) -> Region:
-    """The one that moves most."""
-    return max(branches, key=lambda of: of.total)
+    """Return the branch with the most traffic."""
+    return max(branches, key=lambda branch: branch.total)
 
 
 def parameter(computation: Computation, place: int) -> str:
-    """The name of a parameter."""
-    return next(of.name for of in computation.values() if of.opcode == "parameter" and of.text.startswith(f"({place})"))
+    """Return the name of a parameter of a computation."""
+    lines = (line for line in computation.values() if line.opcode == "parameter")
+    return next(line.name for line in lines if line.text.startswith(f"({place})"))
 
 
 def parse(text: str) -> Program:
-    """Read a program."""
+    """Parse the text of a program."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -327,20 +341,20 @@ def _instruction(name: str, text: str, root: bool) -> Instruction:
         for dtype, sizes, layout in ARRAY.findall(kind)
     )
     operands = tuple(NAME.findall(rest[: _end(rest, ")")]))
-    called = CALLED.findall(rest) + [one for found in BRANCHES.findall(rest) for one in NAME.findall(found)]
+    called = CALLED.findall(rest) + [name for names in BRANCHES.findall(rest) for name in NAME.findall(names)]
     return Instruction(name, opcode, arrays, operands, tuple(called), f"({rest}", root)
 
 
 def _space(layout: str) -> int:
-    found = SPACE.search(layout)
-    return int(found[1]) if found else 0
+    match = SPACE.search(layout)
+    return int(match[1]) if match else 0
 
 
 def _end(text: str, stop: str) -> int:
-    """Where a character stands outside all brackets; else the length."""
+    """Return the index of a character outside all brackets, or the length of the text."""
     depth = 0
-    for found in BRACKETS.finditer(text):
-        if depth == 0 and found[0] == stop:
-            return found.start()
-        depth += (found[0] in "([{") - (found[0] in ")]}")
+    for match in BRACKETS.finditer(text):
+        if depth == 0 and match[0] == stop:
+            return match.start()
+        depth += (match[0] in "([{") - (match[0] in ")]}")
     return len(text)

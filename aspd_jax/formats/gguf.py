@@ -1,6 +1,6 @@
-"""GGUF files (llama.cpp): metadata -> a Hugging Face configuration, tensors -> Hugging Face tensors in float32.
+"""Reader of GGUF files: metadata to a Hugging Face configuration, tensors to Hugging Face tensors in float32.
 
-N heads, H head size, D hidden size.
+N: heads; H: head size; D: hidden size.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from aspd_jax.formats.gguf_metadata import Metadata
 from aspd_jax.formats.gguf_tokenizer import read_end_ids, read_tokenizer
 from aspd_jax.formats.hf_config import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Kind, make_config
 
-# Architectures by their GGUF name; Mistral files call themselves llama.
+# Architectures by their GGUF name; Mistral files have the architecture llama.
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
-GEMMA_PERIOD = 6  # every so many layers of Gemma 3, one sees everything
+GEMMA_PERIOD = 6  # every sixth layer of Gemma 3 has full attention
 GEMMA_LOCAL_BASE = 10000.0
 
 OUTSIDE_LAYERS = {
@@ -46,17 +46,17 @@ INSIDE_LAYERS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# In Gemma, which has norms after attention and feed-forward too; the converter has added 1 to all its norms.
+# Gemma also has norms after attention and feed-forward. llama.cpp's converter adds 1 to all norms of Gemma.
 GEMMA_LAYERS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-ROPE_FACTORS = "rope_freqs.weight"  # what the frequencies of Llama 3.1 and later are divided by
+ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies of Llama 3.1 and later
 LLAMA3_LENGTH = 8192
 PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")  # a part of a split file
 LFS_POINTER = b"version https://git-lfs"
-# Keys below the architecture's name that are read here, those of all architectures first.
+# Keys below the architecture's name that are read, first those of all architectures.
 HEAD_SIZES = (
     *("rope.dimension_count", "rope.dimension_count_swa"),
     *("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"),
@@ -71,8 +71,8 @@ READ: dict[str, Kind] = {
     "rope.scaling.type": TEXT,
 }
 READ_GEMMA = {"attention.sliding_window": COUNT, "rope.freq_base_swa": POSITIVE}
-UNREAD = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")  # these change nothing
-# Values of other keys that change nothing; of the rest these are 0, false and what is empty.
+UNREAD = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")  # keys without an effect
+# Values without an effect of other keys; for keys not listed: 0, false and empty values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.sliding_window_pattern": (0, GEMMA_PERIOD),
@@ -85,13 +85,13 @@ LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """A GGUF file, or all parts of a split one.
+    """Open a GGUF file, or all parts of a split model.
 
     Args:
-        path: of the file, or of any part.
+        path: file, or any part of a split model.
 
     Raises:
-        CheckpointError: it is cut off, a part is missing, or something in it is not supported.
+        CheckpointError: the file is truncated, a part is missing, or a feature is not supported.
     """
     parts = _open_parts(path)
     metadata = parts[0][0]
@@ -132,10 +132,10 @@ def _open(path: Path) -> tuple[Metadata, GGUFReader]:
 
 
 def _open_parts(path: Path) -> list[tuple[Metadata, GGUFReader]]:
-    """Read the metadata of a file, or of all parts of the model that it is a part of.
+    """Read the metadata of a file, or of all parts of a split model.
 
     Raises:
-        CheckpointError: a part is not beside it.
+        CheckpointError: a part is missing from the folder.
     """
     opened = _open(path)
     number, count = opened[0].get("split.no", 0), opened[0].get("split.count", 1)
@@ -158,14 +158,18 @@ def _open_parts(path: Path) -> list[tuple[Metadata, GGUFReader]]:
 
 
 def _check_keys(metadata: Metadata, family: str) -> None:
-    """Raise a CheckpointError that names a value of the architecture that is not read here and not neutral."""
+    """Check that all values of the architecture are read or have no effect.
+
+    Raises:
+        CheckpointError: a value is invalid or not supported.
+    """
     known = READ | (READ_GEMMA if family == "gemma3" else {})
     for key in metadata.keys:
         name, value = key.removeprefix(f"{family}."), metadata.get(key)
         if name == key or name in UNREAD:
             continue
         if name in known:
-            value = _one(metadata, key, value)
+            value = _same_for_layers(metadata, key, value)
             if not known[name].accepts(value):
                 raise CheckpointError(f"{metadata.path}: {key}: expected {known[name].expected}, got {value!r}")
             continue
@@ -174,11 +178,11 @@ def _check_keys(metadata: Metadata, family: str) -> None:
             raise CheckpointError(f"{metadata.path}: {key}: expected none, got {value!r}; this is not supported")
 
 
-def _one(metadata: Metadata, key: str, value: Any) -> Any:
-    """Return a value that may be given for each layer, if it is the same for all.
+def _same_for_layers(metadata: Metadata, key: str, value: Any) -> Any:
+    """Return the single value of a key that may have a list with a value per layer.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the values differ.
     """
     if not isinstance(value, list):
         return value
@@ -188,28 +192,28 @@ def _one(metadata: Metadata, key: str, value: Any) -> Any:
 
 
 def _value(metadata: Metadata, key: str, default: Any = None) -> Any:
-    """Return a value, or the default where the file has none; see `_one`."""
-    return _one(metadata, key, metadata.get(key, default))
+    """Return the value of a key, or a default; see `_same_for_layers`."""
+    return _same_for_layers(metadata, key, metadata.get(key, default))
 
 
 def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -> dict[str, Any]:
-    """What config.json would hold."""
+    """Return the equivalent of config.json."""
 
-    def of(key: str, default: Any = None) -> Any:
+    def optional(key: str, default: Any = None) -> Any:
         return _value(metadata, f"{family}.{key}", default)
 
     def needed(key: str) -> Any:
-        return _one(metadata, f"{family}.{key}", metadata[f"{family}.{key}"])
+        return _same_for_layers(metadata, f"{family}.{key}", metadata[f"{family}.{key}"])
 
     _check_keys(metadata, family)
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{metadata.path} has no tensor 'token_embd.weight'; it is not a complete GGUF model")
     heads, hidden = needed("attention.head_count"), needed("embedding_length")
-    head = of("attention.key_length", hidden // heads)
+    head = optional("attention.key_length", hidden // heads)
     for key in HEAD_SIZES:
-        if of(key, head) != head:
+        if optional(key, head) != head:
             raise CheckpointError(
-                f"{metadata.path}: {family}.{key} is {of(key)}; only the head size, {head}, is supported"
+                f"{metadata.path}: {family}.{key}: expected the head size, {head}, got {optional(key)}"
             )
     config = {
         "architectures": [FAMILIES[family]],
@@ -219,32 +223,33 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -
         "intermediate_size": needed("feed_forward_length"),
         "num_hidden_layers": needed("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": of("attention.head_count_kv", heads),
+        "num_key_value_heads": optional("attention.head_count_kv", heads),
         "head_dim": head,
         "hidden_act": "silu",
         "rms_norm_eps": needed("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": needed("context_length"),
-        "rope_theta": of("rope.freq_base", 10000.0),
+        "rope_theta": optional("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(metadata, family, head, tensors),
         "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    if (positions := metadata.get("aspd.positions")) is not None:  # of a model that was fine-tuned here
+    if (positions := metadata.get("aspd.positions")) is not None:  # written by `gguf_writer`
         config["aspd"] = {"positions": positions, "siblings": metadata["aspd.siblings"]}
     types = metadata.get("tokenizer.ggml.token_type") or []
-    if unused := [[number, number + 1] for number, of_token in enumerate(types) if of_token == TokenType.UNUSED]:
+    if unused := [[number, number + 1] for number, kind in enumerate(types) if kind == TokenType.UNUSED]:
         config.setdefault("aspd", {})["unused_tokens"] = unused
     if family != "gemma3":
         return config
-    return config | _gemma(config, needed("attention.sliding_window"), of("rope.freq_base_swa", GEMMA_LOCAL_BASE))
+    local_base = optional("rope.freq_base_swa", GEMMA_LOCAL_BASE)
+    return config | _gemma(config, needed("attention.sliding_window"), local_base)
 
 
 def _gemma(config: dict[str, Any], window: int, local_base: float) -> dict[str, Any]:
-    """What is different in Gemma 3; llama.cpp has it in its code, not in the file."""
+    """Return the fields specific to Gemma 3, which llama.cpp has in its code instead of the file."""
     layers, heads, head = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "head_dim"))
-    # The 27B model alone scales by something else than the size of a head.
+    # Only the 27B model does not scale queries by the head size.
     scale = config["hidden_size"] // heads if layers == 62 else head
     kinds = ["full_attention" if (n + 1) % GEMMA_PERIOD == 0 else "sliding_attention" for n in range(layers)]
     scaling = config["rope_scaling"] or {"rope_type": "default"}
@@ -266,11 +271,11 @@ def _gemma(config: dict[str, Any], window: int, local_base: float) -> dict[str, 
 def _rope_scaling(
     metadata: Metadata, family: str, head: int, tensors: dict[str, ReaderTensor]
 ) -> dict[str, Any] | None:
-    def of(key: str, default: Any = None) -> Any:
+    def optional(key: str, default: Any = None) -> Any:
         return _value(metadata, f"{family}.rope.{key}", default)
 
-    factor = of("scaling.factor") or of("scale_linear") or 1.0
-    kind = of("scaling.type", "none" if factor == 1.0 else "linear")
+    factor = optional("scaling.factor") or optional("scale_linear") or 1.0
+    kind = optional("scaling.type", "none" if factor == 1.0 else "linear")
     if ROPE_FACTORS in tensors:
         if kind != "none":
             raise CheckpointError(
@@ -282,8 +287,9 @@ def _rope_scaling(
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
-        length = of("scaling.original_context_length", metadata[f"{family}.rope.scaling.original_context_length"])
-        ramp = {key: of(f"scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
+        length_key = "scaling.original_context_length"
+        length = optional(length_key, metadata[f"{family}.rope.{length_key}"])
+        ramp = {key: optional(f"scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
         ramp = {key: value for key, value in ramp.items() if value is not None}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length} | ramp
     raise CheckpointError(
@@ -292,7 +298,7 @@ def _rope_scaling(
 
 
 def _llama3_scaling(metadata: Metadata, family: str, head: int, factors: np.ndarray) -> dict[str, Any]:
-    """Llama 3's scaling, which the file holds as what it comes to for each frequency.
+    """Return Llama 3's scaling, which the file holds as a factor for each frequency.
 
     Raises:
         CheckpointError: the factors are not those of Llama 3.
@@ -303,9 +309,7 @@ def _llama3_scaling(metadata: Metadata, family: str, head: int, factors: np.ndar
     theta, factor = float(_value(metadata, f"{family}.rope.freq_base", 10000.0)), float(factors.max())
     scaled = rope_frequencies(RopeConfig(theta, "llama3", factor, LLAMA3_LENGTH), head)
     if not np.allclose(rope_frequencies(RopeConfig(theta), head) / factors, scaled, rtol=1e-4):
-        raise CheckpointError(
-            f"{metadata.path}: {ROPE_FACTORS} holds other factors than Llama 3's, the only ones supported"
-        )
+        raise CheckpointError(f"{metadata.path}: {ROPE_FACTORS}: expected the factors of Llama 3's scaling, got others")
     return LLAMA3 | {"factor": factor, "original_max_position_embeddings": LLAMA3_LENGTH}
 
 
@@ -324,10 +328,10 @@ def _read(path: Path, family: str, hf_config: dict[str, Any], tensors: dict[str,
 
 
 def _values(path: Path, tensor: ReaderTensor) -> np.ndarray:
-    """Float32 numbers of a tensor.
+    """Return the values of a tensor in float32.
 
     Raises:
-        CheckpointError: they are quantised in a way that the `gguf` library does not read.
+        CheckpointError: the `gguf` library does not support the quantisation.
     """
     try:
         return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
@@ -339,7 +343,7 @@ def _values(path: Path, tensor: ReaderTensor) -> np.ndarray:
 
 
 def hugging_face_name(name: str, family: str) -> str:
-    """The Hugging Face name of a GGUF tensor; one that is not known stays as it is, and is refused on loading."""
+    """Return the Hugging Face name of a GGUF tensor; unknown names are returned unchanged and refused on loading."""
     inside = INSIDE_LAYERS | (GEMMA_LAYERS if family == "gemma3" else {})
     stem, _, kind = name.rpartition(".")
     if stem.startswith("blk."):
@@ -349,14 +353,15 @@ def hugging_face_name(name: str, family: str) -> str:
 
 
 def halves_of_heads(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys [N * H, ...] from llama.cpp's order, in which neighbours are rotated together, in Hugging
-    Face's, in which these are half a head apart.
+    """Reorder rows of query or key kernels, [N * H, ...], from llama.cpp's to Hugging Face's order.
+
+    RoPE rotates neighbouring rows together in llama.cpp, and rows half a head apart in Hugging Face's models.
     """
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
 def neighbours_of_heads(values: np.ndarray, heads: int) -> np.ndarray:
-    """Inverse of `halves_of_heads`."""
+    """Reorder rows from Hugging Face's to llama.cpp's order, the inverse of `halves_of_heads`."""
     halves = values.reshape(heads, 2, -1, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)

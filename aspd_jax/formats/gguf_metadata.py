@@ -1,4 +1,4 @@
-"""What a GGUF file says beside its tensors."""
+"""Metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from gguf import GGUFReader
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.hf_config import FLAG, ID, IDS, SIZE, TEXT, Kind
 
-TEXTS = Kind("a list of strings", lambda v: isinstance(v, list) and all(isinstance(one, str) for one in v))
-NUMBERS = Kind("a list of numbers", lambda v: isinstance(v, list) and all(isinstance(one, (int, float)) for one in v))
-# Of values that do not belong to an architecture.
+TEXTS = Kind("a list of strings", lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v))
+NUMBERS = Kind("a list of numbers", lambda v: isinstance(v, list) and all(isinstance(i, (int, float)) for i in v))
+# Kinds of keys that do not begin with the architecture.
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("split.no", "split.count", "split.tensors.count"), SIZE),
     **dict.fromkeys(("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"), TEXT),
@@ -23,7 +23,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"), FLAG),
     "aspd.end_ids": Kind("a list of token ids", lambda v: isinstance(v, list) and IDS.accepts(v)),
 }
-TOKEN_ID = "_token_id"  # end of the keys of single tokens
+TOKEN_ID = "_token_id"  # suffix of keys with a token id
 
 
 class Metadata:
@@ -40,7 +40,11 @@ class Metadata:
         return list(self._fields)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value, or the default where the file has none."""
+        """Return the value of a key, or a default.
+
+        Raises:
+            CheckpointError: the value has the wrong kind.
+        """
         if key not in self._fields:
             return default
         if key not in self._read:
@@ -48,7 +52,7 @@ class Metadata:
                 value = self._fields[key].contents()
             except ValueError as error:
                 raise CheckpointError(f"{self.path}: {key}: expected text in UTF-8, got {error}") from None
-            # float32 in the file: the shortest number that it stands for, 1e-06 and not 9.999999974752427e-07
+            # Convert float32 to the shortest decimal, 1e-06 instead of 9.999999974752427e-07.
             value = float(str(np.float32(value))) if isinstance(value, float) else value
             kind = ID if key.endswith(TOKEN_ID) else KINDS.get(key)
             if kind is not None and not kind.accepts(value):
@@ -57,10 +61,10 @@ class Metadata:
         return self._read[key]
 
     def __getitem__(self, key: str) -> Any:
-        """A value.
+        """Return the value of a key.
 
         Raises:
-            CheckpointError: the file has none.
+            CheckpointError: the key is missing.
         """
         value = self.get(key)
         if value is None:

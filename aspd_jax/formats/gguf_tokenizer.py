@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files, built with the `tokenizers` library from the metadata alone."""
+"""Tokenizers of GGUF files, built from the metadata with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.gguf_metadata import Metadata
 
-CONTROL, USER_DEFINED = 3, 4  # llama.cpp's token types: special tokens, and others that are never split
-SPACE = "▁"  # what stands for a space in SentencePiece vocabularies
+CONTROL, USER_DEFINED = 3, 4  # llama.cpp's types of special tokens and of other tokens that are never split
+SPACE = "▁"  # replaces spaces in SentencePiece vocabularies
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -26,11 +26,12 @@ TEKKEN = (
 
 
 class Splitting(NamedTuple):
-    """How text is cut before its parts are merged.
+    """Pre-tokenization before BPE merges.
 
     Attributes:
-        pattern: a part; digits are parts of their own where `digits` says so.
-        whole_first: a part that is in the vocabulary is taken whole, whatever merges lead to it.
+        pattern: regular expression of a part.
+        digits: whether each digit is a part.
+        whole_first: whether a part in the vocabulary is a token without applying merges.
     """
 
     pattern: str
@@ -38,7 +39,7 @@ class Splitting(NamedTuple):
     whole_first: bool = False
 
 
-# By `tokenizer.ggml.pre`.
+# Splittings by `tokenizer.ggml.pre`.
 SPLITTINGS = {
     "gpt-2": Splitting(GPT2),
     "smollm": Splitting(GPT2, digits=True),
@@ -46,10 +47,10 @@ SPLITTINGS = {
     "tekken": Splitting(TEKKEN, whole_first=True),
     "qwen2": Splitting(QWEN2),
 }
-ALIASES = {"deepseek-r1-qwen": "qwen2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}  # of splittings
+ALIASES = {"deepseek-r1-qwen": "qwen2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 
 
-# Control tokens that end an answer by their text, as in llama.cpp.
+# Texts of control tokens that end an answer, as in llama.cpp.
 END_TOKENS = (
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"),
     *("<end_of_utterance>", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>", "<EOT>", "< EOT >", "_<EOT>", "<|EOT|>"),
@@ -58,16 +59,16 @@ END_TOKENS = (
 
 
 def read_end_ids(metadata: Metadata, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids that end an answer: end of text, of turn and of message, and control tokens known as such.
+    """Return the ids that end an answer: end of text, turn and message, and control tokens of `END_TOKENS`.
 
     Raises:
         CheckpointError: an id is not in the vocabulary.
     """
-    own = metadata.get("aspd.end_ids")  # of a file that was written here
-    if own is not None:
-        if not all(0 <= number < vocab_size for number in own):
-            raise CheckpointError(f"{metadata.path}: aspd.end_ids: expected ids below {vocab_size}, got {own}")
-        return tuple(own)
+    end_ids = metadata.get("aspd.end_ids")  # written by `gguf_writer`
+    if end_ids is not None:
+        if not all(0 <= number < vocab_size for number in end_ids):
+            raise CheckpointError(f"{metadata.path}: aspd.end_ids: expected ids below {vocab_size}, got {end_ids}")
+        return tuple(end_ids)
     keys = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom")]
     ids = {key: metadata.get(key) for key in keys if metadata.get(key) is not None}
     for key, number in ids.items():
@@ -76,16 +77,16 @@ def read_end_ids(metadata: Metadata, vocab_size: int) -> tuple[int, ...]:
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     types = metadata.get("tokenizer.ggml.token_type") or []
     known = [
-        n for n, (token, of) in enumerate(zip(tokens, types, strict=False)) if token in END_TOKENS and of == CONTROL
+        n for n, (token, kind) in enumerate(zip(tokens, types, strict=False)) if token in END_TOKENS and kind == CONTROL
     ]
     return tuple(dict.fromkeys([*ids.values(), *known]))
 
 
 def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a GGUF file, with its chat template; None where the file holds none.
+    """Return the tokenizer of a GGUF file with its chat template; None if the file has none.
 
     Raises:
-        CheckpointError: it is of a kind that is not supported.
+        CheckpointError: the tokenizer is broken or not supported.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
@@ -100,7 +101,7 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
         raise CheckpointError(f"{metadata.path}: {len(tokens)} tokens have {len(types)} types; it is not complete")
     tokenizer = BUILDERS[kind](metadata, tokens)
     for special in (True, False):
-        chosen = [t for t, of in zip(tokens, types, strict=True) if of == (CONTROL if special else USER_DEFINED)]
+        chosen = [t for t, code in zip(tokens, types, strict=True) if code == (CONTROL if special else USER_DEFINED)]
         added = [AddedToken(token, special=special, normalized=False) for token in chosen]
         tokenizer.add_special_tokens(added) if special else tokenizer.add_tokens(added)
     names = {}
@@ -129,7 +130,7 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
 
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
-    """Byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM), from its merges."""
+    """Build a byte-level BPE tokenizer (GPT-2, Llama 3, Qwen, SmolLM) from its merges."""
     name = metadata.get("tokenizer.ggml.pre", "gpt-2")
     name = ALIASES.get(name, name)
     if name not in SPLITTINGS:
@@ -146,7 +147,7 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
 
 
 def pre_tokenizer(splitting: Splitting) -> Any:
-    """What cuts text so."""
+    """Return the pre-tokenizer of a splitting."""
     cuts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
     cuts += [pre_tokenizers.Split(Regex(splitting.pattern), "isolated")]
     cuts += [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -154,7 +155,7 @@ def pre_tokenizer(splitting: Splitting) -> Any:
 
 
 def _sentence_piece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
-    """SentencePiece BPE with byte fallback (Llama 2, Mistral, Gemma), its merges from the scores."""
+    """Build a SentencePiece BPE tokenizer with byte fallback (Llama 2, Mistral, Gemma) from its scores."""
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = _merges(vocabulary, metadata["tokenizer.ggml.scores"])
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
@@ -168,16 +169,17 @@ def _sentence_piece(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
 
 
 def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All ways to put a token together from two others: the likeliest token first, and of one token those with the
-    longest first part (the order in which `transformers` converts SentencePiece models).
+    """Return all pairs of tokens that form a token, in the order in which `transformers` converts SentencePiece models.
+
+    Pairs are ordered by the score of the token, then by the length of their first part, both descending.
     """
-    found: list[tuple[float, int, str, str]] = []
+    pairs: list[tuple[float, int, str, str]] = []
     for token, number in vocabulary.items():
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocabulary and right in vocabulary:
-                found.append((-scores[number], -cut, left, right))
-    return [(left, right) for *_, left, right in sorted(found, key=lambda merge: merge[:2])]
+                pairs.append((-scores[number], -cut, left, right))
+    return [(left, right) for *_, left, right in sorted(pairs, key=lambda pair: pair[:2])]
 
 
 BUILDERS: dict[str, Callable[[Metadata, Sequence[str]], Tokenizer]] = {

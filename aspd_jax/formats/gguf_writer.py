@@ -1,6 +1,7 @@
-"""GGUF files for llama.cpp and what is built on it: a Hugging Face configuration, tensors and tokenizer in one file.
+"""Writer of GGUF files for llama.cpp: configuration, tensors and tokenizer in one file.
 
-Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers, in float32 or bfloat16; llama.cpp's own tools quantise them.
+It supports Llama, Mistral, Qwen2 and Qwen3 with byte-level tokenizers in float32 or bfloat16; llama.cpp's tools
+quantise the files.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from aspd_jax.formats.gguf_tokenizer import SPLITTINGS, pre_tokenizer
 from aspd_jax.model.model_config import RopeConfig, from_hugging_face
 from aspd_jax.model.rope import rope_frequencies
 
-# By Hugging Face's `model_type`; Mistral files call themselves llama.
+# GGUF architectures by Hugging Face's `model_type`; Mistral files have the architecture llama.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 TYPES = {
     "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "bfloat16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
 }
 Ranges = tuple[tuple[int, int], ...]
-INSTEAD = "write a Hugging Face folder, and convert that with llama.cpp's convert_hf_to_gguf.py"
-PROBE = (  # text that every known tokenizer cuts in its own way
+INSTEAD = "write a Hugging Face folder, and convert it with llama.cpp's convert_hf_to_gguf.py"
+PROBE = (  # text that all known tokenizers split differently
     "It's 12345 o'clock, WE'LL see:  a_b\t c\n\n d\r\n 3,141.59!!! Ünïcödé naïve 你好，世界 "
     "x²+y₃ camelCase a/b!!/\n don't CAN'T \n  ... (a) [b] 'tis 10% — “q” 🙂🙂 end  "
 )
@@ -46,26 +47,26 @@ def write_gguf(
     aspd: dict[str, str],
     unused: Ranges = (),
 ) -> None:
-    """Write a model; the file appears whole or not at all.
+    """Write a model atomically.
 
     Args:
-        path: of the file.
-        hf: a `transformers` configuration object.
-        tokenizer: with all special tokens, which stay what they are.
-        end_ids: of which the first is the file's end of text, the next two its end of turn and of message.
-        tensors: under their Hugging Face names.
-        dtype: `float32` or `bfloat16`, of the matrices; norms and biases are float32.
-        aspd: position scheme and mask, which other programs pass over.
-        unused: ranges of ids that are never sampled, whose tokens have the type UNUSED in the file.
+        path: output file.
+        hf: `transformers` configuration object.
+        tokenizer: tokenizer with all special tokens.
+        end_ids: ids of end tokens: end of text, end of turn, end of message.
+        tensors: tensors with their Hugging Face names.
+        dtype: dtype of matrices, `float32` or `bfloat16`; norms and biases are float32.
+        aspd: position scheme and mask, which other programs ignore.
+        unused: ranges of ids that are never sampled; their tokens get the type UNUSED.
 
     Raises:
-        CheckpointError: something is there already, or the file cannot hold what the model is.
+        CheckpointError: the file exists, or the format does not support the model.
     """
     if path.exists():
-        raise CheckpointError(f"{path} is there already")
+        raise CheckpointError(f"{path} exists already")
     if hf.model_type not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"{hf.model_type} models are not written as GGUF, but {names}; {INSTEAD}")
+        raise CheckpointError(f"GGUF output: expected a model of type {names}, got {hf.model_type}; {INSTEAD}")
     with partial_file(path) as partial:
         writer = GGUFWriter(partial, ARCHITECTURES[hf.model_type], use_temp_file=True)
         kind, file_type = TYPES[dtype]
@@ -74,7 +75,7 @@ def write_gguf(
         for key, value in aspd.items():
             writer.add_string(f"aspd.{key}", value)
         config = from_hugging_face(hf, dtype)
-        if config.rope.scaling == "llama3":  # the file holds what the scaling comes to for each frequency
+        if config.rope.scaling == "llama3":  # the file holds the factor of each frequency
             plain = RopeConfig(theta=config.rope.theta)
             factors = rope_frequencies(plain, config.head_dim) / rope_frequencies(config.rope, config.head_dim)
             writer.add_tensor(ROPE_FACTORS, factors.astype(np.float32))
@@ -84,8 +85,8 @@ def write_gguf(
             heads = {"attn_q": config.heads, "attn_k": config.kv_heads}.get(ours.split(".")[-2])
             if heads and writer.arch == "llama":
                 values = neighbours_of_heads(values, heads)
-            of = kind if values.ndim > 1 else GGMLQuantizationType.F32
-            writer.add_tensor(ours, quantize(values, of), raw_dtype=of)
+            stored = kind if values.ndim > 1 else GGMLQuantizationType.F32
+            writer.add_tensor(ours, quantize(values, stored), raw_dtype=stored)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -93,10 +94,10 @@ def write_gguf(
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a Hugging Face tensor.
+    """Return the GGUF name of a Hugging Face tensor.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the tensor has no GGUF name.
     """
     stem, _, kind = name.rpartition(".")
     outside = {theirs: ours for ours, theirs in OUTSIDE_LAYERS.items()}
@@ -105,7 +106,7 @@ def gguf_name(name: str) -> str:
         return f"{outside[stem]}.{kind}"
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
     if not stem.startswith("model.layers.") or part not in inside:
-        raise CheckpointError(f"{name} has no place in a GGUF file")
+        raise CheckpointError(f"GGUF output: tensor {name} has no GGUF name")
     return f"blk.{layer}.{inside[part]}.{kind}"
 
 
@@ -146,7 +147,7 @@ def _write_tokenizer(
     writer: GGUFWriter, tokenizer: Any, vocab_size: int, end_ids: tuple[int, ...], unused: Ranges
 ) -> None:
     if tokenizer is None:
-        raise CheckpointError("the model has no tokenizer, without which a GGUF file is of no use")
+        raise CheckpointError("GGUF output: expected a model with a tokenizer, got none")
     backend = tokenizer.backend_tokenizer
     state = json.loads(backend.to_str())
     if state["model"]["type"] != "BPE" or state["model"].get("byte_fallback"):
@@ -155,7 +156,7 @@ def _write_tokenizer(
     tokens, types = [], []
     for number in range(vocab_size):
         token = backend.id_to_token(number)
-        if token is None:  # rows of a padded vocabulary
+        if token is None:  # padding of the vocabulary
             tokens.append(f"[PAD{number}]")
             types.append(TokenType.UNUSED)
         elif any(first <= number < end for first, end in unused):
@@ -168,7 +169,7 @@ def _write_tokenizer(
             tokens.append(token)
             types.append(TokenType.NORMAL)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_splitting_of(backend))
+    writer.add_tokenizer_pre(_splitting_name(backend))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     merges = state["model"]["merges"]
@@ -176,7 +177,7 @@ def _write_tokenizer(
     first = tokenizer("a")["input_ids"][0]
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and first == tokenizer.bos_token_id)
     ids = {"bos": tokenizer.bos_token_id, "unk": tokenizer.unk_token_id, "pad": tokenizer.pad_token_id}
-    ids |= dict(zip(("eos", "eot", "eom"), end_ids, strict=False))  # other programs know these; more ends are ours
+    ids |= dict(zip(("eos", "eot", "eom"), end_ids, strict=False))  # GGUF has these; aspd.end_ids has all
     if end_ids:
         writer.add_array("aspd.end_ids", list(end_ids))
     for role, number in ids.items():
@@ -186,15 +187,15 @@ def _write_tokenizer(
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def _splitting_of(backend: Tokenizer) -> str:
-    """The name by which llama.cpp knows how a tokenizer cuts text before its merges: it cuts a probe alike.
+def _splitting_name(backend: Tokenizer) -> str:
+    """Return llama.cpp's name of a pre-tokenizer, found by comparing how it splits a probe.
 
     Raises:
-        CheckpointError: none of the known ones does.
+        CheckpointError: the pre-tokenizer is unknown.
     """
     cut = backend.pre_tokenizer.pre_tokenize_str(PROBE) if backend.pre_tokenizer else []
     for name, splitting in SPLITTINGS.items():
         if pre_tokenizer(splitting).pre_tokenize_str(PROBE) == cut:
             return name
     known = ", ".join(SPLITTINGS)
-    raise CheckpointError(f"the tokenizer cuts text in none of the ways that are known ({known}); {INSTEAD}")
+    raise CheckpointError(f"GGUF output: expected a pre-tokenizer like one of {known}, got another; {INSTEAD}")

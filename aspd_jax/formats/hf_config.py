@@ -1,6 +1,6 @@
-"""config.json of a Hugging Face folder, read by a list of known fields.
+"""Reader of config.json of a Hugging Face folder, based on a list of known fields.
 
-A field is read, known to change nothing, or refused by name. No code from a checkpoint is ever run.
+A field is read, known to have no effect, or refused by name. Code from a checkpoint is never run.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from aspd_jax.model.model_config import FAMILIES, OWN_FIELDS
 
 LARGEST_SIZE = 2**31 - 1  # sizes are int32 in programs
 LARGEST = float(np.finfo(np.float32).max)
-COMPOSITE = {"gemma3": "gemma3_text"}  # families with an image part, and those of their text part
+COMPOSITE = {"gemma3": "gemma3_text"}  # families with an image part, with the family of their text part
 
 
 class Kind(NamedTuple):
-    """Type of a field: its description for messages and a check."""
+    """Type of a field: a description for messages, and a function that checks a value."""
 
     expected: str
     accepts: Any
@@ -57,7 +57,7 @@ LAYERS = Kind(
     f"a list of {' and '.join(LAYER_TYPES)}", lambda v: isinstance(v, list) and all(kind in LAYER_TYPES for kind in v)
 )
 
-# Fields that are read: of all families, and of each.
+# Fields that are read: those of all families, and those of each family.
 COMMON = {
     "model_type": TEXT,
     "vocab_size": COUNT,
@@ -97,11 +97,11 @@ READ: dict[str, dict[str, Kind]] = {
     },
 }
 
-# Fields that change no result of a model of these families, whatever their value: about loading, training and sampling.
+# Fields without an effect on results of these families: they concern loading, training and sampling.
 NEUTRAL = frozenset(
     [
         "architectures",
-        "aspd_oracle",  # ids of the tags, beside vectors computed with the code of the paper
+        "aspd_oracle",  # ids of the tags, written by the paper's code
         "attention_dropout",
         "attn_implementation",
         "attn_pdrop",
@@ -194,10 +194,10 @@ NEUTRAL_ENDINGS = ("_token_id", "_token_index")
 NEUTRAL_IN_FAMILY = {
     "llama": {"sliding_window", "max_window_layers"},
     "mistral": {"max_window_layers"},
-    "qwen2": {"attention_bias"},  # queries, keys and values have a bias whatever it says
+    "qwen2": {"attention_bias"},  # queries, keys and values always have a bias
     "gemma3_text": {"hidden_act", "max_window_layers"},
 }
-# Fields of which one value changes nothing; where that is not the same in all families, see `_neutral_value`.
+# Fields with one value that has no effect.
 NEUTRAL_VALUES: dict[str, Any] = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
@@ -223,7 +223,7 @@ NEUTRAL_VALUES: dict[str, Any] = {
 QUERY_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm", "use_query_key_norm")
 WITH_QUERY_NORM = ("qwen3", "gemma3_text")
 
-# Rope scalings, the fields that they need and the fields that they may have.
+# Required and optional fields of RoPE scalings.
 ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -247,16 +247,16 @@ ROPE_NUMBERS = (
     "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
     "attention_factor", "mscale", "mscale_all_dim", "rope_theta",
 )  # fmt: skip
-# In scalings that do not read them. `transformers` does not read `attn_factor`, which Qwen3 distillations carry.
+# Ignored in scalings that do not read them. `transformers` does not read `attn_factor`, which Qwen3 distillations have.
 ROPE_NEUTRAL = ("finetuned", "original_max_position_embeddings", "attn_factor")
 ROPE_NEUTRAL_VALUES = {"partial_rotary_factor": 1, "factor": 1, "extrapolation_factor": 1}
 
 
 def read_config(file: Path) -> tuple[dict[str, Any], bool]:
-    """Return the fields of a config.json, and whether they are those of the text part of a model that reads images.
+    """Return the fields of a config.json, and whether they belong to the text part of a model with an image part.
 
     Raises:
-        CheckpointError: the file cannot be read, or names a field or a value that is not supported.
+        CheckpointError: the file cannot be read, or has a field or a value that is not supported.
     """
     config = read_object(file)
     composite = isinstance(config.get("model_type"), str) and config["model_type"] in COMPOSITE
@@ -267,41 +267,42 @@ def read_config(file: Path) -> tuple[dict[str, Any], bool]:
 
 
 def make_config(config: Mapping[str, Any], source: str) -> Any:
-    """Return a `transformers` configuration object of the fields that are read, without any code but its own.
+    """Return a `transformers` configuration object of the fields that are read.
 
     Raises:
         CheckpointError: `transformers` refuses a value.
     """
     known = COMMON | READ[config["model_type"]]
     try:
-        # `transformers` writes into the objects that it is given.
+        # `transformers` modifies its arguments.
         return AutoConfig.for_model(**{name: deepcopy(value) for name, value in config.items() if name in known})
-    except Exception as error:  # its validation has exceptions of its own
+    except Exception as error:  # validation raises various types
         raise CheckpointError(f"{source}: {' '.join(str(error).split())}") from None
 
 
 def _text_part(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the text part of a model that reads images too, as that of a model by itself."""
+    """Return the configuration of the text part of a model with an image part as that of a text model."""
     family = COMPOSITE[config["model_type"]]
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError(f"{file}: text_config: expected an object, got {text!r}")
     if text.get("model_type", family) != family:
         raise CheckpointError(f"{file}: text_config.model_type: expected {family!r}, got {text['model_type']!r}")
-    # Fields of the text part may stand beside it; what both name is the whole model's.
+    # Some fields of the text part may be on the level above, where they take precedence.
     shared = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype", "aspd")
-    beside = {name: config[name] for name in (*shared, "quantization_config") if config.get(name) is not None}
-    return {**text, **beside, "model_type": family, "architectures": [FAMILIES[family]]}
+    outer = {name: config[name] for name in (*shared, "quantization_config") if config.get(name) is not None}
+    return {**text, **outer, "model_type": family, "architectures": [FAMILIES[family]]}
 
 
 def check_fields(source: str, config: Mapping[str, Any]) -> None:
-    """Check every field of a configuration.
+    """Check all fields of a configuration.
 
     Args:
-        source: where it stands, for messages.
+        source: path, for messages.
+        config: fields of the configuration.
 
     Raises:
-        CheckpointError: naming the first field that is unknown or has a value that is not supported.
+        CheckpointError: a field is unknown, or its value is not supported.
     """
     family = config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
@@ -332,13 +333,13 @@ def check_fields(source: str, config: Mapping[str, Any]) -> None:
 
 
 def _is_neutral(name: str, value: Any, family: str) -> bool:
-    """Return whether a field that is not read changes nothing."""
+    """Return whether a field that is not read has no effect."""
     if name in NEUTRAL_VALUES or name in QUERY_NORM:
         expected = family in WITH_QUERY_NORM if name in QUERY_NORM else NEUTRAL_VALUES[name]
         return value is None or ((_is_number(value) or isinstance(value, bool)) and value == expected)
     if name in NEUTRAL or name in NEUTRAL_IN_FAMILY.get(family, ()) or name.endswith(NEUTRAL_ENDINGS):
         return True
-    return name.startswith("_") or not value  # private to transformers; or null, false, 0 or empty
+    return name.startswith("_") or not value  # private to transformers, or null, false, 0 or empty
 
 
 def _refusal(name: str, value: Any, family: str) -> str:
@@ -357,14 +358,14 @@ def _refusal(name: str, value: Any, family: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as it stands in JSON, cut."""
+    """Return a value in JSON's notation, truncated."""
     names = {None: "null", True: "true", False: "false"}
     text = names[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _check_layers(source: str, config: Mapping[str, Any]) -> None:
-    """Check that the layers' kinds are those that the family computes."""
+    """Check that the family supports the kinds of layers."""
     types, family = config.get("layer_types"), config["model_type"]
     if types is None:
         return
@@ -387,7 +388,9 @@ def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
     """Check the fields of a rotary embedding.
 
     Args:
-        nested: it may hold those of each kind of layers.
+        where: path of the fields, for messages.
+        values: fields.
+        nested: whether there may be one object for each kind of layers.
     """
     if nested and any(kind in values for kind in LAYER_TYPES):
         for kind, inside in values.items():

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face folder: which file holds each, and their values, one at a time."""
+"""Tensors of a Hugging Face folder: their files, and their values read one at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 DTYPES = ("F64", "F32", "F16", "BF16")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Beginnings of names in a model that reads images too: of its text part, with what they are by itself; of the rest.
+# Name prefixes in a model with an image part: of the text part, with the prefix in a text model, and of the image part.
 TEXT_PART = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 IMAGE_PART = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
@@ -31,17 +31,17 @@ class Stored(NamedTuple):
 
 
 def has_tensors(folder: Path) -> bool:
-    """Return whether a folder holds safetensors of a model."""
+    """Return whether a folder has the safetensors of a model."""
     return any((folder / name).exists() for name in (SINGLE, INDEX))
 
 
 def find_tensors(folder: Path) -> dict[str, Stored]:
-    """Return the place of every tensor of a folder, by name.
+    """Return the place of each tensor of a folder by name.
 
-    A single file is preferred over an index beside it, as in `transformers`.
+    A single file takes precedence over an index, as in `transformers`.
 
     Raises:
-        CheckpointError: files or tensors are missing, are no safetensors, or have a dtype that is not supported.
+        CheckpointError: files or tensors are missing or broken, or a dtype is not supported.
     """
     if all((folder / name).exists() for name in ADAPTER_FILES) and has_tensors(folder):
         raise CheckpointError(
@@ -54,18 +54,18 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
         hint = "; convert its .bin files to safetensors first" if list(folder.glob("*.bin")) else ""
         raise CheckpointError(f"{folder} holds no {SINGLE}{hint}")
     weight_map = _read_index(folder)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for shard in sorted(set(weight_map.values())):
         for name, stored in list_tensors(folder / shard).items():
-            # A tensor that the index does not name is read, as in `transformers`; one that it names elsewhere is stale.
+            # As in `transformers`, a tensor missing from the index is read; one indexed in another file is ignored.
             if weight_map.get(name, shard) == shard:
-                found[name] = stored
-    if lost := sorted(set(weight_map) - set(found)):
+                tensors[name] = stored
+    if lost := sorted(set(weight_map) - set(tensors)):
         raise CheckpointError(
             f"{folder / INDEX} names {lost[0]} in {weight_map[lost[0]]}, which does not hold it. "
             "Download index and shards of one version."
         )
-    return found
+    return tensors
 
 
 def _read_index(folder: Path) -> Mapping[str, str]:
@@ -94,10 +94,10 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def list_tensors(file: Path) -> dict[str, Stored]:
-    """Return the place of every tensor of a file, by name.
+    """Return the place of each tensor of a file by name.
 
     Raises:
-        CheckpointError: it is no safetensors file, or one of its tensors has a dtype that is not supported.
+        CheckpointError: the file is not a safetensors file, or a dtype is not supported.
     """
     check_content(file, "safetensors")
     with _opened(file) as tensors:
@@ -112,10 +112,10 @@ def list_tensors(file: Path) -> dict[str, Stored]:
     return {name: Stored(file, name) for name in names}
 
 
-def text_part(found: Mapping[str, Stored]) -> tuple[dict[str, Stored], int]:
-    """Return the tensors of a model's text part, under the names of a text model, and the number of all others."""
+def text_part(places: Mapping[str, Stored]) -> tuple[dict[str, Stored], int]:
+    """Return the tensors of a model's text part with the names of a text model, and the number of other tensors."""
     text: dict[str, Stored] = {}
-    for name, stored in found.items():
+    for name, stored in places.items():
         if name.startswith(IMAGE_PART):
             continue
         for beginning, alone in TEXT_PART.items():
@@ -123,7 +123,7 @@ def text_part(found: Mapping[str, Stored]) -> tuple[dict[str, Stored], int]:
                 name = alone + name.removeprefix(beginning)
                 break
         text[name] = stored
-    return text, len(found) - len(text)
+    return text, len(places) - len(text)
 
 
 def load_stored(stored: Stored) -> np.ndarray:
@@ -133,10 +133,10 @@ def load_stored(stored: Stored) -> np.ndarray:
     return values
 
 
-def read_stored(found: Mapping[str, Stored]) -> Tensors:
+def read_stored(places: Mapping[str, Stored]) -> Tensors:
     """Yield all tensors with their names, file by file."""
     files: dict[Path, list[tuple[str, str]]] = {}
-    for name, stored in found.items():
+    for name, stored in places.items():
         files.setdefault(stored.file, []).append((name, stored.name))
     for file, names in files.items():
         with _opened(file) as tensors:

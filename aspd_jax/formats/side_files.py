@@ -12,13 +12,14 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def check_content(file: Path, expected: str) -> None:
-    """Check that a file has content of its own.
+    """Check that a file is present and not empty.
 
     Args:
-        expected: what the file should hold, for the message.
+        file: file.
+        expected: description of the content, for messages.
 
     Raises:
-        CheckpointError: it is missing, empty, no file, or a Git LFS pointer.
+        CheckpointError: the file is missing, empty, not a file, or a Git LFS pointer.
     """
     try:
         with file.open("rb") as opened:
@@ -37,7 +38,7 @@ def read_text(file: Path, expected: str = "text in UTF-8") -> str:
     """Return the text of a file.
 
     Raises:
-        CheckpointError: see `check_content`; or it is not UTF-8.
+        CheckpointError: see `check_content`; or the text is not UTF-8.
     """
     check_content(file, expected)
     try:
@@ -50,7 +51,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        CheckpointError: see `read_text`; or it holds something else than one JSON object.
+        CheckpointError: see `read_text`; or the content is not a JSON object.
     """
     expected = "a JSON object"
     try:

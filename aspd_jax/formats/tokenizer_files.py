@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders. No code from a folder is ever run, and no question is asked."""
+"""Tokenizers of Hugging Face folders. Code from a folder is never run, and nothing prompts for input."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_tokenizer(folder: Path) -> Any:
     _check_settings(folder / SETTINGS, settings)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the `tokenizers` library has no class of its own for what it cannot read
+    except Exception as error:  # the `tokenizers` library raises no specific type
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{folder / vocabularies[0]}: expected a tokenizer, got a broken one: {reason}") from None
     tokenizer.chat_template = tokenizer.chat_template or None
@@ -66,7 +66,7 @@ def _check_settings(file: Path, settings: dict[str, Any]) -> None:
     template = settings.get("chat_template")
     named = template if isinstance(template, list) else []
     whole = all(
-        isinstance(one, dict) and all(isinstance(one.get(k), str) for k in ("name", "template")) for one in named
+        isinstance(item, dict) and all(isinstance(item.get(k), str) for k in ("name", "template")) for item in named
     )
     if template is not None and not (isinstance(template, (str, list)) and whole):
         raise CheckpointError(
@@ -79,7 +79,7 @@ def _check_settings(file: Path, settings: dict[str, Any]) -> None:
 
 
 def _check_template(folder: Path, tokenizer: Any) -> None:
-    """Check that the chat template is one; what it says about a conversation shows when there is one."""
+    """Check the syntax of the chat template; whether it accepts a conversation is checked when it renders one."""
     if not tokenizer.chat_template:
         return
     try:
@@ -87,5 +87,5 @@ def _check_template(folder: Path, tokenizer: Any) -> None:
     except TemplateSyntaxError as error:
         file = folder / (TEMPLATE if (folder / TEMPLATE).exists() else SETTINGS)
         raise CheckpointError(f"{file}: expected a Jinja chat template, got line {error.lineno}: {error}") from None
-    except Exception as error:  # raised by the template itself, for this conversation
-        log.debug("%s: its chat template refuses an empty question: %s", folder, error)
+    except Exception as error:  # raised by the template for this conversation
+        log.debug("%s: the chat template refuses an empty message: %s", folder, error)

@@ -194,7 +194,7 @@ def readings(
 
 def _reading(shot: Snapshot, index: int, limit: int | None, config: EngineConfig, reader: TextReader | None) -> Reading:
     s, due, slots = shot.sequence, shot.pending, int(shot.length[index])
-    phase, start = int(s.phase[index]), int(s.prompt_length[index])
+    phase, start = int(s.cursor.phase[index]), int(s.cursor.prompt_length[index])
     tokens = np.asarray(shot.tokens)[index, :slots]
     layout = Layout(*(field[index, :slots] for field in shot.layout))
     written = _written(layout)
@@ -204,20 +204,21 @@ def _reading(shot: Snapshot, index: int, limit: int | None, config: EngineConfig
     own = Layout(*(np.concatenate([a[fed], b[index, there]]) for a, b in zip(layout, due.layout, strict=True)))
     order = linear_order(own)
     in_block = phase in (FORK, PARALLEL)
-    still_open = frozenset((np.flatnonzero(s.branch_live[index]) + 1).tolist()) if in_block else frozenset()
-    finish = int(s.finish[index])
+    still_open = frozenset((np.flatnonzero(s.branches.live[index]) + 1).tolist()) if in_block else frozenset()
+    finish = int(s.cursor.finish[index])
     whole = _answer(ids[order], own.branch[order], phase, finish, config, still_open, reader)
     return Reading(
-        answer=_within(whole, config, limit, int(s.cut_branch[index]), reader is None),
-        passes=int(s.passes[index]),
-        critical_path=int(s.critical_path[index]) + (int(s.branch_sampled[index].max()) if in_block else 0),
+        answer=_within(whole, config, limit, int(s.budget.cut_branch[index]), reader is None),
+        passes=int(s.counters.steps[index]),
+        critical_path=int(s.counters.critical_path[index])
+        + (int(s.segments.sampled[index, 1:].max()) if in_block else 0),
         tokens=tokens,
         layout=layout,
         slots=slots,
-        drafted=int(s.drafted[index]),
-        accepted=int(s.accepted[index]),
-        discarded=int(s.discarded[index]),
-        cut=bool(s.cut[index]),
+        drafted=int(s.counters.drafted[index]),
+        accepted=int(s.counters.accepted[index]),
+        discarded=int(s.counters.discarded[index]),
+        cut=bool(s.budget.cut[index]),
     )
 
 

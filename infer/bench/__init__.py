@@ -1,4 +1,1 @@
-"""What decoding and serving cost, measured: passes, answers, load.
-
-Its own: benchmarks, load on a server, serial mode on the same content. It may touch the engine.
-"""
+"""Benchmarks of decoding steps, whole answers and a server under load."""

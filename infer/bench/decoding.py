@@ -1,7 +1,7 @@
-"""What whole answers of a given structure cost, serial mode beside adaptive mode.
+"""Benchmark of whole answers with a given structure in serial and in adaptive mode.
 
-Both modes are the engine's own, with the same weights, in turn in one run. Structure is scripted, so that lengths are
-exact; everything else, sampling included, is computed as always.
+Both modes run alternately on the same engine and weights. The tokens are forced, so that lengths are exact; everything
+else, including sampling, is computed as usual.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AnswerTime:
-    """Whole answers of one structure, by one engine and mode; medians over runs.
+    """Times of whole answers with one structure in one mode; medians over runs.
 
     Attributes:
         name: `adaptive`, `serial` or `transformers`.
-        draft_tokens: guesses per segment and pass; 0: none.
-        branches, length: of the block; length counts head and closing tag. 0 branches: no block.
-        content, raw: tokens of an answer.
-        passes: forward passes after prefill.
-        seconds: from request to last token, median; `fastest` and `slowest` run. Of a batch: until all have ended.
+        draft_tokens: draft tokens per segment and step; 0: none.
+        batch: number of simultaneous requests.
+        branches: number of branches of the block; 0: no block.
+        length: tokens of a branch, with head and closing tag.
+        content, raw: content tokens and all tokens of an answer.
+        passes: steps after prefill.
+        seconds: seconds from request to the last token of the batch.
+        fastest, slowest: extremes of `seconds`.
         latency: seconds of one request, median over requests.
-        first_token: seconds until the first token.
-        ideal: content tokens by critical path.
-        compile_seconds: the first run's time beyond the median.
+        first_token: seconds from request to first token.
+        ideal: content tokens divided by the critical path.
+        compile_seconds: time of the first run minus the median.
     """
 
     name: str
@@ -68,13 +71,14 @@ class AnswerTime:
 def scripted_answer(
     lm: LanguageModel, branches: int, length: int, text: int, copied: Sequence[int] = ()
 ) -> list[list[int]]:
-    """What an answer samples, as `SamplingParams.script` has it.
+    """Return the forced tokens of an answer in the form of `SamplingParams.script`.
 
     Args:
-        branches: 0: no block.
-        length: tokens of a branch, head and closing tag included.
-        text: serial text, half of it before the block.
-        copied: what the answer says, over and over; empty: random tokens.
+        lm: model whose token ids are used.
+        branches: number of branches; 0: no block.
+        length: tokens of a branch, with head and closing tag.
+        text: tokens of serial text, half of them before the block.
+        copied: tokens that the answer repeats; empty: random tokens.
     """
     special = lm.special_tokens or NO_TOKENS
     tokens = cycle(copied) if copied else iter(random_prompt(lm, text + branches * (TITLE + length), seed=1))
@@ -98,33 +102,40 @@ def answer_times(
     repeats: int = 5,
     draft_tokens: int = 0,
 ) -> list[AnswerTime]:
-    """Time answers with a block of so many branches, and serial answers of as many content tokens, in turn.
+    """Time answers with a block and serial answers with as many content tokens, alternately.
 
     Args:
-        draft_tokens: also time both with so many guesses. Answers then copy the prompt: guesses are at their best.
+        lm: model.
+        branches: number of branches of the block.
+        length: tokens of a branch, with head and closing tag.
+        context: tokens of the prompt.
+        batch: number of simultaneous requests.
+        repeats: timed runs.
+        draft_tokens: if positive, both modes are also timed with this many draft tokens. Answers then copy the prompt,
+            which is the best case of prompt lookup.
 
     Raises:
-        RequestError: a branch is too short for its head.
+        RequestError: there are fewer than two branches, or a branch is too short for its head.
     """
     head = 1 + TITLE + len(SEPARATOR)
     if branches < 2 or length < head + 2:
-        raise RequestError(f"an answer needs 2 branches of at least {head + 2} tokens, got {branches} of {length}")
+        raise RequestError(f"expected at least 2 branches of at least {head + 2} tokens, got {branches} of {length}")
     copied = random_prompt(lm, context) if draft_tokens else ()
     adaptive = scripted_answer(lm, branches, length, SERIAL_TEXT, copied)
     content = SERIAL_TEXT + branches * (length - head - 1)
     raw = len(adaptive[0]) + branches * length + 1
     engines = {
-        guesses: Engine(
+        drafts: Engine(
             lm,
-            max_length=context + raw + 4 * branches + 8,  # the grammar's reserve
+            max_length=context + raw + 4 * branches + 8,  # reserve for tags that the grammar requires
             max_batch=batch,
             max_branches=branches,
             max_title_tokens=TITLE,
             separator_ids=SEPARATOR,
             reuse=False,
-            draft_tokens=guesses,
+            draft_tokens=drafts,
         )
-        for guesses in sorted({0, draft_tokens})
+        for drafts in sorted({0, draft_tokens})
     }
     scripts: dict[Mode, Sequence[Sequence[int]]] = {
         "adaptive": adaptive,
@@ -132,26 +143,27 @@ def answer_times(
     }
     prompts = [random_prompt(lm, context, 0 if copied else seed) for seed in range(batch)]
     params = SamplingParams(max_new_tokens=raw + 4 * branches + 8, max_branch_tokens=length)
-    kinds = [(mode, guesses) for mode in scripts for guesses in engines]
+    kinds = [(mode, drafts) for mode in scripts for drafts in engines]
     seconds: dict[tuple[Mode, int], list[float]] = {kind: [] for kind in kinds}
     results: dict[tuple[Mode, int], list[Result]] = {kind: [] for kind in kinds}
     for repeat in range(repeats + 1):
-        for mode, guesses in kinds:
-            told = replace(params, script=scripts[mode])
-            begun = time.perf_counter()
-            answers = engines[guesses].generate(prompts, told, mode)
-            seconds[mode, guesses].append(time.perf_counter() - begun)
-            results[mode, guesses] += answers if repeat else []
+        for mode, drafts in kinds:
+            scripted = replace(params, script=scripts[mode])
+            start = time.perf_counter()
+            answers = engines[drafts].generate(prompts, scripted, mode)
+            seconds[mode, drafts].append(time.perf_counter() - start)
+            results[mode, drafts] += answers if repeat else []
             if any(answer.stats.content_tokens != content for answer in answers):
-                raise RequestError("the script was not followed; this is a mistake of the benchmark")
-    found = []
-    for mode, guesses in kinds:
-        first, *measured = seconds[mode, guesses]
-        stats = [result.stats for result in results[mode, guesses]]
-        found.append(
+                counts = sorted({answer.stats.content_tokens for answer in answers})
+                raise RequestError(f"{mode} mode: expected {content} content tokens, got {counts}. Please report this.")
+    times = []
+    for mode, drafts in kinds:
+        first, *measured = seconds[mode, drafts]
+        stats = [result.stats for result in results[mode, drafts]]
+        times.append(
             AnswerTime(
                 name=mode,
-                draft_tokens=guesses,
+                draft_tokens=drafts,
                 batch=batch,
                 branches=branches if mode == "adaptive" else 0,
                 length=length if mode == "adaptive" else 0,
@@ -167,53 +179,53 @@ def answer_times(
                 compile_seconds=max(0.0, first - median(measured)),
             )
         )
-    return found
+    return times
 
 
 def transformers_time(lm: LanguageModel, content: int, context: int, batch: int, repeats: int) -> AnswerTime | None:
-    """`transformers`' own greedy generate, for a random Llama of the same shape.
+    """Time greedy `generate` of `transformers` for a randomly initialised Llama of the same shape.
 
     Returns:
-        None where torch is not installed, does not see the device that JAX works on, or finds too little memory there.
+        Times; None if torch is not installed, does not support the device that JAX uses, or runs out of memory.
     """
     if importlib.util.find_spec("torch") is None:
         return None
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    of = lm.config
+    config = lm.config
     shape = LlamaConfig(
-        vocab_size=of.vocab_size,
-        hidden_size=of.hidden_size,
-        intermediate_size=of.feed_forward,
-        num_hidden_layers=of.layers,
-        num_attention_heads=of.heads,
-        num_key_value_heads=of.kv_heads,
-        head_dim=of.head_dim,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.feed_forward,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
         max_position_embeddings=context + content,
-        tie_word_embeddings=of.tied,
+        tie_word_embeddings=config.tied,
         eos_token_id=None,
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if (jax.default_backend() == "cpu") != (device == "cpu"):
         return None
     model: Any = None
-    usual, times = torch.get_default_dtype(), []
+    default_dtype, times = torch.get_default_dtype(), []
     try:
-        torch.set_default_dtype(getattr(torch, of.dtype))
+        torch.set_default_dtype(getattr(torch, config.dtype))
         with torch.device(device):
             model = LlamaForCausalLM(shape).eval()
         prompts = torch.tensor([random_prompt(lm, context, seed) for seed in range(batch)], device=device)
         with torch.inference_mode():
             for _ in range(repeats + 1):
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 model.generate(prompts, max_new_tokens=content, min_new_tokens=content, do_sample=False)
-                times.append(time.perf_counter() - begun)
+                times.append(time.perf_counter() - start)
     except torch.OutOfMemoryError:
-        log.warning("no figures of transformers at batch %d: JAX leaves it too little memory", batch)
+        log.warning("transformers was not timed at batch %d: not enough device memory beside JAX", batch)
         return None
     finally:
-        torch.set_default_dtype(usual)
+        torch.set_default_dtype(default_dtype)
         del model
         torch.cuda.empty_cache()
     first, *measured = times
@@ -225,22 +237,22 @@ def transformers_time(lm: LanguageModel, content: int, context: int, batch: int,
 
 
 ANSWER_HEAD = (
-    "| batch | answer | content tokens | passes | s (median) | fastest - slowest | content tokens/s | raw tokens/s "
+    "| batch | answer | content tokens | steps | s (median) | fastest - slowest | content tokens/s | raw tokens/s "
     "| latency, ms | first token, ms | ideal | realised | efficiency | compiling, s |\n" + "|---" * 14 + "|"
 )
 
 
 def answer_rows(pair: Sequence[AnswerTime]) -> str:
-    """Markdown, below `ANSWER_HEAD`: answers of as many content tokens; the serial one is the baseline."""
+    """Return the Markdown rows below `ANSWER_HEAD` for answers with equal content; serial mode is the baseline."""
     lines = []
     serial = next(r for r in pair if r.name == "serial" and not r.draft_tokens)
     for r in pair:
         realised = serial.seconds / r.seconds
-        what = f"{r.branches} branches of {r.length}" if r.branches else r.name
-        what += f", {r.draft_tokens} guesses" if r.draft_tokens else ""
+        label = f"{r.branches} branches of {r.length}" if r.branches else r.name
+        label += f", {r.draft_tokens} draft tokens" if r.draft_tokens else ""
         cells = [
             str(r.batch),
-            what,
+            label,
             str(r.content),
             str(r.passes),
             f"{r.seconds:.3f}",
@@ -258,9 +270,10 @@ def answer_rows(pair: Sequence[AnswerTime]) -> str:
     return "\n".join(lines)
 
 
-def published(shape: str, dtype: str, context: int) -> str:
-    """What the authors' engine and `transformers` reach on one shape, if it is this one: raw tokens per second on 2
-    cores (AMD EPYC), torch 2.13, float32, batch 1, prompt 128; medians of 6 runs.
+def published_speeds(shape: str, dtype: str, context: int) -> str:
+    """Return a table of the published speeds of the authors' engine and `transformers` for one shape, else "".
+
+    Raw tokens per second on 2 cores (AMD EPYC), torch 2.13, float32, batch 1, prompt of 128 tokens; medians of 6 runs.
     """
     if (shape, dtype, context) != ("27m", "float32", 128):
         return ""
@@ -273,4 +286,4 @@ def published(shape: str, dtype: str, context: int) -> str:
         "authors' engine, 16 branches of 30": (380, "3.69x of 4.56x"),
     }
     lines = ["| published for this shape | raw tokens/s | speed-up, of ideal (raw) |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {name} | {speed} | {of} |" for name, (speed, of) in rows.items()])
+    return "\n".join(lines + [f"| {name} | {speed} | {ratio} |" for name, (speed, ratio) in rows.items()])

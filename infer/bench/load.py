@@ -1,4 +1,4 @@
-"""Load on a server: requests that arrive at random at a given rate, whether or not earlier ones have been answered."""
+"""Load test of a server: requests arrive as a Poisson process at a given rate."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from infer.request import Mode
 log = logging.getLogger(__name__)
 
 QUANTILES = (50, 95, 99)
-MAX_ROUNDS = 12  # of a load, until one is undisturbed
+MAX_ROUNDS = 12  # attempts to get a load during which nothing is compiled
 
 
 @dataclass(frozen=True)
 class Load:
-    """What became of the requests of one rate and mode; seconds.
+    """Result of a load test at one rate and in one mode; times in seconds.
 
     Attributes:
         mode: `serial` or `adaptive`.
-        rate: requests that arrive per second, mean.
-        sent, answered, refused, failed: requests; refused: 429.
-        first, last: request to first and to last token: median, 95th and 99th percentile of those answered.
-        in_time: answers within the target.
+        rate: mean number of requests per second.
+        sent, answered, refused, failed: numbers of requests; refused: status 429.
+        first, last: median, 95th and 99th percentile of the time to the first and to the last token.
+        in_time: number of answers within the target.
         goodput: answers within the target per second.
-        content_rate: tokens of plain text per second.
-        ideal: median of the answers' ideal speed-up, which bounds what parallel branches can gain.
-        seconds: from the first request to the last answer.
-        medians: to the last token, of every round: see `middle`.
-        rows: of the server, which answers so many requests at a time; None: not known.
+        content_rate: content tokens per second.
+        ideal: median of the answers' ideal speed-up, an upper bound of the speed-up by branches.
+        seconds: time from the first request to the last answer.
+        medians: median time to the last token of every round, see `median_round`.
+        rows: cache rows of the server, the number of requests that it decodes at a time; None: unknown.
     """
 
     mode: str
@@ -58,19 +58,26 @@ class Load:
     rows: int | None = None
 
     @property
-    def who(self) -> str:
-        """The mode, and the server where it is known: "adaptive (8 rows)"."""
+    def label(self) -> str:
+        """Mode and, if known, number of rows: "adaptive (8 rows)"."""
         return self.mode if self.rows is None else f"{self.mode} ({self.rows} row{'s' * (self.rows > 1)})"
 
     @property
     def title(self) -> str:
-        """Such as "4 requests/s, adaptive (8 rows)"."""
-        return f"{self.rate:g} requests/s, {self.who}"
+        """Rate and label: "4 requests/s, adaptive (8 rows)"."""
+        return f"{self.rate:g} requests/s, {self.label}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request: `answered`, `refused` or `failed`; seconds to its first and last token."""
+    """Result of one request.
+
+    Attributes:
+        kind: `answered`, `refused` or `failed`.
+        first, last: seconds to the first and to the last token.
+        content: content tokens.
+        ideal: ideal speed-up.
+    """
 
     kind: str
     first: float = 0.0
@@ -91,29 +98,37 @@ async def load(
     max_tokens: int,
     seed: int = 0,
 ) -> Load:
-    """Send requests for so many seconds, and wait for all answers.
+    """Send requests for a number of seconds, and wait for all answers.
 
     Args:
-        questions: taken in turn.
-        target: seconds to the last token that count as in time.
+        url: base URL of the API, which ends in /v1.
+        key: API key; empty: none.
+        model: name of the model.
+        questions: messages that are sent in turn.
+        mode: decoding mode.
+        rate: mean number of requests per second.
+        seconds: duration in which requests are sent.
+        target: seconds to the last token within which an answer is in time.
+        max_tokens: maximum tokens of an answer.
+        seed: seed of the arrival times.
     """
     random = Random(seed)
     client = openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, timeout=600)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     tasks: list[asyncio.Task[Outcome]] = []
     due = 0.0
     while (due := due + random.expovariate(rate)) < seconds or not tasks:
-        await asyncio.sleep(max(0.0, begun + due - time.perf_counter()))
+        await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
         question = questions[len(tasks) % len(questions)]
-        tasks.append(asyncio.create_task(_ask(client, model, question, mode, max_tokens, begun + due)))
+        tasks.append(asyncio.create_task(_ask(client, model, question, mode, max_tokens, start + due)))
     answers = await asyncio.gather(*tasks)
-    whole = time.perf_counter() - begun
+    whole = time.perf_counter() - start
     await client.close()
-    return _load_of(mode, rate, answers, target, whole)
+    return _summarise(mode, rate, answers, target, whole)
 
 
-def _load_of(mode: str, rate: float, answers: Sequence[Outcome], target: float, seconds: float) -> Load:
-    """Figures of what became of every request; for the arguments see `Load` and `load`."""
+def _summarise(mode: str, rate: float, answers: Sequence[Outcome], target: float, seconds: float) -> Load:
+    """Summarise the results of all requests; for the arguments see `Load` and `load`."""
     good = [answer for answer in answers if answer.kind == "answered"]
     in_time = sum(answer.last <= target for answer in good)
     last = _quantiles([answer.last for answer in good])
@@ -136,45 +151,49 @@ def _load_of(mode: str, rate: float, answers: Sequence[Outcome], target: float, 
 
 
 def undisturbed(send: Callable[[], Load], url: str, key: str) -> Load:
-    """Send a load until, in a round of it, nothing was compiled; where programs were in all, the last round.
+    """Repeat a load test until no program is compiled during a round, at most `MAX_ROUNDS` times.
 
     Args:
-        url: of the server's interface, which ends in /v1; one that does not tell what it compiled is taken to have
-            compiled nothing.
+        send: runs the load test once.
+        url: base URL of the API, which ends in /v1. A server without metrics counts as one that compiles nothing.
+        key: API key; empty: none.
+
+    Returns:
+        Result of the last round.
     """
     before = _programs(url, key)
     for _ in range(MAX_ROUNDS):
-        found, now = send(), _programs(url, key)
+        result, now = send(), _programs(url, key)
         if now == before:
-            return found
-        log.warning("%s: programs were compiled meanwhile; sent again", found.title)
+            return result
+        log.warning("%s: the server compiled programs during the test; repeating it", result.title)
         before = now
-    log.warning("no round of %d was undisturbed; the figures hold compiling", MAX_ROUNDS)
-    return found
+    log.warning("the server compiled programs in each of %d rounds; the times include compilation", MAX_ROUNDS)
+    return result
 
 
 def _programs(url: str, key: str) -> float | None:
-    """How many programs a server has compiled; None: it does not tell."""
+    """Return the number of programs that a server has compiled; None if it has no metrics."""
     metrics = Request(f"{url.rstrip('/').removesuffix('/v1')}/metrics", headers={"Authorization": f"Bearer {key}"})
     try:
         with urlopen(metrics, timeout=60) as answer:
-            told = answer.read().decode()
+            text = answer.read().decode()
     except OSError:
         return None
-    found = re.search(r"^aspd_programs_total (\S+)$", told, re.MULTILINE)
-    return float(found[1]) if found else None
+    match = re.search(r"^aspd_programs_total (\S+)$", text, re.MULTILINE)
+    return float(match[1]) if match else None
 
 
-def middle(rounds: Sequence[Load]) -> Load:
-    """Of several rounds of one load, that with the middle median time to the last token; and all their medians."""
-    by_time = sorted(rounds, key=lambda of: of.last[0])
-    return replace(by_time[len(rounds) // 2], medians=tuple(of.last[0] for of in rounds))
+def median_round(rounds: Sequence[Load]) -> Load:
+    """Return the round with the median time to the last token; `medians` has the times of all rounds."""
+    by_time = sorted(rounds, key=lambda result: result.last[0])
+    return replace(by_time[len(rounds) // 2], medians=tuple(result.last[0] for result in rounds))
 
 
 async def _ask(
     client: openai.AsyncOpenAI, model: str, question: str, mode: Mode, max_tokens: int, due: float
 ) -> Outcome:
-    """One request; times count from when it was due, so that a client that lags hides nothing."""
+    """Send one request. Times count from its scheduled time, so that delays of the client are included."""
     first = last = ideal = 0.0
     content = 0
     extra: dict[str, Any] = {"aspd": {"mode": mode, "statistics": True}}
@@ -187,8 +206,8 @@ async def _ask(
             now = time.perf_counter() - due
             if chunk.choices and chunk.choices[0].delta.content:
                 first = first or now
-            if told := (chunk.model_extra or {}).get("aspd"):
-                cost = told["statistics"]
+            if extension := (chunk.model_extra or {}).get("aspd"):
+                cost = extension["statistics"]
                 content, ideal, last = cost["content_tokens"], cost["ideal_speedup"], now
     except openai.RateLimitError:
         return Outcome("refused")
@@ -201,52 +220,52 @@ def _quantiles(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(np.percentile(values, q)) if values else float("nan") for q in QUANTILES)
 
 
-def load_table(found: Sequence[Load], target: float) -> str:
-    """Markdown: every rate in serial mode, the baseline, beside adaptive mode of the same server."""
+def load_table(results: Sequence[Load], target: float) -> str:
+    """Return a Markdown table of all results; serial mode at the same rate and rows is the baseline."""
     lines = [
         "| rows | requests/s | mode | answered of sent | refused | first token, ms: p50 / p95 / p99 | last token, ms | "
         f"medians of all rounds | within {target:g} s, per second | content tokens/s | "
         f"ideal speed-up, p50 | last token, p50, serial by adaptive |",
         "|---" * 12 + "|",
     ]
-    serial = {(of.rows, of.rate): of for of in found if of.mode == "serial"}
-    for of in found:
-        first, last = (" / ".join(f"{1000 * value:.0f}" for value in part) for part in (of.first, of.last))
-        base = serial.get((of.rows, of.rate))
-        gain = f"{base.last[0] / of.last[0]:.2f}x" if base and of.mode != "serial" and of.last[0] else ""
+    serial = {(r.rows, r.rate): r for r in results if r.mode == "serial"}
+    for r in results:
+        first, last = (" / ".join(f"{1000 * value:.0f}" for value in part) for part in (r.first, r.last))
+        base = serial.get((r.rows, r.rate))
+        gain = f"{base.last[0] / r.last[0]:.2f}x" if base and r.mode != "serial" and r.last[0] else ""
         cells = [
-            "" if of.rows is None else str(of.rows),
-            f"{of.rate:g}",
-            of.mode,
-            f"{of.answered} of {of.sent}",
-            str(of.refused),
+            "" if r.rows is None else str(r.rows),
+            f"{r.rate:g}",
+            r.mode,
+            f"{r.answered} of {r.sent}",
+            str(r.refused),
             first,
             last,
-            f"{1000 * min(of.medians):.0f} - {1000 * max(of.medians):.0f}",
-            f"{of.goodput:.2f}",
-            f"{of.content_rate:.0f}",
-            f"{of.ideal:.2f}x",
+            f"{1000 * min(r.medians):.0f} - {1000 * max(r.medians):.0f}",
+            f"{r.goodput:.2f}",
+            f"{r.content_rate:.0f}",
+            f"{r.ideal:.2f}x",
             gain,
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def best_goodput(found: Sequence[Load], target: float) -> str:
-    """For every rate, the best server of each mode: how many answers within the target it gives per second."""
+def best_goodput(results: Sequence[Load], target: float) -> str:
+    """Return a line for each rate with the highest goodput of each mode."""
     lines = []
-    for rate in dict.fromkeys(of.rate for of in found):
-        best = {of.mode: of for of in sorted(found, key=_worth) if of.rate == rate}
-        told = [f"{best[mode].goodput:.2f} {best[mode].who}" for mode in ("serial", "adaptive")]
+    for rate in dict.fromkeys(result.rate for result in results):
+        best = {result.mode: result for result in sorted(results, key=_worth) if result.rate == rate}
+        goodputs = [f"{best[mode].goodput:.2f} {best[mode].label}" for mode in ("serial", "adaptive")]
         gain = f": {best['adaptive'].goodput / best['serial'].goodput:.2f}x" if best["serial"].goodput else ""
-        lines.append(f"{rate:g} requests/s, best within {target:g} s, per second: {', '.join(told)}{gain}")
+        lines.append(f"{rate:g} requests/s, best within {target:g} s, per second: {', '.join(goodputs)}{gain}")
     return "\n".join(lines)
 
 
-def _worth(of: Load) -> tuple[float, float]:
-    return of.goodput, -of.last[0]
+def _worth(result: Load) -> tuple[float, float]:
+    return result.goodput, -result.last[0]
 
 
-def to_json(found: Sequence[Load]) -> list[dict[str, Any]]:
-    """Plain values."""
-    return [asdict(of) for of in found]
+def to_json(results: Sequence[Load]) -> list[dict[str, Any]]:
+    """Return results as plain values."""
+    return [asdict(result) for result in results]

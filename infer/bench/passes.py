@@ -1,6 +1,6 @@
-"""What a pass costs, by its width, and what it is held against: memory, products, and logits of exact weights.
+"""Benchmark of decoding steps by width, with memory bandwidth, matrix products and quantisation error for comparison.
 
-Passes are the engine's own: everything else, sampling included, is computed as always.
+The steps are the engine's programs, so they include sampling and the grammar.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.model.cpu import einsum
 from aspd_jax.model.vocabulary import head_of
 from aspd_jax.model.weights import input_axes
-from infer.decode.decode_step import Limits, run
+from infer.decode.decode_step import StopConditions, run
 from infer.decode.slots import fill_for_timing
 from infer.decode.state import EngineConfig
 from infer.engine import NO_TOKENS
@@ -38,8 +38,13 @@ COPY_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class PassTime:
-    """Milliseconds per pass at one width: median, fastest and slowest run; of its products alone, median; and bytes
-    read per second.
+    """Times of a step at one width in milliseconds.
+
+    Attributes:
+        width: tokens per step.
+        median, fastest, slowest: time of a step over runs.
+        products: median time of the step's matrix products alone.
+        bandwidth: bytes of weights and cache that are read per second.
     """
 
     width: int
@@ -51,20 +56,20 @@ class PassTime:
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes per second that a pass over a large array reads and writes."""
+    """Return the bytes per second that an increment of a large array reads and writes."""
     passes = 8
     copy = jax.jit(lambda array: jax.lax.fori_loop(0, passes, lambda _, a: a + 1, array), donate_argnums=0)
     array = copy(jnp.zeros(COPY_BYTES // 4, jnp.int32)).block_until_ready()
     times = []
     for _ in range(repeats):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         array = copy(array).block_until_ready()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     return passes * 2 * COPY_BYTES / median(times)
 
 
 def peak_bytes() -> float:
-    """Most memory used so far: of the device where it counts it, else of this process."""
+    """Return the peak memory in bytes: of the device if it reports it, else of this process."""
     stats = jax.devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return float(stats["peak_bytes_in_use"])
@@ -72,20 +77,20 @@ def peak_bytes() -> float:
 
 
 def weight_bytes(lm: LanguageModel) -> int:
-    """Bytes of parameters that every pass reads."""
+    """Return the bytes of parameters that a step reads."""
     looked_up = 0 if lm.config.tied else lm.params["embedding"]["embedding"].nbytes
     return sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params)) - looked_up
 
 
 class LogitError(NamedTuple):
-    """How far logits are from exact ones: root mean square relative to theirs, and share of equal likeliest tokens."""
+    """Difference from exact logits: relative root mean square error, and share of positions with the same argmax."""
 
     relative: float
     same_likeliest: float
 
 
 def logit_error(exact: LanguageModel, other: LanguageModel, tokens: int = 256) -> LogitError:
-    """Of one model beside another, over a prompt of random tokens; logits are centred first."""
+    """Compare the centred logits of a model with those of an exact one on a prompt of random tokens."""
     prompt = np.asarray([random_prompt(exact, tokens)])
     layout = build_layout(prompt, exact.special_tokens or NO_TOKENS, exact.config.positions)
     a, b = (np.asarray(lm.model.apply({"params": lm.params}, prompt, layout))[0] for lm in (exact, other))
@@ -95,7 +100,7 @@ def logit_error(exact: LanguageModel, other: LanguageModel, tokens: int = 256) -
 
 
 def random_prompt(lm: LanguageModel, tokens: int, seed: int = 0) -> tuple[int, ...]:
-    """Token ids without tags and ends."""
+    """Return random token ids that are neither tags nor end tokens."""
     special = lm.special_tokens or NO_TOKENS
     plain = np.setdiff1d(np.arange(lm.config.vocab_size), [*special.ids, *lm.end_ids])
     return tuple(np.random.default_rng(seed).choice(plain, tokens).tolist())
@@ -104,21 +109,28 @@ def random_prompt(lm: LanguageModel, tokens: int, seed: int = 0) -> tuple[int, .
 def pass_times(
     lms: Sequence[LanguageModel], widths: Sequence[int], context: int, repeats: int = 7, steps: int = 16
 ) -> list[list[PassTime]]:
-    """Time `repeats` runs of `steps` passes of every model at every width, batch 1; models and widths take turns.
+    """Time `repeats` runs of `steps` steps for every model and width at batch size 1, alternating models and widths.
+
+    Args:
+        lms: models.
+        widths: tokens per step.
+        context: tokens in the cache.
+        repeats: timed runs.
+        steps: steps per run.
 
     Raises:
-        RequestError: a random branch closed itself, so that the width changed under way.
+        RequestError: a random branch ended by itself, so that the width changed during a run.
     """
     timed = [_Passes(lm, widths, context, steps) for lm in lms]
     for _ in range(repeats + 1):  # the first runs compile
         for width in widths:
-            for one in timed:
-                one.run(width)
-    return [one.results(repeats) for one in timed]
+            for model in timed:
+                model.run(width)
+    return [model.results(repeats) for model in timed]
 
 
 class _Passes:
-    """Passes of one model, and the seconds that they took."""
+    """Steps of one model and their times."""
 
     def __init__(self, lm: LanguageModel, widths: Sequence[int], context: int, steps: int) -> None:
         limit = max(2, *widths)
@@ -134,24 +146,24 @@ class _Passes:
             mesh=lm.mesh,
         )
         capacity = capacity_for(context + (steps + 1) * limit)
-        self._limits = Limits(np.int32(steps), np.int32(-1), np.int32(limit), np.bool_(False))
+        self._limits = StopConditions(np.int32(steps), np.int32(-1), np.int32(limit), np.bool_(False))
         self._state = new_state(lm, self._config, 1, capacity)
         self._buckets = {width: Bucket(1, width, width, capacity) for width in widths}
         self._times: dict[int, list[float]] = {width: [] for width in widths}
 
     def run(self, width: int) -> None:
-        """Once."""
+        """Time one run."""
         state = jax.block_until_ready(fill_for_timing(self._state, self._config, width, self._context))
-        begun = time.perf_counter()
+        start = time.perf_counter()
         bucket = self._buckets[width]
         self._state, report = run(self._lm.params, state, self._limits, self._config, bucket, False)
         after = report.read()
-        self._times[width].append((time.perf_counter() - begun) / self._steps)
+        self._times[width].append((time.perf_counter() - start) / self._steps)
         if after.tokens.max() != width or after.left:
-            raise RequestError(f"a branch ended by itself at width {width}; take fewer steps")
+            raise RequestError(f"a random branch ended by itself at width {width}. Use fewer steps.")
 
     def results(self, repeats: int) -> list[PassTime]:
-        """Of all runs but the first of each width."""
+        """Return the times of all runs but the first of each width."""
         read = sum(layer.key.nbytes + layer.value.nbytes for layer in self._state.cache.layers)
         return [
             PassTime(
@@ -167,14 +179,15 @@ class _Passes:
 
 
 def product_time(lm: LanguageModel, width: int, repeats: int, steps: int = 16) -> float:
-    """Milliseconds that the products of a pass take alone: every kernel by `width` rows, over and over; median run."""
+    """Return the median milliseconds of a step's matrix products alone: every kernel times `width` rows."""
     kernels = {path: leaf for path, leaf in flatten_dict(lm.params).items() if path[-1] == "kernel"}
     kernels["head", "kernel"] = head_of(lm.config, lm.params).kernel
 
     def multiply(total: jax.Array, path: tuple[str, ...], kernel: jax.Array) -> jax.Array:
         inputs = input_axes(path)
         sizes = (kernel.shape[axis] for axis in inputs)
-        rows = jnp.broadcast_to(total, (1, width, *sizes)).astype(lm.config.dtype)  # each product waits for the last
+        # Every product depends on the previous one, so that they run one after the other.
+        rows = jnp.broadcast_to(total, (1, width, *sizes)).astype(lm.config.dtype)
         axes = "abcd"[: kernel.ndim]
         summed = "".join(axes[axis] for axis in inputs)
         equation = f"...{summed},{axes}->...{''.join(axis for axis in axes if axis not in summed)}"
@@ -190,22 +203,28 @@ def product_time(lm: LanguageModel, width: int, repeats: int, steps: int = 16) -
 
     times = []
     for _ in range(repeats + 1):  # the first run compiles
-        begun = time.perf_counter()
+        start = time.perf_counter()
         run(kernels).block_until_ready()
-        times.append((time.perf_counter() - begun) / steps)
+        times.append((time.perf_counter() - start) / steps)
     return 1000 * median(times[1:])
 
 
 def pass_table(results: Sequence[PassTime], copied: float, baseline: Sequence[PassTime] = ()) -> str:
-    """Markdown; every width beside width 1, or the same width of a baseline; bandwidth beside the measured copy."""
+    """Return a Markdown table of times relative to width 1, or to the same width of a baseline.
+
+    Args:
+        results: times by width.
+        copied: copy bandwidth in bytes per second.
+        baseline: times of another model at the same widths; empty: none.
+    """
     base = [b.median for b in baseline] or [results[0].median] * len(results)
     lines = [
-        f"| width | ms per pass (median) | fastest - slowest | relative to {'it' if baseline else 'width 1'} "
-        "| its products alone, ms | pass by products | GB/s | share of copy bandwidth |\n" + "|---" * 8 + "|",
+        f"| width | ms per step (median) | fastest - slowest | relative to {'it' if baseline else 'width 1'} "
+        "| its products alone, ms | step by products | GB/s | share of copy bandwidth |\n" + "|---" * 8 + "|",
     ]
-    for r, beside in zip(results, base, strict=True):
+    for r, reference in zip(results, base, strict=True):
         lines.append(
-            f"| {r.width} | {r.median:.2f} | {r.fastest:.2f} - {r.slowest:.2f} | {r.median / beside:.2f} "
+            f"| {r.width} | {r.median:.2f} | {r.fastest:.2f} - {r.slowest:.2f} | {r.median / reference:.2f} "
             f"| {r.products:.2f} | {r.median / r.products:.2f} "
             f"| {r.bandwidth / 1e9:.1f} | {100 * r.bandwidth / copied:.0f} % |"
         )

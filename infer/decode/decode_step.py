@@ -1,6 +1,6 @@
-"""The one pure decoding step, and the loop of steps that is a program.
+"""The pure decoding step, and the loop of steps that is a compiled program.
 
-B rows, one sequence each, T tokens of a pass, L lanes, V vocabulary.
+B rows, one sequence each, T tokens of a step, L lanes, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from jaxtyping import Bool, Int32
 
 from aspd_jax.layout import Array
 from aspd_jax.model.cache import Bucket
-from infer.decode.grammar import lane_node, legal_tokens, recognise
-from infer.decode.inputs import Inputs, Lanes, next_inputs, rows_of_pass, widths
+from infer.decode.derived import Derived, derive
+from infer.decode.grammar import LaneTokens, legal_tokens, read_tokens
+from infer.decode.inputs import Inputs, Lanes, next_inputs, rows_of_step, widths
 from infer.decode.packed import Packed
-from infer.decode.sampling import sample
-from infer.decode.speculation import goes_on, hide_rejected, look_up
+from infer.decode.sampling import sample, scripted
+from infer.decode.speculation import continues, hide_rejected, look_up
 from infer.decode.state import (
     FORK,
     MERGE,
-    NOTHING,
     PARALLEL,
     PROMPT,
     RUNNING,
@@ -31,121 +31,105 @@ from infer.decode.state import (
     SequenceState,
     shard_state,
 )
-from infer.decode.tag_automaton import END
-from infer.decode.transition import advance, by_segment
+from infer.decode.transition import advance, hide_discarded
 
 
 def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
-    """One forward pass (`Transformer.decode`): logits [L, V], and the cache."""
+    """Run the model (`Transformer.decode`) and return the logits of all lanes, [L, V], and the cache."""
     model = cast(Any, config.model).clone(mesh=config.mesh)
     logits, cache = model.apply({"params": params}, inputs.batch, state.cache, bucket, method="decode")
     return logits, cache
 
 
 def step(
-    params: Any,
-    state: DecodeState,
-    config: EngineConfig,
-    bucket: Bucket,
-    drafting: bool = False,
+    params: Any, state: DecodeState, derived: Derived, config: EngineConfig, bucket: Bucket, drafting: bool = False
 ) -> DecodeState:
-    """Feed what is due and fits, and take what is sampled after it.
+    """Feed the due tokens that fit, and take the tokens sampled behind them.
 
     Args:
-        drafting: feed the drafts of the state, too, and look up those of the next pass; else there must be none.
+        derived: derived from `state`.
+        drafting: also feed the draft tokens of the state, and look up those of the next step; otherwise there must be
+            none.
     """
-    inputs = next_inputs(state, config, bucket, drafting)
+    inputs = next_inputs(state, derived, config, bucket, drafting)
     logits, cache = forward(params, state, config, inputs, bucket)
-    state = state._replace(cache=cache, sequence=count_pass(state.sequence, inputs.fed))
+    state = state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
     if not drafting:
-        token, closing = choose(logits, state, config, inputs.lanes)
-        taken = jnp.ones_like(closing)
-        state = advance(state, config, by_segment(state.sequence, inputs.lanes, token, closing, taken))
+        tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
+        state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.closing))
         return hide_discarded(state)
-    state, count = _verify(state, config, inputs, logits)
+    state, count = _verify(state, derived, config, inputs, logits)
     state = hide_discarded(hide_rejected(state, inputs, count))
-    return state._replace(sequence=state.sequence._replace(draft=look_up(state, config, bucket.slots)))
+    draft = look_up(state, derive(state.sequence, state.automaton, config), config, bucket.slots)
+    return state._replace(sequence=state.sequence._replace(draft=draft))
 
 
-def choose(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: Lanes) -> tuple[jax.Array, jax.Array]:
-    """The next token of every lane, int32 [L], under the grammar.
-
-    In a branch, end of text becomes the first token of a closing tag; second result: where it has, bool [L].
-    """
-    logits = jnp.where(legal_tokens(state, config, lanes), logits, -jnp.inf)
-    token = scripted(sample(logits, state, config, lanes), state, lanes)
-    kind, _, _ = recognise(state, lane_node(state, lanes), token)
-    ends_branch = (lanes.branch > 0) & (kind == END)
-    return jnp.where(ends_branch, config.tags.branch_end, token), ends_branch
-
-
-def scripted(token: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
-    """What was sampled, int32 [L], or what the request's script has in its place."""
-    request, s, row, segment = state.request, state.sequence, lanes.row, lanes.branch
-    before = jnp.maximum(segment - 1, 0)  # the segment before a branch in the script, and the branch among branches
-    place = jnp.where(segment > 0, request.script_end[row, before] + s.branch_sampled[row, before], s.sampled[row])
-    return jnp.where(place < request.script_end[row, segment], request.script[row, place], token)
+def sample_lanes(
+    logits: jax.Array, state: DecodeState, derived: Derived, config: EngineConfig, lanes: Lanes
+) -> LaneTokens:
+    """Return the next token of every lane under the grammar."""
+    logits = jnp.where(legal_tokens(state, derived, config, lanes), logits, -jnp.inf)
+    return read_tokens(state, config, lanes, scripted(sample(logits, state, config, lanes), state, lanes))
 
 
 def _verify(
-    state: DecodeState, config: EngineConfig, inputs: Inputs, logits: jax.Array
+    state: DecodeState, derived: Derived, config: EngineConfig, inputs: Inputs, logits: jax.Array
 ) -> tuple[DecodeState, jax.Array]:
-    """Let every lane take tokens as long as they are what was drafted, and one more.
+    """Let every lane take tokens as long as they equal its draft tokens, and one more.
 
     Returns:
-        The state, and how many tokens each lane took, int32 [L].
+        The state, and the tokens that each lane took, int32 [L].
     """
     assert inputs.drafts is not None
     lanes, size = inputs.lanes, inputs.lanes.row.size
-    own, ahead = logits[:size, None], logits[size:].reshape(size, config.draft_tokens, -1)
-    after = jnp.concatenate([own, ahead], axis=1)
+    first, ahead = logits[:size, None], logits[size:].reshape(size, config.draft_tokens, -1)
+    after = jnp.concatenate([first, ahead], axis=1)
     drafts = jnp.pad(inputs.drafts.tokens, ((0, 0), (0, 1)), constant_values=-1)
-    began = lanes.row < state.sequence.phase.size
+    began = lanes.row < state.sequence.cursor.phase.size
 
-    def more(carry: tuple[SequenceState, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        return jnp.any(carry[2])
+    def more(carry: tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        return jnp.any(carry[3])
 
     def body(
-        carry: tuple[SequenceState, jax.Array, jax.Array, jax.Array],
-    ) -> tuple[SequenceState, jax.Array, jax.Array, jax.Array]:
-        sequence, nth, active, taken = carry
+        carry: tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array],
+    ) -> tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array]:
+        sequence, derived, nth, active, taken = carry
         now = state._replace(sequence=sequence)
         at = jnp.take(after, nth, axis=1)
-        here = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
-        token, closing = choose(at, now, config, here)
-        now = advance(now, config, by_segment(sequence, lanes, token, closing, active))
-        active &= (token == drafts[:, nth]) & goes_on(now, config, lanes)
-        return now.sequence, nth + 1, active, taken + active
+        moved = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
+        tokens = sample_lanes(at, now, derived, config, moved)
+        now = advance(now, derived, config, lanes, tokens, active)
+        derived = derive(now.sequence, state.automaton, config)
+        active &= (tokens.token == drafts[:, nth]) & continues(now, derived, lanes)
+        return now.sequence, derived, nth + 1, active, taken + active
 
-    start = state.sequence, jnp.int32(0), began, began.astype(jnp.int32)
-    sequence, _, _, taken = jax.lax.while_loop(more, body, start)
-    segments = sequence.segments.at[lanes.row].add(began, mode="drop")
-    return state._replace(sequence=sequence._replace(segments=segments)), taken
-
-
-def hide_discarded(state: DecodeState) -> DecodeState:
-    """The state with titles hidden in its cache that were discarded: nothing else stands at or after their position."""
-    layout, s = state.cache.layout, state.sequence
-    kept = jnp.where(layout.position >= s.hide_from[:, None], 0, layout.sequence)
-    cache = state.cache._replace(layout=layout._replace(sequence=kept))
-    return state._replace(cache=cache, sequence=s._replace(hide_from=jnp.full_like(s.hide_from, NOTHING)))
+    start = state.sequence, derived, jnp.int32(0), began, began.astype(jnp.int32)
+    sequence, _, _, _, taken = jax.lax.while_loop(more, body, start)
+    counters = sequence.counters
+    counters = counters._replace(segments=counters.segments.at[lanes.row].add(began, mode="drop"))
+    return state._replace(sequence=sequence._replace(counters=counters)), taken
 
 
-def count_pass(s: SequenceState, fed: jax.Array) -> SequenceState:
-    """Count a pass for every sequence that feeds something of its answer, by what it feeds."""
-    answers = (fed > 0) & (s.phase != PROMPT)
-    in_block = (s.phase == FORK) | (s.phase == PARALLEL) | (s.phase == MERGE)
-    return s._replace(passes=s.passes + answers, parallel_passes=s.parallel_passes + (answers & in_block))
+def count_step(s: SequenceState, fed: jax.Array) -> SequenceState:
+    """Count a step for every sequence that feeds tokens of its answer, int32 [B]."""
+    phase = s.cursor.phase
+    answers = (fed > 0) & (phase != PROMPT)
+    in_block = (phase == FORK) | (phase == PARALLEL) | (phase == MERGE)
+    return s._replace(
+        counters=s.counters._replace(
+            steps=s.counters.steps + answers, parallel_steps=s.counters.parallel_steps + (answers & in_block)
+        )
+    )
 
 
-class Limits(NamedTuple):
-    """When `run` gives control back to the host.
+class StopConditions(NamedTuple):
+    """When `run` returns control to the host.
 
     Attributes:
-        steps: after so many steps.
-        smaller: when the next pass would feed no more tokens: a smaller program is better; -1: never.
-        larger: when it would feed more tokens: there is a larger one.
-        join: as soon as a sequence finishes, because another waits for its place.
+        steps: after this number of steps.
+        smaller: when the next step would feed at most this number of tokens: a smaller program exists; -1: never.
+        larger: when it would feed more than this number: a larger program exists.
+        join: as soon as a sequence finishes, because another request waits for its row.
     """
 
     steps: Int32[Array, ""]
@@ -154,14 +138,15 @@ class Limits(NamedTuple):
     join: Bool[Array, ""]
 
 
-class Report(NamedTuple):
-    """What the host has to know between runs.
+class StepSummary(NamedTuple):
+    """What the host needs to know between runs.
 
     Attributes:
-        tokens, lanes: as in `Widths`, of the next pass.
-        left: how many of `Limits.steps` are left.
-        phase, finish, passes, parallel_passes, segments, accepted: as in the state.
-        length: of the cache.
+        tokens, lanes: `Widths` of the next step.
+        left: steps of `StopConditions.steps` that are left.
+        phase, finish: see `Cursor`.
+        steps, parallel_steps, segments, accepted: see `Counters`.
+        length: slots in use in the cache.
     """
 
     tokens: Int32[Array, " B"]
@@ -169,54 +154,70 @@ class Report(NamedTuple):
     left: Int32[Array, ""]
     phase: Int32[Array, " B"]
     finish: Int32[Array, " B"]
-    passes: Int32[Array, " B"]
-    parallel_passes: Int32[Array, " B"]
+    steps: Int32[Array, " B"]
+    parallel_steps: Int32[Array, " B"]
     segments: Int32[Array, " B"]
     accepted: Int32[Array, " B"]
     length: Int32[Array, " B"]
 
 
 @partial(jax.jit, static_argnames="config")
-def report_of(state: DecodeState, config: EngineConfig, left: jax.Array | int = 0) -> Packed[Report]:
-    """What the host has to know of a state."""
-    due, s = widths(state, config), state.sequence
-    counts = (s.phase, s.finish, s.passes, s.parallel_passes, s.segments, s.accepted, state.cache.length)
-    return Packed.of(Report(due.tokens, due.lanes, jnp.int32(left), *counts))
+def summarise(state: DecodeState, config: EngineConfig, left: jax.Array | int = 0) -> Packed[StepSummary]:
+    """Return what the host needs to know of a state."""
+    need, cursor = widths(state, derive(state.sequence, state.automaton, config)), state.sequence.cursor
+    counters = state.sequence.counters
+    return Packed.of(
+        StepSummary(
+            tokens=need.tokens,
+            lanes=need.lanes,
+            left=jnp.int32(left),
+            phase=cursor.phase,
+            finish=cursor.finish,
+            steps=counters.steps,
+            parallel_steps=counters.parallel_steps,
+            segments=counters.segments,
+            accepted=counters.accepted,
+            length=state.cache.length,
+        )
+    )
 
 
 @partial(jax.jit, static_argnames=("config", "bucket", "drafting"), donate_argnames="state")
 def run(
     params: Any,
     state: DecodeState,
-    limits: Limits,
+    conditions: StopConditions,
     config: EngineConfig,
     bucket: Bucket,
     drafting: bool,
-) -> tuple[DecodeState, Packed[Report]]:
-    """Steps on the device, as long as this is the program for them: what is due in its rows fits, but for prompts."""
+) -> tuple[DecodeState, Packed[StepSummary]]:
+    """Run steps while this is the right program for them: due tokens of answers fit, and no condition holds."""
     if not drafting:
         state = state._replace(sequence=state.sequence._replace(draft=jnp.full_like(state.sequence.draft, -1)))
-    running = jnp.sum(state.sequence.finish == RUNNING)
-    prompts = jnp.sum(state.sequence.phase == PROMPT)
+    running = jnp.sum(state.sequence.cursor.finish == RUNNING)
+    prompts = jnp.sum(state.sequence.cursor.phase == PROMPT)
 
-    def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
-        state, left = carry
-        s, due = state.sequence, widths(state, config)
-        is_prompt = s.phase == PROMPT
-        here = rows_of_pass(due.tokens, is_prompt, bucket)
-        tokens = jnp.where(here, due.tokens, 0)
+    def more(carry: tuple[DecodeState, Derived, jax.Array]) -> jax.Array:
+        state, derived, left = carry
+        cursor, need = state.sequence.cursor, widths(state, derived)
+        is_prompt = cursor.phase == PROMPT
+        selected = rows_of_step(need.tokens, is_prompt, bucket)
+        tokens = jnp.where(selected, need.tokens, 0)
         answers = jnp.where(is_prompt, 0, tokens)
         length = jnp.max(jnp.where(tokens > 0, state.cache.length + jnp.maximum(answers, 1), 0))
-        fits = (jnp.sum(answers) <= limits.larger) & (jnp.max(answers) <= bucket.most) & (length <= bucket.slots)
+        fits = (jnp.sum(answers) <= conditions.larger) & (jnp.max(answers) <= bucket.most) & (length <= bucket.slots)
         if bucket.rows > 1:
-            fits &= jnp.all(here | (due.tokens == 0))
-        changed = (jnp.sum(is_prompt) < prompts) | (limits.join & (jnp.sum(s.finish == RUNNING) < running))
-        few = jnp.sum(tokens) <= limits.smaller
+            fits &= jnp.all(selected | (need.tokens == 0))
+        finished = jnp.sum(cursor.finish == RUNNING) < running
+        changed = (jnp.sum(is_prompt) < prompts) | (conditions.join & finished)
+        few = jnp.sum(tokens) <= conditions.smaller
         return (left > 0) & jnp.any(tokens > 0) & fits & ~changed & ~few
 
-    def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
-        state, left = carry
-        return shard_state(step(params, state, config, bucket, drafting), config.mesh), left - 1
+    def body(carry: tuple[DecodeState, Derived, jax.Array]) -> tuple[DecodeState, Derived, jax.Array]:
+        state, derived, left = carry
+        state = shard_state(step(params, state, derived, config, bucket, drafting), config.mesh)
+        return state, derive(state.sequence, state.automaton, config), left - 1
 
-    state, left = jax.lax.while_loop(more, body, (state, jnp.int32(limits.steps)))
-    return state, report_of(state, config, left)
+    start = state, derive(state.sequence, state.automaton, config), jnp.int32(conditions.steps)
+    state, _, left = jax.lax.while_loop(more, body, start)
+    return state, summarise(state, config, left)

@@ -1,4 +1,4 @@
-"""Small arrays as one: each array that the host reads costs it as much as a large one."""
+"""Packing of small arrays into one device-to-host transfer, because each transfer has a fixed cost."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Tree = TypeVar("Tree")
 
 @jax.tree_util.register_pytree_node_class
 class Packed(Generic[Tree]):
-    """A pytree of int32 and bool arrays on its way from the device to the host.
+    """A pytree of int32 and bool arrays, packed into one array.
 
     Attributes:
-        array: int32 [T], all elements of all leaves.
-        form: the structure, and shape and type of each leaf.
+        array: elements of all leaves, int32 [T].
+        form: structure of the tree, and shape and dtype of each leaf.
     """
 
     def __init__(self, array: jax.Array, form: tuple[Any, tuple[tuple[tuple[int, ...], Any], ...]]) -> None:
@@ -26,15 +26,19 @@ class Packed(Generic[Tree]):
 
     @classmethod
     def of(cls, tree: Tree) -> Packed[Tree]:
-        """On the device."""
+        """Pack a tree on the device.
+
+        Raises:
+            TypeError: a leaf is neither int32 nor bool.
+        """
         leaves, structure = jax.tree.flatten(tree)
         if any(leaf.dtype not in (jnp.int32, jnp.bool_) for leaf in leaves):
-            raise TypeError("only int32 and bool arrays are packed")
+            raise TypeError("expected int32 and bool arrays only")
         array = jnp.concatenate([leaf.reshape(-1).astype(jnp.int32) for leaf in leaves])
         return cls(array, (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)))
 
     def read(self) -> Tree:
-        """On the host: the tree, of NumPy arrays."""
+        """Transfer the array to the host and return the tree with NumPy arrays."""
         structure, kinds = self.form
         array, shaped, start = np.asarray(self.array), [], 0
         for shape, kind in kinds:
@@ -45,10 +49,10 @@ class Packed(Generic[Tree]):
         return tree
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], Any]:
-        """For JAX."""
+        """Return children and auxiliary data, for JAX."""
         return (self.array,), self.form
 
     @classmethod
     def tree_unflatten(cls, form: Any, arrays: tuple[jax.Array]) -> Packed[Tree]:
-        """For JAX."""
+        """Rebuild the object, for JAX."""
         return cls(*arrays, form)

@@ -1,9 +1,9 @@
-"""From logits to tokens: logit bias, minimum length, penalties, temperature (0: greedy), top-k, top-p and min-p.
+"""Sampling: minimum length, logit bias, penalties, temperature (0: greedy), top-k, top-p and min-p.
 
 L lanes, V vocabulary, C cache slots.
 
-Every lane draws from its own random stream, derived from (seed, block, branch, place in the segment), so
-what a lane draws depends on nothing else in the batch.
+Every lane draws from its own random stream, derived from seed, block, branch and the tokens sampled in the segment. The
+tokens of a lane do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from aspd_jax.layout import Layout, visible
 from aspd_jax.model.cache import PLAIN_TEXT, TITLE_TEXT
 from aspd_jax.sharding import named_sharding
 from infer.decode.inputs import Lanes
-from infer.decode.state import MAX_BRANCHES, TITLE, DecodeState, EngineConfig, Request
+from infer.decode.state import MAX_BRANCHES, TITLE, DecodeState, EngineConfig, RequestArrays
 
-GROUP = 128  # tokens: a register of a TPU is so wide
-BITS = 2  # of a bound, found in one round over all logits
-LOWEST_TEMPERATURE = 1e-30  # greedy but for ties; logits of up to 1e8 stay finite
+GROUP = 128  # tokens of a group: the width of a TPU register
+BITS = 2  # bits of a bound that one pass over all logits determines
+LOWEST_TEMPERATURE = 1e-30  # equals greedy except for ties; logits up to 1e8 stay finite
 
 
 def visible_text(state: DecodeState, config: EngineConfig, lanes: Lanes, kind: jax.Array) -> jax.Array:
-    """Bool [L, C]: the tokens of the answer that each lane can see and that are of its `kind`, int32 [L]."""
+    """Return the tokens of the answer that each lane sees and that are of its `kind`, int32 [L]; bool [L, C]."""
     cache = state.cache
     seen_from = Layout(*(field[:, None] for field in lanes.layout))
     keys = Layout(*(field[lanes.row] for field in cache.layout))
     alike = cache.kind[lanes.row] == kind[:, None]
-    in_answer = jnp.arange(cache.tokens.shape[1])[None] >= state.sequence.prompt_length[lanes.row][:, None]
+    in_answer = jnp.arange(cache.tokens.shape[1])[None] >= state.sequence.cursor.prompt_length[lanes.row][:, None]
     return visible(seen_from, keys, config.model.config.siblings)[:, 0] & alike & in_answer
 
 
 def hold_back_end(
-    logits: jax.Array, request: Request, state: DecodeState, config: EngineConfig, lanes: Lanes
+    logits: jax.Array, request: RequestArrays, state: DecodeState, config: EngineConfig, lanes: Lanes
 ) -> jax.Array:
     """Mask end of text in serial lanes until the answer has `min_tokens` tokens of plain text.
 
-    A lane in which the grammar leaves nothing else keeps it.
+    A lane in which the grammar allows nothing else keeps it.
     """
     text = visible_text(state, config, lanes, jnp.full_like(lanes.row, PLAIN_TEXT))
     too_short = (lanes.branch == 0) & (jnp.sum(text, axis=1) < request.min_tokens)
@@ -49,16 +49,18 @@ def hold_back_end(
     return jnp.where((too_short & jnp.any(others > -jnp.inf, axis=1))[:, None], others, logits)
 
 
-def penalise(logits: jax.Array, request: Request, state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.Array:
+def penalise(
+    logits: jax.Array, request: RequestArrays, state: DecodeState, config: EngineConfig, lanes: Lanes
+) -> jax.Array:
     """Apply the penalties of each lane to the tokens that it can see in the answer.
 
     `repetition_penalty` divides positive logits and multiplies negative ones; then `frequency_penalty` is subtracted
     for each occurrence, and `presence_penalty` once.
 
-    Text is penalised for what text said, a title for what titles said, and tags for nothing: a penalty on them would
-    end lists early, and a branch that may not say its title has nothing to say.
+    Plain text is penalised for tokens of plain text, and titles for tokens of titles. Tags are exempt, because a
+    penalty on them would end lists early. Heads are exempt, so that a branch can repeat its title.
     """
-    kind = jnp.where(state.sequence.phase[lanes.row] == TITLE, TITLE_TEXT, PLAIN_TEXT)
+    kind = jnp.where(state.sequence.cursor.phase[lanes.row] == TITLE, TITLE_TEXT, PLAIN_TEXT)
     seen = visible_text(state, config, lanes, kind)
     count = _count(state.cache.tokens[lanes.row], seen, logits.shape[-1])
     penalty = request.repetition_penalty[:, None]
@@ -68,10 +70,13 @@ def penalise(logits: jax.Array, request: Request, state: DecodeState, config: En
 
 
 def _count(tokens: jax.Array, seen: jax.Array, size: int) -> jax.Array:
-    """Return the occurrences, float32 [L, V], of each of `size` tokens among `tokens`, int32 [L, C], where `seen`, bool
-    [L, C], is true.
+    """Count the occurrences of each of `size` token ids, float32 [L, V].
 
-    XLA sorts all indices of a scatter for TPU, and writes one after another, so there they are counted by a product.
+    On TPU, XLA sorts the indices of a scatter and writes one after another, so a product counts them there.
+
+    Args:
+        tokens: token ids, int32 [L, C].
+        seen: tokens that are counted, bool [L, C].
     """
     return jax.lax.platform_dependent(tokens, seen, tpu=partial(_counted, size), default=partial(_scattered, size))
 
@@ -83,7 +88,7 @@ def _scattered(size: int, tokens: jax.Array, seen: jax.Array) -> jax.Array:
 
 
 def _counted(size: int, tokens: jax.Array, seen: jax.Array) -> jax.Array:
-    """A token is its group of `GROUP` and its place there; sums over slots of (group, place) count it."""
+    """Count by a product over slots of two one-hot arrays: the group of a token, and its index in the group."""
     group = (tokens[..., None] // GROUP == jnp.arange(-(-size // GROUP))) & seen[..., None]
     place = tokens[..., None] % GROUP == jnp.arange(GROUP)
     one_hot = group.astype(jnp.bfloat16), place.astype(jnp.bfloat16)
@@ -91,11 +96,10 @@ def _counted(size: int, tokens: jax.Array, seen: jax.Array) -> jax.Array:
     return count.reshape(tokens.shape[0], -1)[:, :size]
 
 
-def restrict(logits: jax.Array, request: Request) -> jax.Array:
-    """Drop what top-k, top-p and min-p exclude, in this order; logits [L, V] are at temperature already.
+def restrict(logits: jax.Array, request: RequestArrays) -> jax.Array:
+    """Exclude tokens by top-k, top-p and min-p, in this order; logits [L, V] are divided by the temperature already.
 
-    What is kept are always the largest logits, and those equal to the smallest of them. So all it takes is a bound, and
-    no logits are sorted.
+    Each keeps the largest logits and those equal to the smallest of them. A lower bound suffices, so nothing is sorted.
     """
     size, keys = logits.shape[-1], _ordered(logits)
     lowest = jnp.min(keys, axis=-1)
@@ -116,15 +120,15 @@ def restrict(logits: jax.Array, request: Request) -> jax.Array:
 
 
 def _ordered(logits: jax.Array) -> jax.Array:
-    """uint32 of the same order as float32; -0 is 0."""
+    """Map float32 to uint32 of the same order; -0 equals 0."""
     bits = jax.lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits), jnp.uint32)
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _bound(keys: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
-    """uint32 [L]: the largest key such that all from there on weigh as much as wanted, [L]; found `BITS` at a time.
+    """Return the largest key, uint32 [L], for which all keys from it upwards have the wanted weight, [L].
 
-    Every round reads all keys, and over a mesh adds up, however many bits it finds.
+    Each round determines `BITS` bits. It reads all keys, and on a mesh adds up across devices.
     """
 
     def digit(number: jax.Array, bound: jax.Array) -> jax.Array:
@@ -138,33 +142,31 @@ def _bound(keys: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
 
 
 def lane_keys(state: DecodeState, lanes: Lanes) -> jax.Array:
-    """Typed PRNG keys [L]."""
-    s, in_branch = state.sequence, lanes.branch > 0
-    branch = jnp.maximum(lanes.branch, 0)
-    place = jnp.where(in_branch, s.branch_sampled[lanes.row, jnp.maximum(branch - 1, 0)], s.sampled[lanes.row])
-    block = jnp.where(in_branch, s.block[lanes.row], 0)
+    """Return the typed PRNG key of each lane, [L]."""
+    block = jnp.where(lanes.branch > 0, state.sequence.cursor.block[lanes.row], 0)
+    sampled = state.sequence.segments.sampled[lanes.row, lanes.branch]
 
-    def one(seed: jax.Array, segment: jax.Array, place: jax.Array) -> jax.Array:
+    def key(seed: jax.Array, segment: jax.Array, place: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), segment), place)
 
-    return jax.vmap(one)(state.request.seed[lanes.row], block * MAX_BRANCHES + branch, place)
+    return jax.vmap(key)(state.request.seed[lanes.row], block * MAX_BRANCHES + lanes.branch, sampled)
 
 
 def split_by_vocabulary(logits: jax.Array, config: EngineConfig) -> jax.Array:
-    """Logits [L, V] as the head leaves them on a mesh: for GPUs, XLA gathers what comes out of a conditional."""
+    """Keep logits [L, V] split by vocabulary on a mesh; for GPUs, XLA gathers the results of conditionals otherwise."""
     if config.mesh is None:
         return logits
     return jax.lax.with_sharding_constraint(logits, named_sharding((None, "vocabulary"), logits.shape, config.mesh))
 
 
 def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.Array:
-    """int32 [L]: one token per lane; lanes at temperature 0 take the likeliest.
+    """Return one token per lane, int32 [L]; lanes at temperature 0 take the likeliest.
 
     Args:
         logits: float32 [L, V], -inf where the grammar forbids a token.
     """
-    request = Request(*(field[lanes.row] for field in state.request))
-    there = lanes.row < state.sequence.phase.size
+    request = RequestArrays(*(field[lanes.row] for field in state.request))
+    there = lanes.row < state.sequence.cursor.phase.size
     request = request._replace(
         temperature=jnp.where(there, request.temperature, 0.0),
         repetition_penalty=jnp.where(there, request.repetition_penalty, 1.0),
@@ -185,7 +187,7 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
         biased = jnp.where(request.biased[:, None], held + state.bias[lanes.row], held)
         return where_any(penalised, lambda: penalise(biased, *arguments), biased)
 
-    # One conditional around the others: each copies the logits.
+    # Each conditional copies the logits, so one encloses the others.
     logits = where_any(too_short | request.biased | penalised, shape, logits)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
@@ -198,3 +200,11 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
         return jnp.where(request.temperature > 0, drawn, greedy)
 
     return jax.lax.cond(jnp.any(request.temperature > 0), draw, lambda: greedy)
+
+
+def scripted(token: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
+    """Return the sampled tokens, int32 [L], or those that the request's script has in their place."""
+    request, row, segment = state.request, lanes.row, lanes.branch
+    start = jnp.where(segment > 0, request.script_end[row, jnp.maximum(segment - 1, 0)], 0)
+    place = start + state.sequence.segments.sampled[row, segment]
+    return jnp.where(place < request.script_end[row, segment], request.script[row, place], token)

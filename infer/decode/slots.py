@@ -14,7 +14,8 @@ from jaxtyping import Int32
 
 from aspd_jax.layout import Array, Layout
 from aspd_jax.model.cache import OTHER
-from infer.decode.inputs import Pending, pending, widest
+from infer.decode.derived import derive
+from infer.decode.inputs import Pending, pending_tokens, widest
 from infer.decode.packed import Packed
 from infer.decode.state import (
     NOTHING,
@@ -23,14 +24,15 @@ from infer.decode.state import (
     RUNNING,
     SERIAL,
     STOP,
+    Branches,
     DecodeState,
     EngineConfig,
-    Request,
+    RequestArrays,
     SequenceState,
     shard_state,
 )
 
-NO_CAP = (1 << 31) - 1  # `SequenceState.branch_cap` where all branches may be fed
+NO_CAP = (1 << 31) - 1  # `Cursor.branch_cap` where all branches may be fed
 
 
 class Admission(NamedTuple):
@@ -48,7 +50,7 @@ class Admission(NamedTuple):
     """
 
     row: Int32[Array, ""]
-    request: Request
+    request: RequestArrays
     kept: Int32[Array, ""]
     tokens: Int32[Array, " S"]
     layout: Layout
@@ -79,24 +81,32 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
         layout=Layout(*map(put, layout, new.layout)),
         length=cache.length.at[new.row].set(new.kept, mode="drop"),
     )
-    initial = {
-        "prompt_length": new.kept + jnp.sum(new.layout.sequence > 0),
-        "phase": PROMPT,
-        "finish": RUNNING,
-        "position": new.position,
-        "block": new.block,
-        "remaining": new.budget,
-        "content": new.content,
-        "hide_from": NOTHING,
-        "branch_cap": NO_CAP,
-        "stride": new.stride,
-        "draft": -1,
-    }
 
-    def given(name: str, old: jax.Array) -> jax.Array:
-        return old.at[new.row].set(jnp.asarray(initial.get(name, 0), old.dtype), mode="drop")
+    def cleared(old: jax.Array) -> jax.Array:
+        return old.at[new.row].set(jnp.zeros((), old.dtype), mode="drop")
 
-    sequence = SequenceState(**{name: given(name, old) for name, old in state.sequence._asdict().items()})
+    def assigned(part: Any, **values: Any) -> Any:
+        fields = {name: getattr(part, name) for name in values}
+        set_to = {
+            name: old.at[new.row].set(jnp.asarray(values[name], old.dtype), mode="drop") for name, old in fields.items()
+        }
+        return part._replace(**set_to)
+
+    sequence = jax.tree.map(cleared, state.sequence)
+    sequence = sequence._replace(
+        cursor=assigned(
+            sequence.cursor,
+            prompt_length=new.kept + jnp.sum(new.layout.sequence > 0),
+            phase=PROMPT,
+            position=new.position,
+            block=new.block,
+            stride=new.stride,
+            hide_from=NOTHING,
+            branch_cap=NO_CAP,
+        ),
+        budget=assigned(sequence.budget, tokens=new.budget, content=new.content),
+        draft=sequence.draft.at[new.row].set(-1, mode="drop"),
+    )
     request = jax.tree.map(lambda old, own: old.at[new.row].set(own, mode="drop"), state.request, new.request)
     return shard_state(state._replace(request=request, sequence=sequence, cache=cache), config.mesh)
 
@@ -128,40 +138,34 @@ class Snapshot(NamedTuple):
 @partial(jax.jit, static_argnames="config")
 def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packed[Snapshot]:
     """A copy of rows, with the tokens sampled or due but not fed, of finished sequences too."""
-    size = widest(config)
-    place = jnp.arange(size)[None]
-    due = pending(state, config, rows[:, None] + 0 * place, place + 0 * rows[:, None], size, every=True)
-    tokens, layout, length, sequence = jax.tree.map(
-        lambda field: field[rows], (state.cache.tokens, state.cache.layout, state.cache.length, state.sequence)
-    )
-    return Packed.of(Snapshot(tokens, layout, length, due, sequence))
+    pending = pending_tokens(state, derive(state.sequence, state.automaton, config), config, widest(config))
+    read = Snapshot(state.cache.tokens, state.cache.layout, state.cache.length, pending, state.sequence)
+    return Packed.of(jax.tree.map(lambda field: field[rows], read))
 
 
 @partial(jax.jit, donate_argnames="state")
 def stop_segments(state: DecodeState, answers: jax.Array, branches: jax.Array) -> DecodeState:
     """End segments in which a stop string was found: answers [B] at once, branches [B, N] by their closing tag."""
-    s = state.sequence
-    return state._replace(
-        sequence=s._replace(
-            finish=jnp.where(answers & (s.finish == RUNNING), STOP, s.finish),
-            branch_closing=s.branch_closing | (branches & s.branch_live),
-        )
-    )
+    cursor, alive = state.sequence.cursor, state.sequence.branches
+    cursor = cursor._replace(finish=jnp.where(answers & (cursor.finish == RUNNING), STOP, cursor.finish))
+    alive = alive._replace(closing=alive.closing | (branches & alive.live))
+    return state._replace(sequence=state.sequence._replace(cursor=cursor, branches=alive))
 
 
 @partial(jax.jit, donate_argnames="state")
 def set_branch_cap(state: DecodeState, cap: jax.Array) -> DecodeState:
     """Bound the branches that a sequence may feed in a pass; int32 [B]."""
-    return state._replace(sequence=state.sequence._replace(branch_cap=cap))
+    cursor = state.sequence.cursor._replace(branch_cap=cap)
+    return state._replace(sequence=state.sequence._replace(cursor=cursor))
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
-def permit(
+def set_token_mask(
     state: DecodeState, row: jax.Array, segment: jax.Array, bits: jax.Array, config: EngineConfig
 ) -> DecodeState:
     """Say which tokens may come next in segments int32 [P] of rows [P], past the end: none; uint32 [P, W]."""
-    permitted = state.permitted.at[row, segment].set(bits, mode="drop")
-    return shard_state(state._replace(permitted=permitted), config.mesh)
+    token_mask = state.token_mask.at[row, segment].set(bits, mode="drop")
+    return shard_state(state._replace(token_mask=token_mask), config.mesh)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -176,25 +180,26 @@ def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length
     that nobody wrote: for timing passes.
     """
     s = state.sequence
-    live = jnp.broadcast_to(jnp.arange(config.max_branches) < width, s.branch_live.shape) & (width > 1)
-    plenty = jnp.full_like(s.remaining, 1 << 29)
+    live = jnp.broadcast_to(jnp.arange(config.max_branches) < width, s.branches.live.shape) & (width > 1)
+    branches = Branches(jnp.zeros_like(s.branches.offset), live, jnp.zeros_like(live))
+    plenty = jnp.full_like(s.budget.tokens, 1 << 29)
+    serial = jnp.full_like(s.segments.queued[:, :1], int(width == 1))
+    queued = jnp.concatenate([serial, live.astype(jnp.int32)], axis=1)
     sequence = s._replace(
-        phase=jnp.full_like(s.phase, PARALLEL if width > 1 else SERIAL),
-        finish=jnp.full_like(s.finish, RUNNING if width else STOP),
-        prompt_length=jnp.full_like(s.prompt_length, length),
-        position=jnp.full_like(s.position, length),
-        block=jnp.ones_like(s.block),
-        titles=jnp.full_like(s.titles, width),
-        branch_live=live,
-        branch_closing=jnp.zeros_like(s.branch_closing),
-        branch_cap=jnp.full_like(s.branch_cap, NO_CAP),
-        branch_token=live.astype(s.branch_token.dtype),
-        branch_offset=jnp.zeros_like(s.branch_offset),
-        branch_sampled=jnp.zeros_like(s.branch_sampled),
-        remaining=plenty,
-        content=plenty,
-        block_budget=plenty,
-        block_content=plenty,
+        cursor=s.cursor._replace(
+            phase=jnp.full_like(s.cursor.phase, PARALLEL if width > 1 else SERIAL),
+            finish=jnp.full_like(s.cursor.finish, RUNNING if width else STOP),
+            prompt_length=jnp.full_like(s.cursor.prompt_length, length),
+            position=jnp.full_like(s.cursor.position, length),
+            block=jnp.ones_like(s.cursor.block),
+            branch_cap=jnp.full_like(s.cursor.branch_cap, NO_CAP),
+        ),
+        segments=s.segments._replace(
+            queue=jnp.ones_like(s.segments.queue), queued=queued, sampled=jnp.zeros_like(s.segments.sampled)
+        ),
+        branches=branches,
+        titles=s.titles._replace(complete=jnp.full_like(s.titles.complete, width)),
+        budget=s.budget._replace(tokens=plenty, content=plenty, block_tokens=plenty, block_content=plenty),
         draft=jnp.full_like(s.draft, -1),
     )
     request = state.request._replace(max_branch_tokens=jnp.full_like(state.request.max_branch_tokens, 1 << 24))

@@ -14,42 +14,47 @@ import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout
-from infer.decode.inputs import Inputs, Lanes, branch_budget, extends_alone, pending_position
+from infer.decode.derived import Derived, branch_position
+from infer.decode.inputs import Inputs, Lanes
 from infer.decode.state import PARALLEL, RUNNING, DecodeState, EngineConfig
 
 
-def look_up(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
-    """int32 [B, N, D]: what may follow the pending token of each segment (serial: the first); -1: nothing.
+def look_up(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
+    """Return the draft tokens behind the pending token of each segment, int32 [B, N, D]; -1: none.
 
-    It is what was fed after the latest place in the cache at which the last three tokens of the segment, pending one
-    included, stand one after another; or the last two, where there is none.
+    These are the tokens that followed the latest place in the cache at which the last three tokens of the segment,
+    pending one included, stand one after another; or the last two, if the three stand nowhere. Index 0 of the branches
+    also serves the serial segment.
 
     Args:
         used: C, slots of the cache that are in use.
     """
     s, number = state.sequence, jnp.arange(config.max_branches)[None]
-    in_block = (s.phase == PARALLEL)[:, None]
-    alone = (s.finish == RUNNING) & extends_alone(s)
-    alive = alone[:, None] & jnp.where(in_block, s.branch_live, number == 0)
-    pending = jnp.where(in_block, s.branch_token, s.token[:, None])
-    position = jnp.where(in_block, pending_position(s, config), s.position[:, None])[..., None]
-    block = jnp.where(in_block, s.block[:, None], 0)[..., None]
+    in_block = (s.cursor.phase == PARALLEL)[:, None]
+    grows = (s.cursor.finish == RUNNING) & derived.grows
+    alive = grows[:, None] & jnp.where(in_block, s.branches.live, number == 0)
+    first = s.segments.queue[:, :, 0]
+    pending = jnp.where(in_block, first[:, 1:], first[:, :1])
+    row = jnp.arange(s.cursor.phase.size)[:, None]
+    branch_places = branch_position(s, config, row, number, s.branches.offset)
+    position = jnp.where(in_block, branch_places, s.cursor.position[:, None])[..., None]
+    block = jnp.where(in_block, s.cursor.block[:, None], 0)[..., None]
     branch = jnp.where(in_block, number + 1, 0)[..., None]
 
     tokens = state.cache.tokens[:, None, :used]
     layout = Layout(*(field[:, None, :used] for field in state.cache.layout))
-    there = layout.sequence > 0
-    own = there & (layout.block == block) & (layout.branch == branch)
+    written = layout.sequence > 0
+    segment = written & (layout.block == block) & (layout.branch == branch)
 
     def back(steps: int) -> jax.Array:
-        """The token so many places before the pending one in its segment, [B, N, 1]; -1: none."""
-        return jnp.max(jnp.where(own & (layout.position == position - steps), tokens, -1), axis=2, keepdims=True)
+        """Return the token `steps` places before the pending one in its segment, [B, N, 1]; -1: none."""
+        return jnp.max(jnp.where(segment & (layout.position == position - steps), tokens, -1), axis=2, keepdims=True)
 
     def before(steps: int) -> jax.Array:
-        """The token so many slots before each, [B, 1, C]."""
+        """Return the token `steps` slots before each slot, [B, 1, C]."""
         return jnp.pad(tokens[:, :, :-steps], ((0, 0), (0, 0), (steps, 0)), constant_values=-2)
 
-    followed = there & jnp.pad(there[:, :, 1:], ((0, 0), (0, 0), (0, 1)))
+    followed = written & jnp.pad(written[:, :, 1:], ((0, 0), (0, 0), (0, 1)))
     hit = alive[..., None] & followed & (tokens == pending[..., None]) & (before(1) == back(1))
     slot = jnp.arange(used)
     score = jnp.where(hit, slot + used * (before(2) == back(2)), -1)
@@ -57,28 +62,32 @@ def look_up(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
     follow = best[..., None] + 1 + jnp.arange(config.draft_tokens)
     at = jnp.minimum(follow, used - 1).reshape(follow.shape[0], -1)
 
-    def taken(array: jax.Array) -> jax.Array:
+    def gathered(array: jax.Array) -> jax.Array:
         return jnp.take_along_axis(array[:, 0], at, axis=1).reshape(follow.shape)
 
-    known = found[..., None] & (follow < used) & taken(there)
-    return jnp.where(jnp.cumprod(known, axis=2) > 0, taken(tokens), -1)
+    known = found[..., None] & (follow < used) & gathered(written)
+    return jnp.where(jnp.cumprod(known, axis=2) > 0, gathered(tokens), -1)
 
 
-def goes_on(state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.Array:
-    """Bool [L]: whether a lane that has just taken a token may take another in the same pass."""
+def continues(state: DecodeState, derived: Derived, lanes: Lanes) -> jax.Array:
+    """Return whether a lane that has just taken a token may take another one in the same step, bool [L].
+
+    Args:
+        derived: derived from `state`, which holds the token.
+    """
     s = state.sequence
-    serial = (lanes.branch == 0) & (s.phase != PARALLEL)[lanes.row]
     branch = (lanes.row, jnp.maximum(lanes.branch - 1, 0))
-    in_block = (lanes.branch > 0) & (s.phase == PARALLEL)[lanes.row] & s.branch_live[branch]
-    alone = ((s.finish == RUNNING) & extends_alone(s))[lanes.row]
-    return alone & (serial | (in_block & branch_budget(s, config).known[branch]))
+    in_block = (s.cursor.phase == PARALLEL)[lanes.row]
+    grows = ((s.cursor.finish == RUNNING) & derived.grows)[lanes.row]
+    may_go_on = in_block & s.branches.live[branch] & derived.budget.known[branch]
+    return grows & jnp.where(lanes.branch == 0, ~in_block, may_go_on)
 
 
 def hide_rejected(state: DecodeState, inputs: Inputs, taken: jax.Array) -> DecodeState:
-    """The state with those drafts of a pass hidden in its cache that were not taken, and counted.
+    """Hide the draft tokens of a step that were not accepted in the cache, and count those fed and accepted.
 
     Args:
-        taken: int32 [L], tokens that each lane took.
+        taken: tokens that each lane took, int32 [L].
     """
     assert inputs.drafts is not None
     capacity, batch, lanes = state.cache.tokens.shape[1], inputs.batch, inputs.lanes
@@ -87,10 +96,11 @@ def hide_rejected(state: DecodeState, inputs: Inputs, taken: jax.Array) -> Decod
     slot = jnp.where(drafted & ~kept, batch.slot[inputs.drafts.at], capacity)
     layout = state.cache.layout
     layout = layout._replace(sequence=layout.sequence.at[lanes.row[:, None], slot].set(0, mode="drop"))
-    s = state.sequence
+    counters = state.sequence.counters
 
     def added(count: jax.Array, values: jax.Array) -> jax.Array:
         return count.at[lanes.row].add(jnp.sum(values, axis=1, dtype=jnp.int32), mode="drop")
 
-    s = s._replace(drafted=added(s.drafted, drafted), accepted=added(s.accepted, kept))
-    return state._replace(sequence=s, cache=state.cache._replace(layout=layout))
+    counters = counters._replace(drafted=added(counters.drafted, drafted), accepted=added(counters.accepted, kept))
+    sequence = state.sequence._replace(counters=counters)
+    return state._replace(sequence=sequence, cache=state.cache._replace(layout=layout))

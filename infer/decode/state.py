@@ -1,11 +1,11 @@
-"""The decoding state, by lifetime: of an engine, of a request, of a sequence; and the cache.
+"""The decoding state, grouped by lifetime: engine, request, sequence, and the cache.
 
-B rows, one sequence each, N branches at most, M = N + 1 segments, E title tokens at most, D draft tokens of a segment,
-C cache slots, W words of 32 tokens of the vocabulary.
+B rows, one sequence each, N maximum branches, M = N + 1 segments, Q maximum pending tokens of a segment, E maximum
+title tokens, D draft tokens of a segment, C cache slots, V vocabulary, W words of 32 tokens of the vocabulary.
 
-A token is *pending* from when it is sampled (or due, for tokens that the engine feeds by itself) until a pass feeds it.
-`inputs` says which tokens are pending and where they stand; `transition` takes what was sampled after them. Nothing is
-ever fed twice, and special tokens need no passes of their own (protocol, section 5).
+A token is *pending* from when it is sampled (or known, for tokens that the engine feeds by itself) until a step feeds
+it. `derived` says which pending tokens are due, `inputs` puts them into a batch, and `transition` takes the tokens
+sampled after them. Nothing is fed twice, and special tokens take no steps of their own (protocol, section 5).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aspd_jax.tokens import SpecialTokens
 from aspd_jax.trees import zeros
 from infer.decode.tag_automaton import TagAutomaton
 
-# Phases: what the pending tokens of a sequence are, and with that which grammar rule the next sample obeys.
+# Phases: the kind of the pending tokens of a sequence, and with it the grammar rule of the next token.
 SERIAL = 0  # a serial token; the next is free text, a title or the end
 TITLE = 1  # `<|title|>` or a token of a title
 TITLED = 2  # `<|/title|>`
@@ -35,9 +35,9 @@ PARALLEL = 4  # one token of every live branch
 MERGE = 5  # the closing tags of all branches, and `<|/para|>`
 PROMPT = 6  # what is left of the prompt; the next sample is the first of the answer
 
-RUNNING, STOP, LENGTH = 0, 1, 2  # values of `SequenceState.finish`
-NOTHING = 1 << 30  # `SequenceState.hide_from` where nothing is hidden
-MAX_BRANCHES = 1 << 12  # that an engine can be made for; blocks and branches share one number in random streams
+RUNNING, STOP, LENGTH = 0, 1, 2  # values of `Cursor.finish`
+NOTHING = 1 << 30  # `Cursor.hide_from` without a hidden title
+MAX_BRANCHES = 1 << 12  # limit of N; blocks and branches share one number in random streams
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,27 @@ class EngineConfig:
         special = self.special
         return self.text_tags or Tags((special.branch_start,), (special.parallel_end,), special.branch_end)
 
+    @property
+    def max_queued(self) -> int:
+        """Return Q: the tokens of the longest head, or of the longest tag that the engine feeds."""
+        head = len(self.tags.branch_start) + self.max_title_tokens + len(self.separator)
+        return max(head, len(self.tags.parallel_end))
 
-class Request(NamedTuple):
-    """What was asked for.
+
+class RequestArrays(NamedTuple):
+    """Sampling parameters and limits of the request in each row.
 
     Attributes:
-        biased: `DecodeState.bias` is added to the logits.
+        adaptive: whether the model may fork.
+        seed: seed of the random streams.
+        temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty: see `SamplingParams`.
+        biased: whether `DecodeState.bias` is added to the logits.
         min_tokens: tokens of plain text before which the answer does not end.
-        adapter: place among those of the parameters; negative: none.
-        script: `SamplingParams.script`, its segments one after the other.
-        script_end: where each segment ends there.
+        max_branch_tokens: maximum tokens sampled in a branch, closing tag included.
+        constrained: whether `DecodeState.token_mask` restricts the next tokens.
+        adapter: index of the adapter in the parameters; negative: none.
+        script: tokens of `SamplingParams.script`, its segments one after the other.
+        script_end: end of each segment in `script`.
     """
 
     adaptive: Bool[Array, " B"]
@@ -125,109 +136,162 @@ class Request(NamedTuple):
     script_end: Int32[Array, "B M"]
 
 
-class SequenceState(NamedTuple):
-    """How far a sequence is. All but `branch_cap` changes in passes only.
+class Cursor(NamedTuple):
+    """Where each sequence is.
 
     Attributes:
-        prompt_length: slots that the prompt takes.
-        phase: see above.
+        prompt_length: cache slots of the prompt.
+        phase: phase, one of the constants above.
         finish: RUNNING, STOP or LENGTH. Rows without a request are finished.
-        token: the pending serial token.
-        node: how much of a tag the serial segment ends with (`infer.decode.tag_automaton`).
-        chain: tokens of this beginning of a tag.
-        branch_node: as `node`.
-        position: of the pending serial token (in PARALLEL and MERGE: of `<|para|>`; in PROMPT: of its last token).
-        block: blocks opened so far, those of the prompt included.
-        titles: complete titles of the current block.
-        title_length, title_tokens: of each title.
-        branch_token: the pending token of each branch.
-        branch_offset: tokens of the branch fed so far: the pending token's place in it.
-        branch_sampled: tokens of the branch sampled so far.
-        branch_live: whether it goes on.
-        branch_closing: the next sample of the branch must be its closing tag.
-        branch_cap: branches that may be fed in a pass.
+        position: position of the first pending serial token; in PARALLEL and MERGE: of `<|para|>`; in PROMPT: of the
+            last prompt token.
+        block: number of blocks opened so far, those of the prompt included.
+        chain: tokens of the tag that the serial segment ends with a part of.
         stride: positions between the starts of sibling branches in scheme `predict`.
-        remaining: tokens the answer may still grow by; due heads and `<|/para|>` are taken off already.
-        content: tokens that the plain text may still grow by.
-        block_budget, block_content: `remaining` and `content` when the current block forked.
-        cut: a branch was closed by `max_branch_tokens`.
-        cut_branch: first branch, from 1, of the last block that the budget of all tokens closed; 0: none.
-        hide_from: position from which on the tokens of a title that was discarded are to be hidden.
-        discarded: tokens of such titles.
-        sampled: serial tokens sampled.
-        passes: forward passes after prefill.
-        parallel_passes: those that forked, fed branches or merged.
-        critical_path: of the answer so far, finished blocks only (protocol, section 8).
-        blocks: blocks of the answer merged or merging.
-        branches: branches of these.
-        draft: guesses of what follows the pending token of each segment (serial: the first); -1: none.
-        drafted: draft tokens fed.
-        accepted: those that were taken.
-        segments: segments that took tokens, counted in every pass.
+        hide_from: position from which a discarded title is hidden; NOTHING: none is.
+        branch_cap: maximum branches that a step may feed.
     """
 
     prompt_length: Int32[Array, " B"]
     phase: Int32[Array, " B"]
     finish: Int32[Array, " B"]
-    token: Int32[Array, " B"]
-    node: Int32[Array, " B"]
-    chain: Int32[Array, " B"]
-    branch_node: Int32[Array, "B N"]
     position: Int32[Array, " B"]
     block: Int32[Array, " B"]
-    titles: Int32[Array, " B"]
-    title_length: Int32[Array, "B N"]
-    title_tokens: Int32[Array, "B N E"]
-    branch_token: Int32[Array, "B N"]
-    branch_offset: Int32[Array, "B N"]
-    branch_sampled: Int32[Array, "B N"]
-    branch_live: Bool[Array, "B N"]
-    branch_closing: Bool[Array, "B N"]
-    branch_cap: Int32[Array, " B"]
+    chain: Int32[Array, " B"]
     stride: Int32[Array, " B"]
-    remaining: Int32[Array, " B"]
+    hide_from: Int32[Array, " B"]
+    branch_cap: Int32[Array, " B"]
+
+
+class Segments(NamedTuple):
+    """The segments of each sequence: 0 the serial segment, k branch k of the current block.
+
+    Attributes:
+        queue: pending tokens in the order in which they are fed. Those of a closed branch wait for the merge.
+        queued: number of pending tokens.
+        node: state of the tag automaton (`infer.decode.tag_automaton`).
+        sampled: tokens sampled so far.
+    """
+
+    queue: Int32[Array, "B M Q"]
+    queued: Int32[Array, "B M"]
+    node: Int32[Array, "B M"]
+    sampled: Int32[Array, "B M"]
+
+
+class Branches(NamedTuple):
+    """The branches of the current block.
+
+    Attributes:
+        offset: tokens of the branch fed so far.
+        live: whether the branch samples further tokens.
+        closing: whether the next sampled token has to be the closing tag.
+    """
+
+    offset: Int32[Array, "B N"]
+    live: Bool[Array, "B N"]
+    closing: Bool[Array, "B N"]
+
+
+class Titles(NamedTuple):
+    """The titles of the current block.
+
+    Attributes:
+        complete: number of complete titles.
+        length: tokens of each title, the one under way included.
+        tokens: token ids of each title.
+    """
+
+    complete: Int32[Array, " B"]
+    length: Int32[Array, "B N"]
+    tokens: Int32[Array, "B N E"]
+
+
+class Budget(NamedTuple):
+    """The tokens that each sequence may still take (protocol, section 5).
+
+    Attributes:
+        tokens: remaining tokens of the answer; heads and `<|/para|>` are subtracted when a block opens.
+        content: remaining tokens of the plain text.
+        block_tokens, block_content: `tokens` and `content` at the fork of the current block.
+        cut: whether `max_branch_tokens` closed a branch.
+        cut_branch: first branch, from 1, of the last block that `tokens` closed; 0: none.
+    """
+
+    tokens: Int32[Array, " B"]
     content: Int32[Array, " B"]
-    block_budget: Int32[Array, " B"]
+    block_tokens: Int32[Array, " B"]
     block_content: Int32[Array, " B"]
     cut: Bool[Array, " B"]
     cut_branch: Int32[Array, " B"]
-    hide_from: Int32[Array, " B"]
-    discarded: Int32[Array, " B"]
-    sampled: Int32[Array, " B"]
-    passes: Int32[Array, " B"]
-    parallel_passes: Int32[Array, " B"]
+
+
+class Counters(NamedTuple):
+    """Statistics of each sequence (protocol, section 8).
+
+    Attributes:
+        steps: steps that fed tokens of the answer.
+        parallel_steps: those that forked, fed branches or merged.
+        critical_path: critical path of the finished part of the answer.
+        blocks: blocks of the answer that are merged or merging.
+        branches: branches of these blocks.
+        discarded: tokens of discarded titles.
+        drafted: draft tokens fed.
+        accepted: draft tokens accepted.
+        segments: segments that took tokens, summed over all steps.
+    """
+
+    steps: Int32[Array, " B"]
+    parallel_steps: Int32[Array, " B"]
     critical_path: Int32[Array, " B"]
     blocks: Int32[Array, " B"]
     branches: Int32[Array, " B"]
-    draft: Int32[Array, "B N D"]
+    discarded: Int32[Array, " B"]
     drafted: Int32[Array, " B"]
     accepted: Int32[Array, " B"]
     segments: Int32[Array, " B"]
 
 
-class DecodeState(NamedTuple):
-    """Everything that passes need beside the weights, by lifetime.
+class SequenceState(NamedTuple):
+    """Progress of each sequence. Only steps change it, and the host through `infer.decode.slots`.
 
     Attributes:
-        automaton: of tags; it never changes.
-        request: changes when a row is given to another.
-        permitted: tokens that may come next in each segment of a constrained row, a bit for each: 0 the serial segment,
-            k branch k. Changes between passes, as the host follows the schemas.
-        bias: added to the logits of every token in rows that are `biased`; V logits. Changes as `request` does.
-        sequence: changes in every pass.
-        cache: grows in every pass: all tokens fed so far, prompt included.
+        draft: draft tokens that follow the pending token of each segment (index 0 also serves the serial segment); -1:
+            none.
+    """
+
+    cursor: Cursor
+    segments: Segments
+    branches: Branches
+    titles: Titles
+    budget: Budget
+    counters: Counters
+    draft: Int32[Array, "B N D"]
+
+
+class DecodeState(NamedTuple):
+    """The decoding state, grouped by lifetime.
+
+    Attributes:
+        automaton: tag automaton; constant.
+        request: parameters of the requests; changes when a row is assigned to another request.
+        token_mask: tokens allowed next in each segment of a constrained row, one bit each. Changes between steps, when
+            the host advances the grammars.
+        bias: bias of the logits in rows that are `biased`, of V tokens. Changes as `request` does.
+        sequence: progress; changes in every step.
+        cache: KV cache; every step appends to it.
     """
 
     automaton: TagAutomaton
-    request: Request
-    permitted: UInt32[Array, "B M W"]
+    request: RequestArrays
+    token_mask: UInt32[Array, "B M W"]
     bias: Float32[Array, "B V"]
     sequence: SequenceState
     cache: Cache
 
 
 def empty_state(config: EngineConfig, cache: Cache, automaton: TagAutomaton) -> DecodeState:
-    """A state in which no sequence is active."""
+    """Return a state without active sequences."""
     sizes = {
         "B": cache.tokens.shape[0],
         "C": cache.tokens.shape[1],
@@ -235,18 +299,21 @@ def empty_state(config: EngineConfig, cache: Cache, automaton: TagAutomaton) -> 
         "M": config.max_branches + 1,
         "E": config.max_title_tokens,
         "D": config.draft_tokens,
+        "Q": config.max_queued,
     }
     sequence = zeros(SequenceState, sizes)
-    sequence = sequence._replace(finish=sequence.finish + STOP, hide_from=sequence.hide_from + NOTHING)
+    cursor = sequence.cursor
+    cursor = cursor._replace(finish=cursor.finish + STOP, hide_from=cursor.hide_from + NOTHING)
+    sequence = sequence._replace(cursor=cursor)
     vocabulary = automaton.marker.size
-    permitted = jnp.zeros((sizes["B"], sizes["M"], -(-vocabulary // 32)), jnp.uint32)
+    token_mask = jnp.zeros((sizes["B"], sizes["M"], -(-vocabulary // 32)), jnp.uint32)
     bias = jnp.zeros((sizes["B"], vocabulary), jnp.float32)
     automaton = jax.tree.map(jnp.asarray, automaton)
-    return DecodeState(automaton, zeros(Request, sizes), permitted, bias, sequence, cache)
+    return DecodeState(automaton, zeros(RequestArrays, sizes), token_mask, bias, sequence, cache)
 
 
 def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
-    """A state with its cache split over the mesh, and all the rest whole on every device: any process can read it."""
+    """Shard the cache over the mesh and replicate the rest, which any process can read then."""
     if mesh is None:
         return state
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -259,26 +326,5 @@ def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
 
 @partial(jax.jit, static_argnames="mesh", donate_argnames="state")
 def place_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
-    """`shard_state`, for the host."""
+    """Apply `shard_state` outside of other programs."""
     return shard_state(state, mesh)
-
-
-def head_lengths(s: SequenceState, config: EngineConfig) -> jax.Array:
-    """int32 [B, N]: tokens of each branch's head, `<|branch|>` + title + separator; 0 beyond the titles."""
-    number = jnp.arange(config.max_branches)[None]
-    rest = len(config.tags.branch_start) + len(config.separator)
-    return jnp.where(number < s.titles[:, None], s.title_length + rest, 0)
-
-
-def merge_position(s: SequenceState, config: EngineConfig) -> jax.Array:
-    """int32 [B]: position of `<|/para|>` (protocol, section 4)."""
-    number = jnp.arange(config.max_branches)[None]
-    length = jnp.where(number < s.titles[:, None], s.branch_offset + 1, 0)
-    scheme = config.model.config.positions
-    if scheme == "sequential":
-        span = jnp.sum(length, axis=1)
-    elif scheme == "max":
-        span = jnp.max(length, axis=1)
-    else:
-        span = s.titles * s.stride
-    return s.position + 1 + span

@@ -1,10 +1,11 @@
-"""Tags in a stream of tokens: single tokens of a fine-tuned model, or strings in the plain text of any model.
+"""Recognition of tags: single tokens of a fine-tuned model, or strings in the plain text of any model.
 
 S nodes, V vocabulary.
 
-A node is how much of a tag a segment ends with; node 0 is nothing of any. Every token leads from a node to another, or
-completes a tag. So a tag is recognised however the model cuts it into tokens, on the device, a table look-up per token.
-A token that holds the end of a tag and more is never allowed: what follows a tag begins with a token.
+A node of the automaton is the part of a tag that a segment ends with; node 0 is none. Every token leads from a node to
+another, or completes a tag. Tags are therefore recognised on the device, by one table look-up per token, however the
+tokenizer cuts them. A token that contains the end of a tag and further characters is never allowed: the text behind a
+tag begins with a new token.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TextCodec
 
 TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
 CLASSES = 9
-PROGRESS = 8  # bit 8 + class: the token goes on with a tag of that class
-CONTINUES = 15  # bit: the token goes on with what the node has of a tag
-NO_NUMBER, SLASH = -1, -2  # in `TagAutomaton.number`
+PROGRESS = 8  # bit 8 + class: the token is part of a tag of that class
+CONTINUES = 15  # bit: the token continues the part of a tag that the node stands for
+NO_NUMBER, SLASH = -1, -2  # values of `TagAutomaton.number`
 
 
 class TagAutomaton(NamedTuple):
-    """What a token does after a node.
+    """The transitions and properties of tokens.
 
     Attributes:
-        next: uint8 [S, V], the node after it; from S on, S + the class of what it completes (or is by itself).
-        bits: uint16 [S, V], bit c: it may stand where class c is allowed; see `PROGRESS` and `CONTINUES`.
-        marker: bool [V], it has neither letter nor word in it: digits, blanks and punctuation, as in "3/5 " and "2. ".
-        number: int16 [V], the number that it is; SLASH; else NO_NUMBER.
-        line_break: bool [V], it has one in it.
+        next: node behind a token at a node, uint8 [S, V]; S + class if the token completes or is something of a class.
+        bits: allowed classes of a token at a node, uint16 [S, V]: bit c for class c; see `PROGRESS` and `CONTINUES`.
+        marker: whether a token has no letters, bool [V]: digits, blanks and punctuation, as in "3/5 " and "2. ".
+        number: number that a token spells, int16 [V]; SLASH; otherwise NO_NUMBER.
+        line_break: whether a token contains a line break, bool [V].
     """
 
     next: np.ndarray
@@ -47,26 +48,27 @@ class TagAutomaton(NamedTuple):
 def token_automaton(
     vocabulary: int, tags: Sequence[int], end: Sequence[int], other: Sequence[int], codec: TextCodec | None = None
 ) -> TagAutomaton:
-    """Tags that are single tokens.
+    """Return the automaton of tags that are single tokens.
 
     Args:
-        tags: ids in the order of `TAGS`; negative: there is none.
+        vocabulary: V.
+        tags: ids in the order of `TAGS`; negative: no such tag.
         end: ids that end an answer.
-        other: further ids that may stand in serial text only.
-        codec: None: no token is known to be a marker or a number, or to break a line.
+        other: further ids that may occur in serial text only.
+        codec: codec that gives the texts of tokens; None: no token is a marker, a number or a line break.
     """
     kind = np.full(vocabulary, TEXT, np.uint8)
     kind[[token for token in other if token < vocabulary]] = OTHER
-    for token, of_tag in zip(tags, range(TITLE_START, BRANCH_END + 1), strict=True):
+    for token, tag in zip(tags, range(TITLE_START, BRANCH_END + 1), strict=True):
         if token >= 0:
-            kind[token] = of_tag
+            kind[token] = tag
     kind[list(end)] = END
     following = np.where(kind == TEXT, 0, 1 + kind).astype(np.uint8)
     marker, number = np.zeros(vocabulary, bool), np.full(vocabulary, NO_NUMBER, np.int16)
     line_break = np.zeros(vocabulary, bool)
     if codec is not None:
         # A token that is a part of a character may be a part of a letter.
-        texts = pieces(codec, vocabulary)
+        texts = token_texts(codec, vocabulary)
         marker[:] = [bool(text) and not any(char.isalpha() or char == "\ufffd" for char in text) for text in texts]
         number[:] = [number_of(text.strip()) for text in texts]
         line_break = breaks_line(texts)
@@ -74,12 +76,12 @@ def token_automaton(
 
 
 def breaks_line(texts: Sequence[str]) -> np.ndarray:
-    """Which texts have a line break in them, bool."""
+    """Return whether each text contains a line break, bool."""
     return np.asarray([len(f"{text}.".splitlines()) > 1 for text in texts])
 
 
 def number_of(text: str) -> int:
-    """The number that a text is; SLASH; else NO_NUMBER."""
+    """Return the number that a text spells, SLASH, or NO_NUMBER."""
     if text == "/":
         return SLASH
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 4 else NO_NUMBER
@@ -112,18 +114,21 @@ class TextTags:
 
     @property
     def strings(self) -> tuple[str, ...]:
-        """The six, in the order of `aspd_jax.tokens.TAGS`."""
+        """Return the six tags in the order of `aspd_jax.tokens.TAGS`."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def nodes(self) -> list[tuple[str, bool]]:
-        """What a segment may end with of a tag, and whether that begins with a token; in a title it has to."""
+        """Return the parts of tags that a segment may end with, and whether each begins with a token.
+
+        `</title>` has to begin with a token.
+        """
         heads = sorted({tag[:length] for tag in self.strings for length in range(1, len(tag))})
         return [("", True), *((head, aligned) for head in heads for aligned in (True, False))]
 
     @property
     def instruction(self) -> str:
-        """What a model is asked for."""
+        """Return the instruction that asks a model for these tags."""
         t, T, p, P, b, B = self.strings
         return (
             "If your answer has several parts that do not depend on each other, such as list items or options, first "
@@ -134,8 +139,8 @@ class TextTags:
         )
 
 
-def pieces(codec: TextCodec, vocabulary: int) -> list[str]:
-    """The text that every token adds to a segment."""
+def token_texts(codec: TextCodec, vocabulary: int) -> list[str]:
+    """Return the text that each token adds to a segment."""
     before = codec.encode("a")
     known = codec.decode(before)
     found = []
@@ -148,13 +153,13 @@ def pieces(codec: TextCodec, vocabulary: int) -> list[str]:
 def text_automaton(
     codec: TextCodec, vocabulary: int, tags: TextTags, end: Sequence[int], other: Sequence[int]
 ) -> TagAutomaton:
-    """Tags that are strings; see `token_automaton`.
+    """Return the automaton of tags that are strings; see `token_automaton`.
 
     Raises:
-        TokenizerError: the tokenizer cannot spell a tag.
+        TokenizerError: no tokens of the tokenizer spell a tag.
     """
     alone = token_automaton(vocabulary, (-1,) * 6, end, other)
-    texts = pieces(codec, vocabulary)
+    texts = token_texts(codec, vocabulary)
     ordinary = [token for token in range(vocabulary) if alone.bits[0, token] == 1 << TEXT and texts[token]]
     by_text = sorted((texts[token], token) for token in ordinary)
     nodes = tags.nodes
@@ -176,12 +181,12 @@ def text_automaton(
             if tag.startswith(head) and (aligned or kind != TITLE_END):
                 leads = (1 << kind) | (1 << (PROGRESS + kind))
                 if not (bits[place] & leads).any():
-                    raise TokenizerError(f"this tokenizer has no token that goes on with {tag!r} after {head!r}")
+                    raise TokenizerError(f"tag {tag!r}: the tokenizer has no token that continues it after {head!r}")
     return alone._replace(next=following.astype(np.uint8), bits=bits, line_break=breaks_line(texts))
 
 
 def _beginning_alike(by_text: list[tuple[str, int]], rest: str) -> list[int]:
-    """Tokens that are a beginning of `rest`, or begin with it."""
+    """Return the tokens that are a prefix of `rest`, or have it as a prefix."""
     found = []
     for length in range(1, len(rest) + 1):
         start, whole = rest[:length], length == len(rest)
@@ -195,7 +200,7 @@ def _beginning_alike(by_text: list[tuple[str, int]], rest: str) -> list[int]:
 def _after(
     tags: TextTags, number: dict[tuple[str, bool], int], head: str, aligned: bool, piece: str
 ) -> tuple[int, int]:
-    """Where a token leads, and its bits."""
+    """Return the next node and the bits of a token at a node."""
     whole, size = head + piece, len(number)
 
     def begins_with_token(start: int) -> bool:
@@ -214,7 +219,7 @@ def _after(
         continues = start == 0 and bool(head)
         bits = (1 << TEXT) | (continues << CONTINUES)
         for kind, tag in enumerate(tags.strings, TITLE_START):
-            # Where a tag has to come, one that is under way goes on; between titles there are two that may.
+            # Where a tag is due, one that has begun is continued; between titles two tags are possible.
             rivals = {TITLE_START, PARALLEL_START} if kind in (TITLE_START, PARALLEL_START) else {kind}
             usable = bool(head) and (aligned or kind != TITLE_END)
             under_way = usable and any(tags.strings[rival - TITLE_START].startswith(head) for rival in rivals)
@@ -226,27 +231,30 @@ def _after(
 
 
 class TextReader:
-    """The host's side of `text_automaton`: structure out of tokens.
+    """Parser of answers with tags that are strings, on the host.
+
+    Args:
+        opening: tokens of the tag that opens a branch.
+        ending: tokens of the tag that ends a block.
 
     Attributes:
-        automaton: as on the device.
+        automaton: the automaton that the device uses.
     """
 
     def __init__(self, codec: TextCodec, tags: TextTags, automaton: TagAutomaton, opening: int, ending: int) -> None:
-        """Tokens of the tags that are fed: `opening` of a branch, `ending` of a block."""
         self.automaton = automaton
         self._codec, self._tags, self._opening, self._ending = codec, tags, opening, ending
         self._depth = [len(head) for head, _ in tags.nodes]
 
     def items(self, ids: np.ndarray, branch: np.ndarray, head: int, growing: bool) -> tuple[ItemIds, ...]:
-        """Segments and blocks of an answer in the order of the linearisation.
+        """Return the segments and blocks of an answer in the order of the linearisation.
 
-        Titles under way are left out, and of segments that grow what may turn out to begin a tag.
+        Incomplete titles are left out, and in growing segments the characters that may begin a tag.
 
         Args:
-            ids, branch: of all tokens, [T] each.
+            ids, branch: token ids and branches of all tokens, int32 [T].
             head: tokens of the separator.
-            growing: whether the answer goes on.
+            growing: whether the answer is not finished.
         """
         items: list[ItemIds] = []
         titles: list[np.ndarray] = []
@@ -283,7 +291,7 @@ class TextReader:
         return tuple(items)
 
     def _first_tag(self, ids: np.ndarray) -> tuple[int, int, int]:
-        """The class of the first tag in a segment (TEXT: none), the tokens up to its end, and the node after them."""
+        """Return the class of the first tag in a segment (TEXT: none), the tokens up to its end, and the next node."""
         nodes, node = self.automaton.next.shape[0], 0
         for place, token in enumerate(ids):
             following = int(self.automaton.next[node, token])
@@ -293,7 +301,7 @@ class TextReader:
         return TEXT, len(ids), node
 
     def _without_tag(self, ids: np.ndarray, kind: int, node: int, growing: bool) -> tuple[int, int]:
-        """How many of these tokens hold text, and how many characters of the last of them belong to the tag."""
+        """Return the number of tokens that contain text, and the characters of the last one that belong to a tag."""
         tag = len(self._tags.strings[kind - TITLE_START]) if kind != TEXT else self._depth[node] * growing
         if not tag:
             return len(ids), 0

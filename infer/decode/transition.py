@@ -1,6 +1,6 @@
-"""What a sampled token does to a sequence: titles, forks, branches, merges, budgets and ends.
+"""Effects of sampled tokens on a sequence: titles, forks, branches, merges, budgets and ends.
 
-B sequences, N branches at most, W lanes.
+B sequences, N maximum branches, M = N + 1 segments, L lanes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from infer.decode.grammar import budget_room, recognise, repeated_title
-from infer.decode.inputs import Lanes, branch_budget
+from infer.decode.derived import Derived
+from infer.decode.grammar import LaneTokens
+from infer.decode.inputs import Lanes
 from infer.decode.state import (
     FORK,
     LENGTH,
@@ -26,162 +27,289 @@ from infer.decode.state import (
     STOP,
     TITLE,
     TITLED,
+    Branches,
+    Budget,
+    Cursor,
     DecodeState,
     EngineConfig,
+    Segments,
     SequenceState,
-    head_lengths,
-    merge_position,
+    Titles,
 )
 from infer.decode.tag_automaton import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START
 
 
-class Sampled(NamedTuple):
-    """What segments have taken in a pass.
+class Taken(NamedTuple):
+    """The tokens that segments took in a step; 0 the serial segment, k branch k.
 
     Attributes:
-        serial, branch: tokens.
-        took_serial, took_branch: whether they took one.
-        closing: end of text has become the first token of the closing tag.
+        took: whether a segment took a token.
+        token, kind, node, continues, closing: see `LaneTokens`.
     """
 
-    serial: Int32[Array, " B"]
-    took_serial: Bool[Array, " B"]
-    branch: Int32[Array, "B N"]
-    took_branch: Bool[Array, "B N"]
-    closing: Bool[Array, "B N"]
+    took: Bool[Array, "B M"]
+    token: Int32[Array, "B M"]
+    kind: Int32[Array, "B M"]
+    node: Int32[Array, "B M"]
+    continues: Bool[Array, "B M"]
+    closing: Bool[Array, "B M"]
 
 
-def by_segment(s: SequenceState, lanes: Lanes, token: jax.Array, closing: jax.Array, taken: jax.Array) -> Sampled:
-    """What lanes sampled, [L] each, where it belongs; `taken`: those that took a token."""
-    serial, branches = jnp.zeros_like(s.token), jnp.zeros_like(s.branch_token)
-    at = jnp.where(taken & (lanes.branch == 0), lanes.row, s.phase.size)
-    own = jnp.where(taken & (lanes.branch > 0), lanes.row, s.phase.size), jnp.maximum(lanes.branch - 1, 0)
-    return Sampled(
-        serial=serial.at[at].set(token, mode="drop"),
-        took_serial=serial.astype(bool).at[at].set(True, mode="drop"),
-        branch=branches.at[own].set(token, mode="drop"),
-        took_branch=branches.astype(bool).at[own].set(True, mode="drop"),
-        closing=branches.astype(bool).at[own].set(closing, mode="drop"),
-    )
+def advance(
+    state: DecodeState, derived: Derived, config: EngineConfig, lanes: Lanes, tokens: LaneTokens, active: jax.Array
+) -> DecodeState:
+    """Take the tokens sampled behind those that were fed; sequences without one stay as they are.
+
+    Args:
+        active: lanes that take their token, bool [L].
+    """
+    shape = state.sequence.segments.queued.shape
+    at = jnp.where(active, lanes.row, shape[0]), lanes.branch
+
+    def scattered(values: jax.Array) -> jax.Array:
+        return jnp.zeros(shape, values.dtype).at[at].set(values, mode="drop")
+
+    taken = Taken(scattered(active), *map(scattered, tokens))
+    after_serial = _advance_serial(state, derived, config, jax.tree.map(lambda field: field[:, 0], taken))
+    after_block = _advance_block(state, derived, config, jax.tree.map(lambda field: field[:, 1:], taken))
+    in_block = jnp.any(taken.took[:, 1:], axis=1)
+    took = taken.took[:, 0] | in_block
+
+    def select(old: jax.Array, serial: jax.Array, block: jax.Array) -> jax.Array:
+        rank = (-1,) + (1,) * (old.ndim - 1)
+        new = jnp.where(in_block.reshape(rank), block, serial)
+        return jnp.where(took.reshape(rank), new, old)
+
+    return state._replace(sequence=jax.tree.map(select, state.sequence, after_serial, after_block))
 
 
-def advance(state: DecodeState, config: EngineConfig, sampled: Sampled) -> DecodeState:
-    """Take what was sampled after tokens that have been fed; sequences that took nothing stand still."""
-    s = state.sequence
-    after_serial = _advance_serial(state, config, sampled.serial)
-    after_block = _advance_block(state, config, sampled)
-    in_block = jnp.any(sampled.took_branch, axis=1)
-
-    def choose(old: jax.Array, serial: jax.Array, block: jax.Array) -> jax.Array:
-        shape = (-1,) + (1,) * (old.ndim - 1)
-        new = jnp.where(in_block.reshape(shape), block, serial)
-        return jnp.where((sampled.took_serial | in_block).reshape(shape), new, old)
-
-    return state._replace(sequence=jax.tree.map(choose, s, after_serial, after_block))
+def hide_discarded(state: DecodeState) -> DecodeState:
+    """Hide discarded titles in the cache; nothing else stands at or behind their position."""
+    layout, sequence = state.cache.layout, state.sequence
+    hide_from = sequence.cursor.hide_from
+    kept = jnp.where(layout.position >= hide_from[:, None], 0, layout.sequence)
+    cache = state.cache._replace(layout=layout._replace(sequence=kept))
+    cursor = sequence.cursor._replace(hide_from=jnp.full_like(hide_from, NOTHING))
+    return state._replace(cache=cache, sequence=sequence._replace(cursor=cursor))
 
 
-def _advance_serial(state: DecodeState, config: EngineConfig, token: jax.Array) -> SequenceState:
-    s, tags = state.sequence, config.tags
-    merging = s.phase == MERGE
-    rule = jnp.where(merging | (s.phase == PROMPT), SERIAL, s.phase)
-    merged = merge_position(s, config) + len(tags.parallel_end) - 1
-    position = jnp.where(merging, merged, s.position) + 1
-    kind, node, continues = recognise(state, jnp.where(merging, 0, s.node), token)
-    chain = jnp.where(node == 0, 0, jnp.where(continues, s.chain + 1, 1))
+class SerialEvents(NamedTuple):
+    """What a token of the serial segment does, bool [B] each.
+
+    Attributes:
+        ends: ends the answer.
+        opens_title: completes `<|title|>`.
+        opens_block: completes the `<|title|>` of the first title.
+        extends_title: is part of a title.
+        closes_title: completes `<|/title|>`.
+        discards: completes `<|/title|>` of a title that repeats another: the list ends.
+        forks: completes `<|para|>`, or `discards`.
+        stays_titled: is part of a tag behind a title.
+        is_content: is plain text.
+    """
+
+    ends: Bool[Array, " B"]
+    opens_title: Bool[Array, " B"]
+    opens_block: Bool[Array, " B"]
+    extends_title: Bool[Array, " B"]
+    closes_title: Bool[Array, " B"]
+    discards: Bool[Array, " B"]
+    forks: Bool[Array, " B"]
+    stays_titled: Bool[Array, " B"]
+    is_content: Bool[Array, " B"]
+
+
+def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kind: jax.Array) -> SerialEvents:
+    """Return what tokens that complete something of class `kind`, int32 [B], do."""
+    phase = s.cursor.phase
+    rule = jnp.where((phase == MERGE) | (phase == PROMPT), SERIAL, phase)
     opens_title = kind == TITLE_START
     closes_title = (rule == TITLE) & (kind == TITLE_END)
-    # A title that repeats another ends the list: it is discarded, and `<|para|>` stands where it began.
-    discards = closes_title & (s.titles >= 2) & repeated_title(state) & config.distinct_titles
-    own = jnp.sum(jnp.where(jnp.arange(config.max_branches) == s.titles[:, None], s.title_length, 0), axis=1)
-    discarded = jnp.where(discards, 1 + own, 0)
-    closes_title &= ~discards
-    token = jnp.where(discards, config.special.parallel_start, token)
-    position -= discarded
+    discards = closes_title & (s.titles.complete >= 2) & derived.repeats_title & config.distinct_titles
     forks = ((rule == TITLED) & (kind == PARALLEL_START)) | discards
-    extends_title = (rule == TITLE) & ~closes_title & ~discards
-    stays_titled = (rule == TITLED) & ~opens_title & ~forks
     ends = (rule == SERIAL) & (kind == END)
-
-    opens_block = opens_title & (rule == SERIAL)
-    titles = jnp.where(opens_block, 0, s.titles) + closes_title
-    number = jnp.arange(config.max_branches)[None]
-    title_length = jnp.where(
-        (opens_block[:, None]) | (number >= titles[:, None]) & opens_title[:, None], 0, s.title_length
+    return SerialEvents(
+        ends=ends,
+        opens_title=opens_title,
+        opens_block=opens_title & (rule == SERIAL),
+        extends_title=(rule == TITLE) & ~closes_title,
+        closes_title=closes_title & ~discards,
+        discards=discards,
+        forks=forks,
+        stays_titled=(rule == TITLED) & ~opens_title & ~forks,
+        is_content=(rule == SERIAL) & ~opens_title & ~ends,
     )
-    current = (number == s.titles[:, None]) & extends_title[:, None]
-    place = jnp.arange(config.max_title_tokens)
-    writes = current[..., None] & (place == title_length[..., None])
-    title_tokens = jnp.where(writes, token[:, None, None], s.title_tokens)
-    # The beginning of the tag that closes a title was taken for a part of it.
-    of_tag = jnp.where(closes_title, s.chain, 0)[:, None] * (number == s.titles[:, None])
-    title_length = title_length + current - of_tag
 
-    after = s._replace(titles=titles, title_length=title_length)
-    due = jnp.sum(head_lengths(after, config), axis=1) + len(tags.parallel_end)  # heads and `<|/para|>`
-    remaining = s.remaining - 1 - jnp.where(forks, due, 0)
-    is_content = (rule == SERIAL) & ~opens_title & ~ends
-    content = s.content - is_content
-    # A block or title that does not fit ends the answer; the host leaves it out.
-    room = budget_room(state, config)
-    no_room = (opens_block & ~room.block) | (extends_title & ~room.title_token)
-    no_room |= (rule == TITLED) & opens_title & ~room.title
-    out_of_budget = ((remaining <= 0) | (is_content & (content <= 0)) | no_room) & ~ends & ~forks
-    phase = jnp.select([opens_title | extends_title, closes_title | stays_titled, forks], [TITLE, TITLED, FORK], SERIAL)
-    none_yet = jnp.zeros_like(s.branch_offset)
-    return after._replace(
-        phase=phase,
-        finish=jnp.select([ends, out_of_budget], [STOP, LENGTH], RUNNING),
-        token=token,
-        node=node,
-        chain=chain,
-        branch_node=none_yet,
+
+def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, taken: Taken) -> SequenceState:
+    """Return the progress after tokens of the serial segment, `taken` [B] each."""
+    s = state.sequence
+    event = _serial_events(s, derived, config, taken.kind)
+    # A discarded title ends the list: `<|para|>` stands where the title began.
+    token = jnp.where(event.discards, config.special.parallel_start, taken.token)
+    discarded = jnp.where(event.discards, 1 + derived.title_length, 0)
+    titles = _advance_titles(s.titles, event, s.cursor.chain, token)
+    budget = _spend_serial(s.budget, derived, event)
+    cursor = _advance_cursor(s, derived, event, budget, discarded)
+    chain = jnp.where(taken.node == 0, 0, jnp.where(taken.continues, s.cursor.chain + 1, 1))
+    live = (jnp.arange(config.max_branches)[None] < titles.complete[:, None]) & event.forks[:, None]
+    return SequenceState(
+        cursor=cursor._replace(chain=chain),
+        segments=_serial_segments(s.segments, titles, token, taken.node, event, config),
+        branches=Branches(jnp.zeros_like(s.branches.offset), live, jnp.zeros_like(live)),
+        titles=titles,
+        budget=budget,
+        counters=s.counters._replace(
+            discarded=s.counters.discarded + discarded,
+            critical_path=s.counters.critical_path + 1 - discarded,
+            blocks=s.counters.blocks + event.forks,
+            branches=s.counters.branches + jnp.where(event.forks, titles.complete, 0),
+        ),
+        draft=s.draft,
+    )
+
+
+def _advance_titles(titles: Titles, event: SerialEvents, chain: jax.Array, token: jax.Array) -> Titles:
+    """Return the titles after a token of the serial segment; a block that opens begins with none."""
+    number, place = jnp.arange(titles.length.shape[1])[None], jnp.arange(titles.tokens.shape[2])
+    count = jnp.where(event.opens_block, 0, titles.complete) + event.closes_title
+    restarts = event.opens_block[:, None] | (number >= count[:, None]) & event.opens_title[:, None]
+    length = jnp.where(restarts, 0, titles.length)
+    is_current = number == titles.complete[:, None]
+    extends = is_current & event.extends_title[:, None]
+    writes = extends[..., None] & (place == length[..., None])
+    tokens = jnp.where(writes, token[:, None, None], titles.tokens)
+    # The beginning of the tag that closes a title was taken for a part of the title.
+    tag = jnp.where(event.closes_title, chain, 0)[:, None] * is_current
+    return Titles(count, length + extends - tag, tokens)
+
+
+def _spend_serial(budget: Budget, derived: Derived, event: SerialEvents) -> Budget:
+    """Return the budget after a token of the serial segment; a fork reserves the tokens that the engine feeds."""
+    tokens = budget.tokens - 1 - jnp.where(event.forks, derived.fork_cost, 0)
+    content = budget.content - event.is_content
+    return budget._replace(
+        tokens=tokens,
+        content=content,
+        block_tokens=jnp.where(event.forks, tokens, budget.block_tokens),
+        block_content=jnp.where(event.forks, content, budget.block_content),
+    )
+
+
+def _advance_cursor(
+    s: SequenceState, derived: Derived, event: SerialEvents, budget: Budget, discarded: jax.Array
+) -> Cursor:
+    """Return the cursor after a token of the serial segment.
+
+    A block or title without room ends the answer; the host leaves it out.
+    """
+    cursor, room = s.cursor, derived.room
+    no_room = (event.opens_block & ~room.block) | (event.extends_title & ~room.title_token)
+    no_room |= (cursor.phase == TITLED) & event.opens_title & ~room.title
+    first = jnp.where(cursor.phase == MERGE, derived.merge_position, cursor.position)
+    position = first + jnp.where(cursor.phase == PROMPT, 1, derived.due[:, 0]) - discarded
+    spent = (budget.tokens <= 0) | (event.is_content & (budget.content <= 0)) | no_room
+    in_title, titled = event.opens_title | event.extends_title, event.closes_title | event.stays_titled
+    return cursor._replace(
+        phase=jnp.select([in_title, titled, event.forks], [TITLE, TITLED, FORK], SERIAL),
+        finish=jnp.select([event.ends, spent & ~event.forks], [STOP, LENGTH], RUNNING),
         position=position,
-        block=s.block + forks,
-        title_tokens=title_tokens,
-        branch_offset=none_yet,
-        branch_sampled=none_yet,
-        branch_live=(number < titles[:, None]) & forks[:, None],
-        branch_closing=none_yet.astype(bool),
-        remaining=remaining,
-        content=content,
-        block_budget=jnp.where(forks, remaining, s.block_budget),
-        block_content=jnp.where(forks, content, s.block_content),
-        hide_from=jnp.where(discards, position, s.hide_from),
-        discarded=s.discarded + discarded,
-        sampled=s.sampled + 1,
-        critical_path=s.critical_path + 1 - discarded,
-        blocks=s.blocks + forks,
-        branches=s.branches + jnp.where(forks, titles, 0),
+        block=cursor.block + event.forks,
+        hide_from=jnp.where(event.discards, position, cursor.hide_from),
     )
 
 
-def _advance_block(state: DecodeState, config: EngineConfig, sampled: Sampled) -> SequenceState:
-    s, did, token = state.sequence, sampled.took_branch, sampled.branch
-    kind, node, _ = recognise(state, s.branch_node, token)
-    closes = did & (kind == BRANCH_END)
-    fed = jnp.where((s.phase == FORK)[:, None], head_lengths(s, config), did.astype(jnp.int32))
-    live = s.branch_live & ~closes
-    branch_sampled = s.branch_sampled + did
+def _serial_segments(
+    segments: Segments, titles: Titles, token: jax.Array, node: jax.Array, event: SerialEvents, config: EngineConfig
+) -> Segments:
+    """Return the segments after a token of the serial one: it is pending, and in a fork the heads are."""
+    queue, queued = fork_queue(titles, token, config)
+    is_serial = jnp.arange(segments.queued.shape[1])[None] == 0
+    return Segments(
+        queue=queue,
+        queued=jnp.where(event.forks[:, None], queued, is_serial.astype(jnp.int32)),
+        node=jnp.where(is_serial, node[:, None], 0),
+        sampled=jnp.where(is_serial, segments.sampled + 1, 0),
+    )
+
+
+def fork_queue(titles: Titles, start: jax.Array, config: EngineConfig) -> tuple[jax.Array, jax.Array]:
+    """Return `Segments.queue` and `queued` of a fork: the token that opens the block, and the heads of the branches.
+
+    Args:
+        start: token that opens the block, int32 [B].
+    """
+    size, opening = config.max_queued, len(config.tags.branch_start)
+    place, length = jnp.arange(size), titles.length[..., None]
+    opened = jnp.asarray(config.tags.branch_start, jnp.int32)[jnp.minimum(place, opening - 1)]
+    title = titles.tokens[:, :, jnp.clip(place - opening, 0, config.max_title_tokens - 1)]
+    separator = jnp.asarray(config.separator or (0,), jnp.int32)
+    separated = separator[jnp.clip(place - opening - length, 0, separator.size - 1)]
+    heads = jnp.where(place < opening, opened, jnp.where(place < opening + length, title, separated))
+    exists = jnp.arange(config.max_branches)[None] < titles.complete[:, None]
+    counts = jnp.where(exists, opening + titles.length + len(config.separator), 0)
+    serial = jnp.broadcast_to(start[:, None, None], (start.size, 1, size))
+    queue = jnp.concatenate([serial, heads], axis=1)
+    return queue, jnp.concatenate([jnp.ones_like(counts[:, :1]), counts], axis=1)
+
+
+def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, taken: Taken) -> SequenceState:
+    """Return the progress after tokens of branches, `taken` [B, N] each."""
+    s, did = state.sequence, taken.took
+    closes = did & (taken.kind == BRANCH_END)
+    live = s.branches.live & ~closes
     done = ~jnp.any(live, axis=1)
-    remaining = s.remaining - jnp.sum(did, axis=1)
-    content = s.content - jnp.sum(did & ~closes, axis=1)
-    within = s.branch_sampled + config.tags.branch_end_cost < state.request.max_branch_tokens[:, None]
-    budget, closed = branch_budget(s, config), closes & ~s.branch_closing
-    number = 1 + jnp.arange(config.max_branches)
-    first_cut = jnp.min(jnp.where(closed & ~budget.affordable, number, NOTHING), axis=1)
-    cut_branch = jnp.minimum(jnp.where(s.cut_branch > 0, s.cut_branch, NOTHING), first_cut) % NOTHING
+    budget = _spend_branches(state, derived, config, did, closes)
+    spent = (budget.tokens <= 0) | (budget.content <= 0) | (budget.cut_branch > 0)
+    longest = jnp.max(s.segments.sampled[:, 1:] + did, axis=1)
     return s._replace(
-        phase=jnp.where(done, MERGE, PARALLEL),
-        finish=jnp.where(done & ((remaining <= 0) | (content <= 0) | (cut_branch > 0)), LENGTH, RUNNING),
-        branch_token=jnp.where(did, token, s.branch_token),
-        branch_node=jnp.where(did, node, s.branch_node),
-        branch_closing=s.branch_closing | sampled.closing,
-        branch_offset=s.branch_offset + fed,
-        branch_sampled=branch_sampled,
-        branch_live=live,
-        remaining=remaining,
-        content=content,
-        cut=s.cut | jnp.any(closed & budget.affordable & budget.readable & ~within, axis=1),
+        cursor=s.cursor._replace(
+            phase=jnp.where(done, MERGE, PARALLEL), finish=jnp.where(done & spent, LENGTH, RUNNING)
+        ),
+        segments=_branch_segments(s.segments, taken, done, config),
+        branches=s.branches._replace(
+            offset=s.branches.offset + jnp.where(did, derived.due[:, 1:], 0),
+            live=live,
+            closing=s.branches.closing | taken.closing,
+        ),
+        budget=budget,
+        counters=s.counters._replace(critical_path=s.counters.critical_path + jnp.where(done, longest, 0)),
+    )
+
+
+def _branch_segments(segments: Segments, taken: Taken, done: jax.Array, config: EngineConfig) -> Segments:
+    """Return the segments after tokens of branches: these are pending, and when all are closed `<|/para|>` is."""
+    took, token, node = (jnp.pad(field, ((0, 0), (1, 0))) for field in (taken.took, taken.token, taken.node))
+    ending = jnp.asarray(config.tags.parallel_end, jnp.int32)
+    ending = ending[jnp.minimum(jnp.arange(segments.queue.shape[2]), ending.size - 1)]
+    queue = jnp.where(took[..., None], token[..., None], segments.queue)
+    queued = jnp.where(took, 1, segments.queued)
+    return Segments(
+        queue=queue.at[:, 0].set(jnp.where(done[:, None], ending, queue[:, 0])),
+        queued=queued.at[:, 0].set(jnp.where(done, len(config.tags.parallel_end), 0)),
+        node=jnp.where(took, node, segments.node),
+        sampled=segments.sampled + took,
+    )
+
+
+def _spend_branches(
+    state: DecodeState, derived: Derived, config: EngineConfig, did: jax.Array, closes: jax.Array
+) -> Budget:
+    """Return the budget after tokens of branches, and whether a limit has closed one of these.
+
+    Args:
+        did: branches that took a token, bool [B, N].
+        closes: branches whose token completes the closing tag, bool [B, N].
+    """
+    s, budget, allowed = state.sequence, state.sequence.budget, derived.budget
+    within = s.segments.sampled[:, 1:] + config.tags.branch_end_cost < state.request.max_branch_tokens[:, None]
+    closed = closes & ~s.branches.closing
+    number = 1 + jnp.arange(config.max_branches)
+    first_cut = jnp.min(jnp.where(closed & ~allowed.affordable, number, NOTHING), axis=1)
+    cut_branch = jnp.minimum(jnp.where(budget.cut_branch > 0, budget.cut_branch, NOTHING), first_cut) % NOTHING
+    return budget._replace(
+        tokens=budget.tokens - jnp.sum(did, axis=1),
+        content=budget.content - jnp.sum(did & ~closes, axis=1),
+        cut=budget.cut | jnp.any(closed & allowed.affordable & allowed.readable & ~within, axis=1),
         cut_branch=cut_branch,
-        critical_path=s.critical_path + jnp.where(done, jnp.max(branch_sampled, axis=1), 0),
     )

@@ -1,4 +1,4 @@
-"""Compare models that answered the same questions: exact match, fork decisions and ideal speed-up as one table."""
+"""Table that compares models on the same questions: exact match, fork decisions and ideal speed-up."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def forked(record: Record) -> bool:
 
 
 def table(models: Mapping[str, Sequence[Record]], reference: str) -> str:
-    """Compare models as a Markdown table.
+    """Return a Markdown table that compares models.
 
     Args:
-        models: records of `infer.evaluation.conversations` by model, on the same questions, in any order.
-        reference: the model that exact match is compared with, paired by question.
+        models: records of `infer.evaluation.conversations` by model, for the same questions in any order.
+        reference: name of the model whose exact match the others are compared with, paired by question.
     """
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     lines += [f"| {' | '.join([name, *_cells(name, models, reference)])} |" for name in models]
@@ -54,5 +54,5 @@ def _share(records: Sequence[Record], holds: Callable[[Record], bool]) -> str:
 
 
 def _correct(records: Sequence[Record]) -> list[float]:
-    """Return 1 or 0 for each question, in the order of question ids."""
+    """Return 1 for a right and 0 for a wrong answer, in the order of question ids."""
     return [float(record["correct"]) for record in sorted(records, key=lambda record: record["question_id"])]

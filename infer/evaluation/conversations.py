@@ -1,6 +1,6 @@
-"""Answering the questions of a benchmark: conversations, each turn on the cache of the ones before.
+"""Answers to the questions of a benchmark: conversations whose turns reuse the cache of earlier turns.
 
-A conversation is added to a file as soon as it has ended, so a killed run goes on with what is missing.
+A conversation is appended to a file when it ends, so that an interrupted run resumes with the missing ones.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from infer.engine import Engine
 from infer.evaluation.eval_config import DecodingSection, System
 from infer.evaluation.health import health
 from infer.evaluation.questions import Question
-from infer.evaluation.scoring import correct
+from infer.evaluation.scoring import is_correct
 from infer.offline.journal import append, read_journal
 from infer.request import Mode
 from infer.scheduling.handle import Handle
 
-STEPS = 256  # passes between two looks at who has ended
+STEPS = 256  # engine steps between two checks for finished answers
 
 
 def answer_questions(
     engine: Engine, system: System, questions: Sequence[Question], decoding: DecodingSection, file: Path, title: str
 ) -> list[dict[str, Any]]:
-    """Records of all conversations, in the order of the questions; those that are in the file already are not repeated.
+    """Answer all questions that the file does not hold yet, and return the records of all questions in order.
 
-    A record has `question_id`, `category`, `turns` (see `turn_record`), `correct` (None where nothing says so), and
-    `error` where a turn could not be asked, in place of that turn and what follows.
+    A record has `question_id`, `category`, `turns` (see `turn_record`), `correct` (None without a reference), and
+    `error` if a turn could not be submitted; this and the following turns are then missing.
     """
     done = {record["question_id"]: record for record in read_journal(file)}
     waiting = [(place, q) for place, q in enumerate(questions) if q.id not in done][::-1]
     running: list[_Conversation] = []
     with Log(file) as log, tqdm(total=len(questions), initial=len(questions) - len(waiting), desc=title) as bar:
         while waiting or running:
-            # No more than there are rows: a first turn would take the row that a second turn goes on in.
+            # At most one conversation per cache row: another first turn would evict the prefix of a second turn.
             while waiting and len(running) < engine.max_batch:
                 place, question = waiting.pop()
                 running.append(_Conversation(engine, system.mode, question, decoding, place))
@@ -60,7 +60,7 @@ def answer_questions(
 
 
 class _Conversation:
-    """A question under way."""
+    """A conversation in progress."""
 
     def __init__(self, engine: Engine, mode: Mode, question: Question, decoding: DecodingSection, place: int) -> None:
         self._engine, self._mode, self._question = engine, mode, question
@@ -73,11 +73,11 @@ class _Conversation:
         self._ask()
 
     def ended(self) -> bool:
-        """Take what was answered, and go on; whether nothing is left to ask."""
+        """Collect a finished answer and submit the next turn; return whether the conversation has ended."""
         if self._handle is not None and self._handle.result is not None:
             result = self._handle.result
-            said = "\n\n".join(message["content"] for message in self._messages)
-            self._turns.append(turn_record(self._engine, result, said))
+            context = "\n\n".join(message["content"] for message in self._messages)
+            self._turns.append(turn_record(self._engine, result, context))
             self._messages.append({"role": "assistant", "content": result.text, "token_ids": result.token_ids})
             self._handle = None
             if len(self._turns) < len(self._question.turns):
@@ -92,7 +92,7 @@ class _Conversation:
             "question_id": self._question.id,
             "category": self._question.category,
             "turns": self._turns,
-            "correct": correct(self._question, last),
+            "correct": is_correct(self._question, last),
             "forks": self._question.forks,
         } | ({} if self._error is None else {"error": self._error})
 
@@ -104,9 +104,14 @@ class _Conversation:
             self._error = str(error)
 
 
-def turn_record(engine: Engine, result: Result, said: str) -> dict[str, Any]:
-    """An answer as it is kept: text, structure, finish reason, statistics, health of its structure, and when what was
-    decoded (`infer.answers.timeline`).
+def turn_record(engine: Engine, result: Result, context: str) -> dict[str, Any]:
+    """Return the record of an answer.
+
+    It has the text, the structure, the finish reason, statistics, measures of the structure (`infer.evaluation.health`)
+    and the timeline (`infer.answers.timeline`).
+
+    Args:
+        context: all earlier messages of the conversation.
     """
     encode = engine.lm.codec.text.encode
 
@@ -118,13 +123,13 @@ def turn_record(engine: Engine, result: Result, said: str) -> dict[str, Any]:
         "structure": to_json(result.structure),
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_json(),
-        "health": asdict(health(said, result.structure, result.finish_reason == "stop", count)),
+        "health": asdict(health(context, result.structure, result.finish_reason == "stop", count)),
         "timeline": [list(span) for span in timeline(engine.config, result)],
     }
 
 
 def write_model_answers(records: Iterable[dict[str, Any]], system: System, file: Path) -> None:
-    """The same in FastChat's `model_answer` form, whole or not at all."""
+    """Write records in FastChat's `model_answer` format, atomically."""
     lines = []
     for record in records:
         turns = [turn["text"] for turn in record["turns"]]

@@ -1,4 +1,4 @@
-"""What an evaluation is told."""
+"""Configuration of an evaluation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class ModelSection:
     """A model under evaluation.
 
     Attributes:
-        path: a checkpoint: folder, GGUF file or name.
-        adapter: folder of an adapter for it (PEFT's format); empty: none.
-        role: `aspd` answers in adaptive and in serial mode; `ori` (before fine-tuning) and `seq` (fine-tuned on plain
-            answers) in serial mode.
+        path: checkpoint: folder, GGUF file or name of an embedded model.
+        adapter: folder of an adapter in PEFT's format; empty: none.
+        role: `aspd` is evaluated in adaptive and in serial mode; `ori` (before fine-tuning) and `seq` (fine-tuned on
+            plain answers) in serial mode only.
         dtype: `float32` or `bfloat16`.
-        weights: `int8` keeps the kernels of the layers in int8.
-        chat_template: Jinja file, for a tokenizer that has no template of its own.
+        weights: `int8` stores the kernels of the layers in int8.
+        chat_template: Jinja file, for a tokenizer without a chat template.
     """
 
     path: str = ""
@@ -43,20 +43,20 @@ class ModelSection:
         check_choice("models.*.role", self.role, Role)
         check_choice("models.*.weights", self.weights, Weights)
         if self.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"models.*.dtype must be float32 or bfloat16, got {self.dtype!r}")
+            raise ConfigError(f"models.*.dtype: expected float32 or bfloat16, got {self.dtype!r}")
 
 
 @dataclass(frozen=True)
 class BenchmarkSection:
-    """Questions, and what counts as a right answer.
+    """Questions and their scoring.
 
     Attributes:
-        file: JSONL of questions; none for the synthetic kinds.
-        kind: `chat` (FastChat's question files, with `documents` for answers from given texts), `maths` (a question and
-            an answer to be found; GSM8K and MATH too), `choice` (with `choices`), `exact` (the answer is the whole
-            text), `synthetic` (the project's own tasks, held out), `synthetic-long` (those with long parts).
-        references: FastChat's model_answer file with answers to compare with, by the same question ids; optional.
-        limit: questions taken, from all categories in turn; 0: all (of the synthetic kinds: 240).
+        file: JSONL file of questions; empty for the synthetic kinds.
+        kind: `chat` (FastChat's question files, optionally with `documents`), `maths` (question and final answer, as in
+            GSM8K and MATH), `choice` (with `choices`), `exact` (the whole text is compared), `synthetic` (held-out
+            problems of the project's tasks), `synthetic-long` (those with long parts).
+        references: FastChat's model_answer file with reference answers for the same question ids; empty: none.
+        limit: maximum number of questions, spread evenly over the categories; 0: all (240 for the synthetic kinds).
     """
 
     file: str = ""
@@ -68,13 +68,12 @@ class BenchmarkSection:
         check_choice("benchmarks.*.kind", self.kind, Kind)
         at_least("benchmarks.*.limit", self.limit, 0)
         if bool(self.file) == self.synthetic:
-            raise ConfigError(
-                "benchmarks: every benchmark needs a file, but those of a synthetic kind, which have none"
-            )
+            expected = "no file, because the kind is synthetic" if self.synthetic else "a file of questions"
+            raise ConfigError(f"benchmarks.*.file: expected {expected}, got {self.file!r}")
 
     @property
     def synthetic(self) -> bool:
-        """Whether the questions are made, not read."""
+        """Whether the questions are generated."""
         return self.kind in ("synthetic", "synthetic-long")
 
 
@@ -92,14 +91,15 @@ SamplingSection: Any = make_dataclass("SamplingSection", _sampling_keys(), froze
 
 @dataclass(frozen=True)
 class DecodingSection(SamplingSection):
-    """How answers are decoded: the fields of `SamplingParams` that a configuration offers, and these.
+    """Settings of decoding: the fields of `SamplingParams` that a configuration offers, and those below.
 
-    A question's own `required_temperature` takes the place of `temperature`. Every question has its own random stream,
-    derived from `seed` and its place, so that results do not depend on the rest of the batch.
+    `required_temperature` of a question takes precedence over `temperature`. `seed` is the base of the seeds: every
+    question has a seed of its own, so that results do not depend on the batch.
 
     Attributes:
-        max_length: tokens of a conversation.
-        batch: conversations that are answered together. Their speed is not what is reported: see `SpeedSection`.
+        max_length: maximum tokens of a conversation.
+        batch: number of conversations that are decoded together. Reported speed is measured separately, see
+            `SpeedSection`.
     """
 
     max_length: int = 4096
@@ -114,11 +114,11 @@ class DecodingSection(SamplingSection):
         """Return the sampling parameters of a question.
 
         Args:
-            temperature: temperature that the question requires; None: that of the section.
-            place: number of the question in its benchmark.
+            temperature: temperature that the question requires; None: the configured one.
+            place: index of the question in the benchmark, which determines the seed.
 
         Raises:
-            RequestError: a value is out of bounds; the message names it.
+            RequestError: a value is out of range.
         """
         values = {name: getattr(self, name) for name, parameter in PARAMETERS.items() if parameter.yaml is not None}
         if temperature is not None:
@@ -128,11 +128,11 @@ class DecodingSection(SamplingSection):
 
 @dataclass(frozen=True)
 class SpeedSection:
-    """How speed is measured: one conversation at a time, nothing beside it, after a run that compiles.
+    """Settings of speed measurements: one conversation at a time, after a run that compiles.
 
     Attributes:
-        questions: of each benchmark that are timed, from all categories in turn; 0: none.
-        repeats: runs of each; the median counts.
+        questions: number of timed questions per benchmark, spread evenly over the categories; 0: none.
+        repeats: timed runs per question; the median is reported.
     """
 
     questions: int = 16
@@ -145,14 +145,14 @@ class SpeedSection:
 
 @dataclass(frozen=True)
 class JudgeSection(EndpointSection):
-    """The judging language model.
+    """Language model that judges answers.
 
     Attributes:
-        prompts: FastChat's judge_prompts.jsonl, or one of your own in its form; empty: the project's. Where its
-            `output_format` is `json`, replies are JSON.
-        schema: how these are held to their form (`aspd_jax.endpoint.Endpoint`).
-        single: ask for a score of every answer.
-        pairs: compare the answers of two systems, in both orders: `aspd/seq` is the system `aspd` against `seq`.
+        prompts: file in the format of FastChat's judge_prompts.jsonl; empty: the project's prompts. Prompts whose
+            `output_format` is `json` ask for JSON replies.
+        schema: how the endpoint enforces the JSON schema (`aspd_jax.endpoint.Endpoint`).
+        single: whether to score every answer.
+        pairs: pairs of systems to compare in both orders; `aspd/seq` compares `aspd` with `seq`.
     """
 
     section: ClassVar[str] = "judge"
@@ -169,16 +169,16 @@ class JudgeSection(EndpointSection):
         check_choice("judge.schema", self.schema, Schema)
         for pair in self.pairs:
             if len(pair.split("/")) != 2 or not all(pair.split("/")):
-                raise ConfigError(f"judge.pairs: {pair!r} is not two systems, such as aspd/seq")
+                raise ConfigError(f"judge.pairs: expected two systems such as aspd/seq, got {pair!r}")
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """All of it.
+    """Configuration of an evaluation.
 
     Attributes:
-        models, benchmarks: by the names that they have in the report.
-        likelihood: also measure how likely the references are to every model.
+        models, benchmarks: sections by their name in the report.
+        likelihood: whether to measure the likelihood of the references under every model.
     """
 
     models: dict[str, ModelSection] = field(default_factory=dict)
@@ -203,19 +203,25 @@ class EvalConfig:
 
     @property
     def systems(self) -> tuple[System, ...]:
-        """What answers: every model in every mode that its role has."""
-        found = []
+        """Every model in every mode of its role."""
+        systems = []
         for name, model in self.models.items():
             if model.role == "aspd":
-                found += [System(name, name, "adaptive"), System(f"{name}-serial", name, "serial")]
+                systems += [System(name, name, "adaptive"), System(f"{name}-serial", name, "serial")]
             else:
-                found.append(System(name, name, "serial"))
-        return tuple(found)
+                systems.append(System(name, name, "serial"))
+        return tuple(systems)
 
 
 @dataclass(frozen=True)
 class System:
-    """A model in a mode, by the name it has in the report."""
+    """A model in a decoding mode.
+
+    Attributes:
+        name: name in the report.
+        model: key of `EvalConfig.models`.
+        mode: decoding mode.
+    """
 
     name: str
     model: str

@@ -1,4 +1,4 @@
-"""The report of a run: Markdown, a page that needs nothing beside it, and JSON, with plots."""
+"""Report of an evaluation as Markdown, a self-contained HTML page and JSON, with plots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question
 from infer.offline.journal import read_journal
 
-# Published results (protocol, section 10), by how the name of a benchmark begins: model, Ori, Seq, ASPD, speed-up.
+# Published results (protocol, section 10) by prefix of the benchmark's name: model, Ori, Seq, ASPD, speed-up.
 PUBLISHED = {
     "vicuna": [
         ("Vicuna-7B, judge's score", "6.21", "7.70", "7.74", "1.85x mean, up to 3.19x"),
@@ -42,25 +42,27 @@ PUBLISHED = {
 def write_report(
     config: EvalConfig, environment: dict[str, Any], questions: dict[str, Sequence[Question]], folder: Path
 ) -> str:
-    """Write report.md, report.html, report.json and the plots; returns the Markdown."""
-    found = figures(config, questions, folder)
-    plots = _plot(config, found, folder)
-    text = markdown(config, environment, found, plots)
-    whole = {"environment": environment, "config": json.loads((folder / "config.json").read_text()), "figures": found}
+    """Write report.md, report.html, report.json and the plots, and return the Markdown."""
+    results = figures(config, questions, folder)
+    plots = _plot(config, results, folder)
+    text = markdown(config, environment, results, plots)
+    settings = json.loads((folder / "config.json").read_text())
+    whole = {"environment": environment, "config": settings, "figures": results}
     write_whole(folder / "report.json", json.dumps(whole, indent=1, allow_nan=False, default=str) + "\n")
     write_whole(folder / "report.md", text + "\n")
     write_whole(folder / "report.html", report_page(text, folder))
     return text
 
 
-def _plot(config: EvalConfig, found: dict[str, Any], folder: Path) -> dict[str, list[str]]:
-    """Draw what there is; file names by benchmark."""
+def _plot(config: EvalConfig, results: dict[str, Any], folder: Path) -> dict[str, list[str]]:
+    """Draw the plots that the results allow, and return their file names by benchmark."""
     from infer.plots import draw_timeline, plot_distribution, plot_quality, plot_speedups, save_figure
 
     drawn: dict[str, list[str]] = {}
-    for bench, of in found.items():
+    for bench, result in results.items():
         names = drawn.setdefault(bench, [])
-        for name, system in of["systems"].items():
+        systems = result["systems"]
+        for name, system in systems.items():
             if system["mode"] != "adaptive" or not system["all"]["speed"]:
                 continue
             by_category = {
@@ -83,19 +85,19 @@ def _plot(config: EvalConfig, found: dict[str, Any], folder: Path) -> dict[str, 
                 names.append(file)
         points = {
             name: (system["all"]["speed"]["content_per_second"], quality[1])
-            for name, system in of["systems"].items()
+            for name, system in systems.items()
             if system["all"]["speed"] and (quality := _quality(system["all"]))
         }
         if len(points) > 1:
             file = f"plots/{bench}-quality.svg"
-            label = next(_quality(system["all"]) for system in of["systems"].values() if _quality(system["all"]))[0]
+            label = next(_quality(system["all"]) for system in systems.values() if _quality(system["all"]))[0]
             plot_quality(points, label, bench, folder / file)
             names.append(file)
     return drawn
 
 
 def _quality(summary: dict[str, Any]) -> Any:
-    """What quality is measured by, and its interval; None: nothing measures it."""
+    """Return the name of the quality measure and its interval; None if quality was not measured."""
     for key, label in (("score", "judge's score"), ("correct", "share of right answers")):
         if summary[key]:
             return label, summary[key]
@@ -103,24 +105,24 @@ def _quality(summary: dict[str, Any]) -> Any:
 
 
 def _widest(folder: Path, bench: str, system: str) -> dict[str, Any] | None:
-    """The answer with the highest ideal speed-up that has a block."""
+    """Return the answer with a block that has the highest ideal speed-up; None: no answer has a block."""
     turns = [turn for record in read_journal(answers_file(folder, bench, system)) for turn in record["turns"]]
     forked = [turn for turn in turns if turn["stats"]["blocks"] and turn["timeline"]]
     return max(forked, key=lambda turn: turn["stats"]["ideal_speedup"], default=None)
 
 
 def markdown(
-    config: EvalConfig, environment: dict[str, Any], found: dict[str, Any], plots: dict[str, list[str]]
+    config: EvalConfig, environment: dict[str, Any], results: dict[str, Any], plots: dict[str, list[str]]
 ) -> str:
-    """The report as text."""
+    """Return the report as Markdown."""
     lines = ["# Evaluation", ""]
     lines += _setting(config, environment)
-    for bench, of in found.items():
+    for bench, result in results.items():
         section = config.benchmarks[bench]
-        lines += [f"## {bench}", "", f"{of['questions']} questions, {of['turns']} turns ({section.kind}).", ""]
-        systems = of["systems"]
+        lines += [f"## {bench}", "", f"{result['questions']} questions, {result['turns']} turns ({section.kind}).", ""]
+        systems = result["systems"]
         lines += ["### Quality", ""] + _quality_table({name: s["all"] for name, s in systems.items()}) + [""]
-        lines += _comparison_table(of["comparisons"]) + _pair_table(of["pairs"])
+        lines += _comparison_table(result["comparisons"]) + _pair_table(result["pairs"])
         speeds = {name: s["all"]["speed"] for name, s in systems.items() if s["all"]["speed"]}
         if speeds:
             lines += ["### Speed", ""] + _speed_table(speeds) + [""]
@@ -131,7 +133,7 @@ def markdown(
         lines += [line for file in plots.get(bench, ()) for line in (f"![{Path(file).stem}]({file})", "")]
         lines += _published(bench)
     if environment.get("left_out"):
-        lines += ["## Lines that hold no question", "", *(f"* {line}" for line in environment["left_out"]), ""]
+        lines += ["## Invalid lines of question files", "", *(f"* {line}" for line in environment["left_out"]), ""]
     lines += _repeat(environment)
     return "\n".join(lines).rstrip()
 
@@ -146,7 +148,7 @@ def _setting(config: EvalConfig, environment: dict[str, Any]) -> list[str]:
         "",
         f"{environment['devices']} ({environment['processor']}, {environment['cores']} cores), jax "
         f"{environment['versions']['jax']}. Decoding: {how}, at most {d.max_new_tokens} new tokens, seed {d.seed}. "
-        f"Quality: batches of {d.batch}. Speed: batch 1, nothing beside it, prefill included, medians of {s.repeats} "
+        f"Quality: batches of {d.batch}. Speed: batch 1, no other requests, prefill included, medians of {s.repeats} "
         "runs after one that compiles; serial mode decodes the same content with the same weights. Tags, titles and "
         "heads are not content. Intervals: 95 %, bootstrap over questions; p: permutation test of paired differences.",
         "",
@@ -203,8 +205,8 @@ def _pair_table(pairs: Sequence[dict[str, Any]]) -> list[str]:
 
 def _speed_table(systems: dict[str, Any]) -> list[str]:
     head = [
-        "system", "answers", "content tokens/s", "s per answer", "spread of runs", "first token, ms", "passes",
-        "ms per pass", "parallel share", "realised", "with a block", "p10 / p50 / p90 / best", "ideal", "efficiency",
+        "system", "answers", "content tokens/s", "s per answer", "spread of runs", "first token, ms", "steps",
+        "ms per step", "parallel share", "realised", "with a block", "p10 / p50 / p90 / best", "ideal", "efficiency",
     ]  # fmt: skip
     rows = []
     for name, s in systems.items():
@@ -235,9 +237,9 @@ def _speed_table(systems: dict[str, Any]) -> list[str]:
 
 def _structure_table(systems: dict[str, Any]) -> list[str]:
     head = [
-        "system", "trigger rate", "well-formed", "finish", "branches per block", "blocks whose words tell against them",
+        "system", "trigger rate", "well-formed", "finish", "branches per block", "dependent blocks",
         "numbers wrong", "repeated between branches", "chains forked", "parallel forked", "DP", "PE", "content tokens",
-        "ideal", "of answers that fork", "best",
+        "ideal", "ideal, answers that fork", "best",
     ]  # fmt: skip
     rows = []
     for name, s in systems.items():
@@ -295,10 +297,10 @@ def _published(bench: str) -> list[str]:
 def _repeat(environment: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in environment["versions"].items())
     return [
-        "## To repeat it",
+        "## Reproduction",
         "",
-        f"* command: `{environment['command']}`, begun {environment['started']}",
-        "* config.json has the configuration, seeds included; environment.json hashes of all questions",
+        f"* command: `{environment['command']}`, started {environment['started']}",
+        "* config.json holds the configuration with seeds, environment.json the hashes of all questions",
         f"* commit: {environment['commit'] or 'none (an installed package)'}",
         f"* {environment['system']}, Python {environment['python']}; {versions}",
         f"* XLA_FLAGS: `{environment['xla_flags'].strip() or 'none'}`",
@@ -306,17 +308,17 @@ def _repeat(environment: dict[str, Any]) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown, without the columns that are empty in all rows."""
+    """Return the lines of a Markdown table without columns that are empty in all rows."""
     full = [n for n in range(len(head)) if any(row[n] for row in rows)]
     lines = [f"| {' | '.join(head[n] for n in full)} |", "|" + "---|" * len(full)]
     cells = [[row[n].replace("|", "\\|") for n in full] for row in rows]
     return lines + [f"| {' | '.join(row)} |" for row in cells]
 
 
-def _around(of: dict[str, float] | None, form: str, times: float = 1, unit: str = "") -> str:
-    if of is None or not of["values"]:
+def _around(interval: dict[str, float] | None, form: str, factor: float = 1, unit: str = "") -> str:
+    if interval is None or not interval["values"]:
         return ""
-    mean, low, high = (form.format(times * of[key]) for key in ("mean", "low", "high"))
+    mean, low, high = (form.format(factor * interval[key]) for key in ("mean", "low", "high"))
     return f"{mean}{unit}" if low == high else f"{mean}{unit} [{low}, {high}]"
 
 
@@ -329,11 +331,11 @@ def _number(value: float | None, form: str = "{:.2f}") -> str:
 
 
 def report_page(text: str, folder: Path) -> str:
-    """The report as one HTML file, plots inside."""
+    """Return the report as one HTML page that contains the plots."""
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
 
-    def inline(found: re.Match[str]) -> str:
-        svg = (folder / html.unescape(found[1])).read_text()
+    def inline(match: re.Match[str]) -> str:
+        svg = (folder / html.unescape(match[1])).read_text()
         return svg[svg.index("<svg") :]
 
     body = re.sub(r'<img src="([^"]+\.svg)"[^>]*>', inline, body)

@@ -1,4 +1,4 @@
-"""An evaluation: answers, speed and likelihood of every system on every benchmark, in a folder that resumes."""
+"""Run of an evaluation: answers, speed and likelihood of every system on every benchmark. A run can be resumed."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "
 def run(
     config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path, left_out: Sequence[str] = ()
 ) -> None:
-    """Answer, time and score everything that is not there yet.
+    """Answer, time and score all questions whose results the output folder does not hold yet.
 
     Args:
-        questions: of every benchmark.
-        left_out: lines of question files that hold no question, for the report.
+        config: configuration of the evaluation.
+        questions: questions by benchmark.
+        output: folder of the run.
+        left_out: descriptions of invalid lines of question files, for the report.
 
     Raises:
         ConfigError: the folder holds another evaluation.
-        AspdError: what cannot work; what is done is kept.
+        AspdError: a model cannot be loaded or evaluated; finished results are kept.
     """
     _claim(config, questions, output, left_out)
     for name, section in config.models.items():
@@ -76,27 +78,26 @@ def run(
 
 
 def load(section: ModelSection) -> LanguageModel:
-    """A model under evaluation, with its chat template.
+    """Load a model under evaluation with its chat template.
 
     Raises:
-        CheckpointError: it has no tokenizer, or no template.
+        CheckpointError: the model has no tokenizer or no chat template.
     """
     lm = load_model(section.path, section.dtype, weights=section.weights, adapter=section.adapter or None)
     for_conversations(lm, section.path, section.chat_template)
     if lm.tokenizer.chat_template is None:
         raise CheckpointError(
-            f"{section.path} has no chat template; name a Jinja file as its chat_template, such as "
-            "configs/chat/vicuna.jinja"
+            f"{section.path} has no chat template; set chat_template to a Jinja file such as configs/chat/vicuna.jinja"
         )
     return lm
 
 
 @outside_event_loop
 def judge_run(config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path) -> list[str]:
-    """Judge the answers of a run; what was judged before is not asked again.
+    """Judge the answers of a run that have not been judged yet.
 
     Returns:
-        What is missing, in words; the same call asks for it again.
+        Descriptions of missing judgments; calling again requests them again.
     """
     missing = []
     store = Store(output / "judge.db")
@@ -107,17 +108,17 @@ def judge_run(config: EvalConfig, questions: Mapping[str, Sequence[Question]], o
                 records = read_journal(answers_file(output, bench, system.name))
                 turns = {r["question_id"]: [t["text"] for t in r["turns"]] for r in records if "error" not in r}
                 answers.append(Answers(system.name, turns))
-            found = judge(config, asked, answers, store)
+            outcome = judge(config, asked, answers, store)
             folder = output / "model_judgment" / bench
-            for name, records in (("single", found.single), ("pair", found.pairs)):
+            for name, records in (("single", outcome.single), ("pair", outcome.pairs)):
                 write_whole(
                     folder / f"{name}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
                 )
-            if found.unanswered:
-                missing.append(f"{bench}: {found.unanswered} judgments have no reply")
-            if found.malformed:
+            if outcome.unanswered:
+                missing.append(f"{bench}: {outcome.unanswered} judgments have no reply")
+            if outcome.malformed:
                 missing.append(
-                    f"{bench}: {found.malformed} replies had no verdict, after {config.judge.attempts} attempts"
+                    f"{bench}: {outcome.malformed} replies had no verdict, after {config.judge.attempts} attempts"
                 )
     finally:
         store.close()
@@ -125,24 +126,24 @@ def judge_run(config: EvalConfig, questions: Mapping[str, Sequence[Question]], o
 
 
 def answers_file(output: Path, bench: str, system: str) -> Path:
-    """Where the answers of a system are."""
+    """Return the file with the answers of a system."""
     return output / "answers" / bench / f"{system}.jsonl"
 
 
 def speed_file(output: Path, bench: str, system: str) -> Path:
-    """Where the timings of a system are."""
+    """Return the file with the timings of a system."""
     return output / "speed" / bench / f"{system}.jsonl"
 
 
 def read_run(output: Path) -> tuple[EvalConfig, dict[str, Any]]:
-    """The configuration of a run and where it ran.
+    """Read the configuration and the environment of a run.
 
     Raises:
-        ConfigError: the folder holds none.
+        ConfigError: the folder holds no evaluation.
     """
     file = output / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{output} holds no evaluation; make one with `aspd eval run`")
+        raise ConfigError(f"{output} holds no evaluation; create one with `aspd eval run`")
     return config_from_dict(EvalConfig, json.loads(file.read_text()), str(file)), json.loads(
         (output / "environment.json").read_text()
     )
@@ -151,31 +152,31 @@ def read_run(output: Path) -> tuple[EvalConfig, dict[str, Any]]:
 def _claim(
     config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path, left_out: Sequence[str]
 ) -> None:
-    """Write down what is evaluated, or check that it is what the folder holds."""
+    """Write the configuration and the environment, or check that the folder holds the same evaluation."""
     hashes = {bench: digest(asked) for bench, asked in questions.items()}
-    here = environment() | {"questions": hashes, "left_out": list(left_out)}
     settings = json.loads(json.dumps(asdict(config)))
     if (output / "config.json").exists():
-        there, at = read_run(output)
-        before = json.loads(json.dumps(asdict(there)))
+        old_config, old_environment = read_run(output)
+        before, old_hashes = json.loads(json.dumps(asdict(old_config))), old_environment["questions"]
         different = [key for key in settings if key != "judge" and settings[key] != before[key]]
-        different += [f"the questions of {bench}" for bench in hashes if at["questions"].get(bench) != hashes[bench]]
+        different += [f"the questions of {bench}" for bench in hashes if old_hashes.get(bench) != hashes[bench]]
         if different:
             raise ConfigError(
                 f"{output} holds an evaluation with another {', '.join(different)}; choose another folder"
             )
     else:
-        write_whole(output / "environment.json", json.dumps(here, indent=2) + "\n")
+        record = environment() | {"questions": hashes, "left_out": list(left_out)}
+        write_whole(output / "environment.json", json.dumps(record, indent=2) + "\n")
     write_whole(output / "config.json", json.dumps(settings, indent=2) + "\n")
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """Of everything that is asked."""
+    """Return the SHA-256 hash of questions."""
     return hashlib.sha256(json.dumps([asdict(question) for question in questions]).encode()).hexdigest()
 
 
 def environment() -> dict[str, Any]:
-    """Versions, hardware, commit, time: what it takes to repeat a run."""
+    """Return versions, hardware, commit and time, which are needed to reproduce a run."""
     device = jax.devices()[0]
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -208,19 +209,19 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout that this file is in; empty for an installed package."""
+    """Return the commit of the source tree; empty for an installed package."""
     try:
-        found = subprocess.run(
+        process = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
             cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return ""
-    return found.stdout.strip()
+    return process.stdout.strip()
 
 
 def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question], file: Path) -> None:
-    """How likely the first reference of every question is, as plain text: nats per token, bits per byte."""
+    """Measure the likelihood of the first reference of every question in nats per token and bits per byte."""
     done = {record["question_id"] for record in read_journal(file)}
     todo = [question for question in questions if question.references and question.id not in done]
     if not todo:
@@ -238,8 +239,8 @@ def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question]
             size = max(CHUNK, next_power(len(ids)))
             tokens = np.zeros((1, size), np.int32)
             tokens[0, : len(ids)] = ids
-            one = (np.arange(size) < len(ids)).astype(np.int32)[None]
-            layout = Layout(np.arange(size, dtype=np.int32)[None] * one, one, 0 * one, 0 * one)
+            used = (np.arange(size) < len(ids)).astype(np.int32)[None]
+            layout = Layout(np.arange(size, dtype=np.int32)[None] * used, used, 0 * used, 0 * used)
             losses = np.asarray(token_losses(lm.model, lm.params, tokens, layout))[0, len(prompt) : len(ids)]
             size_bytes = len(question.references[0].encode())
             append(

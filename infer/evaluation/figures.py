@@ -1,4 +1,4 @@
-"""From the records of a run to its figures: what the report shows, and what report.json holds."""
+"""Figures of the report, computed from the records of a run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Record = dict[str, Any]
 
 
 def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder: Path) -> dict[str, Any]:
-    """Of every benchmark: by system, overall and by category; comparisons of systems, paired by question."""
-    found = {}
+    """Compute the figures of every benchmark: each system overall and by category, and paired comparisons."""
+    results = {}
     for bench, asked in questions.items():
         answers, timed, scores = {}, {}, defaultdict(list)
         for system in config.systems:
@@ -37,22 +37,22 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
         categories = list(dict.fromkeys(question.category for question in asked))
         systems = {}
         for system in config.systems:
-            of = (answers[system.name], timed[system.name], scores[system.name], likely[system.model])
+            records = (answers[system.name], timed[system.name], scores[system.name], likely[system.model])
             systems[system.name] = {
                 "model": system.model,
                 "mode": system.mode,
                 "role": config.models[system.model].role,
-                "all": _summary(*of),
-                "categories": {name: _summary(*(_only(records, name) for records in of)) for name in categories},
+                "all": _summary(*records),
+                "categories": {name: _summary(*(_only(part, name) for part in records)) for name in categories},
             }
-        found[bench] = {
+        results[bench] = {
             "questions": len(asked),
             "turns": sum(len(question.turns) for question in asked),
             "systems": systems,
             "comparisons": _comparisons(config, answers, timed, scores),
             "pairs": _pairs(read_journal(folder / "model_judgment" / bench / "pair.jsonl")),
         }
-    return found
+    return results
 
 
 def _in_order(records: Sequence[Record], order: Sequence[Any]) -> list[Record]:
@@ -86,41 +86,40 @@ def _summary(
 
 
 def _by_question(scores: Iterable[Record]) -> dict[Any, float]:
-    """The mean score over the turns of every question."""
-    found: dict[Any, list[float]] = defaultdict(list)
+    """Return the mean score over the turns of each question."""
+    by_question: dict[Any, list[float]] = defaultdict(list)
     for score in scores:
-        found[score["question_id"]].append(score["score"])
-    return {id: float(np.mean(values)) for id, values in found.items()}
+        by_question[score["question_id"]].append(score["score"])
+    return {id: float(np.mean(values)) for id, values in by_question.items()}
 
 
 def _structure(answers: Sequence[Record], turns: Sequence[Record]) -> dict[str, Any]:
     health = [turn["health"] for turn in turns]
-    forked = [one for one in health if one["forked"]]
-    blocks = [size for one in health for size in one["branches"]]
-    repeated = [one["repeated"] for one in forked if one["repeated"] is not None]
+    forked = [measures for measures in health if measures["forked"]]
+    blocks = [size for measures in health for size in measures["branches"]]
+    repeated = [measures["repeated"] for measures in forked if measures["repeated"] is not None]
     known = [record for record in answers if record["forks"] is not None and record["turns"]]
     chains = [record["turns"][0]["health"]["forked"] for record in known if not record["forks"]]
     parallel = [record["turns"][0]["health"]["forked"] for record in known if record["forks"]]
-    tokens = sum(one["tokens"] for one in forked)
-    in_branches = sum(one["branch_tokens"] for one in forked)
+    tokens = sum(measures["tokens"] for measures in forked)
+    in_branches = sum(measures["branch_tokens"] for measures in forked)
+    in_titles = sum(measures["title_tokens"] for measures in forked)
     stats = [turn["stats"] for turn in turns]
     ideal = [turn["stats"]["ideal_speedup"] for turn in turns if turn["health"]["forked"]]
     return {
-        "trigger_rate": _share(one["forked"] for one in health),
-        "well_formed_rate": _share(one["well_formed"] for one in health),
+        "trigger_rate": _share(measures["forked"] for measures in health),
+        "well_formed_rate": _share(measures["well_formed"] for measures in health),
         "finish": dict(Counter(turn["finish_reason"] for turn in turns)),
         "blocks": len(blocks),
         "branches_per_block": float(np.mean(blocks)) if blocks else None,
-        "dependent_blocks": sum(one["dependent"] for one in health),
-        "numbered": sum(one["numbered"] for one in health),
-        "misnumbered": sum(one["misnumbered"] for one in health),
+        "dependent_blocks": sum(measures["dependent"] for measures in health),
+        "numbered": sum(measures["numbered"] for measures in health),
+        "misnumbered": sum(measures["misnumbered"] for measures in health),
         "repeated": float(np.mean(repeated)) if repeated else None,
         "wrongly_forked": _share(chains),
         "rightly_forked": _share(parallel),
         "degree_of_parallelism": in_branches / tokens if tokens else None,
-        "parallel_efficiency": (
-            (in_branches - sum(one["title_tokens"] for one in forked)) / in_branches if in_branches else None
-        ),
+        "parallel_efficiency": (in_branches - in_titles) / in_branches if in_branches else None,
         "content_tokens": float(np.mean([s["content_tokens"] for s in stats])) if stats else None,
         "ideal_forked": interval(ideal)._asdict() if ideal else None,
         "ideal_best": max(ideal, default=None),
@@ -134,7 +133,7 @@ def _share(holds: Iterable[bool]) -> float | None:
 
 
 def _speed(timed: Sequence[Record]) -> dict[str, Any] | None:
-    """Of answers that were timed: rates and phases, and speed-ups over serial mode on the same content."""
+    """Return rates, phases and speed-ups over serial mode of the timed answers; None: none was timed."""
     turns = [turn for record in timed for turn in record["turns"]]
     if not turns:
         return None
@@ -142,7 +141,7 @@ def _speed(timed: Sequence[Record]) -> dict[str, Any] | None:
     passes = sum(turn["passes"] for turn in turns)
     phases = {phase: sum(total(turn["runs"], phase) for turn in turns) for phase in ("prefill", "serial", "parallel")}
     decoding = phases["serial"] + phases["parallel"]
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "answers": len(turns),
         "runs": len(turns[0]["runs"]),
         "content_per_second": interval(
@@ -160,7 +159,7 @@ def _speed(timed: Sequence[Record]) -> dict[str, Any] | None:
         realised = [total(turn["serial_runs"]) / s for turn, s in zip(turns, seconds, strict=True)]
         ideal = [turn["ideal"] for turn in turns]
         blocks = [r for r, turn in zip(realised, turns, strict=True) if turn["blocks"]]
-        found |= {
+        summary |= {
             "realised": interval(realised)._asdict(),
             "realised_with_block": interval(blocks)._asdict() if blocks else None,
             "realised_quantiles": {str(q): float(np.quantile(realised, q)) for q in QUANTILES},
@@ -169,7 +168,7 @@ def _speed(timed: Sequence[Record]) -> dict[str, Any] | None:
             "ideal": interval(ideal)._asdict(),
             "efficiency": float(np.mean([r / i for r, i in zip(realised, ideal, strict=True)])),
         }
-    return found
+    return summary
 
 
 def _relative_spread(runs: Sequence[dict[str, float]]) -> float:
@@ -183,7 +182,7 @@ def _comparisons(
     timed: dict[str, list[Record]],
     scores: dict[str, list[Record]],
 ) -> list[dict[str, Any]]:
-    """Every ASPD system in adaptive mode beside every other system, by question."""
+    """Compare every system in adaptive mode with every other system, paired by question."""
     measures: dict[str, Callable[[str], dict[Any, float]]] = {
         "right answers": lambda name: {
             record["question_id"]: float(record["correct"]) for record in answers[name] if record["correct"] is not None
@@ -193,33 +192,33 @@ def _comparisons(
             record["question_id"]: float(np.log(_rate(record))) for record in timed[name] if _rate(record) > 0
         },
     }
-    found = []
+    comparisons = []
     for ours in [system.name for system in config.systems if system.mode == "adaptive"]:
         for theirs in [system.name for system in config.systems if system.name != ours]:
-            for what, of in measures.items():
-                mine, other = of(ours), of(theirs)
-                both = [id for id in mine if id in other]
+            for name, measure in measures.items():
+                values, other_values = measure(ours), measure(theirs)
+                both = [id for id in values if id in other_values]
                 if both:
-                    gap = difference([mine[id] for id in both], [other[id] for id in both])._asdict()
-                    if what == RATIO:  # of logarithms, so that twice and half are equally far from even
+                    gap = difference([values[id] for id in both], [other_values[id] for id in both])._asdict()
+                    if name == RATIO:  # differences of logarithms treat ratios of 2 and 1/2 alike
                         gap |= {key: float(np.exp(gap[key])) for key in ("mean", "low", "high")}
-                    found.append({"ours": ours, "theirs": theirs, "what": what} | gap)
-    return found
+                    comparisons.append({"ours": ours, "theirs": theirs, "what": name} | gap)
+    return comparisons
 
 
 def _rate(record: Record) -> float:
-    """Content tokens per second of a conversation."""
+    """Return the content tokens per second of a conversation."""
     seconds = sum(total(turn["runs"]) for turn in record["turns"])
     return sum(turn["content_tokens"] for turn in record["turns"]) / seconds if seconds else 0.0
 
 
 def _pairs(judgments: Sequence[Record]) -> list[dict[str, Any]]:
-    """Wins and ties of every pair of systems; `consistent`: verdicts that are the same in both orders."""
-    found = []
+    """Count wins, ties and losses of each pair of systems; `consistent`: share of equal verdicts in both orders."""
+    pairs = []
     for names in dict.fromkeys((j["model_1"], j["model_2"]) for j in judgments):
         ours = [j for j in judgments if (j["model_1"], j["model_2"]) == names]
         worth = [{"model_1": 1.0, "tie": 0.5, "model_2": 0.0}[j["winner"]] for j in ours]
-        found.append(
+        pairs.append(
             {
                 "model_1": names[0],
                 "model_2": names[1],
@@ -231,4 +230,4 @@ def _pairs(judgments: Sequence[Record]) -> list[dict[str, Any]]:
                 "win_rate": interval(worth)._asdict(),
             }
         )
-    return found
+    return pairs

@@ -1,4 +1,4 @@
-"""Structure of what a model writes: when it forks, and whether its branches are what branches should be."""
+"""Measures of the structure of an answer: whether it forks, and whether its branches are independent."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ GRAM = 5  # words in a row
 
 @dataclass(frozen=True)
 class Health:
-    """Of one answer.
+    """Measures of the structure of one answer.
 
     Attributes:
-        forked: whether it has a block.
-        well_formed: whether it parses and ended by itself.
-        branches: of each block.
-        dependent: blocks whose words tell against them (`aspd_jax.pipeline.checks`).
-        numbered, misnumbered: branches that begin with a number such as `3.`, and those of them whose number is not one
-            more than that of the branch before.
-        repeated: share of a branch's runs of five words that a sibling has too, mean over branches; None: no runs.
-        tokens, branch_tokens, title_tokens: of the answer, as they are counted (protocol, section 7).
+        forked: whether the answer has a block.
+        well_formed: whether the answer parses and ended by itself.
+        branches: number of branches of each block.
+        dependent: number of blocks whose words indicate dependence (`aspd_jax.pipeline.checks`).
+        numbered: number of branches that begin with a number such as `3.`.
+        misnumbered: number of those whose number does not follow that of the previous branch.
+        repeated: share of five-word sequences of a branch that also occur in a sibling, mean over branches; None: no
+            branch has five words.
+        tokens, branch_tokens, title_tokens: token counts of the answer (protocol, section 7).
     """
 
     forked: bool
@@ -44,17 +45,18 @@ class Health:
 
 
 def health(question: str, structure: Structure, finished: bool, count: Count) -> Health:
-    """Look at an answer.
+    """Measure the structure of an answer.
 
     Args:
-        question: everything that was said before it.
-        finished: whether it ended by itself: an answer that was cut off is not well formed.
-        count: tokens of a text.
+        question: all earlier messages of the conversation.
+        structure: structure of the answer.
+        finished: whether the answer ended by itself; a truncated answer is not well formed.
+        count: returns the number of tokens of a text.
     """
     blocks = [item for item in structure if isinstance(item, Parallel)]
     text = plain_text(structure)
     spans = spans_of(structure)
-    of = measure(text, spans, count)
+    counts = measure(text, spans, count)
     shares = [share for block in blocks for share in _repeated([branch.text for branch in block.branches])]
     numbers = [number for block in blocks for number in _numbers([branch.text for branch in block.branches])]
     whole = all(len(block.branches) > 1 and all(b.title.strip() for b in block.branches) for block in blocks)
@@ -66,14 +68,14 @@ def health(question: str, structure: Structure, finished: bool, count: Count) ->
         numbered=len(numbers),
         misnumbered=sum(not right for right in numbers),
         repeated=sum(shares) / len(shares) if shares else None,
-        tokens=of.tokens,
-        branch_tokens=of.branch_tokens,
-        title_tokens=of.title_tokens,
+        tokens=counts.tokens,
+        branch_tokens=counts.branch_tokens,
+        title_tokens=counts.title_tokens,
     )
 
 
 def _numbers(texts: Sequence[str]) -> list[bool]:
-    """For every branch that begins with a number: whether it is the one that is due."""
+    """Return, for every branch that begins with a number, whether it is the expected number."""
     right, before = [], None
     for text in texts:
         marker = marker_of(text.strip())
@@ -85,14 +87,14 @@ def _numbers(texts: Sequence[str]) -> list[bool]:
 
 
 def _repeated(texts: Sequence[str]) -> list[float]:
-    """For every branch that is long enough: the share of its runs of words that some sibling has."""
-    grams = [Counter(_grams(text)) for text in texts]
+    """Return, for every branch of at least `GRAM` words, the share of its n-grams that occur in a sibling."""
+    counters = [Counter(_grams(text)) for text in texts]
     shares = []
-    for own in grams:
-        if not own:
+    for counter in counters:
+        if not counter:
             continue
-        others = set().union(*(other for other in grams if other is not own))
-        shares.append(sum(n for gram, n in own.items() if gram in others) / own.total())
+        others = set().union(*(other for other in counters if other is not counter))
+        shares.append(sum(n for gram, n in counter.items() if gram in others) / counter.total())
     return shares
 
 

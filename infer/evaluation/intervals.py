@@ -1,4 +1,4 @@
-"""Means with intervals, and whether a difference could be chance."""
+"""Means with bootstrap intervals, and permutation tests of differences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEVEL = 0.95
 
 
 class Interval(NamedTuple):
-    """A mean with its bootstrap interval (95 %, percentile), over how many values."""
+    """A mean with its bootstrap interval (95 %, percentile) and the number of values."""
 
     mean: float
     low: float
@@ -22,7 +22,7 @@ class Interval(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Of pairs: mean difference with its interval, and the p-value of a two-sided permutation test of its sign."""
+    """Mean difference of pairs with its interval, and the p-value of a two-sided sign permutation test."""
 
     mean: float
     low: float
@@ -32,24 +32,24 @@ class Difference(NamedTuple):
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The mean of some values; of one value or of equal ones, no width."""
+    """Return the mean of values with its interval, which has width 0 for one value or equal values."""
     array = np.asarray(values, float)
     if array.size == 0:
         return Interval(float("nan"), float("nan"), float("nan"), 0)
     mean = float(array.mean())
     if array.size < 2 or np.ptp(array) == 0:
         return Interval(mean, mean, mean, int(array.size))
-    found = stats.bootstrap(
+    bounds = stats.bootstrap(
         (array,), np.mean, n_resamples=RESAMPLES, confidence_level=LEVEL, method="percentile", rng=0
     ).confidence_interval
-    return Interval(mean, float(found.low), float(found.high), int(array.size))
+    return Interval(mean, float(bounds.low), float(bounds.high), int(array.size))
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
-    """Of pairs of values, ours less theirs."""
+    """Return the mean of `ours` minus `theirs` over pairs of values."""
     gaps = np.asarray(ours, float) - np.asarray(theirs, float)
-    of = interval(gaps.tolist())
+    mean = interval(gaps.tolist())
     if gaps.size < 2 or not gaps.any():
-        return Difference(*of[:3], 1.0, of.values)
+        return Difference(*mean[:3], 1.0, mean.values)
     test = stats.permutation_test((gaps,), np.mean, permutation_type="samples", n_resamples=RESAMPLES, rng=0)
-    return Difference(*of[:3], float(test.pvalue), of.values)
+    return Difference(*mean[:3], float(test.pvalue), mean.values)

@@ -1,4 +1,4 @@
-"""Question files: FastChat's, questions about given documents, maths with answers to be found, multiple choice."""
+"""Question files: FastChat's format, questions about documents, mathematics and multiple choice."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ CHOICE = "\n\nEnd your answer with a line that says: Answer: LETTER"
 
 @dataclass(frozen=True)
 class Question:
-    """One question, of one or more turns.
+    """A question with one or more turns.
 
     Attributes:
-        id: as in the file; answers carry it.
-        category: of the question.
-        turns: what the user says.
-        references: right answers, or answers to compare with, for the first turns; may be fewer than `turns`.
-        scoring: how the last turn is compared with its reference; `chat`: not at all.
+        id: identifier in the file and in answers.
+        category: category in the report.
+        turns: messages of the user.
+        references: right answers, or reference answers, of the first turns; may be fewer than `turns`.
+        scoring: how the last answer is compared with its reference; `chat`: not compared.
         choices: letters of a multiple choice.
-        temperature: that the file asks for.
-        forks: whether the right answer has a block, where that is known.
+        temperature: temperature that the file requires; None: none.
+        forks: whether the right answer has a block; None: unknown.
     """
 
     id: str | int
@@ -45,48 +45,50 @@ class Question:
 
 
 def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Question]:
-    """The questions of a benchmark.
+    """Read the questions of a benchmark.
 
     Args:
-        left_out: takes file, line and reason of each line that is no question, or repeats the id of an earlier one.
+        section: configuration of the benchmark.
+        left_out: list to which file, line and reason are appended for each invalid line or repeated id.
 
     Raises:
         DataError: a file cannot be read, or holds no question.
     """
     file = Path(section.file)
     references = read_references(Path(section.references), left_out) if section.references else {}
-    found: dict[str | int, Question] = {}
+    questions: dict[str | int, Question] = {}
     before = len(left_out)
     for number, record, reason in read_lines(file):
         try:
             question = _question(_object(record, reason), number, section.kind, references)
-            if question.id in found:
+            if question.id in questions:
                 raise DataError(f"question {question.id!r} occurs twice")
-            found[question.id] = question
+            questions[question.id] = question
         except DataError as error:
             left_out.append(f"{file}, line {number}: {error}")
-    if not found:
-        first = f"; the first: {left_out[before]}" if len(left_out) > before else ""
+    if not questions:
+        first = f"; first error: {left_out[before]}" if len(left_out) > before else ""
         raise DataError(f"{file} holds no question{first}")
-    return select_evenly(found.values(), section.limit)
+    return select_evenly(questions.values(), section.limit)
 
 
 def read_references(file: Path, left_out: list[str]) -> dict[str | int, tuple[str, ...]]:
-    """Answers by question id, of FastChat's model_answer form.
+    """Read answers by question id from a file in FastChat's model_answer format.
 
     Args:
-        left_out: takes file, line and reason of each line that holds none.
+        file: JSONL file.
+        left_out: list to which file, line and reason are appended for each invalid line.
     """
-    found: dict[str | int, tuple[str, ...]] = {}
+    answers: dict[str | int, tuple[str, ...]] = {}
     for number, record, reason in read_lines(file):
         try:
             answer = _object(record, reason)
-            found[answer["question_id"]] = _texts(answer["choices"][0]["turns"])
+            answers[answer["question_id"]] = _texts(answer["choices"][0]["turns"])
         except DataError as error:
             left_out.append(f"{file}, line {number}: {error}")
         except (KeyError, IndexError, TypeError):
             left_out.append(f'{file}, line {number}: no "question_id" and "choices" with "turns"')
-    return found
+    return answers
 
 
 def _object(value: Any, reason: str) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def _object(value: Any, reason: str) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """Answers: one text or number, or a list of them."""
+    """Return answers as texts from one text or number, or a list of them."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(item, (str, int, float)) for item in values):
         raise DataError("an answer must be a text or a number")
@@ -104,17 +106,17 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def select_evenly(questions: Iterable[Question], limit: int) -> list[Question]:
-    """So many questions, from all categories in turn, in their order; 0: all."""
-    every = list(questions)
-    if not limit or limit >= len(every):
-        return every
+    """Select at most `limit` questions, evenly over the categories and in their order; 0: all."""
+    candidates = list(questions)
+    if not limit or limit >= len(candidates):
+        return candidates
     by_category: dict[str, list[int]] = defaultdict(list)
-    for place, question in enumerate(every):
+    for place, question in enumerate(candidates):
         by_category[question.category].append(place)
     in_turn = sorted(
         (rank, order, place) for order, places in enumerate(by_category.values()) for rank, place in enumerate(places)
     )
-    return [every[place] for place in sorted(place for _, _, place in in_turn[:limit])]
+    return [candidates[place] for place in sorted(place for _, _, place in in_turn[:limit])]
 
 
 def _question(
@@ -127,8 +129,8 @@ def _question(
     documents = record.get("documents", record.get("context"))
     if documents is not None:
         turns = (f"{_documents(documents)}\n\n{turns[0]}", *turns[1:])
-    own = record.get("reference", record.get("answer", record.get("solution")))
-    given = () if own is None else _texts(own)
+    reference = record.get("reference", record.get("answer", record.get("solution")))
+    answers = () if reference is None else _texts(reference)
     temperature = record.get("required_temperature")
     if temperature is not None and not (isinstance(temperature, (int, float)) and 0 <= temperature < inf):
         raise DataError('"required_temperature" must be a number from 0')
@@ -136,16 +138,16 @@ def _question(
         id=id,
         category=str(record.get("category") or record.get("subject") or "all"),
         turns=turns,
-        references=references.get(id, given),
+        references=references.get(id, answers),
         scoring=kind,
         temperature=temperature,
     )
     if kind == "maths":
-        return _with_answer(question, gold(given[0] if given else ""), MATHS)
+        return _with_answer(question, final_answer(answers[0] if answers else ""), MATHS)
     if kind == "choice":
         return _choice(question, record)
     if kind == "exact":
-        return _with_answer(question, given[0] if given else "", "")
+        return _with_answer(question, answers[0] if answers else "", "")
     return question
 
 
@@ -158,18 +160,18 @@ def _turns(record: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _documents(documents: Any) -> str:
-    every = documents if isinstance(documents, list) else [documents]
-    texts = [item.get("text", item.get("content")) if isinstance(item, dict) else item for item in every]
+    items = documents if isinstance(documents, list) else [documents]
+    texts = [item.get("text", item.get("content")) if isinstance(item, dict) else item for item in items]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise DataError('"documents" must be texts, or objects with a "text"')
     return "\n\n".join(f"Document {number}:\n{text}" for number, text in enumerate(texts, 1))
 
 
-def _with_answer(question: Question, answer: str, asking: str) -> Question:
+def _with_answer(question: Question, answer: str, instruction: str) -> Question:
     if not answer:
-        raise DataError('"answer" is missing: there is nothing to compare with')
+        raise DataError('"answer" is missing; this kind of benchmark needs a reference')
     *before, last = question.turns
-    return replace(question, turns=(*before, last + asking), references=(answer,))
+    return replace(question, turns=(*before, last + instruction), references=(answer,))
 
 
 def _choice(question: Question, record: dict[str, Any]) -> Question:
@@ -191,7 +193,7 @@ def _choice(question: Question, record: dict[str, Any]) -> Question:
     return replace(question, turns=(*question.turns[:-1], turn), references=(letter,), choices=tuple(letters))
 
 
-def gold(answer: str) -> str:
-    """The final answer of a worked one: behind GSM8K's `####`, else the whole text."""
-    found = re.search(r"####\s*(.+?)\s*$", answer)
-    return found[1] if found else answer.strip()
+def final_answer(answer: str) -> str:
+    """Return the text after GSM8K's `####`, or the whole text if there is none."""
+    match = re.search(r"####\s*(.+?)\s*$", answer)
+    return match[1] if match else answer.strip()

@@ -1,6 +1,6 @@
-"""Right or wrong: whole texts, final answers of mathematics, letters of a multiple choice.
+"""Scoring of answers: whole texts, final answers of mathematics, letters of multiple choice.
 
-Final answers are found and compared by `math-verify`.
+`math-verify` extracts and compares final answers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from infer.evaluation.questions import Question
 PARSE_SECONDS = 5
 
 
-def correct(question: Question, answer: str) -> bool | None:
-    """Whether the last answer of a conversation is right; None: nothing says what would be."""
+def is_correct(question: Question, answer: str) -> bool | None:
+    """Return whether the last answer of a conversation is right; None without a reference."""
     if question.scoring == "chat" or not question.references:
         return None
     reference = question.references[-1]
@@ -28,22 +28,22 @@ def correct(question: Question, answer: str) -> bool | None:
 
 
 def same_value(reference: str, answer: str) -> bool:
-    """Whether the final answer of a text equals the reference, as mathematics: `1/2` and `0.5` do."""
+    """Return whether the final answer of a text equals the reference mathematically, such as `1/2` and `0.5`."""
     import math_verify
 
     expected = math_verify.parse(f"${reference}$", parsing_timeout=PARSE_SECONDS)
     expected = expected or math_verify.parse(reference, parsing_timeout=PARSE_SECONDS)
-    found = math_verify.parse(answer, parsing_timeout=PARSE_SECONDS)
-    return bool(math_verify.verify(expected, found, timeout_seconds=PARSE_SECONDS))
+    parsed = math_verify.parse(answer, parsing_timeout=PARSE_SECONDS)
+    return bool(math_verify.verify(expected, parsed, timeout_seconds=PARSE_SECONDS))
 
 
 @cache
 def _patterns(letters: str) -> tuple[Any, ...]:
-    one = rf"[(\[]?\*{{0,2}}([{letters}])\b"
+    letter = rf"[(\[]?\*{{0,2}}([{letters}])\b"
     return tuple(
         re.compile(pattern)
         for pattern in (
-            rf"(?i:answer|option|choice)\W{{0,6}}(?i:is)?\W{{0,4}}{one}",
+            rf"(?i:answer|option|choice)\W{{0,6}}(?i:is)?\W{{0,4}}{letter}",
             rf"\\boxed\{{\s*(?:\\text\{{)?([{letters}])\b",
             rf"(?m)^\W*([{letters}])\W*$",
             rf"(?m)^\W*([{letters}])[.):]",
@@ -52,9 +52,9 @@ def _patterns(letters: str) -> tuple[Any, ...]:
 
 
 def chosen_letter(answer: str, letters: Sequence[str]) -> str | None:
-    """The letter that an answer decides for: the last one that is announced as the answer, or stands alone."""
+    """Return the last letter that an answer announces as its choice or writes on a line of its own; None: none."""
     for pattern in _patterns("".join(letters)):
-        found = pattern.findall(answer)
-        if found:
-            return str(found[-1])
+        matches = pattern.findall(answer)
+        if matches:
+            return str(matches[-1])
     return None

@@ -1,7 +1,7 @@
-"""Speed of whole answers, one conversation at a time: adaptive mode beside serial mode on the same content.
+"""Speed of whole answers at batch size 1: adaptive mode against serial mode with the same content.
 
-The serial run is told which tokens to take, those of the adaptive answer's plain text; everything else, sampling
-included, is computed as always. So realised speed-up compares the same content (protocol, section 8).
+The serial run is forced to the tokens of the adaptive answer's plain text and computes everything else, including
+sampling. The realised speed-up therefore compares the same content (protocol, section 8).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def time_questions(
     file: Path,
     title: str,
 ) -> list[dict[str, Any]]:
-    """Time some questions; those that are in the file already are not repeated.
+    """Time the questions that the file does not hold yet, and return the records of all timed questions.
 
-    A record has `question_id`, `category`, and `turns`: of each `content_tokens`, `generated_tokens`, `passes`,
-    `critical_path`, `ideal`, and `runs`, which hold the seconds of every run by phase. In adaptive mode also
-    `serial_runs`, of serial mode on the same content.
+    A record has `question_id`, `category` and `turns`. A turn has `content_tokens`, `generated_tokens`, `passes`,
+    `critical_path`, `ideal`, and `runs` with the seconds of every run by phase; in adaptive mode also `serial_runs`,
+    the runs of serial mode with the same content.
 
     Raises:
-        RequestError: serial mode did not follow what it was told.
+        RequestError: serial mode did not decode the prescribed tokens.
     """
     chosen = select_evenly(questions, speed.questions)
     done = {record["question_id"]: record for record in read_journal(file)}
@@ -82,7 +82,8 @@ def _time(engine: Engine, system: System, question: Question, params: Any, repea
         if serial_runs:
             first, *measured = [run[number] for run in serial_runs]
             if first.stats.content_tokens != stats.content_tokens:
-                raise RequestError("the script was not followed; this is a mistake of the benchmark")
+                expected, got = stats.content_tokens, first.stats.content_tokens
+                raise RequestError(f"serial mode: expected {expected} content tokens, got {got}. Please report this.")
             turn["serial_runs"] = [_seconds(result) for result in measured]
         turns.append(turn)
     return {"question_id": question.id, "category": question.category, "turns": turns}
@@ -91,17 +92,17 @@ def _time(engine: Engine, system: System, question: Question, params: Any, repea
 def _converse(
     engine: Engine, mode: Any, question: Question, params: Any, scripts: Sequence[Sequence[int] | None]
 ) -> Iterator[Result]:
-    """One conversation by itself, beginning with an empty cache.
+    """Decode one conversation at batch size 1, starting with an empty prefix cache.
 
     Args:
-        scripts: tokens of every answer; None: its own.
+        scripts: forced tokens of each answer; None: sampled tokens.
     """
     engine.forget()
     messages: list[dict[str, Any]] = []
     for text, script in zip(question.turns, scripts, strict=True):
         messages.append({"role": "user", "content": text})
-        told = params if script is None else params.saying(script)
-        (result,) = engine.generate([messages], told, mode)
+        turn_params = params if script is None else params.saying(script)
+        (result,) = engine.generate([messages], turn_params, mode)
         yield result
         messages.append({"role": "assistant", "content": result.text, "token_ids": result.token_ids})
 
@@ -111,5 +112,5 @@ def _seconds(result: Result) -> dict[str, float]:
 
 
 def total(runs: Sequence[dict[str, float]], phase: str = "total") -> float:
-    """Median seconds of a phase over runs."""
+    """Return the median seconds of a phase over runs."""
     return median(run[phase] for run in runs)

@@ -1,5 +1,1 @@
-"""Answering files and terminals, without a server.
-
-Its own: JSONL files, journals that survive kill -9, a terminal. It may touch the engine, `infer.answers` and
-`infer.bench`.
-"""
+"""Decoding without a server: JSONL batches with a resumable journal, and output on a terminal."""

@@ -1,7 +1,7 @@
-"""Offline batches: a JSONL file of prompts in, a JSONL file of answers out, in its order.
+"""Offline batches: answers to a JSONL file of prompts, written as a JSONL file in the same order.
 
-Answers end in any order. Each is added to a journal beside the output as soon as it is there; the output is written
-when all are. So a job that is killed goes on with what is missing, and nothing is lost or done twice.
+Finished answers are appended to a journal beside the output; the output is written when all have ended. An interrupted
+job resumes from the journal.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from infer.offline.journal import append, read_journal
 from infer.request import Mode, SamplingParams
 from infer.scheduling.handle import Handle
 
-STEPS = 256  # passes between two looks at who has ended
+STEPS = 256  # engine steps between two checks for finished answers
 
 
 class Item(NamedTuple):
     """A line of the input.
 
     Attributes:
-        line: its number.
-        id: its own, or else the number.
-        prompt: text or messages; None where the line holds neither.
-        source: what the answer's record repeats of the line.
-        error: why there is no prompt.
+        line: number of the line.
+        id: identifier in the record; the number of the line if it has none.
+        prompt: text or messages; None: the line is invalid.
+        source: fields of the line that the record of the answer repeats.
+        error: why the line is invalid.
     """
 
     line: int
@@ -48,7 +48,7 @@ class Item(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of a job: records in all, those that were there already, and those that hold an error."""
+    """Summary of a job: all records, records of an earlier run, and records with an error."""
 
     records: int
     resumed: int
@@ -56,13 +56,14 @@ class Outcome(NamedTuple):
 
 
 def read_prompts(file: Path, chat: bool) -> list[Item]:
-    """Prompts of a JSONL file: `{"prompt": "..."}` or `{"messages": [...]}`, and an optional `"id"`.
+    """Read a JSONL file of `{"prompt": "..."}` or `{"messages": [...]}` with an optional `"id"`.
 
     Args:
-        chat: a `prompt` is a message of the user, and goes through the chat template.
+        file: JSONL file.
+        chat: whether a `prompt` is a message of the user, which the chat template renders.
 
     Raises:
-        DataError: the file cannot be read, or has no line that is not blank.
+        DataError: the file cannot be read, or has only blank lines.
     """
     items = [_item(line, chat) for line in read_lines(file)]
     if not items:
@@ -76,34 +77,40 @@ def _item(line: Line, chat: bool) -> Item:
         return Item(number, number, None, {}, reason)
     if not isinstance(record, dict):
         return Item(number, number, None, {}, "not a JSON object")
-    own = record.get("id")
-    name = own if isinstance(own, (str, int)) else number
+    identifier = record.get("id")
+    name = identifier if isinstance(identifier, (str, int)) else number
     prompt, messages = record.get("prompt"), record.get("messages")
     if isinstance(prompt, str) and messages is None:
         whole: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
         return Item(number, name, whole, {"prompt": prompt})
     if messages is None or messages == [] or prompt is not None:
-        reason = 'it must hold "prompt", a string, or "messages", a list of messages'
+        reason = 'expected "prompt", a string, or "messages", a list of messages'
         return Item(number, name, None, {}, reason)
     try:
-        said = [{"role": role, "content": content} for role, content, _ in parse_messages(messages, "messages")]
+        parsed = [{"role": role, "content": content} for role, content, _ in parse_messages(messages, "messages")]
     except AspdError as error:
         return Item(number, name, None, {}, str(error))
-    return Item(number, name, said, {"messages": said})
+    return Item(number, name, parsed, {"messages": parsed})
 
 
 def generate_file(
     engine: Engine, source: Path, output: Path, params: SamplingParams, mode: Mode, chat: bool, progress: bool = True
 ) -> Outcome:
-    """Answer every prompt of a file. A line that holds no prompt, or one that breaks a limit, gets an `error`.
+    """Answer every prompt of a file. The record of an invalid line or of a refused prompt has an `error`.
 
     Args:
-        params: of all; the seed of a line is `params.seed` (0 if none is given) plus its number, so that answers do
-            not depend on where a job was interrupted.
+        engine: engine.
+        source: JSONL file of prompts, see `read_prompts`.
+        output: JSONL file of records; must not exist.
+        params: sampling parameters. The seed of a line is `params.seed` (default 0) plus its number, so that answers do
+            not depend on interruptions.
+        mode: decoding mode.
+        chat: see `read_prompts`.
+        progress: whether to show a progress bar.
 
     Raises:
         DataError: the input cannot be read, or is empty.
-        RequestError: the output holds answers to another input or with other settings.
+        RequestError: the output exists, or its journal has answers to another input or with other settings.
     """
     items = read_prompts(source, chat)
     settings = {"input": hashlib.sha256(source.read_bytes()).hexdigest(), "mode": mode, "chat": chat}
@@ -111,7 +118,7 @@ def generate_file(
     journal = output.with_name(f"{output.name}.journal")
     if output.exists():
         raise RequestError(f"{output} exists; delete it, or choose another file")
-    done = _answers_of(journal, settings)
+    done = _read_answers(journal, settings)
     resumed = len(done)
     seed = params.seed or 0
     waiting = [item for item in items if item.line not in done][::-1]
@@ -134,8 +141,8 @@ def generate_file(
                 try:
                     if item.prompt is None:
                         raise DataError(item.error)
-                    asked = replace(params, seed=(seed + item.line) % (1 << 32))
-                    running.append((item, engine.submit(item.prompt, asked, mode)))
+                    line_params = replace(params, seed=(seed + item.line) % (1 << 32))
+                    running.append((item, engine.submit(item.prompt, line_params, mode)))
                 except AspdError as error:
                     note(item, {"id": item.id, "error": f"{source}, line {item.line}: {error}"})
             engine.step(STEPS)
@@ -152,7 +159,7 @@ def generate_file(
 
 def _record(item: Item, result: Result) -> dict[str, Any]:
     source = dict(item.source)
-    if "messages" in source:  # with its answer a conversation, as `aspd data build` reads it
+    if "messages" in source:  # `aspd data build` reads such conversations
         source["messages"] = [*source["messages"], {"role": "assistant", "content": result.text}]
     return {
         "id": item.id,
@@ -164,8 +171,12 @@ def _record(item: Item, result: Result) -> dict[str, Any]:
     }
 
 
-def _answers_of(journal: Path, settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Records that are there already, by line."""
+def _read_answers(journal: Path, settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the records of the journal by line.
+
+    Raises:
+        RequestError: the journal was written with other settings.
+    """
     whole = read_journal(journal)
     if not whole:
         return {}
@@ -178,6 +189,6 @@ def _answers_of(journal: Path, settings: dict[str, Any]) -> dict[int, dict[str, 
     return {record.pop("line"): record for record in records}
 
 
-def _different(there: dict[str, Any], here: dict[str, Any]) -> Sequence[str]:
-    flat = [{**value, **value.get("params", {})} for value in (there, here)]
+def _different(old: dict[str, Any], new: dict[str, Any]) -> Sequence[str]:
+    flat = [{**value, **value.get("params", {})} for value in (old, new)]
     return sorted(key for key in flat[0] | flat[1] if key != "params" and flat[0].get(key) != flat[1].get(key))

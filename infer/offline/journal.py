@@ -1,4 +1,4 @@
-"""Journals in JSONL: files that grow by lines and survive kill -9."""
+"""Journals: JSONL files to which records are appended, and which stay valid when a process is killed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from aspd_jax.files import Log
 
 
 def read_journal(file: Path) -> list[Any]:
-    """What is in a journal; a line that was cut off by the end of a process is dropped from the file.
+    """Read the records of a journal, and truncate an incomplete last line; a missing file has no records.
 
     Raises:
-        DataError: a whole line is no JSON.
+        DataError: a complete line is not JSON.
     """
     if not file.exists():
         return []
-    found, size = [], 0
+    records, size = [], 0
     *whole, _ = file.read_bytes().split(b"\n")
     for number, line in enumerate(whole, 1):
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except (ValueError, RecursionError):
-            raise DataError(f"{file}, line {number}: not JSON; delete the line, and it is made again") from None
+            raise DataError(f"{file}, line {number}: not JSON. Delete the line to make the record again.") from None
         size += len(line) + 1
     os.truncate(file, size)
-    return found
+    return records
 
 
 def append(journal: Log, value: dict[str, Any]) -> None:
-    """Add a line, so that it is there whatever happens next."""
+    """Append a record."""
     journal.write(json.dumps(value, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""Answers on a terminal: growing text, branches side by side, and a comparison of the two modes."""
+"""Answers on a terminal: streamed text, branches side by side, and a comparison of both modes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from infer.answers.answer import Result, content_ids
 from infer.engine import Engine, Prompt
 from infer.request import Mode, SamplingParams
 
-STREAM_STEPS = 2  # passes between two pictures
+STREAM_STEPS = 2  # engine steps between two updates
 
 
 def print_growing(engine: Engine, prompt: Prompt, params: SamplingParams, mode: Mode) -> None:
-    """Print an answer as it grows: branches side by side on a terminal, in reading order elsewhere."""
+    """Stream an answer: with branches side by side on a terminal, else as text in reading order."""
     console = Console()
     if console.is_terminal:
         with Live(console=console, refresh_per_second=20) as live:
@@ -35,7 +35,7 @@ def print_growing(engine: Engine, prompt: Prompt, params: SamplingParams, mode: 
 
 
 def picture(result: Result) -> RenderableType:
-    """An answer with the branches of every block side by side."""
+    """Render an answer with the branches of each block side by side."""
     parts: list[RenderableType] = []
     for item in result.structure:
         if isinstance(item, Parallel):
@@ -60,7 +60,7 @@ def demonstrate(lm: LanguageModel, questions: Sequence[str], params: SamplingPar
     console = Console()
     engine = Engine(lm, max_length=max_length, max_batch=1, reuse=False)
     table = Table(title="both modes, the same weights, the same content", title_justify="left")
-    for column in ("", "mode", "content tokens", "branches", "passes", "seconds", "speed-up", "ideal"):
+    for column in ("", "mode", "content tokens", "branches", "steps", "seconds", "speed-up", "ideal"):
         table.add_column(column, justify="left" if column in ("", "mode") else "right")
     total = {"adaptive": 0.0, "serial": 0.0}
     for number, question in enumerate(questions, 1):
@@ -88,7 +88,7 @@ def demonstrate(lm: LanguageModel, questions: Sequence[str], params: SamplingPar
     console.print(
         f"All questions: {total['adaptive']:.1f} s in adaptive mode, {total['serial']:.1f} s in serial mode, "
         f"{total['serial'] / total['adaptive']:.2f}x. One run of each after one that compiles, batch 1, prefill "
-        "included. Serial mode is told the content of the adaptive answer, so that both compute the same text. "
+        "included. Serial mode is forced to the content of the adaptive answer, so that both decode the same text. "
         "ideal: content tokens per token of the critical path.",
         style="dim",
     )
@@ -101,7 +101,7 @@ def _watch(
     params: SamplingParams,
     mode: Mode,
 ) -> Result:
-    """An answer, decoded once to compile, once to be seen where there is somebody to see it, and once for the clock."""
+    """Decode an answer to compile, again to show it on a terminal, and a last time to measure it."""
     console.print(Text(f"\n{mode}", style="dim"))
     with console.status("compiling for this length of prompt and answer"):
         engine.generate([messages], params, mode)

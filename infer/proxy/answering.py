@@ -1,4 +1,4 @@
-"""One answer by way of an upstream: its serial segments, its branches side by side, and what is made of them."""
+"""Decoding of one answer on an upstream server: serial segments and concurrent branches."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ TITLE_START, TITLE_END = TAGS["title_start"], TAGS["title_end"]
 FORK, BRANCH_END = TAGS["parallel_start"], TAGS["branch_end"]
 MAX_TITLE_TOKENS = 32
 _ANY_TAG = re.compile("|".join(map(re.escape, TAGS.values())))
-_PLAN = re.compile(r"(\d+)/(\d+) ")  # of a title: which of how many it is
+_PLAN = re.compile(r"(\d+)/(\d+) ")  # prefix of a title: its number and the number of titles
 
 
 @dataclass
 class Proxied:
-    """An answer, as far as it is.
+    """State of an answer.
 
     Attributes:
-        items: its structure.
-        finish_reason: `stop` or `length`, once it has ended.
-        requests: that the upstream was asked for it.
+        items: structure so far.
+        finish_reason: `stop` or `length`; empty until the answer has ended.
+        requests: number of requests sent to the upstream.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -39,27 +39,27 @@ class Proxied:
 
     @property
     def text(self) -> str:
-        """Its plain text."""
+        """Plain text."""
         return plain_text(canonical(self.items))
 
     def end_before(self, stop: Sequence[str]) -> None:
-        """End it before the first stop string."""
+        """Truncate the answer before its first stop string, if it has one."""
         if (match := first_match(self.text, stop)) is not None:
             self.items, self.finish_reason = list(beginning(canonical(self.items), match.start)), "stop"
 
 
 class Answering:
-    """Drives a model that announces its branches.
+    """Decodes answers with blocks on an upstream server.
 
-    Where a block is due, the titles that the model has written become requests, one for each branch, behind the prefix
-    that they share; what comes back is put together, and the answer goes on behind it. In contrast to the engine, that
-    reads the branches again after the block, one after the other (protocol, section 5).
+    The titles that the model writes become one request per branch with a common prefix. After the block, the prompt of
+    the next request contains the branches one after the other, so that the upstream reads them again; the engine does
+    not (protocol, section 5).
 
     Args:
-        upstream: serves the checkpoint, with its special tokens.
-        codec: of the checkpoint's tokenizer.
-        ends: how the tokens that end an answer are spelt.
-        max_branches: of a block; titles beyond are left out.
+        upstream: server of a checkpoint with special tokens.
+        codec: codec of the checkpoint's tokenizer.
+        ends: texts of the tokens that end an answer.
+        max_branches: maximum branches of a block; further titles are dropped.
     """
 
     def __init__(self, upstream: Upstream, codec: Codec, ends: Sequence[str], max_branches: int = 16) -> None:
@@ -69,25 +69,27 @@ class Answering:
     async def events(
         self,
         prompt: Sequence[int],
-        most: int,
+        limit: int,
         sampling: SamplingParams,
         adaptive: bool,
         answer: Proxied,
         in_order: bool,
     ) -> AsyncGenerator[Event, None]:
-        """Yield events of `infer.answers.events`, without `done`; `answer` is filled meanwhile.
+        """Decode an answer and yield its events (`infer.answers.events`) without `done`.
 
         Args:
             prompt: token ids.
-            most: tokens of the text, in reading order.
+            limit: maximum content tokens, in reading order.
+            sampling: sampling parameters.
             adaptive: whether the model may fork.
-            in_order: yield the text of blocks in reading order, as far as it is final.
+            answer: state that is updated.
+            in_order: whether the text of blocks is yielded in reading order once it is final.
 
         Raises:
-            UpstreamError: the upstream refuses, or fails.
+            UpstreamError: the upstream refuses a request or fails.
         """
         special, encode = self._codec.special, self._codec.text.encode
-        prefix, left = list(prompt), most
+        prefix, left = list(prompt), limit
         may_fork, block = adaptive, 0
         while True:
             written, shown, announces = "", 0, False
@@ -116,19 +118,19 @@ class Answering:
                 return
             titles = await self._titles(answer, prefix, sampling)
             if len(titles) < 2:
-                may_fork = False  # it announced what is no block; the rest is serial
+                may_fork = False  # one title makes no block; the rest of the answer is serial
                 continue
             block += 1
             yield Event("fork", block=block, titles=tuple(titles))
             announced = [i for t in titles for i in (special.title_start, *encode(t), special.title_end)]
             prefix = [*prefix, *announced, special.parallel_start]
             answer.items.append(Parallel([Branch(title, "") for title in titles]))
-            pieces_of: list[list[str]] = [[] for _ in titles]
+            branch_pieces: list[list[str]] = [[] for _ in titles]
             final, shown = set[int](), 0
-            async with aclosing(self._branches(prefix, titles, left, sampling, answer, pieces_of, final)) as events:
+            async with aclosing(self._branches(prefix, titles, left, sampling, answer, branch_pieces, final)) as events:
                 async for event in events:
                     first = next((n for n in range(1, len(titles)) if n not in final), len(titles))
-                    readable, left_behind = self._within(pieces_of[:first], left)
+                    readable, left_behind = self._within(branch_pieces[:first], left)
                     branches = zip(titles, [*readable, *[""] * (len(titles) - first)], strict=True)
                     answer.items[-1] = Parallel([Branch(title, text) for title, text in branches])
                     if not in_order:
@@ -137,7 +139,7 @@ class Answering:
                         yield Event("token", block, first, new)
                         shown += len(new)
             yield Event("merge", block=block)
-            for title, parts in zip(titles, pieces_of, strict=True):
+            for title, parts in zip(titles, branch_pieces, strict=True):
                 text = encode("".join(parts))
                 prefix += [special.branch_start, *encode(title), *self._codec.separator_ids, *text, special.branch_end]
             prefix.append(special.parallel_end)
@@ -150,26 +152,26 @@ class Answering:
         self,
         answer: Proxied,
         prompt: Sequence[int],
-        most: int,
+        limit: int,
         stop: Sequence[str],
         forbidden: Sequence[int],
         sampling: SamplingParams,
     ) -> AsyncGenerator[tuple[str, str | None], None]:
-        """Count a request of an answer, and make it."""
+        """Count and send a request of an answer."""
         answer.requests += 1
-        return self._upstream.complete(prompt, most, [*stop, *self._ends], forbidden, sampling, answer.requests - 1)
+        return self._upstream.complete(prompt, limit, [*stop, *self._ends], forbidden, sampling, answer.requests - 1)
 
     async def _titles(self, answer: Proxied, prefix: Sequence[int], sampling: SamplingParams) -> list[str]:
-        """The titles that the model announces.
+        """Decode the titles of a block.
 
-        A repetition penalty would be one on the tags between them, too, and end the list before its time. No title has
-        a line break: a model that misses the end of one would go on with the text of the item.
+        There is no repetition penalty, because it would also apply to the tags between titles and end the list early.
+        A line break ends the list: without its closing tag, a title would run into the text of the item.
         """
         special = self._codec.special
         forbidden = [special.parallel_end, special.branch_start, special.branch_end]
-        free, most = replace(sampling, repetition_penalty=1.0), MAX_TITLE_TOKENS * self._max_branches
+        free, limit = replace(sampling, repetition_penalty=1.0), MAX_TITLE_TOKENS * self._max_branches
         written, titles = "", list[str]()
-        pieces = self._ask(answer, [*prefix, special.title_start], most, [FORK, "\n"], forbidden, free)
+        pieces = self._ask(answer, [*prefix, special.title_start], limit, [FORK, "\n"], forbidden, free)
         async with aclosing(pieces):
             async for piece, _ in pieces:
                 written += piece
@@ -180,7 +182,7 @@ class Answering:
         return titles
 
     def _within(self, texts: Sequence[Sequence[str]], left: int) -> tuple[list[str], int]:
-        """Return texts, which came in pieces, up to `left` tokens; and how many tokens are left behind them."""
+        """Join the pieces of texts up to `left` tokens in all, and return the texts and the remaining tokens."""
         kept = []
         for pieces in texts:
             kept.append("")
@@ -190,7 +192,7 @@ class Answering:
         return kept, left
 
     def _count(self, piece: str) -> int:
-        """Return the tokens of a piece. Counted by pieces, a text that grows never has fewer than before."""
+        """Return the number of tokens of a piece. The sum over pieces never decreases, unlike that of whole texts."""
         return len(self._codec.text.encode(piece))
 
     async def _branches(
@@ -200,13 +202,21 @@ class Answering:
         left: int,
         sampling: SamplingParams,
         answer: Proxied,
-        pieces_of: list[list[str]],
+        branch_pieces: list[list[str]],
         final: set[int],
     ) -> AsyncGenerator[Event, None]:
-        """Yield tokens and ends of all branches, as they come; fills `pieces_of` each, and numbers of those that are
-        `final`.
+        """Decode all branches concurrently and yield their tokens and ends.
 
-        A branch ends where its text and the texts of the branches before it, as far as they are, have `left` tokens.
+        A branch ends when its text and the texts of earlier branches so far have `left` tokens.
+
+        Args:
+            prefix: token ids before the branches.
+            titles: titles of the branches.
+            left: remaining content tokens of the answer.
+            sampling: sampling parameters.
+            answer: state of the answer, which counts requests.
+            branch_pieces: lists to which the pieces of each branch are appended.
+            final: set to which the numbers of branches that were not cut off are added.
         """
         special, encode = self._codec.special, self._codec.text.encode
         news: asyncio.Queue[Event | BaseException] = asyncio.Queue()
@@ -220,14 +230,14 @@ class Answering:
                 async for piece, reason in pieces:
                     within = reason != "length"
                     if piece := _ANY_TAG.sub("", piece):
-                        pieces_of[number].append(piece)
+                        branch_pieces[number].append(piece)
                         sizes[number] += self._count(piece)
                         news.put_nowait(Event("token", 1, number + 1, piece))
                         if sum(sizes[: number + 1]) >= left:
                             break
             if within:
                 final.add(number + 1)
-            news.put_nowait(Event("branch", 1, number + 1, "".join(pieces_of[number])))
+            news.put_nowait(Event("branch", 1, number + 1, "".join(branch_pieces[number])))
 
         async def guarded(number: int, title: str) -> None:
             try:
@@ -236,15 +246,15 @@ class Answering:
                 news.put_nowait(error)
                 raise
 
-        tasks = [asyncio.create_task(guarded(*one)) for one in enumerate(titles)]
+        tasks = [asyncio.create_task(guarded(number, title)) for number, title in enumerate(titles)]
         try:
             growing = len(tasks)
             while growing:
-                one = await news.get()
-                if isinstance(one, BaseException):
-                    raise one
-                growing -= one.kind == "branch"
-                yield one
+                event = await news.get()
+                if isinstance(event, BaseException):
+                    raise event
+                growing -= event.kind == "branch"
+                yield event
         finally:
             for task in tasks:
                 task.cancel()
@@ -252,30 +262,33 @@ class Answering:
 
 
 def _read_titles(written: str) -> tuple[list[str], bool]:
-    """The titles of an announcement behind its first tag, as far as it is, and whether there may be more.
+    """Parse the titles written so far, and return them with whether further titles may follow.
 
-    There are no more where the plan is complete, where one says nothing or what another said, and where something else
-    than a title follows.
+    The list ends when the announced number of titles is reached, at an empty or repeated title, and at any text that is
+    not a title.
+
+    Args:
+        written: text after the first opening tag of a title.
     """
     titles: list[str] = []
-    said = {""}
+    earlier = {""}
     *ended, rest = f"{TITLE_START}{written}".split(TITLE_END)
-    for one in ended:
-        title = one.removeprefix(TITLE_START)
+    for part in ended:
+        title = part.removeprefix(TITLE_START)
         plain = _PLAN.sub("", title).strip()
-        if not one.startswith(TITLE_START) or _ANY_TAG.search(title) or plain in said:
+        if not part.startswith(TITLE_START) or _ANY_TAG.search(title) or plain in earlier:
             return titles, False
         titles.append(title)
-        said.add(plain)
+        earlier.add(plain)
         if (plan := _PLAN.match(title)) and plan[1] == plan[2]:
             return titles, False
     return titles, rest.startswith(TITLE_START) or TITLE_START.startswith(rest)
 
 
 def _before(tag: str, written: str) -> int:
-    """How much of what was written is text for sure: up to the tag, or to what may become it."""
-    if (found := written.find(tag)) >= 0:
-        return found
+    """Return the length of the text before a tag, or before an ending that may become the tag."""
+    if (index := written.find(tag)) >= 0:
+        return index
     for at in range(max(0, len(written) - len(tag) + 1), len(written)):
         if tag.startswith(written[at:]):
             return at
@@ -283,7 +296,7 @@ def _before(tag: str, written: str) -> int:
 
 
 def usage(prompt: Sequence[int], answer: Proxied, codec: Codec) -> dict[str, Any]:
-    """Tokens of the prompt, and of the text that the client gets."""
+    """Return the numbers of tokens of the prompt and of the text, under OpenAI's names."""
     generated = len(codec.text.encode(answer.text)) if answer.text else 0
     return {
         "prompt_tokens": len(prompt),

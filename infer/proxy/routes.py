@@ -1,4 +1,4 @@
-"""The proxy's HTTP side: chat completions with branches in the stream, as the server has them."""
+"""HTTP application of the proxy: chat completions and responses in the server's format."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ from infer.server.messages import ChatRequest, Common
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import ResponsesRequest, reply_response
 
-MAX_BYTES, BODY_SECONDS = 1 << 20, 20.0  # of a request, and for it
+MAX_BYTES, BODY_SECONDS = 1 << 20, 20.0  # maximum size of a request body, and seconds within which it must arrive
 
 
-def make_app(config: UpstreamConfig, tokenizer: Any, end_ids: tuple[int, ...], name: str, most: int) -> FastAPI:
-    """An application in front of an upstream.
+def make_app(
+    config: UpstreamConfig, tokenizer: Any, end_ids: tuple[int, ...], name: str, max_new_tokens: int
+) -> FastAPI:
+    """Create the application of a proxy.
 
     Args:
-        tokenizer: of the checkpoint that the upstream serves, with its chat template and special tokens.
-        end_ids: ids that end an answer.
-        name: of the model, as clients ask for it.
-        most: tokens of an answer for requests that ask for no number.
+        config: configuration of the upstream.
+        tokenizer: tokenizer of the upstream's checkpoint, with its chat template and special tokens.
+        end_ids: ids of the tokens that end an answer.
+        name: name of the model in requests.
+        max_new_tokens: default and maximum tokens of an answer.
     """
     codec = Codec(tokenizer)
     upstream = Upstream(config)
     ends = [str(tokenizer.convert_ids_to_tokens(end)) for end in end_ids]
-    proxy = _Proxy(Answering(upstream, codec, ends), codec, tokenizer, end_ids, name, most)
+    proxy = _Proxy(Answering(upstream, codec, ends), codec, tokenizer, end_ids, name, max_new_tokens)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -62,39 +65,44 @@ def make_app(config: UpstreamConfig, tokenizer: Any, end_ids: tuple[int, ...], n
 
 class _Proxy:
     def __init__(
-        self, answering: Answering, codec: Codec, tokenizer: Any, end_ids: tuple[int, ...], name: str, most: int
+        self,
+        answering: Answering,
+        codec: Codec,
+        tokenizer: Any,
+        end_ids: tuple[int, ...],
+        name: str,
+        max_new_tokens: int,
     ) -> None:
         self._answering, self._codec, self._tokenizer, self._ends = answering, codec, tokenizer, end_ids
-        self._name, self._most, self._started = name, most, int(time.time())
+        self._name, self._max_new_tokens, self._started = name, max_new_tokens, int(time.time())
 
     async def health(self) -> dict[str, str]:
-        """The proxy runs; whether the upstream does, a request will tell."""
+        """Return that the proxy runs; the upstream is not checked."""
         return {"status": "ready"}
 
     async def models(self) -> dict[str, Any]:
-        """The one model."""
+        """List the model."""
         return {"object": "list", "data": [await self.model(self._name)]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """The model, by its name."""
+        """Return the model by its name."""
         if name != self._name:
-            raise Refused(
-                404, f"there is no model {name!r} here, but {self._name!r}", INVALID, "model_not_found", "model"
-            )
+            message = f"unknown model {name!r}; available: {self._name!r}"
+            raise Refused(404, message, INVALID, "model_not_found", "model")
         return {"id": self._name, "object": "model", "created": self._started, "owned_by": "aspd"}
 
     async def chat(self, body: ChatRequest) -> Response:
-        """OpenAI's chat completions."""
+        """Answer a request for OpenAI's chat completions."""
         return reply(await self._answer(body, [message.plain for message in body.messages]))
 
     async def respond(self, body: ResponsesRequest) -> Response:
-        """OpenAI's responses."""
+        """Answer a request for OpenAI's responses."""
         return reply_response(body, await self._answer(body, body.messages))
 
     async def _answer(self, body: ChatRequest | ResponsesRequest, messages: list[dict[str, str]]) -> Answer:
         await self.model(body.model)
         values = body.sampling_values()
-        for field, given in (
+        for field, is_set in (
             ("n", body.choices > 1),
             ("logprobs", body.alternatives is not None),
             ("response_format", bool(body.grammar)),
@@ -105,16 +113,16 @@ class _Proxy:
             ("aspd.content", body.aspd.content is not None),
             ("stream_options.continuous_usage_stats", body.with_growing_usage),
         ):
-            if given:
-                raise Refused(400, f"{field}: the proxy does not have it", param=field)
+            if is_set:
+                raise Refused(400, f"{field}: not supported by the proxy", param=field)
         prompt = await asyncio.to_thread(self._encode, messages, body.chat_template_kwargs)
         forwarded = {name: value for name, value in values.items() if PARAMETERS[name].proxy is not None}
         sampling = SamplingParams(**forwarded)
         answer = Proxied()
-        most, stop = min(body.limit or self._most, self._most), body.stop_strings
+        limit = min(body.limit or self._max_new_tokens, self._max_new_tokens)
+        stop, adaptive = body.stop_strings, body.aspd.mode == "adaptive"
         in_order = bool(stop) or body.aspd.stream == "text"
-        growing = self._answering.events(prompt, most, sampling, body.aspd.mode == "adaptive", answer, in_order)
-        events = _until(growing, stop, answer)
+        events = _until(self._answering.events(prompt, limit, sampling, adaptive, answer, in_order), stop, answer)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
         if body.stream:
             return self._stream(body, prompt, events, answer, head | {"object": "chat.completion.chunk"})
@@ -137,8 +145,8 @@ class _Proxy:
             )
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
-        for said, after in zip(answers, segments, strict=True):
-            ids = [*ids, *self._codec.text.encode(said), *after]
+        for text, after in zip(answers, segments, strict=True):
+            ids = [*ids, *self._codec.text.encode(text), *after]
         return ids
 
     def _statistics(self, answer: Proxied) -> dict[str, Any]:
@@ -155,12 +163,12 @@ class _Proxy:
         def chunk(delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
             return {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}]}
 
-        deltas_of = branch_deltas if body.aspd.stream == "branches" else text_deltas
+        make_deltas = branch_deltas if body.aspd.stream == "branches" else text_deltas
         yield [chunk({"role": "assistant", "content": ""})]
         try:
-            async with aclosing(events):  # a client that goes away ends what the upstream does for it
+            async with aclosing(events):  # closing cancels the upstream's requests when the client disconnects
                 async for event in events:
-                    if deltas := deltas_of([event]):
+                    if deltas := make_deltas([event]):
                         yield [chunk(_placed(delta)) for delta in deltas]
         except UpstreamError as error:
             yield [error_body(str(error), "upstream_error")]
@@ -174,16 +182,16 @@ class _Proxy:
 async def _until(
     events: AsyncGenerator[Event, None], stop: Sequence[str], answer: Proxied
 ) -> AsyncGenerator[Event, None]:
-    """Yield the events before the first stop string, and end the answer there."""
-    passing = StopFilter(stop)
+    """Yield the events before the first stop string, and truncate the answer there."""
+    stop_filter = StopFilter(stop)
     async with aclosing(events):
         async for event in events:
-            for one in passing.take([event], ended=False):
-                yield one
-            if passing.matched:
+            for passed in stop_filter.take([event], ended=False):
+                yield passed
+            if stop_filter.matched:
                 break
-    for one in passing.take([], ended=True):
-        yield one
+    for passed in stop_filter.take([], ended=True):
+        yield passed
     answer.end_before(stop)
 
 

@@ -1,4 +1,4 @@
-"""Any server with OpenAI's `/v1/completions`: vLLM, SGLang, llama.cpp's."""
+"""Client of a server with OpenAI's `/v1/completions`, such as vLLM, SGLang or llama.cpp."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from aspd_jax.configuration import at_least
 from aspd_jax.errors import AspdError, ConfigError
 from infer.request import PARAMETERS, SamplingParams
 
-# What makes servers write special tokens out: vLLM and SGLang take it with a request, llama.cpp's at its start.
+# Makes vLLM and SGLang include special tokens in the text; llama.cpp's server has an option for it.
 WRITE_TAGS = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
 
 
 class UpstreamError(AspdError):
-    """The upstream refuses, or fails."""
+    """The upstream refuses a request or fails."""
 
 
 @dataclass(frozen=True)
 class UpstreamConfig:
-    """Where the model is served, and how it is asked.
+    """Configuration of the upstream.
 
     Attributes:
-        url: of the upstream, up to `/v1`.
-        model: its name there.
-        key: API key; empty: none is sent.
-        concurrency: requests at a time, of all answers together.
-        retries: of a request that failed before anything came, with back-off.
-        timeout: seconds between two pieces of an answer.
+        url: base URL, which ends in `/v1`.
+        model: name of the model on the upstream.
+        key: API key; empty: none.
+        concurrency: maximum concurrent requests over all answers.
+        retries: maximum retries of a request that failed before its first text, with back-off.
+        timeout: maximum seconds between two pieces of text.
     """
 
     url: str
@@ -42,11 +42,11 @@ class UpstreamConfig:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"the upstream must begin with http:// or https://, got {self.url!r}")
+            raise ConfigError(f"upstream: expected a URL that begins with http:// or https://, got {self.url!r}")
         at_least("concurrency", self.concurrency, 1)
         at_least("retries", self.retries, 0)
         if self.timeout <= 0:
-            raise ConfigError(f"timeout must be more than 0 seconds, got {self.timeout}")
+            raise ConfigError(f"timeout: expected more than 0 seconds, got {self.timeout}")
 
 
 def sampling_arguments(params: SamplingParams, number: int) -> dict[str, object]:
@@ -65,53 +65,53 @@ def sampling_arguments(params: SamplingParams, number: int) -> dict[str, object]
 
 
 class Upstream:
-    """Asks for completions of token ids."""
+    """Client that requests completions of token ids."""
 
     def __init__(self, config: UpstreamConfig) -> None:
         self.config = config
         self._client = openai.AsyncOpenAI(
             base_url=config.url, api_key=config.key or "none", timeout=config.timeout, max_retries=config.retries
         )
-        self._room = asyncio.Semaphore(config.concurrency)
+        self._semaphore = asyncio.Semaphore(config.concurrency)
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         await self._client.close()
 
     async def complete(
         self,
         prompt: Sequence[int],
-        most: int,
+        limit: int,
         stop: Sequence[str],
         forbidden: Sequence[int],
         sampling: SamplingParams,
         number: int,
     ) -> AsyncGenerator[tuple[str, str | None], None]:
-        """Pieces of text as they come, each with the reason why it ends there, if it does.
+        """Request a completion and yield pieces of text, each with the finish reason or None.
 
         Args:
             prompt: token ids.
-            most: tokens.
-            stop: strings that end it and are no part of it.
-            forbidden: tokens that are not sampled.
-            sampling: sampling parameters of the answer.
-            number: of the request among those of its answer.
+            limit: maximum tokens.
+            stop: strings that end the completion and are not part of it.
+            forbidden: ids of tokens that must not be sampled.
+            sampling: sampling parameters.
+            number: index of the request within its answer.
 
         Raises:
-            UpstreamError: it refuses, or fails so often that going on makes no sense.
+            UpstreamError: the upstream refuses the request, or fails after all retries.
         """
         bias: Mapping[str, int] = {str(token): -100 for token in forbidden}
         try:
-            async with self._room:
+            async with self._semaphore:
                 stream = await self._client.completions.create(
-                    model=self.config.model, prompt=list(prompt), max_tokens=most, stop=list(stop), stream=True,
+                    model=self.config.model, prompt=list(prompt), max_tokens=limit, stop=list(stop), stream=True,
                     logit_bias=dict(bias), extra_body=sampling_arguments(sampling, number),
                 )  # fmt: skip
-                async with stream as pieces:  # whoever reads no further ends the request
+                async with stream as pieces:  # closing this generator cancels the request
                     async for piece in pieces:
                         if piece.choices:
                             yield piece.choices[0].text or "", piece.choices[0].finish_reason
         except openai.APIStatusError as error:
-            raise UpstreamError(f"{self.config.url} answers {error.status_code}: {error.message}") from None
+            raise UpstreamError(f"{self.config.url}: status {error.status_code}: {error.message}") from None
         except openai.APIError as error:
-            raise UpstreamError(f"{self.config.url} fails: {error}") from None
+            raise UpstreamError(f"{self.config.url}: {error}") from None

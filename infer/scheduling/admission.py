@@ -16,7 +16,7 @@ from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import empty_cache
 from aspd_jax.sizes import next_power
 from infer.decode.slots import Admission, admit, put_bias
-from infer.decode.state import DecodeState, EngineConfig, Request, empty_state, place_state
+from infer.decode.state import DecodeState, EngineConfig, RequestArrays, empty_state, place_state
 from infer.decode.tag_automaton import TagAutomaton, token_automaton
 from infer.request import PARAMETERS, Job
 
@@ -115,7 +115,7 @@ def begin(
         "stride": longest_head + params.max_branch_tokens,
     }
     new: Any = Admission(
-        request=Request(**request),
+        request=RequestArrays(**request),
         tokens=filled(job.prompt),
         layout=Layout(*map(filled, layout)),
         **{name: np.int32(value) for name, value in numbers.items()},

@@ -13,8 +13,8 @@ import numpy as np
 
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power, powers
-from infer.decode.decode_step import Report
-from infer.decode.inputs import most_lanes, only_row
+from infer.decode.decode_step import StepSummary
+from infer.decode.inputs import max_lanes, only_row
 from infer.decode.state import PROMPT, EngineConfig
 
 MIN_CAPACITY = 128  # slots of the smallest cache
@@ -113,7 +113,7 @@ class Buckets:
             sizes.append((PROMPT_BESIDE, branches, PROMPT_BESIDE))
         return [*sizes, (most, max(PROMPT_BESIDE, branches), most)]
 
-    def select(self, report: Report, listened: bool) -> tuple[Bucket, int, int]:
+    def select(self, report: StepSummary, listened: bool) -> tuple[Bucket, int, int]:
         """Select the cheapest bucket that holds the next step.
 
         Args:
@@ -121,7 +121,7 @@ class Buckets:
             listened: see `need`.
 
         Returns:
-            The bucket, and `Limits.smaller` and `Limits.larger`.
+            The bucket, and `StopConditions.smaller` and `StopConditions.larger`.
         """
         need = self.need(report, listened)
         best = next(bucket for bucket in self.buckets if self.holds(bucket, need))
@@ -137,7 +137,7 @@ class Buckets:
     def holds(self, bucket: Bucket, need: Need) -> bool:
         """Tell whether a step fits a bucket; in the largest one, rows that do not fit wait."""
         rows = bucket.rows == 1 if need.rows == 1 else bucket.rows >= need.rows
-        lanes = most_lanes(self.config, self.rows, bucket)
+        lanes = max_lanes(self.config, self.rows, bucket)
         enough = bucket.tokens >= need.tokens and lanes >= need.lanes
         slots = min(need.slots, self.capacity)
         return (
@@ -147,7 +147,7 @@ class Buckets:
             and (enough or bucket.tokens == self._largest)
         )
 
-    def need(self, report: Report, listened: bool) -> Need:
+    def need(self, report: StepSummary, listened: bool) -> Need:
         """Return the sizes of the next step.
 
         Args:

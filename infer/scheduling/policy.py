@@ -1,6 +1,6 @@
-"""What the host decides by the cost of a pass: how many branches of a loaded batch it feeds, and whether drafts pay.
+"""Decisions that depend on the cost of a step: the number of branches that are fed, and the use of draft tokens.
 
-Neither changes which tokens come, only when.
+They change when tokens are decoded, never which.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from aspd_jax.errors import RequestError
 
 NO_LIMIT = np.iinfo(np.int32).max
-DRAFTING_PASSES = 32  # that show whether drafts pay
-PLAIN_PASSES = 512  # before they are tried again where they did not
+DRAFTING_PASSES = 32  # steps with draft tokens before these are judged
+PLAIN_PASSES = 512  # steps without draft tokens before these are tried again
 
 
 class Sample(NamedTuple):
-    """One timed pass: tokens fed, slots of the cache looked at (over all sequences), milliseconds."""
+    """One timed step: tokens fed, cache slots read over all sequences, and milliseconds."""
 
     tokens: int
     context: int
@@ -29,8 +29,9 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds of a pass: `base + per_token * tokens + per_slot * context`, and `per_drafting_row` for each row of
-    one that feeds drafts: they are looked up, and their logits computed and sampled from.
+    """Cost of a step in milliseconds: `base + per_token * tokens + per_slot * context`.
+
+    A step with draft tokens also costs `per_drafting_row` per row: for the look-up, and for logits and sampling.
     """
 
     base: float
@@ -39,18 +40,18 @@ class StepCost:
     per_drafting_row: float = 0.0
 
     def milliseconds(self, tokens: int, context: int) -> float:
-        """Of a pass that feeds so many tokens and looks at so many slots."""
+        """Return the milliseconds of a step that feeds `tokens` and reads `context` slots."""
         return self.base + self.per_token * tokens + self.per_slot * context
 
     def tokens_within(self, milliseconds: float, context: int) -> int:
-        """Most tokens that a pass may feed to stay within a time."""
+        """Return the maximum tokens of a step that takes at most `milliseconds`."""
         if self.per_token <= 0:
             return 1 << 30
         return int((milliseconds - self.base - self.per_slot * context) / self.per_token)
 
 
 def fit(samples: Sequence[Sample]) -> StepCost:
-    """The cost that fits best in relative terms; no part of it is negative."""
+    """Fit the cost by relative least squares; no part of it is negative."""
     rows = np.asarray([[1.0, s.tokens, s.context] for s in samples])
     times = np.asarray([s.milliseconds for s in samples])
     chosen = [0, 1, 2]
@@ -64,8 +65,14 @@ def fit(samples: Sequence[Sample]) -> StepCost:
 
 @dataclass(frozen=True)
 class Policy:
-    """`all`: every branch in every pass. `cap:N`: at most N branches of a sequence. `slo:MS`: as many as keep a pass
-    within so many milliseconds, by the measured cost of a pass; at least one.
+    """Limit of the branches of a sequence that a step feeds.
+
+    `all`: no limit. `cap:N`: at most N. `slo:MS`: as many as keep a step within MS milliseconds by its measured cost,
+    and at least one.
+
+    Attributes:
+        cap: N, or None.
+        milliseconds: MS, or None.
     """
 
     cap: int | None = None
@@ -73,10 +80,10 @@ class Policy:
 
     @staticmethod
     def parse(text: str) -> Policy:
-        """From its name.
+        """Return the policy that a text names.
 
         Raises:
-            RequestError: it is none of the three.
+            RequestError: the text names none.
         """
         if text == "all":
             return Policy()
@@ -85,16 +92,16 @@ class Policy:
                 return Policy(cap=int(found[1]))
         elif (found := re.fullmatch(r"slo:(\d+(?:\.\d+)?)", text)) and float(found[1]) > 0:
             return Policy(milliseconds=float(found[1]))
-        raise RequestError(f"branch policy {text!r} is unknown; it is all, cap:N (branches) or slo:MS (milliseconds)")
+        raise RequestError(f"branch policy: expected all, cap:N (branches) or slo:MS (milliseconds), got {text!r}")
 
     def branches(self, cost: StepCost | None, serial: int, parallel: int, context: int) -> int | None:
-        """Branches that a sequence may feed in a pass; None: all.
+        """Return the branches that a sequence may feed in a step; None: all.
 
         Args:
-            cost: of a pass; needed by `slo`.
-            serial: sequences that feed one token.
-            parallel: sequences in a block.
-            context: slots that a pass looks at.
+            cost: cost of a step, which `slo` needs.
+            serial: number of sequences that feed one token.
+            parallel: number of sequences in a block.
+            context: cache slots that a step reads.
         """
         if self.cap is not None:
             return self.cap
@@ -104,10 +111,10 @@ class Policy:
 
 
 class DraftControl:
-    """Whether passes feed drafts: as long as these bring more than the wider passes cost.
+    """Control of draft tokens: steps feed them as long as they gain more than the wider steps cost.
 
     Args:
-        draft_tokens: D; 0: never.
+        draft_tokens: D; 0: no draft tokens.
     """
 
     def __init__(self, draft_tokens: int) -> None:
@@ -119,30 +126,31 @@ class DraftControl:
 
     @property
     def on(self) -> bool:
-        """Whether the next pass feeds drafts."""
+        """Return whether the next step feeds draft tokens."""
         return self._possible and not self._wait
 
     @property
     def passes(self) -> int:
-        """Until drafts are judged, or tried again."""
+        """Return the steps until draft tokens are judged or tried again."""
         if not self._possible:
             return NO_LIMIT
         return DRAFTING_PASSES - self._passes if self.on else self._wait
 
     def note_plain(self, passes: int) -> None:
-        """Take note of passes without drafts."""
+        """Record steps without draft tokens."""
         if self._possible and not self.on:
             self._begin(max(0, self._wait - passes))
 
     def note(self, cost: StepCost, passes: int, fed: int, rows: int, slots: int, segments: int, accepted: int) -> None:
-        """Take what passes with drafts have brought, and judge when there were enough.
+        """Record steps with draft tokens, and judge these after `DRAFTING_PASSES` steps.
 
         Args:
-            passes: how many.
-            fed: places for tokens in each.
-            rows, slots: of the program; each looked at so many slots of so many rows.
-            segments: segments that took tokens, over all passes; without drafts each would have taken one.
-            accepted: tokens that they took beside.
+            cost: cost of a step.
+            passes: number of steps.
+            fed: tokens of the program of each step.
+            rows, slots: rows of the program, and slots that it reads of each.
+            segments: segments that took tokens, summed over the steps; without drafts each takes one.
+            accepted: further tokens that they took.
         """
         context = rows * slots
         without = cost.milliseconds(max(1, round(segments / max(1, passes))), context)

@@ -17,10 +17,12 @@ from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, split
-from infer.decode.decode_step import count_pass, forward
+from infer.decode.decode_step import count_step, forward
+from infer.decode.derived import Derived, derive
+from infer.decode.grammar import LaneTokens, lane_node, recognise
 from infer.decode.inputs import Inputs, next_inputs, widths
-from infer.decode.state import FORK, PROMPT, RUNNING, DecodeState, EngineConfig
-from infer.decode.transition import advance, by_segment
+from infer.decode.state import FORK, PROMPT, RUNNING, DecodeState, EngineConfig, Titles
+from infer.decode.transition import advance, fork_queue
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import begin, new_state
 from infer.scheduling.buckets import MAX_TOKENS, capacity_for
@@ -78,20 +80,23 @@ class _Script:
 @partial(jax.jit, static_argnames=("config", "bucket"), donate_argnames="state")
 def replay_pass(
     params: Any, state: DecodeState, config: EngineConfig, bucket: Bucket
-) -> tuple[jax.Array, Inputs, DecodeState]:
-    """One pass without sampling: logits of every fed token, float32 [T, V], what was fed, and the state."""
-    inputs = next_inputs(state, config, bucket, drafting=False)
+) -> tuple[jax.Array, Inputs, Derived, DecodeState]:
+    """Run a step without sampling; return logits of all fed tokens [T, V], the inputs, `Derived`, and the state."""
+    derived = derive(state.sequence, state.automaton, config)
+    inputs = next_inputs(state, derived, config, bucket, drafting=False)
     every = inputs._replace(batch=inputs.batch._replace(logits_at=jnp.arange(bucket.tokens)))
     logits, cache = forward(params, state, config, every, bucket)
-    return logits, inputs, state._replace(cache=cache, sequence=count_pass(state.sequence, inputs.fed))
+    return logits, inputs, derived, state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
-def replay_advance(state: DecodeState, config: EngineConfig, inputs: Inputs, sampled: jax.Array) -> DecodeState:
+def replay_advance(
+    state: DecodeState, derived: Derived, config: EngineConfig, inputs: Inputs, sampled: jax.Array
+) -> DecodeState:
     """Take scripted tokens, one per lane, in place of sampled ones."""
-    there = inputs.lanes.row < state.sequence.phase.size
-    taken = by_segment(state.sequence, inputs.lanes, sampled, jnp.zeros_like(there), there)
-    return advance(state, config, taken)
+    lanes = inputs.lanes
+    tokens = LaneTokens(sampled, *recognise(state.automaton, lane_node(state, lanes), sampled), sampled < 0)
+    return advance(state, derived, config, lanes, tokens, lanes.row < state.sequence.cursor.phase.size)
 
 
 def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answer: Sequence[int]) -> Trace:
@@ -119,10 +124,11 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     logits = np.full((len(answer), lm.config.vocab_size), np.nan, np.float32)
     block, passes = -1, []
     while True:
-        prefilling = int(state.sequence.phase[0]) == PROMPT
-        due = min(int(widths(state, config).tokens[0]), MAX_TOKENS if prefilling else capacity)
+        prefilling = int(state.sequence.cursor.phase[0]) == PROMPT
+        need = widths(state, derive(state.sequence, state.automaton, config))
+        due = min(int(need.tokens[0]), MAX_TOKENS if prefilling else capacity)
         size = max(MIN_SIZE, next_power(due))
-        all_logits, inputs, state = replay_pass(lm.params, state, config, Bucket(1, size, size, capacity))
+        all_logits, inputs, derived, state = replay_pass(lm.params, state, config, Bucket(1, size, size, capacity))
         if not prefilling:
             fed = np.flatnonzero(np.asarray(inputs.batch.layout.sequence) > 0)
             keys = _keys(Layout(*(field[None] for field in inputs.batch.layout)))
@@ -135,12 +141,13 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
             continue
         lanes = np.where(there, np.asarray(inputs.lanes.branch), -1).tolist()
         sampled = np.asarray([script.next(block, lane) for lane in lanes], np.int32)
-        state = replay_advance(state, config, inputs, jnp.asarray(sampled))
-        if int(state.sequence.phase[0]) == FORK:
+        state = replay_advance(state, derived, config, inputs, jnp.asarray(sampled))
+        if int(state.sequence.cursor.phase[0]) == FORK:
             block += 1
-            state = _set_branches(state, blocks[block])
-        running = jnp.full_like(state.sequence.finish, RUNNING)
-        state = state._replace(sequence=state.sequence._replace(finish=running))
+            state = _set_branches(state, config, blocks[block])
+        cursor = state.sequence.cursor
+        cursor = cursor._replace(finish=jnp.full_like(cursor.finish, RUNNING))
+        state = state._replace(sequence=state.sequence._replace(cursor=cursor))
 
 
 def _room(limit: int, *needed: int) -> int:
@@ -185,20 +192,21 @@ def _own_titles(block: BlockIds) -> list[np.ndarray]:
     return own
 
 
-def _set_branches(state: DecodeState, block: BlockIds) -> DecodeState:
-    """A state about to fork, with just the branches that the answer has."""
+def _set_branches(state: DecodeState, config: EngineConfig, block: BlockIds) -> DecodeState:
+    """Return a state that is about to fork into the branches of the answer's block."""
     s = state.sequence
-    lengths, tokens = np.zeros(s.title_length.shape, np.int32), np.zeros(s.title_tokens.shape, np.int32)
+    lengths, tokens = np.zeros(s.titles.length.shape, np.int32), np.zeros(s.titles.tokens.shape, np.int32)
     for number, title in enumerate(_own_titles(block)):
         lengths[:, number] = len(title)
         tokens[:, number, : len(title)] = title
     count = len(block.branches)
     longest = max(len(branch) for branch in block.branches) + 2  # with its tags
+    titles = Titles(jnp.full_like(s.titles.complete, count), jnp.asarray(lengths), jnp.asarray(tokens))
+    queue, queued = fork_queue(titles, s.segments.queue[:, 0, 0], config)
     sequence = s._replace(
-        titles=jnp.full_like(s.titles, count),
-        title_length=jnp.asarray(lengths),
-        title_tokens=jnp.asarray(tokens),
-        branch_live=jnp.broadcast_to(jnp.arange(lengths.shape[1]) < count, lengths.shape),
-        stride=jnp.full_like(s.stride, longest),
+        cursor=s.cursor._replace(stride=jnp.full_like(s.cursor.stride, longest)),
+        segments=s.segments._replace(queue=queue, queued=queued),
+        branches=s.branches._replace(live=jnp.broadcast_to(jnp.arange(lengths.shape[1]) < count, lengths.shape)),
+        titles=titles,
     )
     return state._replace(sequence=sequence)

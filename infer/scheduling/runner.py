@@ -13,7 +13,7 @@ import numpy as np
 
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
-from infer.decode.decode_step import Limits, Report, run
+from infer.decode.decode_step import StepSummary, StopConditions, run
 from infer.decode.inputs import widest
 from infer.decode.packed import Packed
 from infer.decode.state import DecodeState, EngineConfig
@@ -21,35 +21,35 @@ from infer.scheduling.buckets import Buckets
 from infer.scheduling.policy import DraftControl, StepCost
 
 
-class Run(NamedTuple):
-    """Passes on their way.
+class InFlightSteps(NamedTuple):
+    """Steps that the device is running.
 
     Attributes:
-        steps: at most so many.
-        bucket: their program.
-        drafting: whether they feed drafts.
-        before: what was known of the state that they began with.
-        after: what they report.
-        state: what they leave.
-        since: when they were started, by the runner's clock.
+        steps: maximum number of steps.
+        bucket: bucket of the program.
+        drafting: whether the steps feed draft tokens.
+        before: summary of the state before the steps.
+        after: summary of the state after the steps.
+        state: state after the steps.
+        since: start time by the runner's clock, in seconds.
     """
 
     steps: int
     bucket: Bucket
     drafting: bool
-    before: Report
-    after: Packed[Report]
+    before: StepSummary
+    after: Packed[StepSummary]
     state: DecodeState
     since: float
 
 
 class Runner:
-    """Starts runs of passes, and learns from what they report.
+    """Starts steps in the selected program, and records what draft tokens gain.
 
     Attributes:
-        buckets: the programs of the engine.
-        drafts: whether passes feed drafts.
-        clock: seconds; all times of requests are told by it.
+        buckets: programs of the engine.
+        drafts: control of draft tokens.
+        clock: clock of all times of requests, in seconds.
     """
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
@@ -62,32 +62,33 @@ class Runner:
     def start(
         self,
         state: DecodeState,
-        report: Report,
+        report: StepSummary,
         steps: int,
         join: bool,
         listened: bool,
         stepwise: bool,
-    ) -> Run:
-        """Start passes, and do not wait for them; `state` is given away.
+    ) -> InFlightSteps:
+        """Start steps without waiting for them; `state` is donated.
 
         Args:
-            report: of the state; some sequence feeds something.
-            steps: at most so many passes. There are fewer where the next needs another program.
-            join: end when a sequence finishes.
+            state: state before the steps.
+            report: summary of the state; some sequence has due tokens.
+            steps: maximum number of steps. Fewer are run if the next one needs another program.
+            join: whether the steps end when a sequence finishes.
             listened: see `Buckets.need`.
-            stepwise: a pass takes one token of a segment, because the host has to see it: none may follow a stop
-                string, or what a schema has not permitted yet.
+            stepwise: whether a step takes one token per segment, because the host has to see each: it searches stop
+                strings or follows a grammar.
         """
         since = self.clock()
         drafting = self.drafts.on and not stepwise
         steps = min(steps, self.drafts.passes)
         bucket, smaller, larger = self.buckets.select(report, listened)
         smaller = -1 if drafting else smaller  # drafts come and go
-        limits = Limits(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
-        state, after = run(self._lm.params, state, limits, self._config, bucket, drafting)
-        return Run(steps, bucket, drafting, report, after, state, since)
+        conditions = StopConditions(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
+        state, after = run(self._lm.params, state, conditions, self._config, bucket, drafting)
+        return InFlightSteps(steps, bucket, drafting, report, after, state, since)
 
-    def end(self, started: Run, cost: StepCost | None) -> tuple[int, Report]:
+    def end(self, started: InFlightSteps, cost: StepCost | None) -> tuple[int, StepSummary]:
         """Wait for passes: how many there were, and what they report; `cost`: of a pass, which drafts are judged by."""
         before, after = started.before, started.after.read()
         done = started.steps - int(after.left)

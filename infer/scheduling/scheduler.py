@@ -21,8 +21,8 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
 from aspd_jax.sizes import next_power
 from infer.answers.answer import Answer, Reading, Result, look_at, read, readings, result
-from infer.decode.decode_step import Report, report_of
-from infer.decode.slots import NO_CAP, copy_slots, permit, set_branch_cap, stop_segments
+from infer.decode.decode_step import StepSummary, summarise
+from infer.decode.slots import NO_CAP, copy_slots, set_branch_cap, set_token_mask, stop_segments
 from infer.decode.state import FORK, LENGTH, PARALLEL, PROMPT, RUNNING, SERIAL, DecodeState, EngineConfig
 from infer.decode.tag_automaton import TextReader
 from infer.request import Job, SamplingParams
@@ -31,7 +31,7 @@ from infer.scheduling.buckets import MIN_CAPACITY
 from infer.scheduling.handle import NO_LIMIT, Handle, Stream
 from infer.scheduling.policy import Policy, StepCost
 from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
-from infer.scheduling.runner import Run, Runner
+from infer.scheduling.runner import InFlightSteps, Runner
 from infer.scheduling.structured import Constraint, rows_of
 from infer.scheduling.warm_up import compile_all, measure_cost
 
@@ -104,8 +104,8 @@ class Scheduler:
         self._rows = [_Row() for _ in range(rows)]
         self._waiting: deque[Handle] = deque()
         self._state: DecodeState | None = None
-        self._report: Report | None = None  # of the state; None: something has changed it since
-        self._ahead: Run | None = None
+        self._report: StepSummary | None = None  # of the state; None: something has changed it since
+        self._ahead: InFlightSteps | None = None
         self._cap: int | None = None
         self._stamp = 0
         self._lock = threading.RLock()
@@ -280,7 +280,7 @@ class Scheduler:
         shared = max((common_prefix(other, ids) for other in fed), default=0)
         return shared if shared >= MIN_COPIED else 0
 
-    def _note_prompts(self, report: Report) -> bool:
+    def _note_prompts(self, report: StepSummary) -> bool:
         """Take note of prompts that have been fed; whether somebody waits for one: its listener, or a request that may
         begin alike and has a row to go to.
         """
@@ -292,7 +292,7 @@ class Scheduler:
             seconds, total = row.handle.seconds, now - row.handle.submitted
             seconds |= {"prefill": total - seconds["queued"], "serial": 0.0, "parallel": 0.0, "first_token": total}
             seconds["total"], row.handle.counted = total, now
-            row.handle.passes = np.asarray([report.passes[number] - report.parallel_passes[number], 0])
+            row.handle.passes = np.asarray([report.steps[number] - report.parallel_steps[number], 0])
             awaited |= bool(row.handle.stream) or (bool(self._waiting) and any(of.handle is None for of in self._rows))
         return awaited
 
@@ -323,7 +323,7 @@ class Scheduler:
         known = not (stepwise or feeding) and self._policy == Policy() and bool((report.finish[rows] == RUNNING).all())
         self._process_outputs(report, steps if join and known and report.tokens.any() else 0)
 
-    def _start(self, report: Report, steps: int, join: bool) -> Run:
+    def _start(self, report: StepSummary, steps: int, join: bool) -> InFlightSteps:
         """Start the passes that a report asks for."""
         state, stepwise = self._state_now(), self._is_stepwise()
         listened = any(row.handle is not None and row.decoding and row.handle.stream for row in self._rows)
@@ -337,9 +337,9 @@ class Scheduler:
         return any(job.params.stop or job.constrained for job in jobs)
 
     def _permit(self, news: dict[int, dict[int, np.ndarray]]) -> None:
-        """Say what schemas permit next, by row and segment; nothing that is reported changes."""
+        """Say what schemas set_token_mask next, by row and segment; nothing that is reported changes."""
         size = next_power(sum(map(len, news.values())))
-        self._state = permit(self._state_now(), *rows_of(news, len(self._rows), size), self._config)
+        self._state = set_token_mask(self._state_now(), *rows_of(news, len(self._rows), size), self._config)
 
     def _end_ahead(self) -> None:
         """Wait for the passes that were started ahead."""
@@ -351,7 +351,7 @@ class Scheduler:
             self._report = report
         self._count(report, done, self.now() - started.since)
 
-    def _count(self, report: Report, passes: int, seconds: float) -> None:
+    def _count(self, report: StepSummary, passes: int, seconds: float) -> None:
         """Count passes for the chunk, and their time for every request."""
         self.chunk = Chunk(self.chunk.passes + passes, self.chunk.seconds + seconds)
         now = self.now()
@@ -359,8 +359,8 @@ class Scheduler:
             if not row.decoding:
                 continue
             handle = self._handle(number)
-            in_blocks = report.parallel_passes[number]
-            both = np.asarray([report.passes[number] - in_blocks, in_blocks])
+            in_blocks = report.parallel_steps[number]
+            both = np.asarray([report.steps[number] - in_blocks, in_blocks])
             spent = min(seconds, now - handle.counted)  # its prompt may have ended under way
             serial, in_block = (both - handle.passes) / max(1, (both - handle.passes).sum()) * spent
             handle.passes, handle.counted = both, now
@@ -368,9 +368,9 @@ class Scheduler:
             handle.seconds["parallel"] += float(in_block)
             handle.seconds["total"] = now - handle.submitted
 
-    def _reported(self) -> Report:
+    def _reported(self) -> StepSummary:
         if self._report is None:
-            self._report = report_of(self._state_now(), self._config).read()
+            self._report = summarise(self._state_now(), self._config).read()
         return self._report
 
     def _hold_back(self) -> None:
@@ -387,7 +387,7 @@ class Scheduler:
             caps = np.full(len(self._rows), NO_CAP if cap is None else cap, np.int32)
             self._change(set_branch_cap(self._state_now(), caps))
 
-    def _process_outputs(self, report: Report, ahead: int = 0) -> None:
+    def _process_outputs(self, report: StepSummary, ahead: int = 0) -> None:
         """Read the requests that have ended, have stop strings or a schema, or are listened to.
 
         Args:

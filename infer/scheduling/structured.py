@@ -164,7 +164,7 @@ class Constraint:
 
 
 def rows_of(news: Mapping[int, Mapping[int, np.ndarray]], nowhere: int, size: int) -> tuple[np.ndarray, ...]:
-    """News of rows as `slots.permit` takes them: rows and segments int32 [P], bits uint32 [P, W].
+    """News of rows as `slots.set_token_mask` takes them: rows and segments int32 [P], bits uint32 [P, W].
 
     Args:
         news: bits by row and segment; at least one.

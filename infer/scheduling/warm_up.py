@@ -1,6 +1,6 @@
-"""Compiling ahead of time, and measuring what a pass costs.
+"""Warm-up: compilation before the first request, and measurement of the cost of a step.
 
-Programs are compiled by running them on nothing: no steps, no rows, or a state in which nothing is due.
+Programs are compiled by running them without effect: with zero steps, without rows, or on a state without due tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from aspd_jax.processes import agreed
 from aspd_jax.sizes import powers
 from infer.answers.answer import read
 from infer.answers.logprobs import CHUNK, likeliest
-from infer.decode.decode_step import Limits, report_of, run
-from infer.decode.slots import NO_CAP, copy_slots, fill_for_timing, permit, put_bias, set_branch_cap, stop_segments
+from infer.decode.decode_step import StopConditions, run, summarise
+from infer.decode.slots import (
+    NO_CAP,
+    copy_slots,
+    fill_for_timing,
+    put_bias,
+    set_branch_cap,
+    set_token_mask,
+    stop_segments,
+)
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Job, SamplingParams
 from infer.scheduling.admission import MIN_PROMPT, begin
@@ -31,33 +39,33 @@ from infer.scheduling.policy import Sample, StepCost, fit
 log = logging.getLogger(__name__)
 
 REPEATS = 5
-TIMED_TOKENS = (1, 4, 16)  # of a row, in the passes that are timed
-NO_PASS = Limits(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False))
+TIMED_TOKENS = (1, 4, 16)  # tokens per row of the timed steps
+NO_STEP = StopConditions(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False))
 
 
 def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket]) -> DecodeState:
-    """Compile programs of passes, what is done to rows between passes, and log probabilities of answers."""
+    """Compile the programs of steps, the operations on rows between steps, and log probabilities of answers."""
     batch, capacity = state.cache.tokens.shape
     begun, drafts = time.perf_counter(), sorted({False, config.draft_tokens > 0})
     for number, bucket in enumerate(buckets, 1):
         for drafting in drafts:
-            state, _ = run(lm.params, state, NO_PASS, config, bucket, drafting)
+            state, _ = run(lm.params, state, NO_STEP, config, bucket, drafting)
         spent = time.perf_counter() - begun
         log.info("program %d of %d: %s, %.0f s", number, len(buckets), bucket, spent)
     for size in powers(MIN_PROMPT, capacity):
         job = Job((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
-        state = begin(lm, config, state, job, batch)  # a row past the end: none
+        state = begin(lm, config, state, job, batch)  # a row past the end changes nothing
         state = copy_slots(state, np.zeros(2, np.int32), np.full(2, batch, np.int32), config, min(size, capacity))
     for size in powers(CHUNK, max(CHUNK, capacity)):
         likeliest(lm, config, np.zeros(min(size, capacity), np.int32), -1)
-    for size in powers(1, batch * state.permitted.shape[1]):
-        bits = np.zeros((size, state.permitted.shape[2]), np.uint32)
-        state = permit(state, np.full(size, batch, np.int32), np.zeros(size, np.int32), bits, config)
+    for size in powers(1, batch * state.token_mask.shape[1]):
+        bits = np.zeros((size, state.token_mask.shape[2]), np.uint32)
+        state = set_token_mask(state, np.full(size, batch, np.int32), np.zeros(size, np.int32), bits, config)
     state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
     for rows in powers(1, batch):
         count = min(rows, batch)
         read(state, config, [0] * count, [None] * count)
-    jax.block_until_ready(report_of(state, config))
+    jax.block_until_ready(summarise(state, config))
     state = stop_segments(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
     return set_branch_cap(state, np.full(batch, NO_CAP, np.int32))
 
@@ -65,7 +73,7 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
 def measure_cost(
     lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Buckets
 ) -> tuple[DecodeState, StepCost]:
-    """Time passes of several widths over parts of the cache, and fit what a pass costs."""
+    """Time steps of several widths over parts of the cache, and fit the cost of a step."""
     samples = []
     buckets_of_all = [bucket for bucket in buckets.buckets if bucket.rows == buckets.rows]
     counts = [bucket.slots for bucket in buckets_of_all]
@@ -79,10 +87,10 @@ def measure_cost(
             state, milliseconds = _time(lm, config, state, bucket)
             samples.append(Sample(tokens, bucket.rows * slots, milliseconds))
     more = 0.0
-    if config.draft_tokens:  # beside the pass that was timed last, which feeds most
+    if config.draft_tokens:  # compared with the step timed last, the widest
         state, drafting = _time(lm, config, state, bucket, drafting=True)
         more = max(0.0, drafting - milliseconds) / bucket.rows
-    # Other clocks tell otherwise, and what hangs on it has to be decided alike in all processes.
+    # Timings differ per process; all use those of process 0, so that they schedule identically.
     times = agreed(np.asarray([*(sample.milliseconds for sample in samples), more], np.float32))
     cost = fit([of._replace(milliseconds=float(ms)) for of, ms in zip(samples, times[:-1], strict=True)])
     return state, replace(cost, per_drafting_row=float(times[-1]))
@@ -91,9 +99,9 @@ def measure_cost(
 def _time(
     lm: LanguageModel, config: EngineConfig, state: DecodeState, bucket: Bucket, drafting: bool = False
 ) -> tuple[DecodeState, float]:
-    """Milliseconds of a pass in which every row feeds as many tokens as there is room for; all rows are at rest."""
+    """Return the milliseconds of a step in which every row feeds as many tokens as fit; all rows must be idle."""
     width = max(1, min(config.max_branches, bucket.tokens // bucket.rows, bucket.per_row))
-    one = Limits(np.int32(1), np.int32(-1), np.int32(bucket.tokens), np.bool_(False))
+    one = StopConditions(np.int32(1), np.int32(-1), np.int32(bucket.tokens), np.bool_(False))
     times = []
     for _ in range(REPEATS + 1):  # the first may compile
         state = jax.block_until_ready(fill_for_timing(state, config, width, bucket.slots - width))

@@ -1,4 +1,4 @@
-"""The HTTP side: OpenAI's interface, health, metrics and the page."""
+"""HTTP application: OpenAI's endpoints, health checks, metrics and the demonstration page."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-DISCONNECT_SECONDS = 0.1  # between two looks at whether a client that waits for a whole answer is still there
+DISCONNECT_SECONDS = 0.1  # interval of checking whether a client that does not stream has disconnected
 
-# Number of an answer, its new deltas, its tokens so far, and its result if it has ended.
+# Index of an answer, its new deltas, its number of tokens so far, and its result once it has ended.
 News: TypeAlias = tuple[int, list[Delta], int, Result | Broken | None]
 
 
 def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
-    """An application around an engine, which it drives from its start to its end."""
+    """Create an application that runs an engine from its startup to its shutdown."""
     metrics = Metrics()
     driver = Driver(engine, config, metrics.chunk)
 
@@ -65,8 +65,9 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     errors: dict[int | str, dict[str, Any]] = {
         status: {"description": what}
         for status, what in (
-            (400, "invalid"), (401, "no valid key"), (404, "unknown model"), (408, "late"), (413, "too long"),
-            (422, "invalid"), (429, "busy"), (500, "failed"), (503, "not ready"), (504, "timed out"),
+            (400, "invalid request"), (401, "no valid key"), (404, "unknown model"), (408, "body not received in time"),
+            (413, "body too large"), (422, "invalid request"), (429, "too many waiting requests"),
+            (500, "internal error"), (503, "not ready"), (504, "timed out"),
         )
     }  # fmt: skip
     answers = {200: {"content": {"text/event-stream": {}}}, **errors}
@@ -82,7 +83,7 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app.get("/v1/models", responses={401: errors[401]})(server.models)
     app.get("/v1/models/{name:path}", responses={n: errors[n] for n in (401, 404)}, response_model=None)(server.model)
     app.get("/health", responses={503: {"description": "not ready"}}, response_model=None)(server.health)
-    app.get("/live", responses={503: {"description": "dead"}}, response_model=None)(server.live)
+    app.get("/live", responses={503: {"description": "not running"}}, response_model=None)(server.live)
     app.get("/metrics", responses={401: errors[401]}, response_class=PlainTextResponse)(server.metrics)
     app.get("/", response_class=HTMLResponse)(server.page)
     app.openapi_schema = schema = app.openapi()
@@ -102,71 +103,71 @@ class _Server:
         self._started = int(time.time())
         self._page = (files(__package__) / "page.html").read_text()
 
-    # What every request goes through.
+    # Checks of every request.
 
     def check(self, request: Request) -> None:
-        """Refuse a request before it is read.
+        """Check a request before its body is read.
 
         Raises:
-            Refused: it has no valid key, or the server is not ready.
+            Refused: the request has no valid key, or the server is not ready.
         """
         if self._keys and request.url.path not in OPEN:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-            digest = hashlib.sha256(given).digest()
-            # All are compared, so that the time tells nothing about which came near.
-            if not max([hmac.compare_digest(digest, key) for key in self._keys]):
-                raise Refused(401, "a valid API key is needed", "authentication_error", "invalid_api_key")
+            key = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+            digest = hashlib.sha256(key).digest()
+            # Comparing with all keys makes the duration independent of the key that matches.
+            if not max([hmac.compare_digest(digest, valid) for valid in self._keys]):
+                raise Refused(401, "expected a valid API key", "authentication_error", "invalid_api_key")
         if request.method == "POST" and not self._driver.ready.is_set():
             raise Refused(503, "the server is not ready", "service_unavailable", headers={"Retry-After": "5"})
 
     def count(self, path: str, status: int) -> None:
-        """Note what became of a request."""
+        """Count a response by path and HTTP status."""
         known = path if path in COUNTED else "other"
         self._metrics.requests.labels(known, str(status)).inc()
 
-    # The interface.
+    # Endpoints.
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
-        """OpenAI's chat completions."""
+        """Answer a request for OpenAI's chat completions."""
         messages = [message.plain for message in body.messages]
         return reply(await self._answer(request, body, [messages], Chat(), body.continue_final_message))
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
-        """OpenAI's responses."""
+        """Answer a request for OpenAI's responses."""
         return reply_response(body, await self._answer(request, body, [body.messages], Chat()))
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
-        """OpenAI's completions."""
+        """Answer a request for OpenAI's completions."""
         decode, prompts = self._engine.lm.codec.text.decode, body.prompts
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if body.echo else []
         return reply(await self._answer(request, body, prompts, Text(texts, body.choices)))
 
     async def stored(self, name: str) -> None:
-        """Refuse what is about a stored response."""
-        raise Refused(404, f"there is no response {name!r} here: {NOT_STORED}", code="response_not_found")
+        """Refuse a request for a stored response."""
+        raise Refused(404, f"unknown response {name!r}: {NOT_STORED}", code="response_not_found")
 
     async def models(self) -> dict[str, Any]:
-        """The model, and its adapters."""
+        """List the model and its adapters."""
         return {"object": "list", "data": [self._model(name) for name in self._names]}
 
     async def model(self, name: str) -> Any:
-        """By name."""
+        """Return a model or an adapter by name."""
         self._adapter(name)
         return self._model(name)
 
     async def load_adapter(self, body: LoadAdapter) -> dict[str, Any]:
-        """Let clients ask for an adapter by its name from now on."""
+        """Load an adapter, which clients then select by its name."""
         root = Path(self._config.adapter_folder).resolve()
         folder = (root / body.lora_path).resolve()
         if not folder.is_relative_to(root):
-            raise Refused(400, f"lora_path: {body.lora_path!r} is not within the folder of adapters", param="lora_path")
+            raise Refused(400, f"lora_path: {body.lora_path!r} is outside the adapter folder", param="lora_path")
         if body.lora_name == self._config.name:
             raise Refused(400, f"lora_name: {body.lora_name!r} is the model", param="lora_name")
         await self._change(body.lora_name, str(folder))
         return self._model(body.lora_name)
 
     async def unload_adapter(self, body: UnloadAdapter) -> dict[str, Any]:
-        """Let clients no longer ask for an adapter; answers under way go on with it."""
+        """Unload an adapter. Answers that use it run to their end."""
         if body.lora_name == self._config.name or body.lora_name not in self._names:
             raise self._unknown(body.lora_name)
         await self._change(body.lora_name, "")
@@ -177,22 +178,22 @@ class _Server:
             raise Refused(400, refused)
 
     async def health(self) -> Response:
-        """200 once everything is compiled, as long as the engine runs."""
+        """Return 200 when the server is ready: warm-up has ended and the engine runs."""
         ready = self._driver.ready.is_set()
         now = self._driver.occupancy
         status = {"status": "ready" if ready else "not ready", "running": now.running, "waiting": now.waiting}
         return JSONResponse(status, 200 if ready else 503)
 
     async def live(self) -> Response:
-        """200 as long as the engine's thread runs."""
+        """Return 200 while the engine's thread runs."""
         return JSONResponse({"alive": self._driver.alive}, 200 if self._driver.alive else 503)
 
     async def metrics(self) -> Response:
-        """For Prometheus."""
+        """Return the metrics in Prometheus' text format."""
         return Response(self._metrics.text(self._driver), media_type="text/plain; version=0.0.4")
 
     async def page(self) -> HTMLResponse:
-        """A page to try it on."""
+        """Return the demonstration page."""
         text = self._page.replace("{{model}}", escape(self._config.name))
         return HTMLResponse(text, headers={"Content-Security-Policy": POLICY})
 
@@ -205,27 +206,31 @@ class _Server:
         return model if name == self._config.name else model | {"parent": self._config.name}
 
     def _adapter(self, name: str) -> str:
-        """Of the name of a model; empty: of the base."""
+        """Return the adapter that a model name selects; empty for the base model.
+
+        Raises:
+            Refused: the name is unknown.
+        """
         if name not in self._names:
             raise self._unknown(name)
         return "" if name == self._config.name else name
 
     def _unknown(self, name: str) -> Refused:
-        message = f"there is no model {name!r} here, but {', '.join(map(repr, self._names))}"
+        message = f"unknown model {name!r}; available: {', '.join(map(repr, self._names))}"
         return Refused(404, message, INVALID, "model_not_found", "model")
 
     async def _answer(
         self, request: Request, body: Any, prompts: Sequence[Any], form: Form, continues: bool = False
     ) -> Answer:
         adapter = self._adapter(body.model)
-        count, most = body.candidates, self._config.max_choices
-        if count > most:
+        count, limit = body.candidates, self._config.max_choices
+        if count > limit:
             name = "n" if count == body.choices else "best_of"
-            raise Refused(400, f"{name}: at most {most} answers, got {count}", param=name)
-        room = self._engine.max_batch + self._config.max_waiting
-        if len(prompts) * count > room:
-            message = f"prompt: at most {room // count} prompts with {count} answers each, got {len(prompts)}"
-            raise Refused(400, message, param="prompt")
+            raise Refused(400, f"{name}: expected at most {limit} answers, got {count}", param=name)
+        capacity = self._engine.max_batch + self._config.max_waiting
+        if len(prompts) * count > capacity:
+            expected = f"at most {capacity // count} prompts with {count} answers each"
+            raise Refused(400, f"prompt: expected {expected}, got {len(prompts)}", param="prompt")
         try:
             jobs = await asyncio.to_thread(self._jobs, body, prompts, adapter, continues)
         except RequestError as error:
@@ -250,7 +255,7 @@ class _Server:
         return await self._whole(request, body, tickets, form, head, deadline, compiled_before)
 
     def _jobs(self, body: Common, prompts: Sequence[Any], adapter: str, continues: bool) -> list[Job]:
-        """Requests for every prompt, one for each of its answers."""
+        """Return the requests of all prompts, one for each candidate answer."""
         jobs: list[Job] = []
         for number, prompt in enumerate(prompts):
             try:
@@ -269,7 +274,7 @@ class _Server:
         lm = self._engine.lm
         return params.saying([*lm.codec.text.encode(body.aspd.content), *lm.end_ids[:1]])
 
-    # A whole answer.
+    # Whole answers.
 
     async def _whole(
         self,
@@ -289,10 +294,10 @@ class _Server:
                 if not results.done() and time.monotonic() > deadline:
                     raise Refused(504, f"no answer within {self._config.timeout:g} s", "timeout", "timeout")
                 if not results.done() and await request.is_disconnected():
-                    raise Refused(499, "the client has gone", "client_closed_request")
-            found = results.result()
+                    raise Refused(499, "the client has disconnected", "client_closed_request")
+            finished = results.result()
             chosen = self._best(body, tickets)
-            shown = [None if body.alternatives is None else self._logprobs(form, tickets[at]) for at in chosen]
+            logprobs = [None if body.alternatives is None else self._logprobs(form, tickets[at]) for at in chosen]
         except Broken:
             raise Refused(500, "the server failed on this request", "server_error") from None
         finally:
@@ -300,18 +305,18 @@ class _Server:
             for ticket in tickets:
                 self._driver.cancel(ticket)
         choices = [
-            form.choice(number, found[at], logprobs)
-            for number, (at, logprobs) in enumerate(zip(chosen, shown, strict=True))
+            form.choice(number, finished[at], values)
+            for number, (at, values) in enumerate(zip(chosen, logprobs, strict=True))
         ]
-        answer = {**head, "object": form.whole, "choices": choices, "usage": usage(found, body.candidates)}
+        answer = {**head, "object": form.whole, "choices": choices, "usage": usage(finished, body.candidates)}
         if body.aspd.statistics:
             compiled = programs_compiled() - compiled_before
-            answer["aspd"] = [statistics(found[at], compiled) for at in chosen]
+            answer["aspd"] = [statistics(finished[at], compiled) for at in chosen]
         return answer
 
     @staticmethod
     def _best(body: Common, tickets: Sequence[Ticket]) -> list[int]:
-        """Which answers the client gets: of each prompt's candidates the n likeliest, by the mean over their tokens."""
+        """Return the indices of the n answers of each prompt with the highest mean log probability per token."""
         n, candidates = body.choices, body.candidates
         if candidates == n:
             return list(range(len(tickets)))
@@ -319,8 +324,8 @@ class _Server:
         def mean(ticket: Ticket) -> float:
             if ticket.logprobs is None:
                 raise Broken
-            of_answer = ticket.logprobs[len(ticket.job.prompt) if ticket.echo else 0 :]
-            return float(np.mean([of.logprob for of in of_answer])) if of_answer else 0.0
+            tokens = ticket.logprobs[len(ticket.job.prompt) if ticket.echo else 0 :]
+            return float(np.mean([token.logprob for token in tokens])) if tokens else 0.0
 
         chosen: list[int] = []
         for start in range(0, len(tickets), candidates):
@@ -337,12 +342,12 @@ class _Server:
                 return result
         raise Broken
 
-    # A stream.
+    # Streams.
 
     async def _stream(
         self, body: Common, tickets: Sequence[Ticket], form: Form, head: Any, deadline: float, compiled_before: int
     ) -> Chunks:
-        """Yield the chunks of all answers to a request, as they come; the last one may be an error."""
+        """Yield the chunks of all answers to a request as they are decoded; the last one may be an error."""
         news: asyncio.Queue[News] = asyncio.Queue()
         tasks = [asyncio.create_task(self._follow(number, t, body, news)) for number, t in enumerate(tickets)]
         head = head | {"object": form.part}
@@ -373,8 +378,8 @@ class _Server:
                 if events:
                     yield events
             if body.with_usage:
-                every = [results[number] for number in range(len(tickets))]
-                yield [{**head, "choices": [], "usage": usage(every, body.candidates)}]
+                finished = [results[number] for number in range(len(tickets))]
+                yield [{**head, "choices": [], "usage": usage(finished, body.candidates)}]
         except TimeoutError:
             yield [error_body(f"no answer within {self._config.timeout:g} s", "timeout", "timeout")]
         except Broken:
@@ -386,7 +391,7 @@ class _Server:
                 task.cancel()
 
     async def _follow(self, number: int, ticket: Ticket, body: Common, news: asyncio.Queue[News]) -> None:
-        deltas_of = branch_deltas if body.aspd.stream == "branches" else text_deltas
+        make_deltas = branch_deltas if body.aspd.stream == "branches" else text_deltas
         tokens = 0
         try:
             async for events in ticket.listen():
@@ -394,7 +399,7 @@ class _Server:
                     self._note(ticket, result)
                 tokens += sum(len(event.token_ids) for event in events if event.kind == "token")
                 count = tokens if result is None else result.stats.content_tokens
-                news.put_nowait((number, deltas_of(events), count, result))
+                news.put_nowait((number, make_deltas(events), count, result))
         except Broken as broken:
             news.put_nowait((number, [], tokens, broken))
 

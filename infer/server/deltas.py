@@ -1,4 +1,4 @@
-"""From events to the deltas of a stream."""
+"""Conversion of events to the deltas of a stream."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from infer.answers.events import Event
 
 
 class Delta(NamedTuple):
-    """What is sent at a time.
+    """Unit of a stream.
 
     Attributes:
-        text: new text.
-        place: block and branch numbers, titles of a fork, ends of branches and blocks; None in reading order.
+        text: new text; may be empty.
+        place: event kind, block and branch numbers, and the titles of a fork; None for text in reading order.
     """
 
     text: str
@@ -21,13 +21,13 @@ class Delta(NamedTuple):
 
 
 def text_deltas(events: Sequence[Event]) -> list[Delta]:
-    """Return the text of events in reading order as one delta at most: each costs server and client time."""
+    """Return the text of events in reading order as at most one delta, because every delta has a cost."""
     text = "".join(event.text for event in events if event.kind == "token")
     return [Delta(text)] if text else []
 
 
 def branch_deltas(events: Sequence[Event]) -> list[Delta]:
-    """Return a delta for each event, with its place."""
+    """Return one delta for each event, with its block and branch."""
     deltas = []
     for event in events:
         place: dict[str, Any] = {"event": event.kind, "block": event.block, "branch": event.branch}

@@ -1,4 +1,4 @@
-"""How answers look to clients of OpenAI's two interfaces."""
+"""Response formats of OpenAI's chat completions and completions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from infer.answers.answer import Result
 from infer.answers.logprobs import TokenLogprob
 from infer.server.deltas import Delta
 
-# What is sent at a time of a stream; a whole completion, or its chunks.
+# A stream of lists of chunks that are sent together; an answer is a whole completion or a stream.
 Chunks: TypeAlias = AsyncGenerator[list[dict[str, Any]], None]
 Answer: TypeAlias = dict[str, Any] | Chunks
 
 
 def usage(results: Sequence[Result], answers: int) -> dict[str, Any]:
-    """Return the tokens of the prompts, each of which has `answers` results, and of the texts of all results."""
+    """Return OpenAI's usage object.
+
+    Args:
+        results: results, `answers` consecutive ones for each prompt.
+        answers: number of answers per prompt.
+    """
     prompt = sum(result.stats.prompt_tokens for result in results[::answers])
     cached = sum(result.stats.reused_tokens for result in results[::answers])
     generated = sum(result.stats.content_tokens for result in results)
@@ -29,12 +34,16 @@ def usage(results: Sequence[Result], answers: int) -> dict[str, Any]:
 
 
 def token_usage(prompt: int, generated: int) -> dict[str, int]:
-    """Numbers of tokens, under OpenAI's names."""
+    """Return numbers of tokens under OpenAI's names."""
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
 def statistics(result: Result, compiled: int) -> dict[str, Any]:
-    """What an answer cost, with the programs that were compiled meanwhile, and its structure."""
+    """Return the statistics and the structure of an answer.
+
+    Args:
+        compiled: number of programs that were compiled while it was decoded.
+    """
     return {
         "statistics": result.stats.to_json() | {"programs_compiled": compiled},
         "structure": to_json(result.structure),
@@ -43,12 +52,12 @@ def statistics(result: Result, compiled: int) -> dict[str, Any]:
 
 
 def finish(result: Result) -> str:
-    """In OpenAI's words."""
+    """Return OpenAI's finish reason of a result."""
     return "length" if result.finish_reason == "length" else "stop"
 
 
 def reply(answer: Answer) -> Response:
-    """Return the reply that is a completion, whole or as a stream that ends with `[DONE]` unless it failed."""
+    """Return the HTTP response of an answer: JSON, or a stream that ends with `[DONE]` unless it failed."""
     return JSONResponse(answer) if isinstance(answer, dict) else stream(answer, data, "data: [DONE]\n\n")
 
 
@@ -56,17 +65,17 @@ def stream(batches: Chunks, spell: Callable[[dict[str, Any]], str], end: str = "
     """Return a stream of server-sent events.
 
     Args:
-        batches: what is sent; the last one may be an error.
-        spell: spells each as an event.
-        end: what follows, unless there was an error.
+        batches: lists of chunks that are sent together; the last chunk may be an error.
+        spell: formats a chunk as a server-sent event.
+        end: text after the last chunk, unless it was an error.
     """
 
     async def events() -> AsyncIterator[str]:
         failed = False
-        async with aclosing(batches):  # a client that goes away ends what is done for it
+        async with aclosing(batches):  # closing cancels the requests of a client that disconnects
             async for batch in batches:
                 failed |= any("error" in value for value in batch)
-                yield "".join(map(spell, batch))  # in one piece: each costs a write
+                yield "".join(map(spell, batch))  # one write for all of them
         if end and not failed:
             yield end
 
@@ -74,12 +83,18 @@ def stream(batches: Chunks, spell: Callable[[dict[str, Any]], str], end: str = "
 
 
 def data(value: dict[str, Any]) -> str:
-    """Spell a server-sent event."""
+    """Format a value as a server-sent event."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 class Form(Protocol):
-    """How answers of one of the two interfaces look."""
+    """Response format of an endpoint.
+
+    Attributes:
+        prefix: prefix of the identifiers of answers.
+        whole: value of `object` in a whole answer.
+        part: value of `object` in a chunk.
+    """
 
     prefix: str
     whole: str
@@ -93,10 +108,12 @@ class Form(Protocol):
 
     def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]: ...
 
-    def logprobs(self, found: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any: ...
+    def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any: ...
 
 
 class Chat:
+    """Format of chat completions."""
+
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
@@ -113,20 +130,25 @@ class Chat:
     def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
         return {"index": number, "delta": {}, "finish_reason": finish(result), "logprobs": logprobs}
 
-    def logprobs(self, found: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
-        def one(text: bytes, logprob: float | None) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
+        def entry(text: bytes, logprob: float | None) -> dict[str, Any]:
             return {"token": text.decode(errors="replace"), "logprob": logprob, "bytes": list(text)}
 
         content = []
-        for token in found:
+        for token in tokens:
             values = [value for _, value in token.top]
-            top = [one(text, value) for text, value in zip(token.top_texts, values, strict=True)]
-            content.append(one(token.text, token.logprob) | {"top_logprobs": top})
+            top = [entry(text, value) for text, value in zip(token.top_texts, values, strict=True)]
+            content.append(entry(token.text, token.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
 
 
 class Text:
-    """Args: prompts: texts that answers begin with, if any do; answers: of each prompt."""
+    """Format of completions.
+
+    Args:
+        prompts: texts that the answers begin with (`echo`); empty: none.
+        answers: number of answers per prompt.
+    """
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
@@ -150,31 +172,31 @@ class Text:
     def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
         return {"index": number, "text": "", "finish_reason": finish(result), "logprobs": logprobs}
 
-    def logprobs(self, found: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
+    def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
         def text(id: int) -> str:
             return codec.decode([id]) or codec.spell([id])
 
-        def top(of: TokenLogprob) -> dict[str, float] | None:
-            if of.logprob is None:
+        def top(token: TokenLogprob) -> dict[str, float] | None:
+            if token.logprob is None:
                 return None
-            # The token itself is among them, and of several with one text the likeliest counts.
-            own = of.top and (of.token, of.logprob) not in of.top
-            pairs = [*of.top, *([(of.token, of.logprob)] if own else [])]
+            # The sampled token is included. Of several tokens with the same text, the likeliest counts.
+            sampled_missing = token.top and (token.token, token.logprob) not in token.top
+            pairs = [*token.top, *([(token.token, token.logprob)] if sampled_missing else [])]
             return {text(id): value for id, value in reversed(pairs)}
 
-        ids = [of.token for of in found]
+        ids = [token.token for token in tokens]
         offsets = text_offsets(codec, ids[:prompt], 0)
         offsets += text_offsets(codec, ids[prompt:], len(codec.decode(ids[:prompt])))
         return {
             "tokens": list(map(text, ids)),
-            "token_logprobs": [of.logprob for of in found],
-            "top_logprobs": list(map(top, found)),
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": list(map(top, tokens)),
             "text_offset": offsets,
         }
 
 
 def text_offsets(codec: TextCodec, ids: Sequence[int], start: int) -> list[int]:
-    """Return where the text of each token begins; those of one character begin where it does."""
+    """Return the offset of the text of each token; tokens that form one character share its offset."""
     stream, offsets = codec.stream(), []
     for number in range(len(ids)):
         offsets.append(start + len(stream.text))

@@ -1,4 +1,4 @@
-"""Middleware before every application: request identifiers, bounds of bodies, other origins."""
+"""Middleware: request identifiers, limits of request bodies, and cross-origin requests."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def add_guard(
     check: Callable[[Request], None] = lambda _: None,
     count: Callable[[str, int], None] = lambda _path, _status: None,
 ) -> None:
-    """Put a guard before an application.
+    """Add the middleware to an application.
 
     Args:
-        max_body: bytes of a request.
-        body_timeout: seconds in which they have to arrive.
-        origins: origins whose pages may read responses (CORS); `*`: all of them.
-        check: raises `Refused` for requests that are refused before they are read.
-        count: called with the path and the status of every response.
+        max_body: maximum size of a request body in bytes.
+        body_timeout: seconds within which the body must arrive.
+        origins: origins whose pages may read responses (CORS); `*`: all.
+        check: called before the body is read; raises `Refused` for a request that is refused.
+        count: called with the path and the HTTP status of every response.
     """
     app.add_middleware(_Guard, max_body=max_body, body_timeout=body_timeout, check=check, count=count)
     if origins:
@@ -62,8 +62,8 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        given = request.headers.get(REQUEST_ID, "")
-        identifier = given if _SANE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        client_id = request.headers.get(REQUEST_ID, "")
+        identifier = client_id if _SANE_ID.fullmatch(client_id) else f"req_{secrets.token_hex(12)}"
         method, path = scope["method"], scope["path"]
         without_body = method == "HEAD"
         status = 0
@@ -78,12 +78,12 @@ class _Guard:
                 message = {**message, "body": b""}
             await send(message)
 
-        if without_body:  # of any path that can be read
+        if without_body:  # HEAD is answered like GET, without the body
             scope = {**scope, "method": "GET"}
         try:
             self._check(request)
             if method == "POST":
-                receive = _then(await self._body(request, receive), receive)
+                receive = _replay(await self._body(request, receive), receive)
             await self._app(scope, receive, guarded)
         except Refused as refused:
             await refused.response(scope, receive, guarded)
@@ -97,10 +97,10 @@ class _Guard:
             log.info("%s %r: %d (request id %s)", method, path, status, identifier)
 
     async def _body(self, request: Request, receive: Any) -> bytes:
-        """Return all of a body, whether its length is known before or it comes in chunks.
+        """Read a whole body, with or without a content length.
 
         Raises:
-            Refused: it is too long, or did not arrive in time.
+            Refused: the body is too large, or did not arrive in time.
         """
         length = request.headers.get("content-length", "")
         if length.isdigit():
@@ -112,7 +112,7 @@ class _Guard:
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
-                        break  # the client has gone
+                        break  # the client has disconnected
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     self._bound(size, "has more bytes")
@@ -122,13 +122,13 @@ class _Guard:
             pass
         raise Refused(408, "the request did not arrive in time", "timeout", "timeout")
 
-    def _bound(self, size: int, what: str) -> None:
+    def _bound(self, size: int, problem: str) -> None:
         if size > self._max_body:
-            raise Refused(413, f"the request {what}, expected at most {self._max_body}", code="request_too_large")
+            raise Refused(413, f"the request {problem}, expected at most {self._max_body}", code="request_too_large")
 
 
-def _then(body: bytes, receive: Any) -> Any:
-    """A `receive` that begins with a whole body."""
+def _replay(body: bytes, receive: Any) -> Any:
+    """Return a `receive` function that first returns a body that was read already."""
     left = [body]
 
     async def replaying() -> Any:

@@ -1,6 +1,6 @@
-"""Fields that clients send by default and that change nothing here: which of their values are accepted.
+"""Request fields without an effect that clients send by default, and the values that are accepted for them.
 
-A null stands for the default of any field. A value that would change something is refused by the name of its field.
+Null means the default of any field. A value that would have an effect is refused with the name of its field.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pydantic_core import PydanticCustomError
 
 
 def fault(message: str, field: str = "") -> PydanticCustomError:
-    """An error of a request: `message` about `field` of the object that is read, or about the object itself."""
+    """Return an error about `field` of the object that is validated, or about the object if `field` is empty."""
     return PydanticCustomError("request", "{message}", {"message": message, "field": field})
 
 
 def spell(value: Any) -> str:
-    """A value of a request, as error messages show it."""
+    """Return a value of a request as error messages show it."""
     if isinstance(value, list):
         return "a list" if value else "[]"
     if isinstance(value, dict):
@@ -28,12 +28,12 @@ def spell(value: Any) -> str:
 
 
 class Neutral(NamedTuple):
-    """Values of a field that change nothing.
+    """Values of a field that have no effect.
 
     Attributes:
-        values: the values.
-        kinds: JSON types of which every value is neutral.
-        reason: what is not supported, for the error.
+        values: accepted values.
+        kinds: JSON types of which every value is accepted.
+        reason: explanation for the error.
     """
 
     values: tuple[Any, ...] = ()
@@ -41,13 +41,13 @@ class Neutral(NamedTuple):
     reason: str = ""
 
     def accepts(self, value: Any) -> bool:
-        """Whether a value is one of them; true is not 1."""
+        """Return whether a value is accepted; true and 1 differ."""
         return type(value) in self.kinds or any(
             other == value and isinstance(other, bool) == isinstance(value, bool) for other in self.values
         )
 
     def refusal(self, value: Any) -> str:
-        """Why another value is refused."""
+        """Return the error message for a value that is not accepted."""
         expected = [*map(spell, self.values), *(_KINDS[kind] for kind in self.kinds), "null"]
         reason = f"{self.reason}; " if self.reason else ""
         return f"{reason}expected {' or '.join(expected)}, got {spell(value)}"
@@ -65,7 +65,7 @@ _FALSE, _TRUE = Neutral((False,)), Neutral((True,))
 _ZERO, _ONE = Neutral((0,)), Neutral((1,))
 _NO_LIST, _NO_OBJECT = Neutral(([],)), Neutral(({},))
 
-# Of every interface: OpenAI's fields, then those of other servers that their clients send along.
+# Fields of all endpoints: OpenAI's, then those that clients of other servers send.
 REQUEST: Mapping[str, Neutral] = {
     "tools": Neutral(([],), reason=_TOOLS),
     "tool_choice": Neutral(("none", "auto"), reason=_TOOLS),
@@ -128,7 +128,7 @@ REQUEST: Mapping[str, Neutral] = {
     "extra_body": _NO_OBJECT,
 }
 
-# Of messages, and of items of the input of `/v1/responses`, as clients send answers back.
+# Fields of messages and of input items of `/v1/responses`: clients send whole answers back.
 MESSAGE: Mapping[str, Neutral] = {
     "id": _ANY_TEXT,
     "type": Neutral(("message",)),
@@ -160,10 +160,10 @@ PART: Mapping[str, Neutral] = {
 
 
 class Strict(BaseModel):
-    """A JSON object of a request. Unknown fields are refused, so that nobody believes in a setting that does nothing.
+    """A JSON object of a request. Unknown fields are refused, because a setting without effect misleads its user.
 
     Attributes:
-        neutral: fields without an effect, and fields that have further values for their default.
+        neutral: fields without an effect, and fields with further values that mean the default.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -172,7 +172,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, data: Any) -> Any:
-        """Leave out nulls and neutral values, and refuse what is left and unknown."""
+        """Drop nulls and neutral values, and refuse unknown fields."""
         if not isinstance(data, dict):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}

@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""Prometheus metrics of a server."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event, also whe
 
 
 def programs_compiled() -> int:
-    """How many programs JAX has compiled in this process, or read from disk, since this was first asked."""
+    """Return the number of programs that JAX has compiled or read from disk since the first call in this process."""
     return len(_compilations())
 
 
 @cache
 def _compilations() -> list[float]:
-    """Seconds that each took; it grows, from any thread."""
-    found: list[float] = []
+    """Return the list of compile times in seconds, which a listener extends from any thread."""
+    durations: list[float] = []
 
     def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == COMPILED:
-            found.append(duration_secs)
+            durations.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(note)
-    return found
+    return durations
 
 
 class Metrics:
@@ -52,18 +52,18 @@ class Metrics:
         self.last_token = Histogram(
             "aspd_last_token_seconds", "Request to last token", ["mode"], buckets=SECONDS, registry=registry
         )
-        self.passes = Histogram("aspd_pass_seconds", "A forward pass", buckets=PASS_SECONDS, registry=registry)
-        self._programs = Counter("aspd_programs", "Programs compiled, or read from disk", registry=registry)
-        self._running = Gauge("aspd_running", "Requests that hold a row of the cache", registry=registry)
-        self._waiting = Gauge("aspd_waiting", "Requests that wait for one", registry=registry)
-        self._compiled = programs_compiled()  # that `_programs` has counted, or that were there before
+        self.passes = Histogram("aspd_pass_seconds", "Time of a step", buckets=PASS_SECONDS, registry=registry)
+        self._programs = Counter("aspd_programs", "Programs compiled or read from disk", registry=registry)
+        self._running = Gauge("aspd_running", "Requests that hold a cache row", registry=registry)
+        self._waiting = Gauge("aspd_waiting", "Requests that wait for a cache row", registry=registry)
+        self._compiled = programs_compiled()  # programs that existed before, or that `_programs` has counted
 
     def chunk(self, seconds: float, passes: int) -> None:
-        """Note a chunk of passes."""
+        """Record the mean time of the steps of a chunk."""
         self.passes.observe(seconds / passes)
 
     def answer(self, mode: str, finish: str, stats: Statistics) -> None:
-        """Note an answer that has ended."""
+        """Count a finished answer."""
         self.answers.labels(mode, finish).inc()
         self.tokens.labels("prompt").inc(stats.prompt_tokens)
         self.tokens.labels("reused").inc(stats.reused_tokens)
@@ -75,7 +75,7 @@ class Metrics:
             self.last_token.labels(mode).observe(stats.seconds["total"])
 
     def text(self, driver: Driver) -> bytes:
-        """In Prometheus' text form."""
+        """Return all metrics in Prometheus' text format."""
         compiled = programs_compiled()
         self._programs.inc(compiled - self._compiled)
         self._compiled = compiled

@@ -1,4 +1,4 @@
-"""Errors for clients: in OpenAI's form, and in terms of their request."""
+"""Errors for clients in OpenAI's format, which name the field of the request."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Refused(HTTPException):
     """An error for the client.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, and where.
-        kind: type of the error, in OpenAI's words.
-        code: of the error, for programs.
-        param: field that it is about.
-        headers: of the response.
+        status: HTTP status.
+        message: text of the error.
+        kind: OpenAI's error type.
+        code: OpenAI's error code; None: none.
+        param: field of the request; None: none.
+        headers: further headers of the response.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class Refused(HTTPException):
 
     @property
     def response(self) -> JSONResponse:
-        """The response that says so."""
+        """HTTP response with this error."""
         return JSONResponse(self.body, self.status_code, self.headers)
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
+    """Return an error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def add_refusals(app: FastAPI) -> None:
-    """Let an application, before it has routes, answer mistakes of clients in OpenAI's form."""
+    """Make an application return errors in OpenAI's format. Call it before routes are added."""
 
     async def http_error(_: Request, error: Any) -> Response:
         if isinstance(error, Refused):
@@ -76,7 +76,7 @@ class _JsonRequest(Request):
 
 
 class _JsonRoute(APIRoute):
-    """A route whose bodies are read by `read_json`."""
+    """A route whose bodies are parsed by `read_json`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -91,7 +91,7 @@ def read_json(raw: bytes) -> Any:
     """Parse a body.
 
     Raises:
-        Refused: it is not JSON, or holds text that is not Unicode.
+        Refused: the body is not JSON, or contains an unpaired surrogate.
     """
     try:
         value = json.loads(raw.decode("utf-8-sig"), parse_constant=_constant)
@@ -113,11 +113,11 @@ def read_json(raw: bytes) -> Any:
 
 
 def _constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _strings(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """Yield every text with its place; the name of a field has the place of its object."""
+    """Yield all strings with their paths; the name of a field has the path of its object."""
     if isinstance(value, str):
         yield where, value
     elif isinstance(value, list):
@@ -130,33 +130,34 @@ def _strings(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ..
 
 
 def describe(errors: Sequence[Any], body: Any) -> tuple[str, str]:
-    """Return where the first mistake of a request is, and what it is.
+    """Return the path and the description of the first error of a request.
 
-    Of alternatives for one value, the one that agrees with it furthest is meant.
+    If a value has alternatives, the errors of the alternative that matches furthest count.
 
     Args:
-        errors: of pydantic, each with `type`, `loc`, `input` and `ctx`.
-        body: the request that they are about.
+        errors: pydantic's errors, each with `type`, `loc`, `input` and `ctx`.
+        body: the request.
     """
-    found = [(_path(error, body), error) for error in errors]
-    first = found[0][0]
-    path = max((path for path, _ in found if path[: len(first)] == first), key=len)
-    here = [error for where, error in found if where == path]
-    here = [error for error in here if not error["type"].endswith("_type")] or here  # of its type's alternative
-    value = here[0]["input"]
-    exact = [error["ctx"]["message"] for error in here if error["type"] == "request"]
+    located = [(_path(error, body), error) for error in errors]
+    first = located[0][0]
+    path = max((path for path, _ in located if path[: len(first)] == first), key=len)
+    candidates = [error for where, error in located if where == path]
+    # An alternative of the right type says more than those of other types.
+    candidates = [error for error in candidates if not error["type"].endswith("_type")] or candidates
+    value = candidates[0]["input"]
+    exact = [error["ctx"]["message"] for error in candidates if error["type"] == "request"]
     if exact:
         return _spell_path(path), exact[0]
-    if here[0]["type"] == "missing":
+    if candidates[0]["type"] == "missing":
         return _spell_path(path), "a value is required"
     if isinstance(value, bytes):
         return "", "expected a JSON object with the header Content-Type: application/json"
-    expected = dict.fromkeys(_expected(error["type"], error.get("ctx", {})) for error in here)
+    expected = dict.fromkeys(_expected(error["type"], error.get("ctx", {})) for error in candidates)
     return _spell_path(path), f"expected {' or '.join(expected)}, got {spell(value)}"
 
 
 def _path(error: Any, body: Any) -> tuple[Any, ...]:
-    """The place of an error in the request. What is not in the request is the name of an alternative."""
+    """Return the path of an error in the request. Parts that the request lacks name an alternative and are dropped."""
     location = error["loc"][1:]  # after "body"
     path: list[Any] = []
     for number, part in enumerate(location, 1):
@@ -172,7 +173,7 @@ def _path(error: Any, body: Any) -> tuple[Any, ...]:
 
 
 def _spell_path(path: Sequence[Any]) -> str:
-    """Spell a place as in `messages[0].content`."""
+    """Spell a path as in `messages[0].content`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
@@ -200,6 +201,6 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def _expected(kind: str, context: Mapping[str, Any]) -> str:
-    """What was expected where pydantic found an error of a kind."""
+    """Return the description of the expected value for a kind of pydantic error."""
     phrase = _EXPECTED.get(kind) or _EXPECTED.get(kind.partition("_")[0]) or "another value"
     return phrase.format_map({name: f"{v:g}" if isinstance(v, float) else v for name, v in context.items()})

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`: its requests, and chat completions in its form. Nothing is stored."""
+"""OpenAI's `/v1/responses`: its requests, and chat completions in its format. Responses are not stored."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class FlatSchema(NamedSchema):
-    """Structured outputs, with the schema beside its name."""
+    """A JSON schema for structured output, on the same level as its name."""
 
     type: Literal["json_schema"]
 
 
 class TextSettings(Strict):
-    """What the text is to be."""
+    """Format of the text."""
 
     neutral: ClassVar = {"verbosity": REQUEST["verbosity"]}
     format: Annotated[PlainText | JsonObject | FlatSchema, Field(discriminator="type")] = PlainText(type="text")
 
 
 class ResponsesRequest(Common):
-    """`POST /v1/responses`."""
+    """Body of `POST /v1/responses`."""
 
     neutral = Common.neutral | {
         "background": Neutral((False,), reason="responses are not stored"),
@@ -58,7 +58,7 @@ class ResponsesRequest(Common):
     include: list[
         Literal[
             "message.output_text.logprobs",
-            # Of things that no response here has.
+            # Accepted without effect: responses have none of these.
             "code_interpreter_call.outputs",
             "computer_call_output.output.image_url",
             "file_search_call.results",
@@ -71,7 +71,7 @@ class ResponsesRequest(Common):
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The conversation, as the chat template takes it."""
+        """Conversation in the form of the chat template."""
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
             return [*first, {"role": "user", "content": self.input}]
@@ -79,17 +79,17 @@ class ResponsesRequest(Common):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """As in `Common`."""
+        """See `Common`."""
         return self.chat_template_kwargs
 
     @property
     def limit(self) -> int | None:
-        """As in `Common`."""
+        """See `Common`."""
         return self.max_output_tokens
 
     @property
     def grammar(self) -> dict[str, Any]:
-        """As in `Common`."""
+        """See `Common`."""
         form = self.text.format
         if form.type == "text":
             return {}
@@ -97,21 +97,21 @@ class ResponsesRequest(Common):
 
     @property
     def alternatives(self) -> int | None:
-        """As in `Common`."""
+        """See `Common`."""
         return self.top_logprobs or 0 if _LOGPROBS in self.include else None
 
     @property
     def with_usage(self) -> bool:
-        """As in `Common`: every stream of this interface ends with its usage."""
+        """See `Common`: all streams of this endpoint end with their usage."""
         return True
 
 
 class Translation:
-    """A chat completion in the form of a response.
+    """Translation of a chat completion to a response.
 
     Args:
         body: the request.
-        head: `id`, `created` and `model` of the chat completion.
+        head: mapping with `id`, `created` and `model` of the chat completion.
     """
 
     def __init__(self, body: ResponsesRequest, head: dict[str, Any]) -> None:
@@ -131,16 +131,17 @@ class Translation:
 
     @property
     def begun(self) -> dict[str, Any]:
-        """The response before its text."""
+        """Response before its first text."""
         return dict(self._base)
 
     def ended(self, text: str, finish: str, logprobs: Any, usage: dict[str, Any]) -> dict[str, Any]:
-        """The response with its text.
+        """Return the finished response.
 
         Args:
+            text: text of the chat completion.
             finish: finish reason of the chat completion.
-            logprobs: its log probabilities.
-            usage: its usage.
+            logprobs: log probabilities of the chat completion; None: none.
+            usage: usage of the chat completion.
         """
         cut = finish == "length"
         status = "incomplete" if cut else "completed"
@@ -158,35 +159,35 @@ class Translation:
         }  # fmt: skip
 
     def failed(self, error: dict[str, Any]) -> dict[str, Any]:
-        """The response of an answer that failed."""
+        """Return the response of a failed answer."""
         code = "server_error" if error["code"] is None else error["code"]
         return self._base | {"status": "failed", "error": {"code": code, "message": error["message"]}}
 
     def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """The only item of its output."""
+        """Return the only item of the output."""
         return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     @staticmethod
     def part(text: str, logprobs: Any) -> dict[str, Any]:
-        """The only part of this item."""
+        """Return the only part of the item."""
         tokens = [] if logprobs is None else logprobs["content"]
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": tokens}
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where this part is."""
+        """Identifiers and indices of the item and the part."""
         return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
 
 
 def reply_response(body: ResponsesRequest, answer: Answer) -> Response:
-    """Return a chat completion, whole or as a stream, as the reply to a request for a response."""
+    """Return the HTTP response for a chat completion: JSON or a stream of events."""
     if isinstance(answer, dict):
         return JSONResponse(respond(body, answer))
     return stream(respond_streaming(body, answer), lambda event: f"event: {event['type']}\n{data(event)}")
 
 
 def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any]:
-    """Return a whole chat completion as a response."""
+    """Translate a whole chat completion to a response."""
     (choice,) = completion["choices"]
     translation = Translation(body, completion)
     text, finish = choice["message"]["content"], choice["finish_reason"]
@@ -195,7 +196,12 @@ def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any
 
 
 async def respond_streaming(body: ResponsesRequest, batches: Chunks) -> Chunks:
-    """Yield the events of a response for the chunks of a chat completion, which end with its usage."""
+    """Yield the events of a response.
+
+    Args:
+        body: the request.
+        batches: lists of chunks of a chat completion; the last chunk has its usage.
+    """
     numbers = count()
 
     def event(kind: str, **fields: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Serving until told to stop: requests under way are finished first."""
+"""Entry points of the server process: listen until a signal, then drain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CONNECTIONS = 4096  # further ones get 503
 
 
 def follow(engine: Engine, config: ServerConfig) -> None:
-    """Do what the first of several processes does, until it has drained; that one gets the signals."""
+    """Execute the steps of process 0 until it has drained. Only process 0 handles signals."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     if config.warm_up != "none":
@@ -27,10 +27,10 @@ def follow(engine: Engine, config: ServerConfig) -> None:
 
 
 def serve(engine: Engine, config: ServerConfig) -> None:
-    """Listen until SIGTERM or SIGINT.
+    """Serve until SIGTERM or SIGINT, then finish the running requests.
 
     Raises:
-        RequestError: nobody can listen there.
+        RequestError: the address is invalid or in use.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
@@ -41,7 +41,7 @@ def serve(engine: Engine, config: ServerConfig) -> None:
     except OSError as error:
         listener.close()
         raise RequestError(f"cannot listen on {config.host}, port {config.port}: {error.strerror}") from None
-    listener.listen(2048)  # from here on connections wait
+    listener.listen(2048)  # connections queue while the server starts
     host = f"[{config.host}]" if family == socket.AF_INET6 else config.host
     print(f"{config.name}: http://{host}:{listener.getsockname()[1]}/ (ready when /health says so)", flush=True)
     settings = uvicorn.Config(
@@ -52,6 +52,6 @@ def serve(engine: Engine, config: ServerConfig) -> None:
         limit_concurrency=MAX_CONNECTIONS,
         server_header=False,
     )
-    # uvicorn drains, then hands the signal on to who had it before; drained is a good end.
+    # uvicorn drains, then raises the signal again for the handler that was installed before.
     signal.signal(signal.SIGTERM, lambda *_: None)
     uvicorn.Server(settings).run(sockets=[listener])

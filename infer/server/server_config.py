@@ -1,4 +1,4 @@
-"""What a server is told."""
+"""Configuration of a server."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ WarmUp = Literal["none", "first", "all"]
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Limits of a server, and where it listens.
+    """Address and limits of a server.
 
     Attributes:
-        host, port: where; loopback unless told otherwise. Port 0: any that is free.
-        name: of the model, as clients ask for it.
-        adapter_folder: whose folders clients may name as adapters that they want to ask for; empty: clients may not.
-        keys: API keys, one of which every request has to bring; none: no key is asked for.
-        origins: origins whose pages may read responses in a browser (CORS), `*` for all; none: only the server's own.
-        max_waiting: requests that may wait for a row of the cache; further ones get 429.
-        max_body: bytes of a request, which have to be there within `body_timeout` seconds.
-        max_choices: answers to one request (`n`).
-        max_new_tokens: of an answer; what is given to requests that ask for no number, and most that is given.
-        timeout: seconds from request to last token.
-        chunk: seconds between two looks at growing answers, as near as whole passes come.
-        drain: seconds that requests under way have to end when the server is told to stop.
-        warm_up: programs that are compiled before the server says that it is ready: `none`, those of the `first` answer
-            and of all that come one at a time, or `all`.
+        host, port: address to listen on. Port 0: any free port.
+        name: name of the model in requests.
+        adapter_folder: folder from which clients may load adapters; empty: none.
+        keys: valid API keys; empty: requests need no key.
+        origins: origins whose pages may read responses in a browser (CORS); `*`: all; empty: only the server's own.
+        max_waiting: maximum requests that wait for a cache row; further requests get 429.
+        max_body: maximum size of a request body in bytes.
+        body_timeout: seconds within which the body must arrive.
+        max_choices: maximum answers per request (`n`).
+        max_new_tokens: default and maximum tokens of an answer.
+        timeout: maximum seconds from request to last token.
+        chunk: streaming interval in seconds, rounded to whole steps.
+        drain: seconds that running requests have to finish when the server stops.
+        warm_up: programs that are compiled before the server is ready: `none`, `first` (those of single requests), or
+            `all`.
     """
 
     host: str = "127.0.0.1"
@@ -58,11 +59,11 @@ class ServerConfig:
         at_least("max_waiting", self.max_waiting, 0)
         for name in ("body_timeout", "timeout", "chunk", "drain"):
             if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(self, name)}")
+                raise ConfigError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
         if self.adapter_folder and not Path(self.adapter_folder).is_dir():
-            raise ConfigError(f"adapter_folder: {self.adapter_folder} is no folder")
+            raise ConfigError(f"adapter_folder: {self.adapter_folder} is not a folder")
         for origin in self.origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+", origin):
                 raise ConfigError(f"origins: expected * or scheme://host[:port], got {origin!r}")
         if not 0 <= self.port < 1 << 16:
-            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+            raise ConfigError(f"port: expected 0 to 65535, got {self.port}")

@@ -16,7 +16,7 @@ from aspd.aot.abstract import abstract_model
 from aspd.aot.aot_report import Compiled, Figures, compile_for, figures
 from aspd.aot.decode import bucket_for, needed_bytes, needed_collective_bytes, trace_passes
 from aspd.aot.hlo import Instruction
-from aspd.aot.topology import Topology, topology
+from aspd.aot.topology import Topology, open_topology
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.shapes import SHAPES
@@ -87,7 +87,7 @@ class Decoding:
 @cache
 def decoding(case: Case) -> Decoding:
     """Compile and read a case."""
-    on = topology(case.topology)
+    on = open_topology(case.topology)
     mesh = make_mesh(dict(case.mesh), on.devices) if case.mesh else None
     config = replace(SHAPES[case.shape], dtype="bfloat16", layers=LAYERS, weights=case.weights,
                      decode_attention=case.attention)  # fmt: skip
@@ -102,5 +102,5 @@ def decoding(case: Case) -> Decoding:
 
 def small(topology_name: str, function: Any, *arguments: Any, **options: Any) -> Compiled:
     """A small function for the first device of a topology, or for the mesh that its arguments lie on."""
-    on = topology(topology_name)
+    on = open_topology(topology_name)
     return compile_for(jax.jit(function, **options).trace(*arguments), on, 1)

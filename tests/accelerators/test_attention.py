@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("libtpu", reason="make test-accelerators has an environment of its own")
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
-from aspd.aot.abstract import everywhere, placed
+from aspd.aot.abstract import placed, replicated
 from aspd.aot.aot_report import Compiled
-from aspd.aot.topology import topology
+from aspd.aot.topology import open_topology
 from aspd_jax.layout import Layout
 from aspd_jax.model.attention import FULL_PASS_BACK_ENDS, View
 from tests.accelerators.programs import small
@@ -49,7 +49,7 @@ def gradients(on: str, name: str, S: int) -> Compiled:
         out, pull = jax.vjp(attend, query, key, value)
         return out, pull(slope)
 
-    return small(on, both, *placed((*given, layout), everywhere(topology(on), None)))
+    return small(on, both, *placed((*given, layout), replicated(open_topology(on), None)))
 
 
 @pytest.mark.parametrize("on, length", CASES)

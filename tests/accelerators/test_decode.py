@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("libtpu", reason="make test-accelerators has an environment of its own")
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
-from aspd.aot.abstract import everywhere
-from aspd.aot.aot_report import collectives_of, local_bytes, pass_of
+from aspd.aot.abstract import replicated
+from aspd.aot.aot_report import count_collectives, local_bytes, step_loop
 from aspd.aot.hlo import Program, cheapest, dearest
-from aspd.aot.topology import topology
+from aspd.aot.topology import open_topology
 from aspd_jax.model.cache import Bucket
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh, named_sharding
@@ -178,7 +178,7 @@ def test_embedding_head_and_logits_are_split(case: Case) -> None:
         assert local_bytes(of.lm.params[name]) == whole // 8
     assert of.compiled.program is not None
     for choose in (cheapest, dearest):
-        said = collectives_of(of.compiled.program.region(choose))
+        said = count_collectives(of.compiled.program.region(choose))
         assert said and not of_logits(said, of.lm.config.padded_vocab_size)
 
 
@@ -191,14 +191,14 @@ def of_logits(said: Any, size: int) -> list[Any]:
 @pytest.mark.parametrize("name", ["v5e:2x4", "h100:1x1x8"])
 def test_gathered_logits_are_seen(name: str) -> None:
     """Negative control: logits that every device asks for."""
-    mesh = make_mesh(dict(TENSOR), topology(name).devices)
+    mesh = make_mesh(dict(TENSOR), open_topology(name).devices)
     logits = jax.ShapeDtypeStruct(
         (16, 4096), jnp.float32, sharding=named_sharding((None, "vocabulary"), (16, 4096), mesh)
     )
     whole = named_sharding((None, None), (16, 4096), mesh)
     compiled = small(name, lambda x: jax.lax.with_sharding_constraint(jnp.exp(x), whole), logits)
     assert compiled.program is not None
-    assert of_logits(collectives_of(compiled.program.region(cheapest)), 4096)
+    assert of_logits(count_collectives(compiled.program.region(cheapest)), 4096)
 
 
 def sorts(program: Program, sizes: set[int]) -> list[str]:
@@ -211,7 +211,7 @@ def sorts(program: Program, sizes: set[int]) -> list[str]:
 @pytest.mark.parametrize("name", ["v6e:1x1", "h100:1x1x1"])
 def test_bad_programs_are_seen(name: str) -> None:
     """Negative controls: a kernel in another form for every call, a cache that is not given away, a sort."""
-    place = everywhere(topology(name), None)
+    place = replicated(open_topology(name), None)
 
     def of(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -229,7 +229,7 @@ def test_bad_programs_are_seen(name: str) -> None:
     compiled = small(name, passes, of(8192, 8192), of(2048, 8192), of(8192), of(dtype=jnp.int32))
     assert compiled.program is not None and compiled.memory is not None
     region = compiled.program.region(cheapest)
-    assert region.total - pass_of(region).total > 0.01 * pass_of(region).total
+    assert region.total - step_loop(region).total > 0.01 * step_loop(region).total
     assert compiled.memory.aliased < 2 * 2048 * 8192
     assert compiled.memory.temporary > 2 * 8192 * 8192 / 2
     assert sorts(compiled.program, {8192})
@@ -241,11 +241,11 @@ def test_bad_programs_are_seen(name: str) -> None:
 @pytest.mark.parametrize("name", ["v5e:2x4", "h100:1x1x8"])
 def test_gathered_rows_are_seen(name: str) -> None:
     """Negative control: some rows of a cache, taken by number from a mesh with a data axis."""
-    mesh = make_mesh(dict(BOTH), topology(name).devices)
+    mesh = make_mesh(dict(BOTH), open_topology(name).devices)
     place = named_sharding(("batch", None, "kv_heads", None), (16, 2048, 8, 128), mesh)
     keys = jax.ShapeDtypeStruct((16, 2048, 8, 128), jnp.bfloat16, sharding=place)
     rows = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=named_sharding((None,), (2,), mesh))
     compiled = small(name, lambda keys, rows: jnp.take(keys, rows, axis=0), keys, rows)
     assert compiled.program is not None
-    said = collectives_of(compiled.program.region(cheapest))
+    said = count_collectives(compiled.program.region(cheapest))
     assert [one for one in said if ",2048," in one.array]

@@ -13,7 +13,7 @@ pytest.importorskip("libtpu", reason="make test-accelerators has an environment 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
 from aspd.aot.aot_report import Figures, figures
-from aspd.aot.topology import topology
+from aspd.aot.topology import open_topology
 from aspd.aot.train import compile_step
 from aspd_jax.sharding import make_mesh, named_sharding
 from tests.accelerators.programs import LAYERS, small
@@ -33,7 +33,7 @@ def step(name: str, fsdp: int, tensor: int) -> tuple[Figures, Plan]:
     )  # fmt: skip
     data = DataSection(rows=8, length=2048, short_steps=0)
     config = TrainConfig(model=model, data=data, mesh=MeshSection(fsdp=fsdp, tensor=tensor), steps=100)
-    return compile_step(config, topology(name))
+    return compile_step(config, open_topology(name))
 
 
 def cases(h100: str = "") -> Any:
@@ -78,7 +78,7 @@ def test_the_plan_is_right(case: tuple[str, int, int]) -> None:
 @pytest.mark.xdist_group("train controls")
 def test_a_head_gathered_in_a_loop_is_seen() -> None:
     """Negative control."""
-    mesh = make_mesh({"fsdp": 8}, topology("v5p:2x2x2").devices)
+    mesh = make_mesh({"fsdp": 8}, open_topology("v5p:2x2x2").devices)
     head = jax.ShapeDtypeStruct(
         (VOCABULARY, 4096), jnp.bfloat16, sharding=named_sharding(("vocabulary", "embed"), (VOCABULARY, 4096), mesh)
     )

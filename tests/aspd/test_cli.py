@@ -87,19 +87,19 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
             "unknown mesh axis heads; the axes are data, fsdp, tensor",
         ),
         (["generate", "--prompt", "a", "--output", "b"], "--input and --output go together"),
-        (["generate", *DEMO, "--prompt", "a", "--branch-policy", "cap:0"], "branch policy 'cap:0' is unknown"),
+        (["generate", *DEMO, "--prompt", "a", "--branch-policy", "cap:0"], "branch policy: expected all, cap:N"),
         (["bench", "train", "--length", "0"], "--length must be at least 1, got 0"),
         (["bench", "decode", "--batch", "0"], "--batch must be at least 1, got [0]"),
         (["bench", "decode", "--answers", "8by60"], "--answers takes branches x tokens, such as 8x60, got '8by60'"),
         (["bench", "decode", "--shape", "70b"], "unknown shape '70b'; known are 27m, 1b, 7b"),
-        (["bench", "decode", "--widths", "2", "4"], "--widths must be powers of two and start with 1, got [2, 4]"),
+        (["bench", "decode", "--widths", "2", "4"], "--widths: expected powers of two that start with 1, got [2, 4]"),
         (["bench", "serve", "--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
         (["bench", "serve", "--batch", "4", "0"], "--batch must be at least 1, got 0"),
-        (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--batch", "4"], "leave them out, or --url"),
-        (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--max-waiting", "0"], "leave them out, or --url"),
+        (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--batch", "4"], "Remove them or --url"),
+        (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--max-waiting", "0"], "Remove them or --url"),
         (["data", "tasks", "--count", "0", "--output", "x"], "--count must be at least 1"),
         (["data", "tasks", "--long-every", "-1", "--output", "x"], "--long-every must be at least 0"),
-        (["bench", "serve", "--questions", "x", "--long"], "choose among the synthetic tasks"),
+        (["bench", "serve", "--questions", "x", "--long"], "select synthetic tasks"),
     ],
 )
 def test_mistakes_get_one_line_and_no_traceback(capsys: Any, arguments: list[str], message: str) -> None:
@@ -132,7 +132,7 @@ def test_a_model_without_a_tokenizer_says_so(capsys: Any, tmp_path: Path) -> Non
 def test_demo_prints_plainly_without_a_terminal(capsys: Any) -> None:
     code, out, _ = run(capsys, "demo", *DEMO, PROBLEM.question)
     assert code == 0 and "\x1b" not in out
-    for column in ("content tokens", "branches", "passes", "seconds", "speed-up", "ideal"):
+    for column in ("content tokens", "branches", "steps", "seconds", "speed-up", "ideal"):
         assert column in out
     assert out.count("adaptive") >= 2 and out.count("serial") >= 2
     assert out.count(PROBLEM.structure[0].text.strip().split("\n")[0]) == 2, "both modes say the same"

@@ -31,7 +31,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Topology:
     """A topology of whatever name: this machine."""
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     on = Topology("here", CHIP, tuple(jax.devices()))
-    monkeypatch.setattr("aspd.aot.topology.topology", lambda name: on)
+    monkeypatch.setattr("aspd.aot.topology.open_topology", lambda name: on)
     return on
 
 
@@ -48,7 +48,7 @@ def test_expected_passes_are_those_of_the_engine(branches: int, length: int, ser
     wide = length - 3  # the fork, and all but head and last token
     assert expected.serial_ms == 2 * serial and expected.adaptive_ms == 2 * (adaptive - wide) + 3 * wide
     assert expected_answer([passes(1, 2.0), passes(4, None)], branches, length) is None
-    with pytest.raises(RequestError, match="8 branches need --widths with 1 and at least 8"):
+    with pytest.raises(RequestError, match="expected 1 and a width of at least 8 for 8 branches"):
         expected_answer([passes(1, 2.0), passes(4, 3.0)], 8, 12)
 
 

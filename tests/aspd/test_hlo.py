@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aspd.aot.aot_report import collectives_of, pass_of, product_flops
+from aspd.aot.aot_report import count_collectives, product_flops, step_loop
 from aspd.aot.hlo import Array, Program, cheapest, dearest, parse
-from aspd.aot.topology import topology
+from aspd.aot.topology import open_topology
 from aspd_jax.errors import ConfigError
 from aspd_jax.sharding import make_mesh, named_sharding
 
@@ -96,7 +96,7 @@ def test_a_program_by_hand() -> None:
     (loop,) = least.loops
     assert (loop.source, loop.trips, loop.bytes) == ("jit(f)/while", 5, whole)
     assert least.total == least.bytes + 5 * whole
-    (said,) = collectives_of(least)
+    (said,) = count_collectives(least)
     assert (said.loop, said.kind, said.array, said.times) == ("jit(f)/while", "all-reduce", "bf16[64,128]", 5)
     assert said.bytes == 5 * whole
 
@@ -142,11 +142,11 @@ ENTRY %main (a: bf16[8,128], c: s32[]) -> bf16[64,128] {
 def test_a_collective_in_steps_counts_once() -> None:
     """It begins, goes on in every round of a loop, and ends; HBM is that of what is computed beside it: nothing."""
     region = parse(IN_STEPS).region(cheapest)
-    (said,) = collectives_of(region)
+    (said,) = count_collectives(region)
     assert (said.loop, said.times, said.bytes, region.total) == ("", 1, 64 * 128 * 2, 0)
     # Negative control: without what marks the steps there are seven collectives.
     whole = parse(IN_STEPS.replace('frontend_attributes={chain_id="0"}', "x={}")).region(cheapest)
-    assert sum(one.times for one in collectives_of(whole)) == 7 and whole.total > 0
+    assert sum(one.times for one in count_collectives(whole)) == 7 and whole.total > 0
 
 
 def test_arrays() -> None:
@@ -167,7 +167,7 @@ def test_a_loop_reads_its_kernel_every_time() -> None:
         return jax.lax.while_loop(lambda s: s[0] < n, lambda s: (s[0] + 1, jnp.tanh(kernel @ s[1])), (0, x))[1]
 
     region = compiled(loop, kernel, jnp.ones(256), 7).region(cheapest)
-    one = pass_of(region)
+    one = step_loop(region)
     assert one.trips is None and kernel.nbytes <= one.total <= 1.1 * kernel.nbytes
     assert region.total - one.total < 0.1 * kernel.nbytes
 
@@ -175,7 +175,7 @@ def test_a_loop_reads_its_kernel_every_time() -> None:
         return loop(jax.lax.optimization_barrier(kernel.T + 1), x, n)
 
     region = compiled(transposing, kernel, jnp.ones(256), 7).region(cheapest)  # negative control
-    assert region.total - pass_of(region).total >= 2 * kernel.nbytes
+    assert region.total - step_loop(region).total >= 2 * kernel.nbytes
 
 
 def test_trips_multiply() -> None:
@@ -189,7 +189,7 @@ def test_trips_multiply() -> None:
 def test_collectives_of_a_mesh() -> None:
     mesh = make_mesh({"tensor": 8})
     kernel = jax.device_put(np.ones((64, 32), np.float32), named_sharding(("heads", "embed"), (64, 32), mesh))
-    said = collectives_of(compiled(lambda kernel: jnp.ones((4, 64)) @ kernel, kernel).region(cheapest))
+    said = count_collectives(compiled(lambda kernel: jnp.ones((4, 64)) @ kernel, kernel).region(cheapest))
     assert [(one.kind, one.array) for one in said] == [("all-reduce", "f32[4,32]")]
 
 
@@ -204,13 +204,13 @@ def test_flops_of_products() -> None:
 
 @pytest.mark.parametrize("name", ["v9:1x1", "v6e", "v6e:0x1", "v6e:1x1x1", "h100:8"])
 def test_unknown_topologies(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown topology '{name}'; there are v5e:2x4, v6e:1x1"):
-        topology(name)
+    with pytest.raises(ConfigError, match=f"unknown topology '{name}'; expected a name such as v5e:2x4, v6e:1x1"):
+        open_topology(name)
 
 
 @pytest.mark.parametrize("name,package", [("v6e:1x1", "libtpu"), ("h100:1x1x8", "jax-cuda12-plugin")])
 def test_missing_packages(name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aspd.aot.topology.find_spec", lambda module: None)
     with pytest.raises(ConfigError, match=f"pip install .*{package}") as caught:
-        topology(name)
+        open_topology(name)
     assert "\n" not in str(caught.value)

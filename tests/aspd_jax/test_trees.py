@@ -15,7 +15,7 @@ from aspd_jax import LanguageModel
 from aspd_jax.trees import shapes, zeros
 from infer import Engine, SamplingParams
 from infer.decode import decode_step
-from infer.decode.state import Request, SequenceState
+from infer.decode.state import RequestArrays, SequenceState
 from tests.conftest import ROOT, patched
 from tests.helpers.answers import SEPARATOR
 
@@ -48,11 +48,12 @@ def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, draft_
     assert any(result.stats.blocks for result in own.generate([[1, 2]] * 4, params))
     state = own.scheduler._state_now()
     sizes = {"B": 2, "C": state.cache.tokens.shape[1], "N": 3, "M": 4, "E": 2, "D": draft_tokens}
+    sizes["Q"] = own.config.max_queued
 
     def same(annotated: Any, array: jax.Array) -> bool:
         return (annotated.shape, annotated.dtype) == (array.shape, array.dtype)
 
-    for kind, tree in ((SequenceState, state.sequence), (Request, state.request)):
+    for kind, tree in ((SequenceState, state.sequence), (RequestArrays, state.request)):
         assert jax.tree.all(jax.tree.map(same, shapes(kind, sizes), tree))
     other = shapes(SequenceState, sizes | {"N": 4})
     assert not jax.tree.all(jax.tree.map(same, other, state.sequence)), "negative control"

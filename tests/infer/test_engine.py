@@ -17,7 +17,7 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.sharding import make_mesh
 from aspd_jax.sizes import next_power
 from infer import Engine, SamplingParams
-from infer.decode.decode_step import report_of
+from infer.decode.decode_step import summarise
 from infer.decode.inputs import widest
 from infer.decode.state import PROMPT, RUNNING, DecodeState
 from infer.request import Job
@@ -74,9 +74,9 @@ def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
     jobs = [Job((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 150, seed) for seed in range(10, 14)]
     state, whole = after_prompts(bare_lm, own.config, jobs), Bucket(4, 128, 32, 256)
-    while [((report := report_of(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
+    while [((report := summarise(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
         state = one_step(bare_lm.params, state, own.config, whole)
-        assert (state.sequence.finish == RUNNING).any(), "there was no such pass"
+        assert (state.sequence.cursor.finish == RUNNING).any(), "there was no such pass"
     best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).select(report, True)
     close = Bucket(4, int(report.tokens.sum()), int(report.tokens.max()), int((report.length + report.tokens).max()))
     one_longer = close._replace(per_row=4, longest=close.per_row)
@@ -99,7 +99,7 @@ def test_what_does_not_fit_a_pass_waits_and_no_answer_changes(bare_lm: LanguageM
 
     def decoded(ways: list[Bucket]) -> tuple[DecodeState, int]:
         state, passes = laid_out(bare_lm, own.config, jobs), 0
-        while report_of(state, own.config).read().tokens.any():
+        while summarise(state, own.config).read().tokens.any():
             state = one_step(bare_lm.params, state, own.config, ways[passes % len(ways)])
             passes += 1
             assert passes < 2000
@@ -107,14 +107,14 @@ def test_what_does_not_fit_a_pass_waits_and_no_answer_changes(bare_lm: LanguageM
 
     whole = Bucket(4, 128, 32, 256)
     expected, fewest = decoded([whole])
-    assert (expected.sequence.blocks > 0).sum() >= 2
+    assert (expected.sequence.counters.blocks > 0).sum() >= 2
     waiting, passes = decoded(
         [Bucket(4, 4, 1, 256), Bucket(4, 8, 4, 256), Bucket(4, 32, 4, 256, 32), Bucket(2, 8, 8, 256)]
     )
     assert passes > 1.2 * fewest, "negative control: something had to wait"
     assert_same_state(waiting, expected)
-    np.testing.assert_array_equal(waiting.sequence.prompt_length, [len(prompt) for prompt in prompts])
-    assert not (waiting.sequence.phase == PROMPT).any()
+    np.testing.assert_array_equal(waiting.sequence.cursor.prompt_length, [len(prompt) for prompt in prompts])
+    assert not (waiting.sequence.cursor.phase == PROMPT).any()
 
 
 def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
@@ -133,7 +133,7 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
             handles.append(own.submit(*left.pop(0)))
             handles[-1].stream = "branches"
         own.step(int(random.integers(1, 6)))
-        report = report_of(own.scheduler._state_now(), own.config).read()
+        report = summarise(own.scheduler._state_now(), own.config).read()
         beside += bool((report.phase == PROMPT)[report.tokens > 0].any() and (report.lanes > 1).any())
     results = [handle.wait() for handle in handles]
     assert beside, "prompts were fed beside branches"
@@ -176,7 +176,7 @@ def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
         job = Job((1, 2, 3, 4, 5, 6), SamplingParams(temperature=100.0), "adaptive", 100, seed)
         state = laid_out(lm, config, [job])
         history: list[tuple[int, np.ndarray]] = []
-        while (widest := int((report := report_of(state, config).read()).tokens.max())) > 0:
+        while (widest := int((report := summarise(state, config).read()).tokens.max())) > 0:
             forks += widest >= 7
             size = 4 if report.phase[0] == PROMPT else next_power(widest)
             state = one_step(lm.params, state, config, Bucket(1, size, size, 128))

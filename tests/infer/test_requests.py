@@ -349,7 +349,7 @@ def test_the_words_would_be_found() -> None:
     [
         (b"{nope", "expected JSON: "),
         (b"", "expected JSON: "),
-        (b'{"a": NaN}', "NaN is not a number of JSON"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
         (b"[" * 100_000, "nested too deep"),
         (b'"\xff"', "expected UTF-8, got byte 0xff at 1"),
         (b'{"messages": [{"content": "x \\ud83d"}]}', "messages[0].content: expected Unicode text, got an unpaired"),

@@ -1,4 +1,4 @@
-"""The layers of ARCHITECTURE.md, and what ships with the package."""
+"""Import rules of the packages (ARCHITECTURE.md)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_imports_run_one_way(file: Path) -> None:
 
 
 def test_only_plots_import_matplotlib() -> None:
-    """The figures are in one module, which nothing imports before it draws."""
+    """Only `infer.plots` uses matplotlib, and no module imports it before drawing."""
     sources = {file.relative_to(ROOT).as_posix(): file.read_text() for file in MODULES}
     assert [name for name, text in sources.items() if "matplotlib" in imports_of(text)] == ["infer/plots.py"]
     code = "import sys, aspd, aspd_jax, infer, train.loop, infer.evaluation.eval_report\n"
@@ -45,13 +45,13 @@ def test_only_plots_import_matplotlib() -> None:
 
 def imports_of(text: str) -> set[str]:
     """Top-level packages that a module imports anywhere."""
-    found = set()
+    packages = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").split(".")[0])
+            packages.add((node.module or "").split(".")[0])
         elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-    return found
+            packages |= {alias.name.split(".")[0] for alias in node.names}
+    return packages
 
 
 def test_architecture_names_every_file() -> None:
@@ -60,40 +60,56 @@ def test_architecture_names_every_file() -> None:
     assert not missing
 
 
-ROOMS = ("decode", "scheduling", "answers", "bench", "offline", "server", "proxy", "evaluation", "launch")
-MAX_FLOORS = 7
+CORE = {"answers", "decode", "engine", "request", "scheduling"}
+# What each package and module of `infer` may import from the others.
+MAY_IMPORT: dict[str, set[str]] = {
+    "request": set(),
+    "decode": {"request"},
+    "answers": {"decode", "request"},
+    "scheduling": {"answers", "decode", "request"},
+    "engine": {"answers", "decode", "request", "scheduling"},
+    "lockstep": CORE,
+    "bench": CORE,
+    "offline": CORE | {"bench"},
+    "plots": {"answers", "bench"},
+    "server": CORE | {"lockstep"},
+    "proxy": {"answers", "request", "server"},
+    "evaluation": CORE | {"bench", "offline", "plots"},
+}
+PACKAGES = {"decode", "scheduling", "answers", "bench", "offline", "server", "proxy", "evaluation", "launch"}
+MAX_LEVELS = 7
 
 
-def room_of(module: str) -> str:
-    """`infer.decode.state` -> `decode`; `infer.engine` -> `engine`."""
+def package_of(module: str) -> str:
+    """Return the package or module of `infer`: `infer.decode.state` -> `decode`; `infer.engine` -> `engine`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "infer"
 
 
-def arrows(of: Callable[[str], str]) -> dict[str, set[str]]:
-    """Who imports whom inside `infer`, by module or by room."""
-    found: dict[str, set[str]] = {}
+def import_graph(key: Callable[[str], str]) -> dict[str, set[str]]:
+    """Return the imports within `infer`, with every module name mapped by `key`."""
+    graph: dict[str, set[str]] = {}
     for file in sorted((ROOT / "infer").rglob("*.py")):
         if file == ROOT / "infer" / "__init__.py":
             continue
-        name = of(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+        name = key(".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("infer."):
-                found.setdefault(name, set()).add(of(node.module or ""))
-        found.setdefault(name, set()).discard(name)
-    return found
+                graph.setdefault(name, set()).add(key(node.module or ""))
+        graph.setdefault(name, set()).discard(name)
+    return graph
 
 
-def floors(graph: dict[str, set[str]]) -> int:
-    """Length of the longest way through it.
+def levels(graph: dict[str, set[str]]) -> int:
+    """Return the number of nodes on the longest path.
 
     Raises:
-        AssertionError: it goes in a circle.
+        AssertionError: the graph has a cycle.
     """
     heights: dict[str, int] = {}
 
     def height(name: str, above: tuple[str, ...] = ()) -> int:
-        assert name not in above, f"a circle: {' -> '.join((*above, name))}"
+        assert name not in above, f"a cycle: {' -> '.join((*above, name))}"
         if name not in heights:
             heights[name] = 1 + max((height(other, (*above, name)) for other in graph.get(name, ())), default=0)
         return heights[name]
@@ -101,14 +117,30 @@ def floors(graph: dict[str, set[str]]) -> int:
     return max(map(height, graph))
 
 
-def test_rooms_of_infer() -> None:
-    """At most ten rooms, each of which says what is its own; imports form no circles, and few floors."""
-    rooms = {folder.name for folder in (ROOT / "infer").iterdir() if folder.is_dir() and folder.name != "__pycache__"}
-    assert rooms == set(ROOMS) and len(rooms) <= 10
-    for room in rooms - {"launch"}:
-        says = ast.get_docstring(ast.parse((ROOT / "infer" / room / "__init__.py").read_text())) or ""
-        assert "Its own:" in says and "may touch" in says, room
-    assert floors(arrows(room_of)) <= MAX_FLOORS
-    floors(arrows(str))
-    with pytest.raises(AssertionError, match="a circle: a -> b -> a"):  # negative control
-        floors({"a": {"b"}, "b": {"a"}})
+def test_packages_of_infer() -> None:
+    """Imports within `infer` follow `MAY_IMPORT`, have no cycles and few levels."""
+    folders = {folder.name for folder in (ROOT / "infer").iterdir() if folder.is_dir()} - {"__pycache__"}
+    assert folders == PACKAGES
+    for name, imported in import_graph(package_of).items():
+        assert imported <= MAY_IMPORT[name], name
+    assert levels(import_graph(package_of)) <= MAX_LEVELS
+    levels(import_graph(str))
+    with pytest.raises(AssertionError, match="a cycle: a -> b -> a"):  # negative control
+        levels({"a": {"b"}, "b": {"a"}})
+
+
+def test_file_names_are_distinct() -> None:
+    """Opening a file by its name is not ambiguous."""
+    names = [file.name for file in MODULES if file.name not in ("__init__.py", "__main__.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_functions_of_the_decoding_step_are_short() -> None:
+    """No function of `infer.decode` is longer than 50 lines, docstring included."""
+    functions = [
+        (node.name, (node.end_lineno or 0) - node.lineno + 1)
+        for file in sorted((ROOT / "infer" / "decode").glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert len(functions) > 60 and not [name for name, lines in functions if lines > 50]

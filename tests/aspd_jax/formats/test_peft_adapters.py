@@ -142,7 +142,7 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
     folder = base_folder(tmp_path / "base", CASES["tied"])
     save_adapter(as_if_trained(folder), tmp_path / "adapter", "tiny")
     wider = base_folder(tmp_path / "wider", CASES["tied"] | {"intermediate_size": 64})
-    with pytest.raises(CheckpointError, match=r"another base: it changes \S+ as \[32, 48\], .*wider has \[32, 64\]"):
+    with pytest.raises(CheckpointError, match=r"another base: its \S+ is \[32, 48\], .*wider has \[32, 64\]"):
         load_model(wider, adapter=tmp_path / "adapter")
     deeper = base_folder(tmp_path / "shallow", CASES["tied"] | {"num_hidden_layers": 1})
     with pytest.raises(CheckpointError, match=r"another base: .*shallow has no model\.layers\.1\.mlp\.down_proj"):
@@ -155,7 +155,7 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda folder: (folder / WEIGHTS).unlink(), "is no adapter folder"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "expected an adapter folder"),
         (lambda folder: (folder / CONFIG).write_text("{"), "Expecting property name"),
         (lambda folder: changed(folder, peft_type="IA3"), "peft_type 'IA3' is not supported; only LORA is"),
         (lambda folder: changed(folder, use_dora=True), "use_dora: expected None or False or .*, got True"),

@@ -114,7 +114,7 @@ def test_the_command_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[s
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == len({row["prompt"] for row in rows}) == 40 and {"id", "kind", "prompt"} == set(rows[0])
     assert main(["data", "questions", str(FILE), "--count", "99999", "--output", str(file)]) == 0
-    assert "there are no more than these, 99999 were asked for" in capsys.readouterr().out
+    assert "only these exist, 99999 were requested" in capsys.readouterr().out
 
 
 def test_the_command_goes_on_from_answers(tmp_path: Path) -> None:

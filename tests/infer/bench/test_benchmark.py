@@ -17,7 +17,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import as_int8
 from aspd_jax.shapes import SHAPES, benchmark_model
 from infer.bench import decoding, passes
-from infer.bench.decoding import answer_rows, answer_times, published
+from infer.bench.decoding import answer_rows, answer_times, published_speeds
 from infer.bench.passes import copy_bandwidth, logit_error, pass_table, pass_times
 from tests.conftest import tiny_config, write_checkpoint
 from train.throughput import step_times
@@ -81,7 +81,8 @@ def test_guesses_are_timed_beside_answers_without(tiny: LanguageModel, monkeypat
     assert times[3].passes < 0.6 * times[2].passes, "the answer copies the prompt"
     assert times[1].passes <= times[0].passes
     text = answer_rows(times)
-    assert "| serial |" in text and "| serial, 2 guesses |" in text and "| 3 branches of 10, 2 guesses |" in text
+    for name in ("serial", "serial, 2 draft tokens", "3 branches of 10, 2 draft tokens"):
+        assert f"| {name} |" in text
 
 
 def test_the_command_prints_writes_and_draws(tiny: LanguageModel, capsys: Any, tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_the_command_prints_writes_and_draws(tiny: LanguageModel, capsys: Any, t
     assert [run["context"] for run in record["runs"]] == [16]
     assert [p["width"] for p in record["runs"][0]["passes"]] == [1, 4]
     assert "<svg" in plot.read_text()
-    assert "authors" in published("27m", "float32", 128) and not published("27m", "float32", 256)
+    assert "authors" in published_speeds("27m", "float32", 128) and not published_speeds("27m", "float32", 256)
 
 
 def test_int8_says_how_far_its_logits_are_off(tiny: LanguageModel, tmp_path: Path, capsys: Any) -> None:
@@ -107,7 +108,7 @@ def test_int8_says_how_far_its_logits_are_off(tiny: LanguageModel, tmp_path: Pat
     assert logit_error(tiny, tiny, tokens=32) == (0.0, 1.0), "negative control"
     arguments = ["bench", "decode", "--shape", "tiny", "--widths", "--answers", "--repeats", "1", "--weights", "int8"]
     assert aspd.main(arguments) == 0
-    assert "int8: logits are " in capsys.readouterr().out
+    assert "int8: relative error of the logits " in capsys.readouterr().out
     # The same as when a checkpoint is read with int8 kernels.
     folder = write_checkpoint(tmp_path, tiny_config())
     twin, loaded = as_int8(load_model(folder)).params, load_model(folder, weights="int8").params

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,17 +15,10 @@ import pytest
 
 import aspd
 from aspd_jax import load_model
-from infer import Engine
-from infer.bench.load import MAX_ROUNDS, Load, best_goodput, load, load_table, middle, undisturbed
-from tests.helpers.serving import QUESTIONS, Running, serving
+from infer.bench.load import MAX_ROUNDS, Load, best_goodput, load, load_table, median_round, undisturbed
+from tests.helpers.serving import QUESTIONS, Running
 
 SENT = Load("serial", 8, 1, 1, 0, 0, (1.0,) * 3, (2.0,) * 3, 1, 0.5, 100, 1, 2, (2.0,))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with serving(Engine(load_model("demo"), max_length=1024, max_batch=2)) as running:
-        yield running
 
 
 def test_load(server: Running) -> None:
@@ -44,8 +36,8 @@ def test_load(server: Running) -> None:
     assert "|  | 8 | serial |" in load_table([of], 600)
     assert 0.9 < of.ideal <= 1, "nothing is parallel in serial mode"
     others = [replace(of, last=(seconds, 9.0, 9.0), sent=n) for n, seconds in enumerate((3.0, 1.0, 2.0))]
-    assert middle(others).sent == 2 and middle(others).medians == (3.0, 1.0, 2.0)
-    assert "| 1000 - 3000 |" in load_table([middle(others)], 600)
+    assert median_round(others).sent == 2 and median_round(others).medians == (3.0, 1.0, 2.0)
+    assert "| 1000 - 3000 |" in load_table([median_round(others)], 600)
     nobody = asyncio.run(load("http://127.0.0.1:9/v1", "", "demo", questions, "serial", 8, 0.5, 1, 400))
     assert nobody.failed == nobody.sent > 0 and nobody.answered == 0
 

@@ -20,7 +20,7 @@ from aspd_jax.tokens import SpecialTokens
 from infer import Engine
 from infer.decode.decode_step import run
 from infer.scheduling.admission import new_state
-from infer.scheduling.warm_up import NO_PASS
+from infer.scheduling.warm_up import NO_STEP
 
 SHAPE = ModelConfig(vocab_size=64, hidden_size=64, feed_forward=96, layers=2, heads=8, kv_heads=4, head_dim=24)
 SLOTS = 384  # of the cache; no other axis has this size
@@ -41,7 +41,7 @@ def program(lm: LanguageModel, mesh: Any, bucket: Bucket) -> str:
     split.params = jax.device_put(lm.params, shardings(abstract_parameters(lm.model), mesh))
     config = Engine(split, max_batch=4, max_length=SLOTS, max_branches=4, separator_ids=(1,)).config
     state = new_state(split, config, 4, SLOTS)
-    return run.lower(split.params, state, NO_PASS, config, bucket, False).compile().as_text()
+    return run.lower(split.params, state, NO_STEP, config, bucket, False).compile().as_text()
 
 
 def collectives(text: str) -> list[str]:

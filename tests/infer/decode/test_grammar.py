@@ -118,7 +118,7 @@ def ids_as_letters(engine: Engine, ids: list[int]) -> str:
 def test_without_the_grammar_answers_are_malformed(engine: Engine) -> None:
     """Negative control of the fuzz test."""
     malformed = 0
-    with patched(legal_tokens=lambda state, config, lanes: np.ones((lanes.row.size, 24), bool)):
+    with patched(legal_tokens=lambda state, derived, config, lanes: np.ones((lanes.row.size, 24), bool)):
         for seed in range(8):
             asked = SamplingParams(temperature=100.0, max_new_tokens=60, seed=seed)
             try:

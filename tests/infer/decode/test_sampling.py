@@ -17,9 +17,10 @@ from aspd_jax.errors import RequestError
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket
 from infer import Engine, SamplingParams
+from infer.decode.derived import derive
 from infer.decode.inputs import Lanes, next_inputs
 from infer.decode.sampling import _counted, _scattered, lane_keys, penalise, restrict, sample
-from infer.decode.state import TITLE, DecodeState, EngineConfig, Request
+from infer.decode.state import TITLE, DecodeState, EngineConfig, RequestArrays
 from infer.request import Job
 from tests.conftest import after_prompts
 from tests.helpers.answers import SEPARATOR
@@ -38,14 +39,16 @@ def state_for(lm: LanguageModel, config: EngineConfig, *params: SamplingParams) 
 def serial_lanes(state: DecodeState, config: EngineConfig) -> Lanes:
     """Those of the next pass, in which every sequence feeds a serial token."""
     rows, capacity = state.cache.tokens.shape
-    lanes = next_inputs(state, config, Bucket(rows, rows, 1, capacity), drafting=False).lanes
+    derived = derive(state.sequence, state.automaton, config)
+    lanes = next_inputs(state, derived, config, Bucket(rows, rows, 1, capacity), drafting=False).lanes
     assert lanes.row.tolist() == list(range(rows)) and not lanes.branch.any()
     return lanes
 
 
 def changed(state: DecodeState, **fields: Any) -> DecodeState:
-    """A state with other fields of its sequences."""
-    return state._replace(sequence=state.sequence._replace(**fields))
+    """Return a state with other fields of its cursors."""
+    sequence = state.sequence
+    return state._replace(sequence=sequence._replace(cursor=sequence.cursor._replace(**fields)))
 
 
 def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
@@ -76,7 +79,7 @@ def test_restrict_keeps_what_the_definitions_keep(
     asked = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
     state = state_for(bare_lm, config, asked, SamplingParams())
     logits = np.random.default_rng(seed).standard_normal((4, 24)).astype(np.float32) * 2
-    of_lanes = Request(*(field[jnp.array([0, 0, 0, 1])] for field in state.request))
+    of_lanes = RequestArrays(*(field[jnp.array([0, 0, 0, 1])] for field in state.request))
     out = np.asarray(restrict(jnp.asarray(logits), of_lanes))
     for lane in range(3):
         assert set(np.flatnonzero(np.isfinite(out[lane])).tolist()) == kept_by_definition(logits[lane], asked)
@@ -119,7 +122,7 @@ def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_
     fewest = kept_by_sorting(values, top_k, top_p - 1e-6, min(1.0, min_p * 1.00001))
     most = kept_by_sorting(values, top_k, top_p + 1e-6, min_p / 1.00001)
     assume((fewest == most).all())
-    request = Request(
+    request = RequestArrays(
         adaptive=jnp.ones(1, bool),
         seed=jnp.zeros(1, jnp.uint32),
         temperature=jnp.ones(1),
@@ -228,11 +231,11 @@ def test_penalties_see_what_the_row_sees(
                 out[lane, token] = value - frequency * count - presence
         return out
 
-    of_lanes = Request(*(field[lanes.row] for field in state.request))
+    of_lanes = RequestArrays(*(field[lanes.row] for field in state.request))
     out = np.asarray(penalise(jnp.asarray(logits), of_lanes, state, config, lanes))
     in_text = [{3: 1, 4: 1, 5: 2, 7: 1}, {3: 1, 4: 1, 6: 2, 8: 1}]
     np.testing.assert_allclose(out, expected(in_text), rtol=1e-6, atol=1e-6)
-    in_title = changed(state, phase=jnp.full_like(state.sequence.phase, TITLE))
+    in_title = changed(state, phase=jnp.full_like(state.sequence.cursor.phase, TITLE))
     out = np.asarray(penalise(jnp.asarray(logits), of_lanes, in_title, config, lanes))
     np.testing.assert_allclose(out, expected([{11: 1}, {11: 1}]), rtol=1e-6, atol=1e-6)
     if (repetition, frequency, presence) == (1.0, 0.0, 0.0):
@@ -383,12 +386,9 @@ def test_every_place_has_its_own_stream(bare_lm: LanguageModel, config: EngineCo
     s = state.sequence
     for block in (1, 2):
         for place in (0, 1):
-            now = changed(
-                state,
-                block=jnp.full_like(s.block, block),
-                sampled=jnp.full_like(s.sampled, 10 * block + place),
-                branch_sampled=jnp.full_like(s.branch_sampled, place),
-            )
+            sampled = jnp.full_like(s.segments.sampled, place).at[:, 0].set(10 * block + place)
+            now = changed(state, block=jnp.full_like(s.cursor.block, block))
+            now = now._replace(sequence=now.sequence._replace(segments=s.segments._replace(sampled=sampled)))
             data = np.asarray(jax.random.key_data(lane_keys(now, lanes)))
             keys |= {tuple(key) for key in data.reshape(-1, 2).tolist()}
     assert len(keys) == 2 * 2 * 2 * 3

@@ -19,6 +19,7 @@ from aspd_jax import LanguageModel, build_layout
 from aspd_jax.errors import RequestError, StructureError
 from infer import Engine, SamplingParams
 from infer.answers.answer import Result
+from infer.decode.derived import Derived, derive
 from infer.decode.speculation import look_up
 from infer.decode.state import PARALLEL, SERIAL, DecodeState, EngineConfig
 from infer.request import Job, Mode
@@ -64,19 +65,20 @@ def script_of(engine: Engine, parts: list) -> tuple[list[list[int]], list[int]]:
 def knowing(wrong: int = 0) -> Callable[..., jax.Array]:
     """A `look_up` that knows the script; every so many places (0: never) it is wrong."""
 
-    def guess(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
+    def guess(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
         s, ahead, end = state.sequence, jnp.arange(config.draft_tokens), state.request.script_end[..., None]
-        batch = jnp.arange(s.phase.size)[:, None, None]
+        batch = jnp.arange(s.cursor.phase.size)[:, None, None]
 
         def told(place: jax.Array, begin: jax.Array, end: jax.Array) -> jax.Array:
             return jnp.where(begin + place < end, state.request.script[batch, begin + place], -1)
 
-        place, next_serial = s.branch_sampled[..., None] + ahead, s.sampled[:, None, None] + ahead
+        place = s.segments.sampled[:, 1:, None] + ahead
+        next_serial = s.segments.sampled[:, :1, None] + ahead
         number = jnp.arange(config.max_branches)[None, :, None]
         in_branch = told(place, end[:, :-1], end[:, 1:])
         serial = told(jnp.broadcast_to(next_serial, in_branch.shape), jnp.zeros_like(end[:, :1]), end[:, :1])
-        in_block = (s.phase == PARALLEL)[:, None, None]
-        found = jnp.where(in_block, jnp.where(s.branch_live[..., None], in_branch, -1), serial)
+        in_block = (s.cursor.phase == PARALLEL)[:, None, None]
+        found = jnp.where(in_block, jnp.where(s.branches.live[..., None], in_branch, -1), serial)
         found = jnp.where(in_block | (number == 0), found, -1)
         if wrong:
             found = jnp.where((jnp.where(in_block, place, next_serial) % wrong == 1) & (found >= 0), 11, found)
@@ -116,10 +118,10 @@ def mixed() -> tuple[list[list[int]], list[SamplingParams], list[Mode]]:
     return prompts, params, ["serial", *["adaptive"] * 3] * 4
 
 
-def anything(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
+def anything(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
     """Random guesses."""
     random = np.random.default_rng(0).integers(1, 15, (3, DRAFT))
-    shifted = (jnp.asarray(random, jnp.int32) + state.sequence.passes[:, None, None]) % 14 + 1
+    shifted = (jnp.asarray(random, jnp.int32) + state.sequence.counters.steps[:, None, None]) % 14 + 1
     return jnp.broadcast_to(shifted, state.sequence.draft.shape)
 
 
@@ -172,7 +174,7 @@ def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
     exact = np.einsum("abc,abcd->d", beginning * goes_on, share[..., 3, :])
     exact[0] += 1 - exact.sum()  # an answer that ended before counts as ended
 
-    def guess(state: DecodeState, config: EngineConfig, used: int) -> jax.Array:
+    def guess(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
         return jnp.full_like(state.sequence.draft, likeliest)
 
     count = 3000
@@ -199,7 +201,7 @@ def test_guesses_are_what_followed_before(
     blank: tuple[EngineConfig, DecodeState], prompt: list[int], pending: int
 ) -> None:
     config, state = blank[0], state_after(blank[1], tuple(prompt), pending)
-    found = np.asarray(look_up(state, config, 128))[0]
+    found = np.asarray(look_up(state, derive(state.sequence, state.automaton, config), config, 128))[0]
     assert (found[1:] == -1).all()
     expected: list[int] = []
     text = [*prompt, pending]
@@ -218,8 +220,12 @@ def state_after(state: DecodeState, prompt: tuple[int, ...], pending: int) -> De
     tokens[0, :length], sequence[0, :length], position[0, :length] = prompt, 1, np.arange(length)
     layout = state.cache.layout._replace(sequence=jnp.asarray(sequence), position=jnp.asarray(position))
     cache = state.cache._replace(tokens=jnp.asarray(tokens), layout=layout, length=jnp.asarray([length]))
-    sequence = state.sequence._replace(
-        phase=jnp.asarray([SERIAL]), token=jnp.asarray([pending]), position=jnp.asarray([length])
+    s = state.sequence
+    sequence = s._replace(
+        cursor=s.cursor._replace(phase=jnp.asarray([SERIAL]), position=jnp.asarray([length])),
+        segments=s.segments._replace(
+            queue=s.segments.queue.at[0, 0, 0].set(pending), queued=s.segments.queued.at[0, 0].set(1)
+        ),
     )
     return state._replace(cache=cache, sequence=sequence)
 

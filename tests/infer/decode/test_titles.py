@@ -16,9 +16,9 @@ from aspd_jax import LanguageModel
 from aspd_jax.errors import StructureError
 from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
-from infer.decode.grammar import completes_plan
-from infer.decode.state import NOTHING, TITLE, DecodeState
+from infer.decode.state import NOTHING, TITLE, DecodeState, Titles
 from infer.decode.tag_automaton import number_of, token_automaton
+from infer.decode.title_rules import completes_plan
 from tests.conftest import patched
 from tests.helpers.answers import SEPARATOR, critical_path, linearise
 from tests.infer.decode.test_speculation import knowing
@@ -84,8 +84,9 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
     assert free(repeating, 60) == expected
 
     def nothing(state: DecodeState) -> DecodeState:
-        s = state.sequence
-        return state._replace(sequence=s._replace(hide_from=jnp.full_like(s.hide_from, NOTHING)))
+        cursor = state.sequence.cursor
+        cursor = cursor._replace(hide_from=jnp.full_like(cursor.hide_from, NOTHING))
+        return state._replace(sequence=state.sequence._replace(cursor=cursor))
 
     # Negative control: where it stays in the cache, it is part of the answer.
     with patched(hide_discarded=nothing), pytest.raises(StructureError):
@@ -150,9 +151,9 @@ def test_the_second_title_differs_from_the_first(lm: LanguageModel) -> None:
         special, (state, _, lanes) = engine.config.special, rest
         s = state.sequence
         score = jnp.zeros(logits.shape[-1]).at[favoured].set(4.0).at[special.title_start].set(5.0)
-        number = jnp.arange(s.title_length.shape[1])[None]
-        length = jnp.max(jnp.where(number == s.titles[:, None], s.title_length, 0), axis=1)
-        closes = ((s.phase == TITLE) & (length >= 1))[lanes.row]
+        number = jnp.arange(s.titles.length.shape[1])[None]
+        length = jnp.max(jnp.where(number == s.titles.complete[:, None], s.titles.length, 0), axis=1)
+        closes = ((s.cursor.phase == TITLE) & (length >= 1))[lanes.row]
         score = score + 10 * (closes[:, None] & (jnp.arange(logits.shape[-1]) == special.title_end))
         return jnp.argmax(jnp.where(jnp.isfinite(logits), score, -jnp.inf), axis=-1).astype(jnp.int32)
 
@@ -191,11 +192,9 @@ def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> Non
     for number, title in enumerate(titles):
         tokens[0, number, : len(title)] = title
     length = np.asarray([[len(title) for title in titles] + [0] * (3 - len(titles))])
-    sequence = SimpleNamespace(
-        titles=jnp.asarray([len(titles)]), title_length=jnp.asarray(length), title_tokens=jnp.asarray(tokens)
-    )  # fmt: skip
-    state: Any = SimpleNamespace(sequence=sequence, automaton=SimpleNamespace(number=jnp.asarray(NUMBERS)))
-    assert bool(completes_plan(state)[0]) == says_it_is_last(titles[-1])
+    arrays = Titles(*map(jnp.asarray, ([len(titles)], length, tokens)))
+    automaton: Any = SimpleNamespace(number=jnp.asarray(NUMBERS))
+    assert bool(completes_plan(arrays, automaton)[0]) == says_it_is_last(titles[-1])
 
 
 def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel) -> None:

@@ -17,7 +17,7 @@ from aspd_jax.errors import ConfigError, RequestError
 from aspd_jax.structure import Branch, Parallel, Serial, Structure
 from infer import Engine, SamplingParams, TextTags
 from infer.decode.slots import snapshot
-from infer.decode.tag_automaton import TagAutomaton, pieces, text_automaton
+from infer.decode.tag_automaton import TagAutomaton, text_automaton, token_texts
 from tests.conftest import patched
 
 TAGS = TextTags()
@@ -33,7 +33,7 @@ def free(lm: LanguageModel) -> Engine:
 def spellings(lm: LanguageModel) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     special = {*lm.tokenizer.all_special_ids}
-    for token, text in enumerate(pieces(lm.codec.text, lm.config.vocab_size)):
+    for token, text in enumerate(token_texts(lm.codec.text, lm.config.vocab_size)):
         if text and token not in special:
             found.setdefault(text, []).append(token)
     return found
@@ -182,7 +182,7 @@ def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: Language
 def test_without_the_grammar_random_answers_are_malformed(free: Engine, lm: LanguageModel) -> None:
     """Negative control."""
 
-    def anything(state: Any, protocol: Any, lanes: Any) -> Any:
+    def anything(state: Any, derived: Any, config: Any, lanes: Any) -> Any:
         return jnp.ones((lanes.row.size, 1), bool)
 
     script = opening_only(lm)

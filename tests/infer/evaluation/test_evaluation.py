@@ -265,7 +265,7 @@ def test_a_run_leaves_a_report(finished: tuple[Path, Path]) -> None:
         "## mt-small",
         "1.30x",
         "### Structure",
-        "To repeat it",
+        "Reproduction",
         "writing \\| odd",
         "content tokens/s, ratio",
     ):
@@ -421,7 +421,7 @@ def test_a_judge_that_refuses_ends_the_run(tmp_path: Path) -> None:
         config = tiny_run(tmp_path, {"base_url": server.url})
         with pytest.raises(RequestError, match=r"see judge\.base_url, judge\.model"):
             judge_run(config, QUESTIONS, tmp_path)
-    with pytest.raises(RequestError, match=r"set judge\.base_url"):
+    with pytest.raises(RequestError, match=r"Set judge\.base_url"):
         judge_run(tiny_run(tmp_path, {}), QUESTIONS, tmp_path)
 
 
@@ -451,7 +451,7 @@ def test_verdicts() -> None:
         with pytest.raises(DataError):
             read_winner(reply)
     for reply in ("Rating: 8", "[[11]]", "[[0]]", ""):
-        with pytest.raises(Exception, match="no rating"):
+        with pytest.raises(Exception, match="expected a rating"):
             read_score(reply)
 
 
@@ -462,13 +462,13 @@ def test_mistakes_in_a_configuration(tmp_path: Path) -> None:
     for text, said in (
         ("", "models: name at least one"),
         ("models: {a: {path: demo}}\n", "benchmarks: name at least one"),
-        (good + "judge: {pairs: [a]}", "is not two systems"),
+        (good + "judge: {pairs: [a]}", "expected two systems"),
         (good + "judge: {pairs: [a/b]}", "'b' is none of the systems a, a-serial"),
         ("models: {a: {pth: demo}}\n", r"unknown key 'models.a.pth'; did you mean 'models.\*.path'"),
         ("models: {a: {}}\nbenchmarks: {t: {kind: synthetic}}", "every model needs a path"),
         ("models: {a: demo}\n", "models.a must hold"),
         ("models: {a/b: {path: demo}}\nbenchmarks: {t: {kind: synthetic}}", "must consist of letters"),
-        ("models: {a: {path: demo}}\nbenchmarks: {t: {kind: chat}}", "needs a file"),
+        ("models: {a: {path: demo}}\nbenchmarks: {t: {kind: chat}}", "expected a file of questions"),
         (good + "decoding: {temperature: -1}", "temperature"),
     ):
         (tmp_path / "c.yaml").write_text(text)

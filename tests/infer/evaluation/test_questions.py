@@ -10,8 +10,8 @@ import pytest
 
 from aspd_jax.errors import DataError
 from infer.evaluation.eval_config import BenchmarkSection
-from infer.evaluation.questions import Question, gold, read_questions, select_evenly
-from infer.evaluation.scoring import chosen_letter, correct, same_value
+from infer.evaluation.questions import Question, final_answer, read_questions, select_evenly
+from infer.evaluation.scoring import chosen_letter, is_correct, same_value
 from tests.conftest import shared
 
 
@@ -39,7 +39,7 @@ def test_fastchat_files(tmp_path: Path) -> None:
     references.write_text(json.dumps({"question_id": 81, "choices": [{"turns": ["a", "b"]}]}) + "\n")
     first, second = asked(file=file, references=str(references))
     assert first == Question(81, "writing", ("One?", "Two?"), ("a", "b"), "chat", (), 0.7)
-    assert second.references == ("3",) and correct(second, "3") is None
+    assert second.references == ("3",) and is_correct(second, "3") is None
 
 
 def test_documents_stand_before_the_question(tmp_path: Path) -> None:
@@ -54,12 +54,12 @@ def test_maths_and_choice(tmp_path: Path) -> None:
     )
     first, second = asked(file=file, kind="maths")
     assert first.references == ("4",) and "boxed" in first.turns[0]
-    assert correct(first, "That makes \\boxed{4}.") is True and correct(first, "It is 5.") is False
-    assert correct(second, "So x is $0.5$.") is True
+    assert is_correct(first, "That makes \\boxed{4}.") is True and is_correct(first, "It is 5.") is False
+    assert is_correct(second, "So x is $0.5$.") is True
     file = written(tmp_path, {"question": "Best?", "choices": ["pen", "cup"], "answer": "cup", "subject": "things"})
     (choice,) = asked(file=file, kind="choice")
     assert "A. pen\nB. cup" in choice.turns[0] and choice.references == ("B",) and choice.category == "things"
-    assert correct(choice, "A is nice. Answer: B") is True and correct(choice, "Answer: A") is False
+    assert is_correct(choice, "A is nice. Answer: B") is True and is_correct(choice, "Answer: A") is False
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_letters(answer: str, letter: str | None) -> None:
 
 
 def test_gold() -> None:
-    assert gold("so 5\n#### 1,234 ") == "1,234" and gold(" 7 ") == "7"
+    assert final_answer("so 5\n#### 1,234 ") == "1,234" and final_answer(" 7 ") == "7"
 
 
 def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
@@ -135,5 +135,5 @@ def test_real_files() -> None:
     both = asked(file=str(mt / "question.jsonl"), references=str(mt / "reference_gpt-4.jsonl"))
     assert len(both) == 80 and all(len(q.turns) == 2 for q in both)
     gsm8k = asked(file=str(folder / "gsm8k" / "train.jsonl"), kind="maths", limit=200)
-    assert all(correct(q, f"The answer is {q.references[0]}.") for q in gsm8k)
-    assert not any(correct(q, "The answer is -1.5.") for q in gsm8k)
+    assert all(is_correct(q, f"The answer is {q.references[0]}.") for q in gsm8k)
+    assert not any(is_correct(q, "The answer is -1.5.") for q in gsm8k)

@@ -128,7 +128,7 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
     assert [record["id"] for record in found] == [1, "one", *range(4, 15)]
     assert found[0]["prompt"] == "a\u2028b" and found[-1]["prompt"] == "c" and "text" in found[-1]
     reasons = [
-        'it must hold "prompt"', "not JSON", "not a JSON object", "not JSON", "not UTF-8: byte 12", "recursion limit",
+        'expected "prompt"', "not JSON", "not a JSON object", "not JSON", "not UTF-8: byte 12", "recursion limit",
         "not JSON", "number out of range", "messages[0].content[0].text: expected a string, got null",
         'the role "alien"', "the last message is an answer",
     ]  # fmt: skip

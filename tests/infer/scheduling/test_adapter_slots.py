@@ -173,7 +173,7 @@ def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -
         r"it needs 10 ranks, adapters have 9": write(base, tmp_path / "a", 5, 10, shared=True),
         r"it needs 18 ranks, adapters have 9": write(base, tmp_path / "b", 5, RANK, shared=False),
         r"positions 'max', this model 'sequential'": write(base, tmp_path / "c", 5, 2, True, positions="max"),
-        r"no adapter folder": tmp_path / "none",
+        r"expected an adapter folder": tmp_path / "none",
     }
     before = engine.generate([PROMPT] * 2, GREEDY, adapter=["first", "without rows"])
     for message, folder in bad.items():
@@ -250,7 +250,7 @@ def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, Languag
     assert post(running, "unload_lora_adapter", lora_name="one").json()["deleted"] is True
     assert post(running, "load_lora_adapter", lora_name="three", lora_path="three").status_code == 200
     gone = httpx.post(f"{running.url}/v1/chat/completions", json=ask(model="one"))
-    assert gone.status_code == 404 and "there is no model 'one' here, but 'demo', 'two', 'three'" in gone.text
+    assert gone.status_code == 404 and "unknown model 'one'; available: 'demo', 'two', 'three'" in gone.text
     assert answer("three").choices[0].message.content != answers["one"].choices[0].message.content
     for name in ("two", "three"):
         assert post(running, "unload_lora_adapter", lora_name=name).status_code == 200
@@ -259,10 +259,10 @@ def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, Languag
 @pytest.mark.parametrize(
     "name, path, status, message",
     [
-        ("x", "../elsewhere", 400, "not within the folder of adapters"),
-        ("x", "/etc", 400, "not within the folder of adapters"),
-        ("x", "broken", 400, "is no adapter folder"),
-        ("x", "none", 400, "is no adapter folder"),
+        ("x", "../elsewhere", 400, "outside the adapter folder"),
+        ("x", "/etc", 400, "outside the adapter folder"),
+        ("x", "broken", 400, "expected an adapter folder"),
+        ("x", "none", 400, "expected an adapter folder"),
         ("demo", "one", 400, "'demo' is the model"),
         ("", "one", 400, "lora_name"),
     ],

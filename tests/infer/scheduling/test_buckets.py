@@ -11,12 +11,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import infer.decode.inputs
 from aspd_jax import SpecialTokens
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power, powers
-from infer.decode.decode_step import Report
-from infer.decode.inputs import Widths, most_lanes, widest
+from infer.decode.decode_step import StepSummary
+from infer.decode.inputs import Widths, max_lanes, share_tokens, widest
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, STOP, EngineConfig
 from infer.scheduling.buckets import MAX_TOKENS, PROMPT_BESIDE, SPACING, Buckets, capacity_for, spaced
 
@@ -47,28 +46,26 @@ class Pass(NamedTuple):
     rows: list[Row]
 
     @property
-    def report(self) -> Report:
+    def report(self) -> StepSummary:
         phase, tokens, lanes, length = np.asarray(self.rows, np.int32).T
         none = np.zeros_like(phase)
         finish = np.where(tokens > 0, RUNNING, STOP)
-        return Report(tokens, lanes, np.int32(0), phase, finish, none, none, none, none, length)  # type: ignore[arg-type]
+        return StepSummary(tokens, lanes, np.int32(0), phase, finish, none, none, none, none, length)  # type: ignore[arg-type]
 
     @property
     def answers(self) -> list[int]:
         """Tokens that are due of answers."""
         return [row.tokens for row in self.rows if row.phase != PROMPT]
 
-    def fed(self, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    def fed(self, bucket: Bucket) -> list[int]:
         """Tokens that each row feeds in a pass of this size, as the device shares its places out."""
         report, config = self.report, self.buckets.config
-        with monkeypatch.context() as patch:
-            patch.setattr(infer.decode.inputs, "widths", lambda *_: Widths(*map(jnp.asarray, report[:2])))
-            state: Any = SimpleNamespace(
-                sequence=SimpleNamespace(phase=jnp.asarray(report.phase)),
-                cache=SimpleNamespace(length=jnp.asarray(report.length)),
-            )
-            lanes = most_lanes(config, len(self.rows), bucket)
-            shared: list[int] = infer.decode.inputs._share_out(state, config, bucket, lanes).tolist()
+        state: Any = SimpleNamespace(
+            sequence=SimpleNamespace(cursor=SimpleNamespace(phase=jnp.asarray(report.phase))),
+            cache=SimpleNamespace(length=jnp.asarray(report.length)),
+        )
+        need, lanes = Widths(*map(jnp.asarray, report[:2])), max_lanes(config, len(self.rows), bucket)
+        shared: list[int] = share_tokens(state, need, bucket, lanes).tolist()
         return shared
 
 
@@ -123,7 +120,7 @@ def test_what_is_chosen_holds_what_is_due(drawn: Pass) -> None:
         any_prompt = any(row.phase == PROMPT for row in drawn.rows)
         assert bucket.tokens >= sum(drawn.answers) + any_prompt
         lanes = sum(row.lanes for row in drawn.rows)
-        assert most_lanes(drawn.buckets.config, len(drawn.rows), bucket) >= lanes
+        assert max_lanes(drawn.buckets.config, len(drawn.rows), bucket) >= lanes
 
 
 @given(passes())
@@ -145,11 +142,8 @@ def test_what_is_due_is_fed(drawn: Pass) -> None:
     pieces, but never nothing; somebody in any case.
     """
     bucket, _, _ = drawn.buckets.select(drawn.report, True)
-    with pytest.MonkeyPatch.context() as patch:
-        fed = drawn.fed(bucket, patch)
-        smaller = drawn.fed(
-            bucket._replace(per_row=max(1, bucket.per_row // 4), tokens=max(1, bucket.tokens // 4)), patch
-        )
+    fed = drawn.fed(bucket)
+    smaller = drawn.fed(bucket._replace(per_row=max(1, bucket.per_row // 4), tokens=max(1, bucket.tokens // 4)))
     assert 0 < sum(fed) <= bucket.tokens and max(fed) <= bucket.most
     assert sum(size > bucket.per_row for size in fed) <= 1
     lanes = 0
@@ -160,7 +154,7 @@ def test_what_is_due_is_fed(drawn: Pass) -> None:
             lanes += row.lanes if size else 0
         else:
             lanes += size > 0
-    assert lanes <= most_lanes(drawn.buckets.config, len(drawn.rows), bucket)
+    assert lanes <= max_lanes(drawn.buckets.config, len(drawn.rows), bucket)
     pairs = list(zip(drawn.rows, fed, strict=True))
     if bucket.tokens < max(of.tokens for of in drawn.buckets.buckets):
         answers = [pair for pair in pairs if pair[0].phase != PROMPT]
@@ -184,8 +178,7 @@ def test_a_long_prompt_goes_first_where_nobody_listens(drawn: Pass) -> None:
         assert (bucket, smaller, larger) == drawn.buckets.select(drawn.report, True)
         return
     assert bucket in drawn.buckets.buckets and bucket.rows == 1 and smaller < tokens
-    with pytest.MonkeyPatch.context() as patch:
-        fed = drawn.fed(bucket, patch)
+    fed = drawn.fed(bucket)
     assert 0 < fed[first] == sum(fed) == min(tokens, bucket.tokens)
 
 
@@ -206,7 +199,7 @@ def test_the_smallest_program_is_chosen(drawn: Pass, listened: bool) -> None:
                 or other.tokens < need.tokens
                 or other.most < need.per_row
                 or other.slots < need.slots
-                or most_lanes(buckets.config, buckets.rows, other) < need.lanes
+                or max_lanes(buckets.config, buckets.rows, other) < need.lanes
             )
 
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import infer.decode.grammar
-import infer.decode.inputs
+import infer.decode.derived
 import infer.scheduling.runner
 import infer.scheduling.scheduler
 from aspd_jax import LanguageModel
@@ -21,14 +20,14 @@ from aspd_jax.errors import RequestError
 from aspd_jax.tokens import SerialIds, split
 from infer import Engine, Event, SamplingParams
 from infer.answers.logprobs import token_logprobs
-from infer.decode.decode_step import report_of
-from infer.decode.inputs import BranchBudget
+from infer.decode.decode_step import summarise
+from infer.decode.derived import BranchBudget
 from infer.decode.slots import copy_slots
 from infer.decode.state import PROMPT, SequenceState
 from infer.scheduling.buckets import PROMPT_BESIDE
 from infer.scheduling.policy import Policy, Sample, StepCost, fit
 from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
-from infer.scheduling.runner import Run, Runner
+from infer.scheduling.runner import InFlightSteps, Runner
 from tests.conftest import patched
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
 
@@ -146,7 +145,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     end = Runner.end
 
-    def counted(runner: Runner, started: Run, cost: StepCost | None) -> Any:
+    def counted(runner: Runner, started: InFlightSteps, cost: StepCost | None) -> Any:
         done, after = end(runner, started, cost)
         before = started.before
         left = np.where(after.phase == PROMPT, after.tokens, 0)
@@ -351,9 +350,9 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
     """Negative control: a budget spent in the order of decoding."""
 
     def spent_as_decoded(s: SequenceState, config: Any) -> BranchBudget:
-        live = s.branch_live.sum(axis=1)[:, None]
-        affordable = (s.remaining[:, None] >= 2 * live) | (s.branch_live & False)
-        return BranchBudget(affordable, affordable | True)
+        live = s.branches.live.sum(axis=1)[:, None]
+        affordable = (s.budget.tokens[:, None] >= 2 * live) | (s.branches.live & False)
+        return BranchBudget(affordable, affordable | True, affordable | True)
 
     params = [replace(HOT, seed=seed, max_new_tokens=30 + seed) for seed in range(40)]
     free = engine.generate([[1, 2]] * 40, params)
@@ -361,8 +360,7 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
         bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
         branch_policy="cap:1",
     )  # fmt: skip
-    monkeypatch.setattr(infer.decode.inputs, "branch_budget", spent_as_decoded)
-    with patched(infer.decode.grammar, branch_budget=spent_as_decoded):
+    with patched(infer.decode.derived, branch_budget=spent_as_decoded):
         held = own.generate([[1, 2]] * 40, params)
     assert any(a.token_ids != b.token_ids for a, b in zip(free, held, strict=True))
 
@@ -491,7 +489,7 @@ def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine
 def test_a_state_is_asked_once_what_it_needs(engine: Engine, monkeypatch: Any) -> None:
     """Passes report what the next ones need; the state is asked anew where something else has changed it."""
     asked = []
-    monkeypatch.setattr(infer.scheduling.scheduler, "report_of", lambda *args: asked.append(1) or report_of(*args))
+    monkeypatch.setattr(infer.scheduling.scheduler, "summarise", lambda *args: asked.append(1) or summarise(*args))
     handles = [engine.submit([1, 2], replace(HOT, max_new_tokens=40, seed=seed)) for seed in range(2)]
     for chunk in range(3):
         engine.step(2)

@@ -98,7 +98,7 @@ def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
     """Negative control: the device looks at what the host permits."""
     engine = Engine(lm, max_length=512, max_batch=2)
     asked = SamplingParams(temperature=1.0, max_new_tokens=100, seed=1, json_schema=SCHEMAS["verdict"])
-    with patched(infer.decode.grammar, permitted=lambda legal, state, lanes: legal):
+    with patched(infer.decode.grammar, apply_token_mask=lambda legal, state, lanes: legal):
         result = engine.generate(["Say it in JSON:"], asked)[0]
     assert not valid(result.text, SCHEMAS["verdict"])
 

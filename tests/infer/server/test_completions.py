@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
@@ -13,24 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aspd_jax import load_model
 from aspd_jax.layout import build_layout
 from infer import Engine, SamplingParams
-from tests.helpers.serving import Running, ask, serving
+from tests.helpers.serving import Running, ask
 
 SERIAL = {"aspd": {"mode": "serial"}}
 PROMPTS = ["Price each line.\n3 pens at $20", "4 books"]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine(load_model("demo"), max_length=1024, max_batch=2)
-
-
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[Running]:
-    with serving(engine) as running:
-        yield running
 
 
 def post(server: Running, path: str = "completions", status: int = 200, **fields: Any) -> Any:
@@ -196,12 +183,12 @@ def test_an_answer_goes_on(server: Running) -> None:
     ("path", "fields", "said"),
     [
         ("completions", {"prompt": [[1], [2, 99999]]}, "prompt[1]: token ids must be between"),
-        ("completions", {"prompt": ["x"] * 99}, "prompt: at most 66 prompts"),
+        ("completions", {"prompt": ["x"] * 99}, "prompt: expected at most 66 prompts"),
         ("completions", {"prompt": [[1], []]}, "prompt[1]: the prompt is empty"),
         ("completions", {"prompt": "x", "n": 2, "best_of": 1, "stream": False, "max_tokens": -1}, "max_tokens"),
         ("completions", {"prompt": "x", "n": 3, "best_of": 2}, "best_of: expected at least n = 3, got 2"),
         ("completions", {"prompt": "x", "best_of": 2, "stream": True}, "best_of: expected n in a stream"),
-        ("completions", {"prompt": "x", "best_of": 99}, "best_of: at most 8 answers"),
+        ("completions", {"prompt": "x", "best_of": 99}, "best_of: expected at most 8 answers"),
         ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias: expected numbers by token id"),
         ("completions", {"prompt": "x", "logit_bias": {"99999": 1}}, "logit_bias: token ids must be between"),
         ("completions", {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),

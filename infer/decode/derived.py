@@ -1,0 +1,149 @@
+"""Quantities that follow from the state: which pending tokens are due, where they stand, and what budgets allow.
+
+They are derived once for each state, and the parts of a step share them.
+
+B rows, one sequence each, N maximum branches, M = N + 1 segments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int32
+
+from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, EngineConfig, SequenceState
+from infer.decode.tag_automaton import TagAutomaton
+from infer.decode.title_rules import Room, barred_token, budget_room, completes_plan, fed_cost, repeats_title
+
+
+class BranchBudget(NamedTuple):
+    """Permission of each branch to take another token that is not its closing tag.
+
+    Attributes:
+        affordable: the budget of all tokens has room for it.
+        readable: the budget of plain text has room for it, in reading order.
+        known: whether `affordable` is final, whatever the other branches take.
+    """
+
+    affordable: Bool[Array, "B N"]
+    readable: Bool[Array, "B N"]
+    known: Bool[Array, "B N"]
+
+
+class Derived(NamedTuple):
+    """What the next step needs to know of a state.
+
+    Attributes:
+        due: pending tokens that each segment may feed; 0 while a prompt is fed.
+        samples: whether a segment gets a next token behind those.
+        grows: whether the segments of a sequence grow by one token in the step, so that draft tokens may follow.
+        budget: permissions of the branches.
+        merge_position: position of the first token behind the current block (protocol, section 4).
+        room: what the budget of all tokens has room for in serial text and titles.
+        fork_cost: tokens that the engine feeds by itself if the block forks now.
+        title_length: tokens of the title under way.
+        repeats_title: whether the title under way equals an earlier one of its block.
+        completes_plan: whether the last complete title says that it is the last.
+        barred_token: token that may not come next in the title under way; -1: none.
+    """
+
+    due: Int32[Array, "B M"]
+    samples: Bool[Array, "B M"]
+    grows: Bool[Array, " B"]
+    budget: BranchBudget
+    merge_position: Int32[Array, " B"]
+    room: Room
+    fork_cost: Int32[Array, " B"]
+    title_length: Int32[Array, " B"]
+    repeats_title: Bool[Array, " B"]
+    completes_plan: Bool[Array, " B"]
+    barred_token: Int32[Array, " B"]
+
+
+def derive(s: SequenceState, automaton: TagAutomaton, config: EngineConfig) -> Derived:
+    """Return what follows from the progress of the sequences."""
+    phase = s.cursor.phase[:, None]
+    budget = branch_budget(s, config)
+    serial = jnp.zeros_like(phase, bool)
+    ready = jnp.concatenate([serial, ready_branches(s, budget)], axis=1)
+    due = jnp.where((phase != PARALLEL) | ready, s.segments.queued, 0)
+    due = jnp.where(phase == PROMPT, 0, due)
+    is_branch = jnp.arange(due.shape[1])[None] > 0
+    in_block = (phase == FORK) | (phase == PARALLEL)
+    number, count = jnp.arange(config.max_branches)[None], s.titles.complete[:, None]
+    length = jnp.sum(jnp.where(number == count, s.titles.length, 0), axis=1)
+    complete_length = jnp.sum(jnp.where(number < count, s.titles.length, 0), axis=1)
+    return Derived(
+        due=due,
+        samples=(due > 0) & (is_branch == in_block),
+        grows=((phase != FORK) & (phase != MERGE) & (phase != PROMPT))[:, 0] & jnp.all(due <= 1, axis=1),
+        budget=budget,
+        merge_position=merge_position(s, config),
+        room=budget_room(s, length, complete_length, config),
+        fork_cost=fed_cost(s.titles.complete, complete_length, config),
+        title_length=length,
+        repeats_title=repeats_title(s.titles, automaton),
+        completes_plan=completes_plan(s.titles, automaton),
+        barred_token=barred_token(s.titles, s.cursor.phase, automaton),
+    )
+
+
+def branch_budget(s: SequenceState, config: EngineConfig) -> BranchBudget:
+    """Return which branches may go on within the budgets of their block (protocol, section 5).
+
+    The order in which branches are decoded must not change an answer. The budget of all tokens is therefore spent in
+    lockstep: whether a branch may take its s-th token is decided as if every branch took one token per step. All
+    branches have taken s - 1 tokens, as far as they are that long; those that are long enough take one now, and each of
+    these still needs its closing tag. Branches that are behind are assumed to be long enough. Where that decides, the
+    branch waits until it is known.
+
+    The budget of plain text is spent in reading order: a branch goes on while its text and the texts of the branches
+    before it, as far as they are, leave room. Tokens beyond it are dropped when the answer is read.
+    """
+    sampled, live = s.segments.sampled[:, 1:], s.branches.live
+    exists = jnp.arange(live.shape[1])[None] < s.titles.complete[:, None]
+    taken = sampled[:, :, None]  # of the branch whose token it is
+    others = sampled[:, None, :]
+    still = (live & exists)[:, None, :]
+
+    before = jnp.where(still, taken, jnp.minimum(others, taken))
+    now = (still | (others > taken)) & exists[:, None, :]
+    spent = jnp.sum(jnp.where(exists[:, None, :], before, 0), axis=2)
+    affordable = s.budget.block_tokens[:, None] - spent >= (1 + config.tags.branch_end_cost) * jnp.sum(now, axis=2)
+    behind = jnp.any(still & (others < taken), axis=2)
+
+    closed = exists & ~live & (sampled > 0)
+    text = jnp.where(exists, sampled - closed, 0)
+    readable = jnp.cumsum(text, axis=1) < s.budget.block_content[:, None]
+    return BranchBudget(affordable, readable, affordable | ~behind)
+
+
+def ready_branches(s: SequenceState, budget: BranchBudget) -> Bool[Array, "B N"]:
+    """Return the live branches that the next step may feed: the first `branch_cap` that need not wait."""
+    able = s.branches.live & budget.known
+    return able & (jnp.cumsum(able, axis=1) <= s.cursor.branch_cap[:, None])
+
+
+def merge_position(s: SequenceState, config: EngineConfig) -> Int32[Array, " B"]:
+    """Return the position behind the block when all pending tokens of its branches are fed (protocol, section 4)."""
+    exists = jnp.arange(config.max_branches)[None] < s.titles.complete[:, None]
+    length = jnp.where(exists, s.branches.offset + s.segments.queued[:, 1:], 0)
+    scheme = config.model.config.positions
+    if scheme == "sequential":
+        span = jnp.sum(length, axis=1)
+    elif scheme == "max":
+        span = jnp.max(length, axis=1)
+    else:
+        span = s.titles.complete * s.cursor.stride
+    return s.cursor.position + 1 + span
+
+
+def branch_position(
+    s: SequenceState, config: EngineConfig, row: jax.Array, branch: jax.Array, offset: jax.Array
+) -> jax.Array:
+    """Return the positions of tokens at `offset` (from 0) in branches (from 0) of the current block; any shape."""
+    before = branch * s.cursor.stride[row] if config.model.config.positions == "predict" else 0
+    return s.cursor.position[row] + 1 + offset + before

@@ -1,0 +1,131 @@
+"""Titles: what follows from those of a block about its next token, and what its budget has room for.
+
+B sequences, N maximum branches, E maximum title tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool
+
+from infer.decode.state import TITLE, EngineConfig, SequenceState, Titles
+from infer.decode.tag_automaton import NO_NUMBER, SLASH, TagAutomaton
+
+
+def _names(titles: Titles, automaton: TagAutomaton) -> tuple[jax.Array, jax.Array]:
+    """Return titles without leading markers: tokens int32 [B, N, E], -1 behind them, and lengths [B, N].
+
+    A title that consists of markers keeps them.
+    """
+    place = jnp.arange(titles.tokens.shape[2])
+    inside = place < titles.length[..., None]
+    markers = jnp.sum(jnp.cumprod(inside & automaton.marker[titles.tokens], axis=2), axis=2)
+    skipped = jnp.where(markers < titles.length, markers, 0)
+    at = jnp.minimum(place + skipped[..., None], place.size - 1)
+    length = titles.length - skipped
+    return jnp.where(place < length[..., None], jnp.take_along_axis(titles.tokens, at, axis=2), -1), length
+
+
+def repeats_title(titles: Titles, automaton: TagAutomaton) -> Bool[Array, " B"]:
+    """Return whether the title under way equals an earlier one of its block, leading markers aside."""
+    count = titles.complete
+    names, length = _names(titles, automaton)
+    number = jnp.arange(length.shape[1])[None]
+    current = jnp.sum(jnp.where((number == count[:, None])[..., None], names, 0), axis=1, keepdims=True)
+    return jnp.any(jnp.all(names == current, axis=2) & (number < count[:, None]), axis=1)
+
+
+def completes_plan(titles: Titles, automaton: TagAutomaton) -> Bool[Array, " B"]:
+    """Return whether the last complete title says that it is the last, as `5/5 Rest` does (`pipeline.titles`)."""
+    last = (jnp.arange(titles.length.shape[1])[None] == titles.complete[:, None] - 1).astype(jnp.int32)
+    tokens = jnp.sum(titles.tokens * last[..., None], axis=1)
+    length = jnp.sum(titles.length * last, axis=1)
+    place = jnp.arange(tokens.shape[1])[None]
+    number = jnp.where(place < length[:, None], automaton.number[tokens], NO_NUMBER)
+    size = jnp.sum(jnp.cumprod(number >= 0, axis=1), axis=1)  # tokens before the slash, if that is what follows
+
+    def at(index: jax.Array) -> jax.Array:
+        value = jnp.take_along_axis(number, jnp.minimum(index, number.shape[1] - 1), axis=1)
+        return jnp.where(index < number.shape[1], value, NO_NUMBER)
+
+    slash, behind = at(size[:, None]) == SLASH, at(place + size[:, None] + 1)
+    alike = jnp.all((behind == number) | (place >= size[:, None]), axis=1)
+    ends = at(2 * size[:, None] + 1) < 0  # 1/1 is not the beginning of 1/10
+    return (size > 0) & slash[:, 0] & alike & ends[:, 0]
+
+
+def barred_token(titles: Titles, phase: jax.Array, automaton: TagAutomaton) -> jax.Array:
+    """Return the token that would make a block's second title repeat the first, int32 [B]; -1: none.
+
+    A block needs two titles, so the second cannot be discarded as later ones are. Leading markers are ignored.
+    """
+    names, lengths = _names(titles, automaton)
+    first, size = names[:, 0], lengths[:, 0]
+    tokens, length = titles.tokens[:, 1], titles.length[:, 1]
+    place = jnp.arange(tokens.shape[1])
+    marked = automaton.marker[tokens] & (place < length[:, None])
+    markers = jnp.sum(jnp.cumprod(marked, axis=1), axis=1)
+    # The next token may be the first one after the markers. A first title that consists of markers is compared with
+    # them.
+    skipped = jnp.where(automaton.marker[jnp.maximum(first[:, 0], 0)], 0, markers)
+    at = jnp.minimum(place + skipped[:, None], place.size - 1)
+    alike = (jnp.take_along_axis(tokens, at, axis=1) == first) | (place >= (length - skipped)[:, None])
+    completes = (length - skipped == size - 1) & jnp.all(alike, axis=1)
+    last = jnp.take_along_axis(first, jnp.maximum(size - 1, 0)[:, None], axis=1)[:, 0]
+    return jnp.where((phase == TITLE) & (titles.complete == 1) & completes, last, -1)
+
+
+def fed_cost(titles: jax.Array, title_tokens: jax.Array, config: EngineConfig) -> jax.Array:
+    """Return the tokens that the engine feeds for a block by itself: all heads and `<|/para|>`."""
+    tags = config.tags
+    return titles * (len(tags.branch_start) + len(config.separator)) + title_tokens + len(tags.parallel_end)
+
+
+def _close_cost(titles: jax.Array, title_tokens: jax.Array, config: EngineConfig) -> jax.Array:
+    """Return the tokens of a block behind its titles if all its branches stay empty."""
+    tags = config.tags
+    return tags.parallel_start_cost + fed_cost(titles, title_tokens, config) + titles * tags.branch_end_cost
+
+
+class Room(NamedTuple):
+    """Parts that fit the budget of all tokens together with what closes them, bool [B] each.
+
+    Attributes:
+        block: the smallest block.
+        title: a further title of one token.
+        title_token: a further token of the title under way.
+    """
+
+    block: Bool[Array, " B"]
+    title: Bool[Array, " B"]
+    title_token: Bool[Array, " B"]
+
+
+def budget_room(s: SequenceState, length: jax.Array, complete: jax.Array, config: EngineConfig) -> Room:
+    """Return what the serial segment of each sequence may still begin (protocol, section 5).
+
+    Args:
+        length: tokens of the title under way, int32 [B].
+        complete: tokens of all complete titles of the block, int32 [B].
+    """
+    tags, count, budget = config.tags, s.titles.complete, s.budget
+    # A further title of one token, and its head and closing tag.
+    title_cost = tags.title_start_cost + 1 + tags.title_end_cost
+    another = title_cost + len(tags.branch_start) + 1 + len(config.separator) + tags.branch_end_cost
+    smallest = 2 * title_cost + _close_cost(jnp.asarray(2), jnp.asarray(2), config)
+
+    # In a title: one more token, its copy in the head, and then everything that has to follow. Tokens that may turn
+    # out to begin a tag count as text until they do.
+    missing = jnp.where(count + 1 < 2, another, 0)
+    after_token = 1 + tags.title_end_cost + _close_cost(count + 1, complete + length + 1, config) + missing
+    # Between titles, the tokens of the next tag that are there already have been reserved with it.
+    reserved = budget.tokens + s.cursor.chain
+    return Room(
+        block=(budget.tokens >= smallest) & (budget.content >= 1),
+        title=(count < 2) | (reserved >= another + _close_cost(count, complete, config)),
+        title_token=(length == 0) | (budget.tokens >= after_token),
+    )
