@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,17 +15,10 @@ import pytest
 
 import aspd
 from aspd_jax import load_model
-from infer import Engine
 from infer.bench.load import MAX_ROUNDS, Load, best_goodput, load, load_table, median_round, undisturbed
-from tests.helpers.serving import QUESTIONS, Running, serving
+from tests.helpers.serving import QUESTIONS, Running
 
 SENT = Load("serial", 8, 1, 1, 0, 0, (1.0,) * 3, (2.0,) * 3, 1, 0.5, 100, 1, 2, (2.0,))
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with serving(Engine(load_model("demo"), max_length=1024, max_batch=2)) as running:
-        yield running
 
 
 def test_load(server: Running) -> None:

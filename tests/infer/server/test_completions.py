@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
@@ -13,24 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aspd_jax import load_model
 from aspd_jax.layout import build_layout
 from infer import Engine, SamplingParams
-from tests.helpers.serving import Running, ask, serving
+from tests.helpers.serving import Running, ask
 
 SERIAL = {"aspd": {"mode": "serial"}}
 PROMPTS = ["Price each line.\n3 pens at $20", "4 books"]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine(load_model("demo"), max_length=1024, max_batch=2)
-
-
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[Running]:
-    with serving(engine) as running:
-        yield running
 
 
 def post(server: Running, path: str = "completions", status: int = 200, **fields: Any) -> Any:

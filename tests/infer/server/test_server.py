@@ -12,7 +12,6 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -23,7 +22,6 @@ import openai
 import pytest
 
 import aspd
-from aspd_jax import load_model
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
 from infer.scheduling.runner import Runner
@@ -34,17 +32,6 @@ from tests.helpers.serving import QUESTIONS, SERVE, Running, ask, serving, wait_
 SAID = {"mode": "serial", "content": "x", "statistics": True}
 LONG = {"role": "user", "content": "word " * 3000}
 SERIAL = {"aspd": {"mode": "serial"}}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine(load_model("demo"), max_length=1024, max_batch=2)
-
-
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[Running]:
-    with serving(engine) as running:
-        yield running
 
 
 @pytest.fixture
