@@ -51,6 +51,13 @@ def changed(state: DecodeState, **fields: Any) -> DecodeState:
     return state._replace(sequence=sequence._replace(cursor=sequence.cursor._replace(**fields)))
 
 
+def after(state: DecodeState, sampled: jax.Array) -> DecodeState:
+    """Return a state whose segments have sampled these numbers of tokens, int32 [B]."""
+    segments = state.sequence.segments
+    segments = segments._replace(sampled=jnp.broadcast_to(sampled[:, None], segments.sampled.shape))
+    return state._replace(sequence=state.sequence._replace(segments=segments))
+
+
 def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
     """Top-k, then the nucleus of what is left, then min-p: one token at a time, in float64."""
     order = np.argsort(-logits, kind="stable")
@@ -348,7 +355,7 @@ def test_samples_follow_the_distribution(bare_lm: LanguageModel, config: EngineC
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 24)), jnp.float32)
 
     def draw(place: Any) -> Any:
-        return sample(logits, changed(state, sampled=place[None]), config, lanes)[0]
+        return sample(logits, after(state, place[None]), config, lanes)[0]
 
     drawn = np.asarray(jax.vmap(draw)(jnp.arange(20_000)))
     expected = np.asarray(jax.nn.softmax(logits[0] / 0.7))
@@ -365,7 +372,7 @@ def test_temperature_zero_takes_the_likeliest_beside_sampled_neighbours(
     state = state_for(bare_lm, config, SamplingParams(), SamplingParams(temperature=50.0))
     logits = jnp.asarray(np.random.default_rng(1).standard_normal((2, 24)), jnp.float32)
     lanes = serial_lanes(state, config)
-    picks = [np.asarray(sample(logits, changed(state, sampled=jnp.array([i, i])), config, lanes)) for i in range(30)]
+    picks = [np.asarray(sample(logits, after(state, jnp.array([i, i])), config, lanes)) for i in range(30)]
     assert {int(pick[0]) for pick in picks} == {int(np.argmax(logits[0]))}
     assert len({int(pick[1]) for pick in picks}) > 5
 
