@@ -330,7 +330,7 @@ def test_judging(finished: tuple[Path, Path], capsys: Any) -> None:
     assert "judge's score" in (folder / "report.md").read_text()
     capsys.readouterr()
     assert aspd.main(["eval", "judge", str(folder), "decoding.seed=3"]) == 2
-    assert "only judge.key=value" in capsys.readouterr().err
+    assert "expected judge.key=value" in capsys.readouterr().err
 
 
 def tiny_run(folder: Path, settings: dict[str, Any]) -> EvalConfig:
