@@ -423,7 +423,7 @@ def test_policies_are_parsed_and_costs_fitted() -> None:
     assert Policy.parse("all") == Policy() and Policy.parse("cap:3").cap == 3
     assert Policy.parse("slo:12.5").milliseconds == 12.5
     for bad in ("cap:0", "slo:0", "cap", "fast"):
-        with pytest.raises(RequestError, match="it is all, cap:N"):
+        with pytest.raises(RequestError, match="expected all, cap:N"):
             Policy.parse(bad)
     true = StepCost(3.0, 0.25, 0.001)
     samples = [Sample(t, c, true.milliseconds(t, c)) for t in (1, 8, 64) for c in (128, 2048)]
