@@ -30,7 +30,7 @@ QUESTIONS = sorted(
     key=lambda question: len(question.references[0]),
 )  # the shortest answers first
 
-numbers = st.integers(0, 1 << 31)
+numbers = st.integers(0, (1 << 31) - 1)
 params = st.builds(
     SamplingParams,
     temperature=st.floats(0, 5),
