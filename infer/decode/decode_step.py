@@ -197,9 +197,9 @@ def run(
     running = jnp.sum(state.sequence.cursor.finish == RUNNING)
     prompts = jnp.sum(state.sequence.cursor.phase == PROMPT)
 
-    def more(carry: tuple[DecodeState, Derived, jax.Array]) -> jax.Array:
-        state, derived, left = carry
-        cursor, need = state.sequence.cursor, widths(state, derived)
+    def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
+        state, left = carry
+        cursor, need = state.sequence.cursor, widths(state, derive(state.sequence, state.automaton, config))
         is_prompt = cursor.phase == PROMPT
         selected = rows_of_step(need.tokens, is_prompt, bucket)
         tokens = jnp.where(selected, need.tokens, 0)
@@ -213,11 +213,10 @@ def run(
         few = jnp.sum(tokens) <= conditions.smaller
         return (left > 0) & jnp.any(tokens > 0) & fits & ~changed & ~few
 
-    def body(carry: tuple[DecodeState, Derived, jax.Array]) -> tuple[DecodeState, Derived, jax.Array]:
-        state, derived, left = carry
-        state = shard_state(step(params, state, derived, config, bucket, drafting), config.mesh)
-        return state, derive(state.sequence, state.automaton, config), left - 1
+    def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
+        state, left = carry
+        derived = derive(state.sequence, state.automaton, config)
+        return shard_state(step(params, state, derived, config, bucket, drafting), config.mesh), left - 1
 
-    start = state, derive(state.sequence, state.automaton, config), jnp.int32(conditions.steps)
-    state, _, left = jax.lax.while_loop(more, body, start)
+    state, left = jax.lax.while_loop(more, body, (state, jnp.int32(conditions.steps)))
     return state, summarise(state, config, left)
