@@ -249,7 +249,7 @@ class Engine:
         """Answer prompts; return the results in their order. A result does not depend on the batch.
 
         Args:
-            prompts: prompts: text, messages or token ids.
+            prompts: text, messages or token ids.
             params: sampling parameters: one for all prompts, or one for each.
             mode: `adaptive` (the model decides when to fork) or `serial`: one for all prompts, or one for each.
             adapter: name of an adapter of `adapters`, empty for the base model: one for all prompts, or one for each.

@@ -57,7 +57,7 @@ UNBOUNDED = Bounds()
 
 
 class Offer(NamedTuple):
-    """How an interface offers a parameter.
+    """Default and bounds of a parameter in one interface.
 
     Attributes:
         default: value where the interface gets none; `...` in a declaration: the default of `SamplingParams`.
@@ -74,7 +74,7 @@ OFFERED = Offer()
 
 
 class Forward(NamedTuple):
-    """How the proxy handles a parameter.
+    """Fields of an upstream's request that carry a parameter.
 
     Attributes:
         names: fields of the upstream's request that get the value; none where the proxy applies the parameter itself.

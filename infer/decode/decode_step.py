@@ -58,9 +58,9 @@ def step(
         tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
         state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.closing))
         return hide_discarded(state)
-    state, count = _verify(state, derived, config, inputs, logits)
+    state, derived, count = _verify(state, derived, config, inputs, logits)
     state = hide_discarded(hide_rejected(state, inputs, count))
-    draft = look_up(state, derive(state.sequence, state.automaton, config), config, bucket.slots)
+    draft = look_up(state, derived, config, bucket.slots)
     return state._replace(sequence=state.sequence._replace(draft=draft))
 
 
@@ -74,11 +74,11 @@ def sample_lanes(
 
 def _verify(
     state: DecodeState, derived: Derived, config: EngineConfig, inputs: Inputs, logits: jax.Array
-) -> tuple[DecodeState, jax.Array]:
+) -> tuple[DecodeState, Derived, jax.Array]:
     """Let every lane take tokens as long as they equal its draft tokens, and one more.
 
     Returns:
-        The state, and the tokens that each lane took, int32 [L].
+        The state, what is derived from it, and the tokens that each lane took, int32 [L].
     """
     assert inputs.drafts is not None
     lanes, size = inputs.lanes, inputs.lanes.row.size
@@ -104,10 +104,10 @@ def _verify(
         return now.sequence, derived, nth + 1, active, taken + active
 
     start = state.sequence, derived, jnp.int32(0), began, began.astype(jnp.int32)
-    sequence, _, _, _, taken = jax.lax.while_loop(more, body, start)
+    sequence, derived, _, _, taken = jax.lax.while_loop(more, body, start)
     counters = sequence.counters
     counters = counters._replace(segments=counters.segments.at[lanes.row].add(began, mode="drop"))
-    return state._replace(sequence=sequence._replace(counters=counters)), taken
+    return state._replace(sequence=sequence._replace(counters=counters)), derived, taken
 
 
 def count_step(s: SequenceState, fed: jax.Array) -> SequenceState:
@@ -139,7 +139,7 @@ class StopConditions(NamedTuple):
 
 
 class StepSummary(NamedTuple):
-    """What the host needs to know between runs.
+    """Summary of a state, for the host between runs.
 
     Attributes:
         tokens, lanes: `Widths` of the next step.

@@ -1,6 +1,6 @@
 """Quantities that follow from the state: which pending tokens are due, where they stand, and what budgets allow.
 
-They are derived once for each state, and the parts of a step share them.
+They are derived once for each step, and its parts share them.
 
 B rows, one sequence each, N maximum branches, M = N + 1 segments.
 """
@@ -34,7 +34,7 @@ class BranchBudget(NamedTuple):
 
 
 class Derived(NamedTuple):
-    """What the next step needs to know of a state.
+    """Quantities that the next step takes from a state.
 
     Attributes:
         due: pending tokens that each segment may feed; 0 while a prompt is fed.

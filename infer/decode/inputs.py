@@ -90,10 +90,10 @@ class Widths(NamedTuple):
 def widths(state: DecodeState, derived: Derived) -> Widths:
     """Return the tokens and lanes that each sequence needs in the next step."""
     s, is_prompt = state.sequence, state.sequence.cursor.phase == PROMPT
-    follows = jnp.any((s.draft[:, :, 0] >= 0) & derived.samples[:, 1:], axis=1) if s.draft.shape[2] else False
-    if s.draft.shape[2]:
-        follows |= (s.draft[:, 0, 0] >= 0) & derived.samples[:, 0]
-    due = jnp.sum(derived.due, axis=1) * (1 + (follows & derived.grows) * s.draft.shape[2])
+    first = s.draft[:, :, :1]  # that of branch 1 also serves the serial segment
+    has_draft = jnp.concatenate([first[:, :1], first], axis=1) >= 0
+    follows = jnp.any(has_draft & derived.samples[..., None], axis=(1, 2)) & derived.grows
+    due = jnp.sum(derived.due, axis=1) * (1 + follows * s.draft.shape[2])
     tokens = jnp.where(is_prompt, s.cursor.prompt_length - state.cache.length, due)
     lanes = jnp.where(is_prompt, 1, jnp.sum(derived.samples, axis=1))
     running = s.cursor.finish == RUNNING
@@ -102,9 +102,8 @@ def widths(state: DecodeState, derived: Derived) -> Widths:
 
 def widest(config: EngineConfig) -> int:
     """Return the maximum tokens of a sequence in a step: a fork with the longest titles, or branches with drafts."""
-    tags, limit = config.tags, config.max_branches
-    head = len(tags.branch_start) + config.max_title_tokens + len(config.separator)
-    return max(1 + limit * head, limit * (1 + config.draft_tokens), limit + len(tags.parallel_end))
+    limit, drafted = config.max_branches, config.max_branches * (1 + config.draft_tokens)
+    return max(1 + limit * config.longest_head, drafted, limit + len(config.tags.parallel_end))
 
 
 def max_lanes(config: EngineConfig, batch: int, bucket: Bucket) -> int:

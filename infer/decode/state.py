@@ -96,10 +96,14 @@ class EngineConfig:
         return self.text_tags or Tags((special.branch_start,), (special.parallel_end,), special.branch_end)
 
     @property
+    def longest_head(self) -> int:
+        """Return the tokens of the longest head of a branch."""
+        return len(self.tags.branch_start) + self.max_title_tokens + len(self.separator)
+
+    @property
     def max_queued(self) -> int:
         """Return Q: the tokens of the longest head, or of the longest tag that the engine feeds."""
-        head = len(self.tags.branch_start) + self.max_title_tokens + len(self.separator)
-        return max(head, len(self.tags.parallel_end))
+        return max(self.longest_head, len(self.tags.parallel_end))
 
 
 class RequestArrays(NamedTuple):
@@ -137,7 +141,7 @@ class RequestArrays(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Where each sequence is.
+    """Phase and position of each sequence.
 
     Attributes:
         prompt_length: cache slots of the prompt.

@@ -94,7 +94,7 @@ def hide_discarded(state: DecodeState) -> DecodeState:
 
 
 class SerialEvents(NamedTuple):
-    """What a token of the serial segment does, bool [B] each.
+    """Effects of a token of the serial segment, bool [B] each.
 
     Attributes:
         ends: ends the answer.

@@ -73,7 +73,7 @@ class BenchmarkSection:
 
     @property
     def synthetic(self) -> bool:
-        """Whether the questions are generated."""
+        """Return whether the questions are generated."""
         return self.kind in ("synthetic", "synthetic-long")
 
 

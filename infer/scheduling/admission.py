@@ -101,7 +101,6 @@ def admit_request(
         rest = np.asarray(values, np.int32)[left]
         return np.pad(rest, (0, size - rest.size))
 
-    longest_head = len(config.tags.branch_start) + config.max_title_tokens + len(config.separator)
     params = request.params
     script = np.asarray([token for segment in params.script for token in segment], np.int32)
     lengths = [*map(len, params.script), *[0] * (1 + config.max_branches - len(params.script))]
@@ -126,7 +125,7 @@ def admit_request(
         "block": layout.block.max(),
         "budget": request.budget,
         "content": params.max_content_tokens or request.budget,
-        "stride": longest_head + params.max_branch_tokens,
+        "stride": config.longest_head + params.max_branch_tokens,
     }
     new: Any = Admission(
         request=RequestArrays(**arrays),
