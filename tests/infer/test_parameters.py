@@ -38,7 +38,7 @@ GENERATE = ["generate", "--prompt", "Hi"]
 
 
 class Interfaces(NamedTuple):
-    """What interfaces offer, read from themselves.
+    """The parameters that the interfaces offer, as they report them.
 
     Attributes:
         cli: default and help by option of `aspd generate`.

@@ -25,21 +25,11 @@ from aspd_jax.pipeline.spans import spans_of
 from aspd_jax.pipeline.work import Shard
 from aspd_jax.structure import from_json, plain_text
 from tests.conftest import ROOT
-from tests.helpers.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE, SMALL, faithful, lines, write_source, write_two
+from tests.helpers.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE, SMALL, faithful, lines
 from tests.helpers.teacher_server import TeacherServer
 from train.records import Records
 from train.tasks import problem
 from train.train_config import DataSection
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_source(tmp_path)
-
-
-@pytest.fixture
-def two(tmp_path: Path) -> Path:
-    return write_two(tmp_path)
 
 
 def test_answers_are_kept_and_dependent_ones_stay_serial(source: Path, tmp_path: Path) -> None:

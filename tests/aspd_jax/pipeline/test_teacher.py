@@ -14,18 +14,8 @@ from aspd_jax.pipeline.build import build
 from aspd_jax.pipeline.data_config import DataConfig, SelectSection
 from aspd_jax.pipeline.spans import spans_of
 from aspd_jax.structure import from_json
-from tests.helpers.pipeline_data import PROSE, faithful, lines, teacher, write_source, write_two
+from tests.helpers.pipeline_data import PROSE, faithful, lines, teacher
 from tests.helpers.teacher_server import Reply, TeacherServer
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_source(tmp_path)
-
-
-@pytest.fixture
-def two(tmp_path: Path) -> Path:
-    return write_two(tmp_path)
 
 
 def test_the_teacher_proposes_and_votes(source: Path, tmp_path: Path) -> None:
