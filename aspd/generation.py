@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ def add(commands: Any) -> None:
     generate.add_argument(
         "--mode", choices=("adaptive", "serial"), default="adaptive", help="serial: answers do not fork"
     )
+    structure = generate.add_mutually_exclusive_group()
+    structure.add_argument(
+        "--schema", type=Path, metavar="FILE", help="JSON schema that the answer follows, instead of free text"
+    )
+    structure.add_argument(
+        "--template", type=Path, metavar="FILE", dest="template_file",
+        help="text with holes {name} or {name after other}, which are filled in parallel",
+    )  # fmt: skip
+    generate.add_argument(
+        "--fields", choices=("serial", "parallel"), default="serial", dest="field_order",
+        help="decode the fields of --schema one after the other or in parallel",
+    )  # fmt: skip
     generate.add_argument("--stream", action="store_true", help="print the answer as it grows")
     generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
     sampling_options(generate)
@@ -74,6 +87,12 @@ def run_generate(options: argparse.Namespace) -> None:
     from infer.offline.terminal import print_growing
 
     params = sampling_params(options)
+    if options.schema is not None:
+        params = replace(params, json_schema=_read_text(options.schema), fields=options.field_order)
+    elif options.field_order == "parallel":
+        raise RequestError("--fields parallel goes with --schema")
+    if options.template_file is not None:
+        params = replace(params, template=_read_text(options.template_file))
     if (options.input is None) != (options.output is None):
         raise RequestError("--input and --output go together")
     if options.continue_final_message and options.messages is None:
@@ -120,6 +139,13 @@ def run_generate(options: argparse.Namespace) -> None:
         "stats": result.stats.to_json(),
     }
     print(json.dumps(output, ensure_ascii=False))
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _read_messages(name: str) -> list[dict[str, str]]:

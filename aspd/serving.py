@@ -73,6 +73,10 @@ def add(commands: Any) -> None:
     )
     process_options(serve)
     serve.add_argument(
+        "--fields", choices=("serial", "parallel"), default="serial",
+        help="decode the fields of JSON schemas one after the other or in parallel; requests may say otherwise",
+    )  # fmt: skip
+    serve.add_argument(
         "--warm-up", nargs="?", choices=("none", "first", "all"), const="all", default="first",
         help="programs to compile before the server is ready: none, those of requests that come one at a time, or all",
     )  # fmt: skip
@@ -157,6 +161,7 @@ def run_serve(options: argparse.Namespace) -> None:
         timeout=options.timeout,
         chunk=options.chunk,
         drain=options.drain,
+        fields=options.fields,
         warm_up=options.warm_up,
     )
     join_processes(options)

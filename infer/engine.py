@@ -22,6 +22,7 @@ from infer.request import Mode, Request, SamplingParams, Stream
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import Buckets, capacity_for
+from infer.scheduling.filling import check_template
 from infer.scheduling.handle import DebugState, Handle
 from infer.scheduling.policy import Policy
 from infer.scheduling.replay import Trace, replay
@@ -311,16 +312,21 @@ class Engine:
         params = params or SamplingParams()
         if continue_final_message or chat_template_kwargs:
             prompt = self.encode(prompt, mode, continue_final_message, chat_template_kwargs)
+        template = params.known_text
+        mode = "serial" if params.answer_grammar or template else mode
+        if template is not None and self.lm.tokenizer is None:
+            raise RequestError("a template needs a model with a tokenizer")
         if mode == "adaptive" and self.lm.special_tokens is None and self.text_tags is None:
             raise RequestError("this model has no special tokens to fork with; use mode='serial', or give text_tags")
         if params.stop and self.lm.tokenizer is None:
             raise RequestError("stop strings need a tokenizer")
         if params.branch_schema and self.text_tags is not None:
             raise RequestError("branch_schema is for a model whose tags are special tokens")
-        mode = "serial" if params.answer_grammar else mode
         if params.answer_grammar or params.branch_schema:
-            self._schemas.constraint(params)  # reports errors of schemas before anything is decoded
+            self._schemas.constraint(params, params.max_new_tokens)  # reports errors before anything is decoded
         ids = self.encode(prompt, mode)
+        if template is not None and template.opening:
+            ids = [*ids, *self.lm.codec.text.encode(template.opening)]
         if not ids:
             raise RequestError("the prompt is empty; it needs at least one token")
         left = self.max_length - len(ids)
@@ -332,6 +338,9 @@ class Engine:
         prompt_layout(self.lm, self.config, ids)
         budget = 0 if params.max_content_tokens == 0 else min(params.max_new_tokens, left)
         self._check_script(params.script, budget)
+        if template is not None and budget:
+            budget = min(budget, params.max_content_tokens or budget)
+            check_template(template, self._schemas, self.lm.codec.text, self.config, budget, params.max_branch_tokens)
         self._check_ids(tuple(params.logit_bias), "logit_bias: ")
         seed = secrets.randbits(32) if params.seed is None else params.seed
         return Request(tuple(ids), params, mode, budget, seed, self.adapters.number(adapter))

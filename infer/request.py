@@ -10,16 +10,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import isfinite
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from aspd_jax.errors import RequestError
 from aspd_jax.layout import check_choice
+from infer.fields import fields_template
+from infer.template import Hole, Template
 
 Mode = Literal["adaptive", "serial"]
+Fields = Literal["serial", "parallel"]
 Stream: TypeAlias = Literal["text", "branches"] | None
 GRAMMARS = ("json_schema", "regex", "choices", "grammar")  # fields that constrain a whole answer
+BESIDE_TEMPLATES = ("script", "branch_schema", "min_tokens")  # fields that a template excludes
 STRINGS, BIASES = tuple[str, ...], Mapping[Any, float]  # types of parameters that are no single value
 
 
@@ -239,6 +244,12 @@ class SamplingParams:
         None, "grammar (Lark or GBNF) that the answer follows; it does not fork. An answer has at most one of "
         "`json_schema`, `regex`, `choices` and `grammar`",
     )  # fmt: skip
+    fields: Fields = _library_parameter(
+        "serial", "`parallel`: decode the fields of `json_schema` in parallel (protocol, section 5)"
+    )
+    template: Template | str | None = _library_parameter(
+        None, "literal text with holes, which the model fills in parallel (`infer.template.Template`)"
+    )
     branch_schema: str | Mapping[str, Any] | None = _library_parameter(
         None, "JSON schema of the text of every branch, which is one JSON value"
     )
@@ -257,6 +268,7 @@ class SamplingParams:
             ("script", tuple(map(tuple, self.script))),
             ("choices", tuple(self.choices)),
             ("logit_bias", _read_biases(self.logit_bias)),
+            ("template", _read_template(self.template)),
         ):
             object.__setattr__(self, name, value)
         for parameter in PARAMETERS.values():
@@ -266,8 +278,20 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens must be between 0 and the limit of the answer, {limit}, got {self.min_tokens}"
             )
-        if len(named := [name for name in GRAMMARS if getattr(self, name)]) > 1:
+        if len(named := [name for name in (*GRAMMARS, "template") if getattr(self, name)]) > 1:
             raise RequestError(f"{' and '.join(named)}: expected one of them, got {len(named)}")
+        check_choice("fields", self.fields, Fields)
+        if self.fields == "parallel" and self.json_schema is None:
+            raise RequestError("fields: 'parallel' needs a json_schema, got none")
+        if self.known_text is not None and (beside := [name for name in BESIDE_TEMPLATES if getattr(self, name)]):
+            raise RequestError(f"{beside[0]}: not available together with a template or parallel fields")
+
+    @cached_property
+    def known_text(self) -> Template | None:
+        """Return the template of the answer: `template`, or that of parallel fields; None: there is none."""
+        if self.fields == "parallel" and self.json_schema is not None:
+            return fields_template(self.json_schema)
+        return self.template if isinstance(self.template, Template) else None
 
     @property
     def answer_grammar(self) -> tuple[str, str] | None:
@@ -305,6 +329,14 @@ def _read_biases(biases: Mapping[Any, Any]) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in dict(biases).items()}
     except (TypeError, ValueError):
         raise RequestError(f"logit_bias: expected numbers by token id, got {biases!r}") from None
+
+
+def _read_template(template: Any) -> Template | None:
+    """Return a template that is given as text, or as the JSON form of one."""
+    if isinstance(template, Mapping):
+        parts = template["parts"]
+        return Template([Hole(**part) if isinstance(part, Mapping) else part for part in parts])
+    return Template(template) if isinstance(template, str) else template
 
 
 def _schema_text(name: str, schema: str | Mapping[str, Any] | None) -> str | None:
@@ -353,9 +385,14 @@ class Request:
         check_choice("mode", self.mode, Mode)
 
     @property
+    def template(self) -> Template | None:
+        """Return the template of the answer; None: the model writes all of it."""
+        return self.params.known_text
+
+    @property
     def constrained(self) -> bool:
-        """Return whether a schema or another grammar restricts its tokens."""
-        return bool(self.params.answer_grammar or self.params.branch_schema)
+        """Return whether a schema, another grammar or a template restricts its tokens."""
+        return bool(self.params.answer_grammar or self.params.branch_schema or self.template)
 
     @property
     def stepwise(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from infer.decode.packed import Packed
 from infer.decode.slots import OutputSnapshot, snapshot
 from infer.decode.state import (
     FORK,
+    HELD,
     LENGTH,
     PARALLEL,
     RUNNING,
@@ -38,7 +39,7 @@ class Statistics:
         prompt_tokens: number of tokens of the prompt.
         reused_tokens: number of prompt tokens that the cache held.
         generated_tokens: number of tokens of the answer, those of branches, tags and heads included.
-        content_tokens: number of tokens of the plain text.
+        content_tokens: number of tokens of the plain text; of a template: of all branches, leads included.
         passes: steps after prefill.
         critical_path: steps that had to follow one another, plus one.
         blocks, branches: number of blocks and of branches.
@@ -98,6 +99,22 @@ EMPTY_IDS = np.zeros(0, np.int32)
 EMPTY_LAYOUT = Layout(*[EMPTY_IDS] * len(Layout._fields))
 
 
+class FilledText(Protocol):
+    """A template as far as it is filled; implemented by `infer.answers.filled.Filled`."""
+
+    @property
+    def structure(self) -> Structure:
+        """Return the answer as serial text and blocks."""
+
+    @property
+    def critical_path(self) -> int:
+        """Return `Statistics.critical_path`."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Return the number of branches of each block."""
+
+
 @dataclass(frozen=True)
 class RequestOutput:
     """Answer of a request as far as it is decoded, without tokens that exceed its budgets in reading order.
@@ -113,6 +130,9 @@ class RequestOutput:
         drafted, accepted: number of draft tokens, and of accepted ones.
         discarded: number of tokens of titles that repeated another.
         cut: whether the budget ended a branch.
+        branch_ids: of a template: tokens of each branch of the current block, leads included.
+        held: of a template: whether the next block may begin.
+        filled: of a template: what these tokens fill.
     """
 
     finish: int
@@ -127,6 +147,9 @@ class RequestOutput:
     accepted: int = 0
     discarded: int = 0
     cut: bool = False
+    branch_ids: tuple[np.ndarray, ...] = ()
+    held: bool = False
+    filled: FilledText | None = None
 
     def linearised_cache(self) -> tuple[np.ndarray, int]:
         """Return the tokens in the cache in the order of the linearisation.
@@ -193,7 +216,15 @@ def _output(
     in_block = phase in (FORK, PARALLEL)
     still_open = frozenset((np.flatnonzero(s.branches.live[index]) + 1).tolist()) if in_block else frozenset()
     finish = int(s.cursor.finish[index])
-    token_ids, items = _items(ids[order], own.branch[order], phase, finish, config, reader)
+    ids, own = ids[order], Layout(*(field[order] for field in own))
+    branch_ids: tuple[np.ndarray, ...] = ()
+    no_items: tuple[ItemIds, ...] = ()
+    if s.cursor.templated[index]:
+        current = own.block == s.cursor.block[index]
+        branch_ids = tuple(ids[current & (own.branch == k)] for k in range(1, 1 + int(s.titles.complete[index])))
+        token_ids, items = ids, no_items
+    else:
+        token_ids, items = _items(ids, own.branch, phase, finish, config, reader)
     longest = int(s.segments.sampled[index, 1:].max()) if in_block else 0
     output = RequestOutput(
         finish=finish,
@@ -208,6 +239,8 @@ def _output(
         accepted=int(s.counters.accepted[index]),
         discarded=int(s.counters.discarded[index]),
         cut=bool(s.budget.cut[index]),
+        branch_ids=branch_ids,
+        held=phase == HELD,
     )
     return _within(output, config, limit, int(s.budget.cut_branch[index]), reader is None)
 
@@ -338,32 +371,39 @@ def make_result(
 ) -> Result:
     """Return an answer as the user gets it; without a tokenizer, texts are empty."""
     head, items, token_ids = len(config.separator), output.items, output.token_ids
-    structure = () if codec is None else _structure(items, head, codec)
+    filled = output.filled
+    plain = () if codec is None else _structure(items, head, codec)
+    structure = plain if filled is None else filled.structure
     reason = {RUNNING: None, STOP: "length" if output.cut else "stop", LENGTH: "length"}[output.finish]
     match = first_match(plain_text(structure), request.params.stop)
     if match is not None:
         assert codec is not None
         items = shortened(items, head, _tokens_until(items, head, codec, match.end))
         structure = beginning(structure, match.start)
-        token_ids = token_ids if config.text_tags else join(items, config.special)
+        token_ids = token_ids if config.text_tags or filled else join(items, config.special)
         reason = "stop"
-    blocks = [item for item in items if isinstance(item, BlockIds)]
+    text = plain_text(structure)
+    if filled is not None:
+        widths, content = filled.widths, len(token_ids)
+    else:
+        widths = tuple(len(item.branches) for item in items if isinstance(item, BlockIds))
+        content = count_content(items, head)
     stats = Statistics(
         prompt_tokens=len(request.prompt),
         reused_tokens=reused,
         generated_tokens=len(token_ids),
-        content_tokens=count_content(items, head),
+        content_tokens=content,
         passes=output.steps,
-        critical_path=output.critical_path,
-        blocks=len(blocks),
-        branches=sum(len(block.branches) for block in blocks),
+        critical_path=filled.critical_path if filled else output.critical_path,
+        blocks=len(widths),
+        branches=sum(widths),
         discarded_tokens=output.discarded,
         drafted_tokens=output.drafted,
         accepted_tokens=output.accepted,
         seconds=dict(seconds),
     )
     tokens = [int(token) for token in token_ids]
-    return Result(plain_text(structure), structure, tokens, reason, stats, list(request.prompt))
+    return Result(text, structure, tokens, reason, stats, list(request.prompt))
 
 
 def content_segments(config: EngineConfig, ids: list[int]) -> list[range]:

@@ -31,7 +31,7 @@ from infer.decode.state import (
     SequenceState,
     shard_state,
 )
-from infer.decode.transition import advance, hide_discarded
+from infer.decode.transition import advance, hide_discarded, hold_templated
 
 
 def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
@@ -54,6 +54,7 @@ def step(
     inputs = next_inputs(state, derived, config, bucket, drafting)
     logits, cache = forward(params, state, config, inputs, bucket)
     state = state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
+    state = hold_templated(state, derived, inputs.fed)
     if not drafting:
         tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
         state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.closing))

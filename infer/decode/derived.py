@@ -78,7 +78,7 @@ def derive(s: SequenceState, automaton: TagAutomaton, config: EngineConfig) -> D
     complete_length = jnp.sum(jnp.where(number < count, s.titles.length, 0), axis=1)
     return Derived(
         due=due,
-        samples=(due > 0) & (is_branch == in_block),
+        samples=(due > 0) & (is_branch == in_block) & (in_block | ~s.cursor.templated[:, None]),
         grows=((phase != FORK) & (phase != MERGE) & (phase != PROMPT))[:, 0] & jnp.all(due <= 1, axis=1),
         budget=budget,
         merge_position=merge_position(s, config),

@@ -89,12 +89,17 @@ class LaneTokens(NamedTuple):
 
 
 def read_tokens(state: DecodeState, config: EngineConfig, lanes: Lanes, token: jax.Array) -> LaneTokens:
-    """Return what the next tokens of lanes mean, int32 [L]; end of text in a branch becomes its closing tag."""
-    node = lane_node(state, lanes)
+    """Return what the next tokens of lanes mean, int32 [L]; end of text in a branch becomes its closing tag.
+
+    In templated sequences every token is text: the host reads where a branch ends.
+    """
+    node, templated = lane_node(state, lanes), state.sequence.cursor.templated[lanes.row]
     kind, _, _ = recognise(state.automaton, node, token)
-    closing = (lanes.branch > 0) & (kind == END)
+    closing = (lanes.branch > 0) & (kind == END) & ~templated
     token = jnp.where(closing, config.tags.branch_end, token)
-    return LaneTokens(token, *recognise(state.automaton, node, token), closing)
+    kind, node, continues = recognise(state.automaton, node, token)
+    kind, node = jnp.where(templated, TEXT, kind), jnp.where(templated, 0, node)
+    return LaneTokens(token, kind, node, continues & ~templated, closing)
 
 
 def recognise(automaton: TagAutomaton, node: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

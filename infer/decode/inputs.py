@@ -95,7 +95,7 @@ def widths(state: DecodeState, derived: Derived) -> Widths:
     follows = jnp.any(has_draft & derived.samples[..., None], axis=(1, 2)) & derived.grows
     due = jnp.sum(derived.due, axis=1) * (1 + follows * s.draft.shape[2])
     tokens = jnp.where(is_prompt, s.cursor.prompt_length - state.cache.length, due)
-    lanes = jnp.where(is_prompt, 1, jnp.sum(derived.samples, axis=1))
+    lanes = jnp.where(is_prompt, ~s.cursor.templated, jnp.sum(derived.samples, axis=1))
     running = s.cursor.finish == RUNNING
     return Widths(jnp.where(running, tokens, 0), jnp.where(running & (tokens > 0), lanes, 0))
 
@@ -281,6 +281,7 @@ def with_prompt(state: DecodeState, row: jax.Array, place: jax.Array, pending: P
     at = row, jnp.minimum(slot, cache.tokens.shape[1] - 1)
     left = is_prompt & (slot < cursor.prompt_length[row])
     layout = Layout(*(field[at] for field in cache.layout))._replace(sequence=left.astype(jnp.int32))
-    prompt = Pending(cache.tokens[at], layout, jnp.where(slot == cursor.prompt_length[row] - 1, 0, -1))
+    samples = (slot == cursor.prompt_length[row] - 1) & ~cursor.templated[row]
+    prompt = Pending(cache.tokens[at], layout, jnp.where(samples, 0, -1))
     chosen: Pending = jax.tree.map(lambda own, other: jnp.where(is_prompt, own, other), prompt, pending)
     return chosen

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from aspd_jax.layout import Array, Layout
 from aspd_jax.model.cache import OTHER
@@ -48,7 +48,7 @@ class Admission(NamedTuple):
         block: number of blocks in the prompt.
         budget: maximum tokens of the answer.
         content: maximum tokens of its plain text.
-        stride: see `Cursor`.
+        stride, templated: see `Cursor`.
     """
 
     row: Int32[Array, ""]
@@ -61,6 +61,7 @@ class Admission(NamedTuple):
     budget: Int32[Array, ""]
     content: Int32[Array, ""]
     stride: Int32[Array, ""]
+    templated: Bool[Array, ""]
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -105,6 +106,7 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
             stride=new.stride,
             hide_from=NOTHING,
             branch_cap=NO_CAP,
+            templated=new.templated,
         ),
         budget=assigned(sequence.budget, tokens=new.budget, content=new.content),
         draft=sequence.draft.at[new.row].set(-1, mode="drop"),
@@ -159,15 +161,6 @@ def set_branch_cap(state: DecodeState, cap: jax.Array) -> DecodeState:
     """Set the maximum branches that each sequence feeds in a step, int32 [B]."""
     cursor = state.sequence.cursor._replace(branch_cap=cap)
     return state._replace(sequence=state.sequence._replace(cursor=cursor))
-
-
-@partial(jax.jit, static_argnames="config", donate_argnames="state")
-def set_token_mask(
-    state: DecodeState, row: jax.Array, segment: jax.Array, bits: jax.Array, config: EngineConfig
-) -> DecodeState:
-    """Set the tokens that may come next, uint32 [P, W], in segments int32 [P] of rows [P]; a row out of range: none."""
-    token_mask = state.token_mask.at[row, segment].set(bits, mode="drop")
-    return shard_state(state._replace(token_mask=token_mask), config.mesh)
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")

@@ -34,6 +34,7 @@ FORK = 3  # `<|para|>` and the heads of all branches
 PARALLEL = 4  # one token of every live branch
 MERGE = 5  # the closing tags of all branches, and `<|/para|>`
 PROMPT = 6  # what is left of the prompt; the next sample is the first of the answer
+HELD = 7  # none: the host opens the next block of a template
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of `Cursor.finish`
 NOTHING = 1 << 30  # `Cursor.hide_from` without a hidden title
@@ -154,6 +155,7 @@ class Cursor(NamedTuple):
         stride: positions between the starts of sibling branches in scheme `predict`.
         hide_from: position from which a discarded title is hidden; NOTHING: none is.
         branch_cap: maximum branches that a step may feed.
+        templated: whether the host opens and ends all blocks (a template): serial text and tags are not sampled.
     """
 
     prompt_length: Int32[Array, " B"]
@@ -165,6 +167,7 @@ class Cursor(NamedTuple):
     stride: Int32[Array, " B"]
     hide_from: Int32[Array, " B"]
     branch_cap: Int32[Array, " B"]
+    templated: Bool[Array, " B"]
 
 
 class Segments(NamedTuple):

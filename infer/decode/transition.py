@@ -17,6 +17,7 @@ from infer.decode.grammar import LaneTokens
 from infer.decode.inputs import Lanes
 from infer.decode.state import (
     FORK,
+    HELD,
     LENGTH,
     MERGE,
     NOTHING,
@@ -81,6 +82,20 @@ def advance(
         return jnp.where(took.reshape(rank), new, old)
 
     return state._replace(sequence=jax.tree.map(select, state.sequence, after_serial, after_block))
+
+
+def hold_templated(state: DecodeState, derived: Derived, fed: jax.Array) -> DecodeState:
+    """Hold templated sequences that have fed their prompt or a merge, int32 [B] tokens fed, for the host.
+
+    `Cursor.position` becomes the position of the last token before the next block.
+    """
+    s, phase = state.sequence, state.sequence.cursor.phase
+    is_prompt = (phase == PROMPT) & (state.cache.length >= s.cursor.prompt_length)
+    held = s.cursor.templated & (fed > 0) & (is_prompt | (phase == MERGE))
+    position = jnp.where(held & (phase == MERGE), derived.merge_position - 1, s.cursor.position)
+    cursor = s.cursor._replace(phase=jnp.where(held, HELD, phase), position=position)
+    segments = s.segments._replace(queued=jnp.where(held[:, None], 0, s.segments.queued))
+    return state._replace(sequence=s._replace(cursor=cursor, segments=segments))
 
 
 def hide_discarded(state: DecodeState) -> DecodeState:

@@ -131,6 +131,7 @@ def admit_request(
         request=RequestArrays(**arrays),
         tokens=padded(request.prompt),
         layout=Layout(*map(padded, layout)),
+        templated=np.bool_(request.template is not None),
         **{name: np.int32(value) for name, value in numbers.items()},
     )
     if params.logit_bias:

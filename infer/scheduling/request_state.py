@@ -9,7 +9,9 @@ import numpy as np
 
 from infer.answers.answer import RequestOutput, Result
 from infer.answers.events import Event, EventReader
+from infer.answers.filled import FilledReader
 from infer.request import Request, Stream
+from infer.scheduling.filling import Filling
 from infer.scheduling.prefix_cache import RowMemory
 from infer.scheduling.structured import Constraint
 
@@ -26,7 +28,7 @@ class RequestState:
         row: index of the cache row; None: the request waits, or the engine failed.
         reused: number of prompt tokens that the cache held.
         prompt: contents of the row once the prompt has been fed; None: the prompt is not being fed.
-        constraint: follower of the schemas, once the request has a row; None: tokens are not constrained.
+        constraint: follower of the schemas or the template, once the request has a row; None: there are none.
         steps: steps after prefill, int [2]: outside and inside blocks.
         counted: time up to which `seconds` accounts.
         seconds: wall time by phase (`Statistics.seconds`).
@@ -37,13 +39,13 @@ class RequestState:
     """
 
     request: Request
-    reader: EventReader
+    reader: EventReader | FilledReader
     submitted: float
     stream: Stream
     row: int | None = None
     reused: int = 0
     prompt: RowMemory | None = None
-    constraint: Constraint | None = None
+    constraint: Constraint | Filling | None = None
     steps: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
     counted: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -62,7 +64,9 @@ class RequestState:
         """Return whether the host reads the answer while it grows."""
         return bool(self.stream) or self.request.stepwise
 
-    def start(self, row: int, reused: int, prompt: RowMemory, constraint: Constraint | None, now: float) -> None:
+    def start(
+        self, row: int, reused: int, prompt: RowMemory, constraint: Constraint | Filling | None, now: float
+    ) -> None:
         """Record the assignment of a row; the prompt is fed next."""
         self.row, self.reused, self.prompt, self.constraint = row, reused, prompt, constraint
         self.seconds = {"queued": now - self.submitted}

@@ -21,21 +21,24 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.sizes import next_power
 from infer.answers.answer import RequestOutput, Result, copy_outputs, fetch_outputs, make_result
 from infer.answers.events import EventReader
+from infer.answers.filled import FilledReader
 from infer.decode.decode_step import StepSummary, summarise
+from infer.decode.guidance import RowGuidance, guidance_arrays, guide
 from infer.decode.packed import Packed
-from infer.decode.slots import NO_CAP, OutputSnapshot, copy_slots, set_branch_cap, set_token_mask, stop_segments
+from infer.decode.slots import NO_CAP, OutputSnapshot, copy_slots, set_branch_cap, stop_segments
 from infer.decode.state import FORK, LENGTH, PARALLEL, PROMPT, RUNNING, DecodeState, EngineConfig
 from infer.decode.tag_automaton import TextReader
 from infer.request import Request
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import admit_request, new_state
 from infer.scheduling.buckets import MIN_CAPACITY
+from infer.scheduling.filling import Filling
 from infer.scheduling.handle import DebugState, Handle
 from infer.scheduling.policy import NO_LIMIT, Policy, StepCost
 from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory
 from infer.scheduling.request_state import RequestState
 from infer.scheduling.runner import InFlightSteps, Runner
-from infer.scheduling.structured import Schemas, mask_arrays
+from infer.scheduling.structured import Constraint, Schemas
 from infer.scheduling.warm_up import compile_all, measure_cost
 
 STEPS_BETWEEN_CAPS = 16  # steps between two adjustments of the branch cap to the load
@@ -105,7 +108,8 @@ class Scheduler:
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; calls of `step` run it."""
-        reader = EventReader(self._codec, len(self._config.separator), request.params.stop)
+        stop = request.params.stop
+        reader = FilledReader(stop) if request.template else EventReader(self._codec, len(self._config.separator), stop)
         state = RequestState(request, reader, self.runner.clock(), request.stream)
         self._adapters.acquire(request.adapter)
         if request.budget:
@@ -263,13 +267,19 @@ class Scheduler:
             size = min(self._capacity, max(MIN_SLOTS_COPIED, next_power(copies.slots)))
             self._change(copy_slots(self._state_now(), copies.sources, copies.targets, self._config, size))
         fed = self._prefixes.begin(target, request, match)
-        constraint = self._schemas.constraint(request.params) if request.constrained else None
+        constraint = self._constraint(request)
         state.start(target, match.prefix.tokens, fed, constraint, self.runner.clock())
         place, now = self._adapters.place(request.adapter), self._state_now()
         self._change(admit_request(self._lm, self._config, now, request, target, match.prefix, place))
         if constraint is not None:
-            self._set_masks({target: constraint.start()})
+            self._guide({target: constraint.start()})
         self._cap = None  # the new row has no cap yet
+
+    def _constraint(self, request: Request) -> Constraint | Filling | None:
+        """Return what follows the schemas or the template of a request; None: it has neither."""
+        if request.template is not None:
+            return Filling(request, self._schemas, self._lm.codec.text, self._config)
+        return self._schemas.constraint(request.params, request.budget) if request.constrained else None
 
     def _end_prefills(self, report: StepSummary) -> bool:
         """Record prompts that have been fed.
@@ -329,9 +339,14 @@ class Scheduler:
             self._report = report
         self._count(report, steps, self.runner.clock() - started.since)
 
-    def _set_masks(self, masks: dict[int, dict[int, np.ndarray]]) -> None:
-        """Set token masks by row and segment; the report of the state stays valid."""
-        self._state = set_token_mask(self._state_now(), *mask_arrays(masks, len(self._rows)), self._config)
+    def _guide(self, rows: dict[int, RowGuidance]) -> None:
+        """Apply decisions for constrained rows, by row."""
+        if not any(rows.values()):
+            return
+        arrays = guidance_arrays(rows, len(self._rows), self._schemas.words, self._config)
+        state, report = guide(self._state_now(), arrays, self._config)
+        self._change(state)
+        self._report = report.read()
 
     def _count(self, report: StepSummary, steps: int, seconds: float) -> None:
         """Add steps and their time to the statistics of the chunk and of every request."""
@@ -382,15 +397,14 @@ class Scheduler:
         if stopped := self._close_at_stop_strings(outputs, watched):
             finish = self._reported().finish
             outputs |= {row: self._output(watched[row]) for row in stopped}
-        masks: dict[int, dict[int, np.ndarray]] = {}
+        followed = {row: c for row, state in watched.items() if (c := state.constraint) and finish[row] == RUNNING}
+        decisions = {row: constraint.follow(outputs[row]) for row, constraint in followed.items()}
+        self._guide(decisions)
         for row, output in outputs.items():
-            constraint = watched[row].constraint
             if finish[row] != RUNNING:
                 self._end(watched[row], output)
-            elif constraint is not None and (new := constraint.follow(output)):
-                masks[row] = new
-        if masks:
-            self._set_masks(masks)
+            elif row in decisions and decisions[row].finish != RUNNING:
+                self._end(watched[row], self._output(watched[row]))
 
     def _close_at_stop_strings(self, outputs: dict[int, RequestOutput], states: dict[int, RequestState]) -> list[int]:
         """End answers that hold a stop string, and branches behind one; return the rows of these answers."""
@@ -412,21 +426,35 @@ class Scheduler:
         return self._fetch(copy_outputs(self._state_now(), self._config, [state.row]), [state])[0]
 
     def _fetch(self, copy: Packed[OutputSnapshot], states: Iterable[RequestState]) -> list[RequestOutput]:
+        states = list(states)
         limits = [state.request.params.max_content_tokens for state in states]
-        return fetch_outputs(copy, limits, self._config, self._reader)
+        outputs = fetch_outputs(copy, limits, self._config, self._reader)
+        pairs = zip(states, outputs, strict=True)
+        return [state.constraint.read(output) if state.constraint else output for state, output in pairs]
 
     def _end(self, state: RequestState, output: RequestOutput) -> None:
         """End a request with what was decoded of its answer, and free its row."""
         if state.row is not None:
             self._rows[state.row] = None
             if state.decoding:
-                slots, adapter = output.cached_tokens.size, state.request.adapter
-                self._prefixes.store(state.row, RowMemory(*output.linearised_cache(), slots, adapter=adapter))
+                self._prefixes.store(state.row, self._memory(state.request, output))
         if not state.failed:
             self._adapters.release(state.request.adapter)
         if self._alone is state:
             self._alone = None
         state.update(output, self._result(state, output))
+
+    @staticmethod
+    def _memory(request: Request, output: RequestOutput) -> RowMemory:
+        """Return what a row holds for later prompts: prompt and answer, or the prompt of a template.
+
+        No token of a later prompt marks the blocks of a template.
+        """
+        if request.template is not None:
+            size = len(request.prompt)
+            return RowMemory(np.asarray(request.prompt, np.int32), size, size, adapter=request.adapter)
+        slots = output.cached_tokens.size
+        return RowMemory(*output.linearised_cache(), slots, adapter=request.adapter)
 
     def _result(self, state: RequestState, output: RequestOutput) -> Result:
         result = make_result(output, state.request, self._codec, self._config, state.reused, state.seconds)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -18,15 +18,17 @@ import numpy as np
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
-from aspd_jax.sizes import next_power
-from aspd_jax.tokens import BlockIds, SerialIds
+from aspd_jax.tokens import SerialIds
 from infer.answers.answer import RequestOutput
+from infer.decode.guidance import RowGuidance
 from infer.decode.state import EngineConfig
 from infer.request import SamplingParams
 
 MAX_COMPILED = 256  # compiled schemas that are kept
 # White space between the parts of a value. With more, a small model at a high temperature may never stop repeating it.
 BLANKS = " ?"
+MAX_KNOWN = 64  # known tokens that are fed with a pending one
+RESERVE = 4  # tokens that known tokens leave in a budget, so that budgets end answers as without them
 # Fields of a request, and the names of their formats in llguidance.
 FORMATS: Mapping[str, Literal["json_schema", "regex", "choice", "grammar"]] = {
     "json_schema": "json_schema",
@@ -50,15 +52,24 @@ class Schemas:
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._lock = threading.Lock()
 
-    def constraint(self, params: SamplingParams) -> Constraint:
+    def constraint(self, params: SamplingParams, budget: int) -> Constraint:
         """Return the constraint of a request at the beginning of its answer.
+
+        Args:
+            params: sampling parameters.
+            budget: maximum tokens of the answer.
 
         Raises:
             RequestError: a schema is malformed, or the model has no fast tokenizer.
         """
-        branch = ("branch_schema", str(params.branch_schema)) if params.branch_schema else None
-        serial, branches = (None if s is None else self._matcher(*s) for s in (params.answer_grammar, branch))
-        return Constraint(serial, branches, -(-self._lm.config.padded_vocab_size // 32), self._config)
+        branch = None if params.branch_schema is None else self.matcher("branch_schema", str(params.branch_schema))
+        serial = None if params.answer_grammar is None else self.matcher(*params.answer_grammar)
+        return Constraint(serial, branch, self.words, self._config, params, budget)
+
+    @property
+    def words(self) -> int:
+        """Return W."""
+        return -(-self._lm.config.padded_vocab_size // 32)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -74,8 +85,8 @@ class Schemas:
             slices=LLTokenizer.json_slices(),
         )
 
-    def _matcher(self, name: str, text: str) -> Any:
-        """Return an `LLMatcher` at the beginning of a value.
+    def matcher(self, name: str, text: str) -> Matcher:
+        """Return a matcher at the beginning of a value.
 
         Args:
             name: field of the request, which determines the format of the text.
@@ -103,87 +114,151 @@ class Schemas:
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(key)
-            return self._compiled[key].deep_copy()
+            return Matcher(self._compiled[key].deep_copy(), self.words)
+
+
+class Matcher:
+    """Position in a grammar.
+
+    Args:
+        matcher: `LLMatcher` at this position.
+        words: W.
+    """
+
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher, self._words = matcher, words
+
+    def copy(self) -> Matcher:
+        """Return a matcher at the same position."""
+        return Matcher(self._matcher.deep_copy(), self._words)
+
+    def take(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Move over tokens."""
+        self._matcher.consume_tokens([int(token) for token in tokens])
+
+    def mask(self) -> np.ndarray:
+        """Return the tokens that may come next, uint32 [W]."""
+        bits: np.ndarray = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]  # may be one more
+        return bits
+
+    def known(self) -> list[int]:
+        """Return the tokens that have to come next, as far as the grammar determines the text."""
+        return list(self._matcher.compute_ff_tokens())
+
+    @property
+    def accepting(self) -> bool:
+        """Return whether the text may end here."""
+        return bool(self._matcher.is_accepting())
 
 
 class Constraint:
     """Follows the schemas of a request through its answer.
 
     Args:
-        serial: `LLMatcher` of the whole answer; None: not constrained.
-        branch: `LLMatcher` of the text of a branch; None: not constrained.
+        serial: matcher of the whole answer; None: not constrained.
+        branch: matcher of the text of a branch; None: not constrained.
         words: W.
         config: configuration of the engine.
+        params: sampling parameters.
+        budget: maximum tokens of the answer.
     """
 
-    def __init__(self, serial: Any, branch: Any, words: int, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        serial: Matcher | None,
+        branch: Matcher | None,
+        words: int,
+        config: EngineConfig,
+        params: SamplingParams,
+        budget: int,
+    ) -> None:
         self._serial, self._branch, self._words, self._config = serial, branch, words, config
-        self._matchers: dict[tuple[int, int], Any] = {}  # (item, branch)
+        self._params, self._budget = params, budget
+        self._matchers: dict[tuple[int, int], Matcher] = {}  # (item, branch)
         self._followed: dict[tuple[int, int], int] = {}  # number of tokens
         self._in_block = False
 
-    def start(self) -> dict[int, np.ndarray]:
-        """Return the token masks, uint32 [W], before the answer begins, by segment: 0 is serial, k is branch k."""
-        everything = np.full(self._words, ~np.uint32(0))
-        serial = self._mask(self._serial, False) if self._serial else everything
-        return {0: serial, **self._fresh()}
+    def read(self, output: RequestOutput) -> RequestOutput:
+        """Return the answer as it is."""
+        return output
 
-    def follow(self, output: RequestOutput) -> dict[int, np.ndarray]:
-        """Return the token masks of the segments that have grown."""
+    def start(self) -> RowGuidance:
+        """Return the token masks before the answer begins."""
+        everything = np.full(self._words, ~np.uint32(0))
+        serial = _next_mask(self._serial, self._words) if self._serial else everything
+        return RowGuidance({0: serial, **self._fresh()})
+
+    def follow(self, output: RequestOutput) -> RowGuidance:
+        """Return the token masks of the segments that have grown, and the known tokens of these."""
         if not output.items:
-            return {}
+            return RowGuidance()
         number, last = len(output.items) - 1, output.items[-1]
+        grown: dict[tuple[int, int], np.ndarray] = {}
+        masks: dict[int, np.ndarray] = {}
         if isinstance(last, SerialIds):
             masks = self._fresh() if self._in_block else {}
             self._in_block = False
-            return masks | (self._grown((number, 0), last.ids, self._serial, False) if self._serial else {})
-        assert isinstance(last, BlockIds)
-        self._in_block, masks = True, {}
-        for branch, text in enumerate(last.texts(len(self._config.separator)), 1):
-            if self._branch and branch in output.open_branches:
-                masks |= self._grown((number, branch), text.ids, self._branch, True)
-        return masks
+            grown = {(number, 0): last.ids} if self._serial else {}
+        elif self._branch:
+            self._in_block = True
+            texts = enumerate(last.texts(len(self._config.separator)), 1)
+            grown = {(number, branch): text.ids for branch, text in texts if branch in output.open_branches}
+        known: dict[int, list[int]] = {}
+        for key, ids in grown.items():
+            if len(ids) > self._followed.get(key, 0):
+                masks[key[1]], known[key[1]] = self._grown(key, ids, self._room(output, len(ids)))
+        return RowGuidance(masks, known)
 
     def _fresh(self) -> dict[int, np.ndarray]:
         """Return the token masks of branches that have not begun."""
         if not self._branch:
             return {}
-        return dict.fromkeys(range(1, self._config.max_branches + 1), self._mask(self._branch, True))
+        return dict.fromkeys(range(1, self._config.max_branches + 1), self._branch_mask(self._branch))
 
-    def _grown(self, key: tuple[int, int], ids: np.ndarray, fresh: Any, in_branch: bool) -> dict[int, np.ndarray]:
-        followed = self._followed.get(key, 0)
-        if len(ids) <= followed:
-            return {}
+    def _room(self, output: RequestOutput, length: int) -> int:
+        """Return how many known tokens may be fed with the pending token of a segment that has `length` tokens."""
+        size = output.token_ids.size
+        left = min(self._budget, self._params.max_content_tokens or self._budget) - size
+        open_branches = max(1, len(output.open_branches))
+        within = self._params.max_branch_tokens - length if output.open_branches else left
+        return known_limit(min(left // open_branches, within) - RESERVE, self._config)
+
+    def _grown(self, key: tuple[int, int], ids: np.ndarray, room: int) -> tuple[np.ndarray, list[int]]:
+        """Follow a segment; return its token mask and known tokens, which count as followed."""
+        fresh = self._branch if key[1] else self._serial
+        assert fresh is not None
         if key not in self._matchers:
-            self._matchers[key] = fresh.deep_copy()
+            self._matchers[key] = fresh.copy()
         matcher = self._matchers[key]
-        matcher.consume_tokens([int(token) for token in ids[followed:]])
-        self._followed[key] = len(ids)
-        return {key[1]: self._mask(matcher, in_branch)}
+        matcher.take(ids[self._followed.get(key, 0) :])
+        queued = matcher.known()[:room]
+        if queued:
+            matcher.take(queued)
+        self._followed[key] = len(ids) + len(queued)
+        return (self._branch_mask(matcher) if key[1] else _next_mask(matcher, self._words)), queued
 
-    def _mask(self, matcher: Any, in_branch: bool) -> np.ndarray:
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: self._words]  # there may be one more
-        if in_branch and matcher.is_accepting():
+    def _branch_mask(self, matcher: Matcher) -> np.ndarray:
+        bits = _next_mask(matcher, self._words)
+        if matcher.accepting:
             bits = bits.copy()
             word, bit = divmod(self._config.tags.branch_end, 32)
             bits[word] |= np.uint32(1 << bit)
         return bits
 
 
-def mask_arrays(masks: Mapping[int, Mapping[int, np.ndarray]], batch: int) -> tuple[np.ndarray, ...]:
-    """Return token masks as `slots.set_token_mask` takes them.
+def known_limit(room: int, config: EngineConfig) -> int:
+    """Return how many known tokens are fed with a pending one where budgets have room for `room` further tokens."""
+    return max(0, min(room, config.longest_head - 1, MAX_KNOWN))
 
-    Args:
-        masks: token masks by row and segment; at least one.
-        batch: number of rows of the cache.
 
-    Returns:
-        Rows and segments int32 [P], masks uint32 [P, W]; P is the number of masks, rounded up to a power of two.
-    """
-    entries = [(row, segment, mask) for row, by_segment in masks.items() for segment, mask in by_segment.items()]
-    size = next_power(len(entries))
-    rows, segments = np.full(size, batch, np.int32), np.zeros(size, np.int32)  # a row past the end: none
-    bits = np.zeros((size, entries[0][2].size), np.uint32)
-    for number, entry in enumerate(entries):
-        rows[number], segments[number], bits[number] = entry
-    return rows, segments, bits
+def only_token(token: int, words: int) -> np.ndarray:
+    """Return a token mask with one token, uint32 [W]."""
+    bits = np.zeros(words, np.uint32)
+    bits[token // 32] = np.uint32(1 << token % 32)
+    return bits
+
+
+def _next_mask(matcher: Matcher, words: int) -> np.ndarray:
+    """Return the tokens that may come next: the next known token, if there is one."""
+    known = matcher.known()
+    return only_token(known[0], words) if known else matcher.mask()

@@ -21,13 +21,13 @@ from aspd_jax.sizes import powers
 from infer.answers.answer import copy_outputs, fetch_outputs
 from infer.answers.logprobs import CHUNK, likeliest
 from infer.decode.decode_step import StopConditions, run, summarise
+from infer.decode.guidance import guidance_arrays, guide
 from infer.decode.slots import (
     NO_CAP,
     copy_slots,
     fill_for_timing,
     put_bias,
     set_branch_cap,
-    set_token_mask,
     stop_segments,
 )
 from infer.decode.state import DecodeState, EngineConfig
@@ -59,8 +59,8 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
     for size in powers(CHUNK, max(CHUNK, capacity)):
         likeliest(lm, config, np.zeros(min(size, capacity), np.int32), -1)
     for size in powers(1, batch * state.token_mask.shape[1]):
-        bits = np.zeros((size, state.token_mask.shape[2]), np.uint32)
-        state = set_token_mask(state, np.full(size, batch, np.int32), np.zeros(size, np.int32), bits, config)
+        nothing = guidance_arrays({}, batch, state.token_mask.shape[2], config, size)
+        state, _ = guide(state, nothing, config)
     state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
     for rows in powers(1, batch):
         count = min(rows, batch)

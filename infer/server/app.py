@@ -241,6 +241,9 @@ class _Server:
             raise Refused(400, str(error), INVALID, code) from None
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
+        if requests[0].template is not None and (body.alternatives is not None or count > body.choices):
+            name = "logprobs" if body.alternatives is not None else "best_of"
+            raise Refused(400, f"{name}: not available with a template or parallel fields", param=name)
         compiled_before = programs_compiled()
         try:
             ranked = count > body.choices and body.alternatives is None

@@ -9,7 +9,7 @@ import pydantic
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from infer.answers.logprobs import MAX_ALTERNATIVES
-from infer.request import BIASES, PARAMETERS, STRINGS, Mode, Offer, Parameter, SamplingParams
+from infer.request import BIASES, PARAMETERS, STRINGS, Fields, Mode, Offer, Parameter, SamplingParams
 from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 from infer.server.server_config import ServerConfig
 
@@ -95,6 +95,9 @@ class Aspd(Strict):
         statistics: return the cost of the answer, its structure and its `token_ids`. A later request that sends these
             as `aspd.token_ids` of the message continues after the blocks of the answer.
         branch_format: response format of the text of every branch.
+        fields: `parallel`: the fields of the response format's JSON schema are decoded in parallel; `serial`: one after
+            the other. Default: the server's.
+        template: literal text with holes `{name}`, which are filled in parallel (`infer.template.Template`).
         content: text of the answer, which serial mode decodes as if the model had chosen it, to measure its cost.
     """
 
@@ -102,6 +105,8 @@ class Aspd(Strict):
     stream: Literal["text", "branches"] = "text"
     statistics: StrictBool = False
     branch_format: ResponseFormat | None = None
+    fields: Fields | None = None
+    template: Annotated[str, Field(min_length=1)] | None = None
     content: Annotated[str, Field(min_length=1)] | None = None
 
 
@@ -226,6 +231,14 @@ class Common(SamplingFields):
             raise fault("content needs mode: serial, and neither stop nor response_format beside it", "aspd")
         return self
 
+    @model_validator(mode="after")
+    def _templates_alone(self) -> Self:
+        if self.aspd.fields == "parallel" and "json_schema" not in self.grammar:
+            raise fault("fields: parallel needs a response_format with a JSON schema", "aspd")
+        if self.aspd.template is not None and (self.grammar or self.aspd.content):
+            raise fault("template: expected neither response_format nor content beside it", "aspd")
+        return self
+
     @property
     @abstractmethod
     def limit(self) -> int | None:
@@ -296,10 +309,13 @@ class Common(SamplingFields):
         values = self.sampling_values(choice) | self.grammar
         if self.ignore_eos:
             values["min_tokens"] = limit
+        if "json_schema" in values:
+            values["fields"] = self.aspd.fields or config.fields
         return SamplingParams(
             max_new_tokens=config.max_new_tokens,
             max_content_tokens=limit,
             branch_schema=schema_of(self.aspd.branch_format),
+            template=self.aspd.template,
             **values,
         )
 

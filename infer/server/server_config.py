@@ -10,6 +10,7 @@ from typing import Literal
 from aspd_jax.configuration import at_least
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
+from infer.request import Fields
 
 WarmUp = Literal["none", "first", "all"]
 
@@ -32,6 +33,7 @@ class ServerConfig:
         timeout: maximum seconds from request to last token.
         chunk: streaming interval in seconds, rounded to whole steps.
         drain: seconds that running requests have to finish when the server stops.
+        fields: how fields of JSON schemas are decoded where a request does not say: `serial` or `parallel`.
         warm_up: programs that are compiled before the server is ready: `none`, `first` (those of single requests), or
             `all`.
     """
@@ -50,10 +52,12 @@ class ServerConfig:
     timeout: float = 300.0
     chunk: float = 0.03
     drain: float = 30.0
+    fields: Fields = "serial"
     warm_up: WarmUp = "first"
 
     def __post_init__(self) -> None:
         check_choice("warm_up", self.warm_up, WarmUp)
+        check_choice("fields", self.fields, Fields)
         for name in ("max_body", "max_choices", "max_new_tokens"):
             at_least(name, getattr(self, name), 1)
         at_least("max_waiting", self.max_waiting, 0)

@@ -1,0 +1,187 @@
+"""What the host decides for constrained sequences between steps: tokens that may or must follow, and known blocks.
+
+B rows, N maximum branches, M = N + 1 segments, Q maximum pending tokens of a segment, P segments that are changed, W
+words of 32 tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int32, UInt32
+
+from aspd_jax.sizes import next_power
+from infer.decode.decode_step import StepSummary, summarise
+from infer.decode.derived import merge_position
+from infer.decode.packed import Packed
+from infer.decode.state import FORK, HELD, MERGE, RUNNING, DecodeState, EngineConfig, SequenceState, shard_state
+
+
+@dataclass(frozen=True)
+class RowGuidance:
+    """Decisions for one sequence.
+
+    Attributes:
+        masks: tokens that may come next, uint32 [W], by segment: 0 is serial, k is branch k.
+        known: tokens that follow the pending ones, by segment; they are fed together with these.
+        branches: number of branches of a block that begins with the known tokens as leads; 0: none begins.
+        closed: numbers, from 1, of branches that end; their pending tokens are fed by the merge.
+        emptied: those of `closed` whose pending tokens are dropped.
+        merges: whether the pending tokens of all branches are fed next.
+        finish: STOP or LENGTH to end the answer; RUNNING: it goes on.
+    """
+
+    masks: Mapping[int, np.ndarray] = field(default_factory=dict)
+    known: Mapping[int, list[int]] = field(default_factory=dict)
+    branches: int = 0
+    closed: frozenset[int] = frozenset()
+    emptied: frozenset[int] = frozenset()
+    merges: bool = False
+    finish: int = RUNNING
+
+    def __bool__(self) -> bool:
+        return bool(self.masks or self.known or self.branches or self.closed or self.merges or self.finish)
+
+
+class Guidance(NamedTuple):
+    """Decisions for all sequences (`RowGuidance`).
+
+    Attributes:
+        row, segment: segments that are changed; a row out of range: none.
+        bits: token masks.
+        known: known tokens.
+        size: number of known tokens.
+        branches: branches of a block that begins.
+        closed, emptied: branches that end.
+        merges: sequences that merge.
+        finish: new values of `Cursor.finish`; RUNNING: unchanged.
+    """
+
+    row: Int32[Array, " P"]
+    segment: Int32[Array, " P"]
+    bits: UInt32[Array, "P W"]
+    known: Int32[Array, "P Q"]
+    size: Int32[Array, " P"]
+    branches: Int32[Array, " B"]
+    closed: Bool[Array, "B N"]
+    emptied: Bool[Array, "B N"]
+    merges: Bool[Array, " B"]
+    finish: Int32[Array, " B"]
+
+
+def guidance_arrays(
+    rows: Mapping[int, RowGuidance], batch: int, words: int, config: EngineConfig, least: int = 1
+) -> Guidance:
+    """Return the decisions for rows as arrays.
+
+    Args:
+        rows: decisions by row; every segment with known tokens has a mask.
+        batch: B.
+        words: W.
+        config: configuration of the engine.
+        least: least P.
+    """
+    entries = [(row, segment) for row, guidance in rows.items() for segment in guidance.masks]
+    size = next_power(max(least, len(entries)))
+    made: Guidance = Guidance(
+        row=np.full(size, batch, np.int32),  # type: ignore[arg-type]
+        segment=np.zeros(size, np.int32),  # type: ignore[arg-type]
+        bits=np.zeros((size, words), np.uint32),  # type: ignore[arg-type]
+        known=np.zeros((size, config.max_queued), np.int32),  # type: ignore[arg-type]
+        size=np.zeros(size, np.int32),  # type: ignore[arg-type]
+        branches=np.zeros(batch, np.int32),  # type: ignore[arg-type]
+        closed=np.zeros((batch, config.max_branches), bool),  # type: ignore[arg-type]
+        emptied=np.zeros((batch, config.max_branches), bool),  # type: ignore[arg-type]
+        merges=np.zeros(batch, bool),  # type: ignore[arg-type]
+        finish=np.zeros(batch, np.int32),  # type: ignore[arg-type]
+    )
+    for number, (row, segment) in enumerate(entries):
+        tokens = rows[row].known.get(segment, [])
+        made.row[number], made.segment[number], made.bits[number] = row, segment, rows[row].masks[segment]
+        made.known[number, : len(tokens)], made.size[number] = tokens, len(tokens)
+    for row, guidance in rows.items():
+        made.branches[row], made.merges[row], made.finish[row] = guidance.branches, guidance.merges, guidance.finish
+        made.closed[row, [number - 1 for number in guidance.closed]] = True
+        made.emptied[row, [number - 1 for number in guidance.emptied]] = True
+    return made
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="state")
+def guide(state: DecodeState, guidance: Guidance, config: EngineConfig) -> tuple[DecodeState, Packed[StepSummary]]:
+    """Apply decisions of the host; return the state and its summary."""
+    token_mask = state.token_mask.at[guidance.row, guidance.segment].set(guidance.bits, mode="drop")
+    sequence = _close_branches(state.sequence, guidance, config)
+    sequence = _open_blocks(sequence, guidance)
+    sequence = _queue_known(sequence, guidance)
+    cursor = sequence.cursor
+    cursor = cursor._replace(finish=jnp.where(guidance.finish != RUNNING, guidance.finish, cursor.finish))
+    state = state._replace(token_mask=token_mask, sequence=sequence._replace(cursor=cursor))
+    return shard_state(state, config.mesh), summarise(state, config)
+
+
+def _close_branches(s: SequenceState, guidance: Guidance, config: EngineConfig) -> SequenceState:
+    """End branches, and begin the merge of sequences that `merges` names; one without pending tokens is over."""
+    queued = s.segments.queued.at[:, 1:].set(jnp.where(guidance.emptied, 0, s.segments.queued[:, 1:]))
+    s = s._replace(
+        segments=s.segments._replace(queued=queued),
+        branches=s.branches._replace(live=s.branches.live & ~guidance.closed),
+    )
+    left = jnp.sum(queued[:, 1:], axis=1) + jnp.zeros_like(guidance.merges, jnp.int32).at[guidance.row].add(
+        guidance.size, mode="drop"
+    )
+    merged = guidance.merges & (left == 0)
+    phase = jnp.where(merged, HELD, jnp.where(guidance.merges, MERGE, s.cursor.phase))
+    position = jnp.where(merged, merge_position(s, config) - 1, s.cursor.position)
+    return s._replace(cursor=s.cursor._replace(phase=phase, position=position))
+
+
+def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
+    """Begin blocks whose leads `_queue_known` queues."""
+    opens = guidance.branches > 0
+    number = jnp.arange(s.branches.live.shape[1])[None]
+
+    def cleared(array: jax.Array) -> jax.Array:
+        return jnp.where(opens[:, None], jnp.zeros((), array.dtype), array)
+
+    live = jnp.where(opens[:, None], number < guidance.branches[:, None], s.branches.live)
+    segments, budget = s.segments, s.budget
+    return s._replace(
+        cursor=s.cursor._replace(phase=jnp.where(opens, FORK, s.cursor.phase), block=s.cursor.block + opens),
+        segments=segments._replace(
+            queued=cleared(segments.queued), node=cleared(segments.node), sampled=cleared(segments.sampled)
+        ),
+        branches=s.branches._replace(offset=cleared(s.branches.offset), live=live, closing=cleared(s.branches.closing)),
+        titles=s.titles._replace(complete=jnp.where(opens, guidance.branches, s.titles.complete)),
+        budget=budget._replace(
+            block_tokens=jnp.where(opens, budget.tokens, budget.block_tokens),
+            block_content=jnp.where(opens, budget.content, budget.block_content),
+        ),
+    )
+
+
+def _queue_known(s: SequenceState, guidance: Guidance) -> SequenceState:
+    """Queue known tokens behind the pending ones, and take them from the budgets."""
+    segments, place = s.segments, jnp.arange(guidance.known.shape[1])
+    at = guidance.row, guidance.segment
+    slot = segments.queued[at][:, None] + place
+    slot = jnp.where(place < guidance.size[:, None], slot, guidance.known.shape[1])
+    queue = segments.queue.at[guidance.row[:, None], guidance.segment[:, None], slot].set(guidance.known, mode="drop")
+    budget = s.budget
+    return s._replace(
+        segments=segments._replace(
+            queue=queue,
+            queued=segments.queued.at[at].add(guidance.size, mode="drop"),
+            sampled=segments.sampled.at[at].add(guidance.size, mode="drop"),
+        ),
+        budget=budget._replace(
+            tokens=budget.tokens.at[guidance.row].add(-guidance.size, mode="drop"),
+            content=budget.content.at[guidance.row].add(-guidance.size, mode="drop"),
+        ),
+    )

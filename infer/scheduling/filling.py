@@ -1,0 +1,298 @@
+"""Templates while they are filled: leads and known tokens to feed, tokens that may come next, and where holes end.
+
+W words of 32 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from aspd_jax.errors import RequestError
+from aspd_jax.tokens import TextCodec
+from infer.answers.answer import RequestOutput
+from infer.answers.filled import Filled, FilledBlock
+from infer.answers.stop import undecided
+from infer.decode.guidance import RowGuidance
+from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
+from infer.fields import value_length
+from infer.request import Request
+from infer.scheduling.structured import BLANKS, Schemas, known_limit, only_token
+from infer.template import Hole, Template
+
+# The model continues behind a value as in a JSON object, with tokens that may hold the end of the value, too. The text
+# ends with the value.
+VALUE_GRAMMAR = r"""
+start: BLANK? value TAIL?
+BLANK: " "
+TAIL: /[ \t\r\n]*[,}\]](.|\n)*|[ \t\r\n]+/
+value: %json """
+WHITE = " \t\r\n"
+END_ROOM = 2  # tokens of a branch that have to be left in a budget: one more, and its end
+
+
+class BranchStart(NamedTuple):
+    """How a branch begins and ends.
+
+    Attributes:
+        hole: the hole.
+        lead: tokens before the value, in the model's context.
+        stop: text that ends free text; empty: end of text alone does.
+        spaced: whether the literal text before the value ends with a space, which the model writes with the value.
+    """
+
+    hole: Hole
+    lead: list[int]
+    stop: str
+    spaced: bool
+
+
+class HoleState:
+    """A hole that is being filled, token by token.
+
+    Args:
+        start: how the branch begins and ends.
+        schemas: compiled schemas.
+        codec: codec of the tokenizer.
+        ends: tokens that end free text.
+        limit: maximum tokens of the branch.
+
+    Attributes:
+        length: tokens of the branch so far, lead included, and those that the engine was told to feed.
+        sampled: number of steps that sampled a token of it.
+        value: text of the value; while the hole grows, the part that later tokens cannot change.
+        growing: whether further tokens belong to the hole.
+        complete: whether the value has ended by itself.
+        emptied: whether the last token is not part of the text.
+        cut: whether a budget has ended the hole.
+    """
+
+    def __init__(
+        self, start: BranchStart, schemas: Schemas, codec: TextCodec, ends: frozenset[int], limit: int
+    ) -> None:
+        self.hole, self._lead, self._stop, self._spaced = start.hole, list(start.lead), start.stop, start.spaced
+        self._ends, self._limit = ends, limit
+        schema = start.hole.schema
+        self._matcher = None if schema is None else schemas.matcher("grammar", value_grammar(schema))
+        self._ids: list[int] = []
+        self._stream = codec.stream()
+        self.length, self.sampled = 0, 0
+        self.value, self.growing, self.complete, self.emptied, self.cut = "", True, False, False, False
+
+    def take(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Take the tokens of the branch so far, lead included."""
+        new = [int(token) for token in ids[self.length :]]
+        self.sampled += len(new)
+        for token in new:
+            self.length += 1
+            if token in self._ends:
+                self.emptied = True
+                self._read(ended=True)
+                self.cut = not self.complete or self.length >= self._limit
+            elif self.growing:
+                self._add([token])
+
+    def queue(self, room: int) -> list[int]:
+        """Return the known tokens that follow, at most `room`, and take them."""
+        queued: list[int] = []
+        while self.growing and len(queued) < room and (known := self._known()[: room - len(queued)]):
+            self.length += len(known)
+            queued += known
+            self._add(known)
+        return queued
+
+    def mask(self, words: int) -> np.ndarray:
+        """Return the tokens that may come next, uint32 [W]: the next known token, if there is one."""
+        if known := self._known():
+            return only_token(known[0], words)
+        return np.full(words, ~np.uint32(0)) if self._matcher is None else self._matcher.mask()
+
+    def _known(self) -> list[int]:
+        return self._lead or ([] if self._matcher is None else self._matcher.known())
+
+    def _add(self, tokens: list[int]) -> None:
+        lead, value = tokens[: len(self._lead)], tokens[len(self._lead) :]
+        self._lead = self._lead[len(lead) :]
+        if value and self._matcher is not None:
+            self._matcher.take(value)
+        self._ids += value
+        self._stream.extend(self._ids)
+        self._read(ended=False)
+
+    def _read(self, ended: bool) -> None:
+        """Read the value from the text so far."""
+        text = self._stream.text
+        if self.hole.schema is None:
+            text = text.removeprefix(" ") if self._spaced else text
+            at = text.find(self._stop) if self._stop else -1
+            self.complete = at >= 0 or ended
+            self.value = text[:at] if at >= 0 else text[: len(text) - (0 if ended else undecided(text, [self._stop]))]
+        else:
+            size = value_length(text + " " * ended)
+            self.complete = size is not None
+            self.value = text[:size].strip(WHITE)
+        self.growing = not (self.complete or ended)
+
+
+class Filling:
+    """A template that is being filled, block by block (protocol, section 5).
+
+    Args:
+        request: request with a template.
+        schemas: compiled schemas.
+        codec: codec of the tokenizer.
+        config: configuration of the engine.
+    """
+
+    def __init__(self, request: Request, schemas: Schemas, codec: TextCodec, config: EngineConfig) -> None:
+        assert request.template is not None
+        self._request, self._template, self._schemas = request, request.template, schemas
+        self._codec, self._config = codec, config
+        self._ends = frozenset((*config.end, *config.special.ids))
+        self._blocks = template_blocks(self._template, codec, config.max_branches)
+        self._begun: list[list[HoleState]] = []
+        self._merges, self._ended = 0, False
+
+    def start(self) -> RowGuidance:
+        """Return that nothing is decided before the prompt has been fed."""
+        return RowGuidance()
+
+    def read(self, output: RequestOutput) -> RequestOutput:
+        """Take the tokens of an answer; return it with the template as far as it is filled."""
+        if output.open_branches:
+            for state, ids in zip(self._begun[-1], output.branch_ids, strict=False):
+                if state.growing:
+                    state.take(ids)
+        self._ended |= output.finish != RUNNING
+        states = [state for block in self._begun for state in block]
+        made = tuple(
+            FilledBlock(tuple(s.hole for s in block), frozenset(s.hole.name for s in block if not s.complete))
+            for block in self._begun
+        )
+        path = 1 + self._merges + sum(max(state.sampled for state in block) for block in self._begun)
+        filled = Filled(self._template, {s.hole.name: s.value for s in states}, made, path, self._ended)
+        return replace(output, filled=filled)
+
+    def follow(self, output: RequestOutput) -> RowGuidance:
+        """Return what follows from the tokens that `read` has taken."""
+        if output.held:
+            return self._begin_block()
+        if not output.open_branches:
+            return RowGuidance()
+        states = {number: self._begun[-1][number - 1] for number in sorted(output.open_branches)}
+        grown = {number: state for number, state in states.items() if state.growing}
+        left = self._left(output) // max(1, len(grown)) - END_ROOM
+        known = {number: state.queue(self._room(state, left)) for number, state in grown.items()}
+        masks = {number: state.mask(self._schemas.words) for number, state in grown.items()}
+        closed = frozenset(number for number, state in states.items() if not state.growing)
+        emptied = frozenset(number for number in closed if states[number].emptied)
+        finish = self._finish(output) if len(closed) == len(states) else RUNNING
+        merges = len(closed) == len(states) and finish == RUNNING
+        self._merges += merges and not all(state.emptied for state in self._begun[-1])
+        return RowGuidance(masks, known, closed=closed, emptied=emptied, merges=merges, finish=finish)
+
+    def _begin_block(self) -> RowGuidance:
+        limit = self._request.params.max_branch_tokens
+        starts = self._blocks[len(self._begun)]
+        states = [HoleState(start, self._schemas, self._codec, self._ends, limit) for start in starts]
+        self._begun.append(states)
+        known = {number: state.queue(self._config.longest_head) for number, state in enumerate(states, 1)}
+        masks = {number: state.mask(self._schemas.words) for number, state in enumerate(states, 1)}
+        return RowGuidance(masks, known, branches=len(states))
+
+    def _finish(self, output: RequestOutput) -> int:
+        """Return whether and how the answer ends behind a block."""
+        if any(state.hole.schema is not None and not state.complete for state in self._begun[-1]):
+            return LENGTH
+        if len(self._begun) == len(self._blocks):
+            return LENGTH if self._cut else STOP
+        return RUNNING if self._left(output) >= 0 else LENGTH
+
+    @property
+    def _cut(self) -> bool:
+        """Return whether a budget has ended free text."""
+        return any(state.cut for block in self._begun for state in block)
+
+    def _left(self, output: RequestOutput) -> int:
+        """Return the tokens of the budget that later blocks do not need for leads and ends."""
+        later = self._blocks[len(self._begun) :]
+        return self._request.budget - output.token_ids.size - needed_tokens(later)
+
+    def _room(self, state: HoleState, left: int) -> int:
+        """Return how many known tokens may be fed with the pending token of a branch."""
+        within = self._request.params.max_branch_tokens - state.length - END_ROOM
+        return known_limit(min(left, within), self._config)
+
+
+def template_blocks(template: Template, codec: TextCodec, max_branches: int) -> list[list[BranchStart]]:
+    """Return the branches of each block: one block or, with more holes than branches, several for each stage."""
+    blocks = []
+    for stage in template.stages:
+        starts = []
+        for hole in stage:
+            context = template.lead(hole) if hole.context is None else hole.context
+            lead = context.rstrip(" ") or context
+            starts.append(BranchStart(hole, codec.encode(lead), template.following(hole).rstrip(), lead != context))
+        blocks += [starts[first : first + max_branches] for first in range(0, len(starts), max_branches)]
+    return blocks
+
+
+def needed_tokens(blocks: Sequence[Sequence[BranchStart]]) -> int:
+    """Return the tokens that blocks need at least."""
+    return sum(len(start.lead) + END_ROOM for block in blocks for start in block)
+
+
+def check_template(
+    template: Template, schemas: Schemas, codec: TextCodec, config: EngineConfig, budget: int, max_branch_tokens: int
+) -> None:
+    """Check that a template can be filled.
+
+    Args:
+        template: the template.
+        schemas: compiled schemas.
+        codec: codec of the tokenizer.
+        config: configuration of the engine.
+        budget: maximum tokens of the answer, leads included.
+        max_branch_tokens: maximum tokens of a branch, its lead included.
+
+    Raises:
+        RequestError: the literal text spells a special token, a schema is malformed, or the budgets have no room for
+            the leads.
+    """
+    place = ""
+    for part in template.parts:
+        text = part if isinstance(part, str) else f"{{{part.name}}}"
+        if isinstance(part, str) and (found := codec.special.search(part)):
+            before = place + part[: found.start()]
+            line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+            where = f"template: line {line}, column {column}"
+            raise RequestError(f"{where}: expected text, got the special token {found[0]!r}")
+        place += text
+    for hole in template.holes:
+        if hole.context is None and not template.lead(hole):
+            raise RequestError(f"template: hole {hole.name!r}: expected literal text before it, got none")
+        if hole.schema is not None:
+            try:
+                schemas.matcher("grammar", value_grammar(hole.schema))
+            except RequestError as error:
+                raise RequestError(f"json_schema: {hole.name}: {error}") from None
+    blocks = template_blocks(template, codec, config.max_branches)
+    if (needed := needed_tokens(blocks)) > budget:
+        raise RequestError(f"the template needs {needed} tokens at least; the answer may have {budget}")
+    longest = max((start for block in blocks for start in block), key=lambda start: len(start.lead))
+    if len(longest.lead) + END_ROOM > max_branch_tokens:
+        raise RequestError(
+            f"hole {longest.hole.name!r}: its literal text has {len(longest.lead)} tokens; "
+            f"max_branch_tokens is {max_branch_tokens}"
+        )
+
+
+def value_grammar(schema: str) -> str:
+    """Return the grammar of a JSON value of a schema and of what the model may write behind it."""
+    value: Any = json.loads(schema)
+    value = {} if value is True else value
+    return VALUE_GRAMMAR + json.dumps({**value, "x-guidance": {"whitespace_pattern": BLANKS}}) + "\n"

@@ -1,0 +1,177 @@
+"""Templates: answers whose literal text is known beforehand, with holes that the model fills (protocol, section 5).
+
+Holes that do not depend on each other are filled in parallel, each as a branch that begins with the literal text before
+it. A hole that depends on others is filled in a later block, which sees their values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from aspd_jax.errors import RequestError
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class Hole:
+    """A part of a template that the model writes.
+
+    Attributes:
+        name: unique name of the part.
+        after: names of the holes whose values the model sees when it fills this one.
+        context: text that precedes the value in the model's context, in place of the literal text before the hole;
+            None: the literal text.
+        schema: JSON schema of the value as text; None: free text, which ends before the literal text behind the hole.
+    """
+
+    name: str
+    after: tuple[str, ...] = ()
+    context: str | None = None
+    schema: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "after", tuple(self.after))  # JSON has lists
+
+
+Part: TypeAlias = str | Hole
+
+
+@dataclass(frozen=True)
+class Template:
+    """Literal text and holes in the order of the answer's text.
+
+    Args:
+        source: text with holes `{name}` or `{name after other, another}`, where `{{` and `}}` stand for braces; or the
+            parts themselves.
+
+    Attributes:
+        parts: literal text and holes; literal text is never empty, and no two literals are adjacent.
+
+    Raises:
+        RequestError: the text is no template: line and column, and what is wrong there.
+    """
+
+    parts: tuple[Part, ...]
+
+    def __init__(self, source: str | Sequence[Part]) -> None:
+        parts = _parse(source) if isinstance(source, str) else source
+        object.__setattr__(self, "parts", tuple(_joined(parts)))
+        names = [hole.name for hole in self.holes]
+        if not names:
+            raise RequestError("template: expected at least one hole such as {name}, got none")
+        for name in names:
+            if names.count(name) > 1:
+                raise RequestError(
+                    f"template: hole {name!r}: expected different names, got this one {names.count(name)} times"
+                )
+        for hole in self.holes:
+            for other in hole.after:
+                if other not in names:
+                    raise RequestError(f"template: hole {hole.name!r}: unknown name {other!r} after `after`")
+        self.stages  # noqa: B018 - a cycle is an error
+
+    @property
+    def holes(self) -> tuple[Hole, ...]:
+        """Return the holes in the order of the text."""
+        return tuple(part for part in self.parts if isinstance(part, Hole))
+
+    @property
+    def stages(self) -> tuple[tuple[Hole, ...], ...]:
+        """Return the holes by stage: each depends on holes of earlier stages only, and is in the first such stage.
+
+        Raises:
+            RequestError: holes that depend on each other.
+        """
+        stages: list[tuple[Hole, ...]] = []
+        done: set[str] = set()
+        while left := [hole for hole in self.holes if hole.name not in done]:
+            ready = tuple(hole for hole in left if done.issuperset(hole.after))
+            if not ready:
+                cycle = ", ".join(hole.name for hole in left)
+                raise RequestError(f"template: expected an order of holes, but these depend on each other: {cycle}")
+            stages.append(ready)
+            done.update(hole.name for hole in ready)
+        return tuple(stages)
+
+    @property
+    def opening(self) -> str:
+        """Return the literal text that precedes the first block, which is fed with the prompt.
+
+        It is the literal text before the first hole without its last line and the white space before that.
+        """
+        first = self.parts[0]
+        if isinstance(first, Hole) or self.holes[0].context is not None:
+            return ""
+        return first[: len(first[: first.rfind("\n") + 1].rstrip())]
+
+    def lead(self, hole: Hole) -> str:
+        """Return the literal text between the hole before and this one, without `opening`."""
+        index = self.parts.index(hole)
+        before = self.parts[index - 1] if index else ""
+        text = "" if isinstance(before, Hole) else before
+        return text.removeprefix(self.opening) if index <= 1 else text
+
+    def following(self, hole: Hole) -> str:
+        """Return the literal text behind a hole; it ends free text."""
+        index = self.parts.index(hole) + 1
+        after = self.parts[index] if index < len(self.parts) else ""
+        return "" if isinstance(after, Hole) else after
+
+    def fill(self, values: Mapping[str, str]) -> str:
+        """Return the answer's text with these values, up to the first hole that has none."""
+        text = ""
+        for part in self.parts:
+            if isinstance(part, Hole) and part.name not in values:
+                break
+            text += values[part.name] if isinstance(part, Hole) else part
+        return text
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Join adjacent literals and drop empty ones."""
+    joined: list[Part] = []
+    for part in parts:
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        elif part:
+            joined.append(part)
+    return joined
+
+
+def _parse(source: str) -> list[Part]:
+    parts: list[Part] = []
+    start = 0
+    while start < len(source):
+        brace = re.compile(r"[{}]").search(source, start)
+        if brace is None:
+            parts.append(source[start:])
+            break
+        at = brace.start()
+        parts.append(source[start:at])
+        if source[at : at + 2] in ("{{", "}}"):
+            parts.append(source[at])
+            start = at + 2
+            continue
+        end = source.find("}", at)
+        if source[at] == "}" or end < 0:
+            raise RequestError(f"{_place(source, at)}: unpaired {source[at]!r}; write it twice where it is text")
+        parts.append(_hole(source, at, source[at + 1 : end]))
+        start = end + 1
+    return parts
+
+
+def _hole(source: str, at: int, text: str) -> Hole:
+    words = re.fullmatch(rf"\s*({NAME.pattern})(?:\s+after\s+(.+))?\s*", text, re.S)
+    after = [name.strip() for name in words[2].split(",")] if words and words[2] else []
+    if words is None or not all(NAME.fullmatch(name) for name in after):
+        raise RequestError(f"{_place(source, at)}: expected {{name}} or {{name after other, …}}, got {{{text}}}")
+    return Hole(words[1], tuple(after))
+
+
+def _place(source: str, at: int) -> str:
+    line = source.count("\n", 0, at)
+    return f"template: line {line + 1}, column {at - source.rfind(chr(10), 0, at)}"

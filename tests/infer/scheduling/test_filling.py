@@ -1,0 +1,301 @@
+"""Parallel fields and templates: equal to independent decodings, valid, and blind to their siblings."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+import infer.scheduling.structured
+from aspd_jax import LanguageModel
+from aspd_jax.errors import AspdError, RequestError
+from aspd_jax.layout import Layout
+from aspd_jax.model.transformer import Transformer
+from aspd_jax.structure import Parallel, Serial, plain_text
+from infer import Engine, SamplingParams
+from infer.answers.events import Event
+from infer.answers.filled import Filled
+from infer.fields import fields_template
+from infer.scheduling.filling import VALUE_GRAMMAR, value_grammar
+from infer.template import Template
+from tests.infer.scheduling.test_structured_output import record, valid
+
+WORD = {"type": "string", "maxLength": 9}
+SCHEMA = record(
+    name=WORD,
+    address=record(street=WORD, zip={"type": "integer", "minimum": 0, "maximum": 99999}),
+    kind={"enum": ["order", "complaint", "question"]},
+    rush={"type": "boolean"},
+    fixed={"const": "x"},
+    tags={"type": "array", "items": WORD, "maxItems": 2},
+    more={"anyOf": [{"type": "null"}, {"type": "number"}]},
+)
+LATER = record(first=WORD, second=WORD, both={**WORD, "x-after": ["first", "second"]}, third=WORD)
+PROMPT = "Say it in JSON:"
+
+
+@pytest.fixture(scope="module")
+def engine(lm: LanguageModel) -> Engine:
+    return Engine(lm, max_length=512, max_batch=4, max_branches=8)
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": 300, "temperature": 1.0, "seed": 1} | changes)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_field_is_what_it_is_alone(engine: Engine, seed: int) -> None:
+    """Each field of the first block equals a serial answer behind prompt and lead, under the grammar of its value."""
+    result = engine.generate([PROMPT], params(json_schema=SCHEMA, fields="parallel", temperature=0.0, seed=seed))[0]
+    assert valid(result.text, SCHEMA) and result.finish_reason == "stop"
+    template, encode = fields_template(SCHEMA), engine.lm.codec.text.encode
+    assert template is not None and result.stats.blocks == 1 and result.stats.branches == 7
+    different = 0
+    for hole in template.holes:
+        value: Any = json.loads(result.text)
+        for name in hole.name.split("."):
+            value = value[name]
+        prompt = [*encode(PROMPT), *encode(hole.context or "")]
+        alone = engine.generate([prompt], params(grammar=value_grammar(hole.schema or ""), temperature=0.0))[0]
+        assert json.JSONDecoder().raw_decode(alone.text.strip())[0] == value
+        elsewhere = engine.generate([encode(PROMPT)], params(grammar=value_grammar(hole.schema or ""), temperature=0.0))
+        different += elsewhere[0].text != alone.text
+    assert different, "negative control: the lead matters"
+
+
+def test_tokens_equal_a_full_pass(engine: Engine) -> None:
+    """Every sampled token is the likeliest of one pass over all tokens, whose layout is built here by hand."""
+    asked = params(json_schema=LATER, fields="parallel", temperature=0.0)
+    handle = engine.submit(PROMPT, asked, "serial")
+    filled: list[Filled] = []
+    while handle.result is None:
+        handle.advance(1)
+        if handle.state.row is not None and handle.state.decoding and handle.result is None:
+            output = engine._scheduler._output(handle.state)
+            tokens, layout = np.asarray(output.token_ids), output.cached_layout
+            cached = output.cached_tokens
+            assert isinstance(output.filled, Filled)
+            filled.append(output.filled)
+    assert len(filled[-1].blocks) == 2 and valid(handle.result.text, LATER)
+    prompt = len(handle.result.prompt_token_ids)
+    by_branch: dict[tuple[int, int], list[int]] = {}
+    for slot in range(prompt, len(cached)):
+        key = int(layout.block[slot]), int(layout.branch[slot])
+        by_branch.setdefault(key, []).append(int(cached[slot]))
+    assert sorted(by_branch) == [(1, 1), (1, 2), (1, 3), (2, 1)]
+    ids, position, block, branch = list(map(int, cached[:prompt])), list(range(prompt)), [0] * prompt, [0] * prompt
+    at = prompt
+    for number in (1, 2):
+        start = at
+        for (of, k), own in sorted(by_branch.items()):
+            if of == number:
+                ids += own
+                position += range(start, start + len(own))
+                block, branch = block + [number] * len(own), branch + [k] * len(own)
+                at = max(at, start + len(own)) if engine.lm.config.positions == "max" else at + len(own)
+    assert tokens.size
+    one = np.ones((1, len(ids)), np.int32)
+    arrays = [np.asarray([values], np.int32) for values in (position, block, branch)]
+    whole = Layout(position=arrays[0], sequence=one, block=arrays[1], branch=arrays[2])
+    model = Transformer(replace(engine.lm.config, attention="chunked"))
+    logits = np.asarray(model.apply({"params": engine.lm.params}, np.asarray([ids], np.int32), whole))[0]
+    checked = 0
+    for (of, k), own in by_branch.items():
+        places = [n for n in range(len(ids)) if (block[n], branch[n]) == (of, k)]
+        matcher = engine._schemas.matcher("grammar", value_grammar(json.dumps(WORD)))
+        lead = len(
+            engine.lm.codec.text.encode(['{"first":', '{"second":', '{"third":', '{"both":'][k - 1 + 3 * (of - 1)])
+        )
+        for n in range(lead, len(own)):
+            bits = matcher.mask()
+            allowed = (bits[np.arange(logits.shape[1]) // 32] >> (np.arange(logits.shape[1]) % 32)) & 1
+            likeliest = int(np.where(allowed > 0, logits[places[n] - 1], -np.inf).argmax())
+            if matcher.known():
+                likeliest = matcher.known()[0]
+            else:
+                checked += 1
+            assert own[n] == likeliest, (of, k, n)
+            matcher.take([own[n]])
+    assert checked > 8
+
+
+@pytest.mark.parametrize("fields", ["serial", "parallel"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_known_tokens_cost_no_steps_and_change_nothing(
+    engine: Engine, fields: Any, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [params(json_schema=schema, fields=fields, temperature=temperature) for schema in (SCHEMA, LATER)]
+    fast = engine.generate([PROMPT] * 2, asked)
+    monkeypatch.setattr(infer.scheduling.structured, "MAX_KNOWN", 0)
+    slow = engine.generate([PROMPT] * 2, asked)
+    for one, other in zip(fast, slow, strict=True):
+        assert one.text == other.text and one.token_ids == other.token_ids
+        assert one.stats.passes < other.stats.passes or fields == "parallel"
+
+
+def test_long_leads_are_fed_in_parts(engine: Engine) -> None:
+    """A lead that is longer than the queue of a segment is fed in several steps, and changes nothing."""
+    long = "The following is a long heading that has far more tokens than a title may have, " * 3
+    template = Template(f"{long}\n\n{long}A:{{a}}\n\nB:{{b}}")
+    result = engine.generate(["Hi"], params(template=template, temperature=0.0, max_branch_tokens=250))[0]
+    short = Template([*template.parts])
+    assert template == short and result.text.startswith(f"{long}\n\n{long}A:")
+    prompt = [*engine.lm.codec.text.encode("Hi"), *engine.lm.codec.text.encode(template.opening)]
+    lead = engine.lm.codec.text.encode(template.lead(template.holes[0]))
+    assert len(lead) > engine.config.max_queued
+    alone = engine.generate([[*prompt, *lead]], params(temperature=0.0, max_new_tokens=40), mode="serial")[0]
+    own = result.structure[1].branches[0].text if isinstance(result.structure[1], Parallel) else ""
+    assert own.removeprefix(template.lead(template.holes[0]))[:20] == alone.text[:20]
+
+
+def test_the_batch_changes_no_field(engine: Engine) -> None:
+    """Templates, schemas and free answers decode together, each as alone."""
+    asked = [
+        params(json_schema=SCHEMA, fields="parallel"),
+        params(max_new_tokens=60),
+        params(json_schema=LATER, fields="parallel", seed=2),
+        params(json_schema=SCHEMA, seed=3),
+        params(template="A:{a}\n\nB:{b}\n\nC:{c after a}", max_branch_tokens=20),
+    ]
+    together = engine.generate([PROMPT] * len(asked), asked)
+    for one, result in zip(asked, together, strict=True):
+        engine.reset_cache()
+        assert engine.generate([PROMPT], one)[0].token_ids == result.token_ids
+
+
+def test_a_template_leaves_no_blocks_for_later_prompts(engine: Engine) -> None:
+    """A prompt that spells the tokens of an answer is fed as text: the row keeps the prompt alone."""
+    engine.reset_cache()
+    result = engine.generate([PROMPT], params(json_schema=LATER, fields="parallel"))[0]
+    again = engine.generate([[*result.prompt_token_ids, *result.token_ids, 5]], params(max_new_tokens=20))[0]
+    assert again.stats.reused_tokens <= len(result.prompt_token_ids)
+    engine.reset_cache()
+    fresh = engine.generate([[*result.prompt_token_ids, *result.token_ids, 5]], params(max_new_tokens=20))[0]
+    assert again.token_ids == fresh.token_ids
+
+
+def test_more_fields_than_branches(lm: LanguageModel) -> None:
+    engine = Engine(lm, max_length=512, max_batch=1, max_branches=2)
+    result = engine.generate([PROMPT], params(json_schema=SCHEMA, fields="parallel"))[0]
+    assert valid(result.text, SCHEMA) and result.stats.blocks == 4 and result.stats.branches == 7
+
+
+def test_any_schema_gives_valid_json(engine: Engine) -> None:
+    """100 random schemas with nested objects, optional properties and dependencies."""
+    draw = random.Random(0)
+    schemas = [random_schema(draw) for _ in range(100)]
+    asked = [params(json_schema=s, fields="parallel", seed=n, max_new_tokens=420) for n, s in enumerate(schemas)]
+    results = engine.generate([PROMPT] * len(asked), asked)
+    ended = [(r, s) for r, s in zip(results, schemas, strict=True) if r.finish_reason == "stop"]
+    assert len(ended) > 90
+    for result, schema in ended:
+        jsonschema.validate(json.loads(result.text), schema)
+        assert result.text == plain_text(result.structure)
+
+
+def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
+    leaves: list[dict[str, Any]] = [
+        WORD, {"type": "integer", "minimum": -5, "maximum": 500}, {"type": "boolean"}, {"enum": ["a", "bc", 7, None]},
+        {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 2, "maxItems": 2},
+        {"anyOf": [WORD, {"type": "null"}]}, {"const": {"a": [1]}}, {"type": "string", "enum": ["x"]},
+    ]  # fmt: skip
+    names = draw.sample(["id", "full name", "größe", 'say "hi"', "a.b", "note"], draw.randint(2, 4))
+    fields: dict[str, Any] = {}
+    for name in names:
+        nested = depth < 2 and draw.random() < 0.2
+        fields[name] = random_schema(draw, depth + 1) if nested else dict(draw.choice(leaves))
+        if len(fields) > 1 and draw.random() < 0.3:
+            fields[name]["x-after"] = [names[0]]
+    required = draw.sample(names, draw.randint(0, len(names)))
+    return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+
+
+def events_of(engine: Engine, asked: SamplingParams, stream: Any) -> list[Event]:
+    return list(engine.submit(PROMPT, asked, "serial", steps=1, stream=stream))
+
+
+def test_events_join_to_the_answer(engine: Engine) -> None:
+    asked = params(json_schema=SCHEMA, fields="parallel")
+    events = events_of(engine, asked, "text")
+    result = events[-1].result
+    assert result is not None and "".join(event.text for event in events) == result.text
+    assert len([event for event in events if event.text]) > 2, "it grows"
+    events = events_of(engine, asked, "branches")
+    fork = next(event for event in events if event.kind == "fork")
+    assert fork.titles == ("name", "address.street", "address.zip", "kind", "rush", "tags", "more")
+    texts = ["".join(e.text for e in events if e.kind == "token" and e.branch == k) for k in range(1, 8)]
+    final = "".join(event.text for event in events if event.kind == "token" and event.branch == 0)
+    assert "".join(texts) + final == result.text
+    assert [e.text for e in sorted((e for e in events if e.kind == "branch"), key=lambda e: e.branch)] == texts
+    assert [event.kind for event in events][-1] == "done" and sum(event.kind == "merge" for event in events) == 1
+
+
+def test_stop_strings_end_a_template_in_reading_order(engine: Engine) -> None:
+    asked = params(json_schema=SCHEMA, fields="parallel")
+    whole = engine.generate([PROMPT], asked)[0].text
+    for stop in ('"kind"', "}", whole[12:15]):
+        result = engine.generate([PROMPT], replace(asked, stop=(stop,)))[0]
+        assert result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
+
+
+def test_budgets_cut_and_say_so(engine: Engine) -> None:
+    """Whatever the budget, the text is a beginning of the whole, or the request is refused."""
+    asked = params(json_schema=LATER, fields="parallel")
+    whole = engine.generate([PROMPT], asked)[0]
+    refused = cut = 0
+    for limit in range(1, len(whole.token_ids) + 12, 3):
+        for name in ("max_new_tokens", "max_content_tokens"):
+            limited: Any = replace(asked, **{name: limit})
+            try:
+                result = engine.generate([PROMPT], limited)[0]
+            except RequestError:
+                refused += 1
+                continue
+            cut += result.finish_reason == "length"
+            tokens = len(result.token_ids) if name == "max_new_tokens" else result.stats.content_tokens
+            assert tokens <= limit
+            if result.finish_reason == "stop":
+                assert result.text == whole.text
+    assert refused and cut
+
+
+def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> None:
+    result = engine.generate(["Hi"], params(template="A:{a}\nB: {b}.", max_branch_tokens=30, temperature=0.0))[0]
+    (block, end) = result.structure
+    assert isinstance(block, Parallel) and end == Serial(".") and result.text.startswith("A:")
+    assert [branch.title for branch in block.branches] == ["a", "b"] and "\nB: " in result.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fields": "parallel"}, "needs a json_schema"),
+        ({"fields": "both", "json_schema": SCHEMA}, "fields"),
+        ({"template": "none"}, "at least one hole"),
+        ({"template": "{a} {b}"}, "hole 'a': expected literal text before it"),
+        ({"template": "A:{a}{b}"}, "hole 'b': expected literal text before it"),
+        ({"template": "x\ny <|para|> A:{a}"}, r"line 2, column 3: expected text, got the special token '<\|para\|>'"),
+        ({"template": "A:{a}", "regex": "a"}, "regex and template: expected one of them"),
+        ({"template": "A:{a}", "script": [[1]]}, "script: not available"),
+        ({"template": "A:{a}", "max_new_tokens": 2}, "the template needs"),
+        ({"json_schema": record(a={"type": "objekt"}, b=WORD), "fields": "parallel"}, "json_schema.*objekt"),
+        ({"json_schema": record(a={**WORD, "x-after": ["z"]}, b=WORD), "fields": "parallel"}, "unknown field 'z'"),
+        ({"json_schema": record(a={**WORD, "x-after": ["b"]}, b={**WORD, "x-after": ["a"]}), "fields": "parallel"},
+         "depend on each other"),
+        ({"json_schema": record(a=False, b=WORD, c=WORD), "fields": "parallel"}, "a: required"),
+    ],
+)  # fmt: skip
+def test_requests_that_are_refused(engine: Engine, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(AspdError, match=message):
+        engine.submit("Hi", params(**changes), "serial")
+    assert not engine.step(1)
+
+
+def test_the_end_of_a_value_is_free() -> None:
+    """Negative control of the prototype's finding: after a value the model may go on in every way it would."""
+    assert "TAIL" in VALUE_GRAMMAR and "[,}" in VALUE_GRAMMAR

@@ -1,0 +1,108 @@
+"""Parallel fields and templates over HTTP, as OpenAI's clients ask for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from aspd_jax import LanguageModel
+from infer import Engine, SamplingParams
+from infer.lockstep import StepCommand
+from infer.server.app import make_app
+from infer.server.server_config import ServerConfig
+from tests.infer.scheduling.test_filling import SCHEMA
+from tests.infer.scheduling.test_structured_output import valid
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "order", "schema": SCHEMA}}
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperature": 1, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def client(lm: LanguageModel) -> Iterator[TestClient]:
+    engine = Engine(lm, max_length=512, max_batch=2, max_branches=8)
+    with TestClient(make_app(engine, ServerConfig(name="m", max_new_tokens=300, warm_up="none"))) as client:
+        yield client
+
+
+def ask(client: TestClient, **more: Any) -> Any:
+    return client.post("/v1/chat/completions", json=BODY | more)
+
+
+def chunks(client: TestClient, **more: Any) -> list[Any]:
+    text = ask(client, stream=True, **more).text
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def test_fields_in_parallel(client: TestClient) -> None:
+    reply = ask(client, response_format=FORMAT, aspd={"fields": "parallel", "statistics": True}).json()
+    text = reply["choices"][0]["message"]["content"]
+    assert valid(text, SCHEMA) and reply["choices"][0]["finish_reason"] == "stop"
+    assert reply["aspd"][0]["statistics"]["branches"] == 7
+    (fork, end) = reply["aspd"][0]["structure"]
+    assert fork["branches"][1]["title"] == "address.street" and end["text"] == "}"
+    serial = ask(client, response_format=FORMAT, aspd={"statistics": True}).json()["aspd"][0]["statistics"]
+    assert serial["branches"] == 0, "negative control"
+    assert reply["aspd"][0]["statistics"]["passes"] * 2 < serial["passes"]
+
+
+def test_streams_join_to_the_answer(client: TestClient) -> None:
+    asked: dict[str, Any] = {"response_format": FORMAT, "aspd": {"fields": "parallel"}}
+    whole = ask(client, **asked).json()["choices"][0]["message"]["content"]
+    deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks(client, **asked)]
+    assert "".join(deltas) == whole and len([text for text in deltas if text]) > 2
+    asked["aspd"] = {"fields": "parallel", "stream": "branches", "statistics": True}
+    places = [chunk["choices"][0]["delta"] for chunk in chunks(client, **asked)]
+    forks = [place["aspd"] for place in places if place.get("aspd", {}).get("event") == "fork"]
+    assert len(forks) == 1 and len(forks[0]["titles"]) == 7
+    by_branch: dict[int, str] = {}
+    for place in places:
+        if place.get("aspd", {}).get("event") == "token":
+            by_branch[place["aspd"]["branch"]] = by_branch.get(place["aspd"]["branch"], "") + place["content"]
+    assert "".join(by_branch[k] for k in (*range(1, 8), 0)) == whole
+
+
+def test_templates(client: TestClient) -> None:
+    reply = ask(client, aspd={"template": "A:{a}\n\nB:{b}"}, max_tokens=60).json()["choices"][0]
+    assert reply["message"]["content"].startswith("A:")
+
+
+def test_the_default_of_the_server(lm: LanguageModel) -> None:
+    engine = Engine(lm, max_length=512, max_batch=1, max_branches=8)
+    config = ServerConfig(name="m", max_new_tokens=300, warm_up="none", fields="parallel")
+    with TestClient(make_app(engine, config)) as client:
+        asked: dict[str, Any] = {"response_format": FORMAT}
+        assert ask(client, **asked, aspd={"statistics": True}).json()["aspd"][0]["statistics"]["branches"] == 7
+        serial = ask(client, **asked, aspd={"statistics": True, "fields": "serial"}).json()
+        assert serial["aspd"][0]["statistics"]["branches"] == 0
+        assert ask(client).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"aspd": {"fields": "parallel"}}, "needs a response_format"),
+        ({"aspd": {"fields": "both"}}, "fields"),
+        ({"aspd": {"template": "{a"}}, "line 1, column 1"),
+        ({"aspd": {"template": "A:{a}"}, "response_format": FORMAT}, "template"),
+        ({"aspd": {"template": "A:{a}"}, "logprobs": True}, "logprobs: not available"),
+        ({"aspd": {"template": "A:{a}"}, "max_tokens": 1}, "the template needs"),
+    ],
+)
+def test_requests_that_are_refused(client: TestClient, fields: dict[str, Any], message: str) -> None:
+    reply = ask(client, **fields)
+    assert reply.status_code == 400 and message in reply.json()["error"]["message"]
+
+
+def test_other_processes_read_the_same_request(client: TestClient, lm: LanguageModel) -> None:
+    engine = Engine(lm, max_length=512, max_batch=1, max_branches=8)
+    for params in (
+        SamplingParams(template="A:{a}\nB:{b after a}"),
+        SamplingParams(json_schema=SCHEMA, fields="parallel"),
+    ):
+        command = StepCommand(((1, engine.check("Hi", replace(params, seed=1), "serial")),))
+        assert StepCommand.from_bytes(command.to_bytes()).submitted[0][1].template == command.submitted[0][1].template

@@ -1,0 +1,192 @@
+"""Templates and the templates of JSON schemas: what is literal, what is a hole, and which holes see which."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aspd_jax.errors import RequestError
+from infer.fields import fields_template, value_length
+from infer.template import Hole, Template
+
+ORDER = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "address": {"$ref": "#/$defs/Address"},
+        "kind": {"const": "order"},
+        "reason": {"type": "string", "x-after": ["address", "name"]},
+        "next": {"$ref": "#/$defs/Tree"},
+    },
+    "required": ["name"],
+    "$defs": {
+        "Address": {"type": "object", "properties": {"street": {"type": "string"}, "zip": {"type": "integer"}}},
+        "Tree": {
+            "type": "object",
+            "properties": {"value": {"type": "integer"}, "below": {"$ref": "#/$defs/Tree", "title": "Below"}},
+        },
+    },
+}
+
+
+def test_a_template_is_literal_text_and_holes() -> None:
+    """Parts join to the text; braces are doubled; the text before the first hole is divided at its last line."""
+    template = Template("Of {{it}}\n\nPros:{pros}\n\nCons:{cons}\n\nVerdict:{verdict after pros, cons}\nEnd.")
+    assert [hole.name for hole in template.holes] == ["pros", "cons", "verdict"]
+    assert [[hole.name for hole in stage] for stage in template.stages] == [["pros", "cons"], ["verdict"]]
+    assert template.opening == "Of {it}"
+    assert [template.lead(hole) for hole in template.holes] == ["\n\nPros:", "\n\nCons:", "\n\nVerdict:"]
+    assert [template.following(hole) for hole in template.holes] == ["\n\nCons:", "\n\nVerdict:", "\nEnd."]
+    values = {"pros": " a", "cons": " b", "verdict": " c"}
+    assert template.fill(values) == "Of {it}\n\nPros: a\n\nCons: b\n\nVerdict: c\nEnd."
+    assert template.fill({"pros": " a"}) == "Of {it}\n\nPros: a\n\nCons:"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("one\nx {a", r"line 2, column 3: unpaired '{'"),
+        ("a } b", r"line 1, column 3: unpaired '}'"),
+        ("{}", r"line 1, column 1: expected \{name\}"),
+        ("{a b}", r"column 1: expected \{name\} or \{name after other, …\}, got \{a b\}"),
+        ("{a after }", r"column 1: expected"),
+        ("none", "expected at least one hole"),
+        ("{a}{a}", "hole 'a': expected different names"),
+        ("{a after b}{b after a}", "depend on each other: a, b"),
+        ("{a after a}", "depend on each other: a"),
+        ("{a after z}", "hole 'a': unknown name 'z'"),
+    ],
+)
+def test_templates_that_are_refused(source: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Template(source)
+
+
+@given(st.lists(st.one_of(st.text(max_size=9), st.sampled_from("abcdef").map(Hole)), max_size=9))
+def test_a_template_reads_what_it_is_written_as(parts: list[Any]) -> None:
+    """Opening, leads and following text account for every literal character, whatever the text is."""
+    names = [part.name for part in parts if isinstance(part, Hole)]
+    if not names or len(set(names)) < len(names):
+        return
+    written = "".join(
+        f"{{{part.name}}}" if isinstance(part, Hole) else part.replace("{", "{{").replace("}", "}}") for part in parts
+    )
+    template = Template(written)
+    assert template == Template(parts)
+    values = {name: f"<{name}>" for name in names}
+    whole = "".join(values[part.name] if isinstance(part, Hole) else part for part in parts)
+    holes = template.holes
+    leads = "".join(template.lead(hole) + values[hole.name] for hole in holes)
+    assert template.fill(values) == whole == template.opening + leads + template.following(holes[-1])
+
+
+def test_fields_of_a_schema() -> None:
+    """Every leaf is a hole with its path as context; constants are literal; a recursive definition stays whole."""
+    template = fields_template(ORDER)
+    assert template is not None
+    holes = {hole.name: hole for hole in template.holes}
+    assert list(holes) == ["name", "address.street", "address.zip", "reason", "next.value", "next.below"]
+    assert holes["address.zip"].context == '{"address": {"zip":'
+    assert holes["reason"].after == ("address.street", "address.zip", "name")
+    assert json.loads(holes["next.below"].schema or "")["$ref"] == "#/$defs/Tree"
+    assert "$defs" not in (holes["name"].schema or "")
+    text = template.fill({name: str(number) for number, name in enumerate(holes)})
+    assert json.loads(text) == {
+        "name": 0, "address": {"street": 1, "zip": 2}, "kind": "order", "reason": 3, "next": {"value": 4, "below": 5}
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "string"}},
+        {"anyOf": [{"type": "object", "properties": {"a": {}}}, {"type": "null"}]},
+        {"type": "object"},
+        {"type": "object", "properties": {}},
+        {"type": "object", "properties": {"a": {"type": "string"}}},
+        {"type": "object", "properties": {"a": {"const": 1}, "b": {"enum": ["x"]}}},
+        {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1},
+        {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["c"]},
+        {"type": "object", "properties": {"a": {}, "b": {}}, "patternProperties": {"x": {}}},
+    ],
+)
+def test_schemas_that_are_not_divided(schema: dict[str, Any]) -> None:
+    assert fields_template(schema) is None
+
+
+def test_x_after_names_fields() -> None:
+    """A sibling, a sibling of an enclosing object, or a path; unknown names, cycles, impossible fields are refused."""
+
+    def after(name: Any) -> tuple[str, ...]:
+        inner = {"type": "object", "properties": {"p": {}, "q": {"x-after": [name]}}}
+        template = fields_template({"type": "object", "properties": {"a": {}, "b": inner, "c": {}}})
+        assert template is not None
+        return next(hole.after for hole in template.holes if hole.name == "b.q")
+
+    assert after("p") == after("b.p") == ("b.p",) and after("a") == ("a",)
+    with pytest.raises(RequestError, match=r'b\.q: "x-after": unknown field \'z\'; expected one of p, q'):
+        after("z")
+    with pytest.raises(RequestError, match=r"depend on each other"):
+        after("b")
+    with pytest.raises(RequestError, match=r"json_schema: a: required, but its schema allows no value"):
+        fields_template({"type": "object", "properties": {"a": False, "b": {}, "c": {}}, "required": ["a"]})
+
+
+LEAVES: dict[str, tuple[dict[str, Any], st.SearchStrategy[Any]]] = {
+    "string": ({"type": "string"}, st.text(max_size=8)),
+    "integer": ({"type": "integer"}, st.integers()),
+    "number": ({"type": "number"}, st.floats(allow_nan=False, allow_infinity=False)),
+    "boolean": ({"type": "boolean"}, st.booleans()),
+    "choice": ({"enum": ["a", 1, None]}, st.sampled_from(["a", 1, None])),
+    "array": ({"type": "array", "items": {"type": "integer"}}, st.lists(st.integers(), max_size=3)),
+    "optional": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, st.none() | st.integers()),
+}
+
+
+NAMES = st.text(min_size=1, max_size=4).filter(lambda name: "." not in name)
+
+
+@st.composite
+def objects(draw: Any, depth: int = 0) -> tuple[dict[str, Any], Any]:
+    """A schema of an object, and an instance with every property."""
+    schema: dict[str, Any] = {}
+    value: dict[str, Any] = {}
+    for name in draw(st.lists(NAMES, unique=True, min_size=1, max_size=4)):
+        if depth < 3 and draw(st.integers(0, 3)) == 0:
+            schema[name], value[name] = draw(objects(depth + 1))
+        elif draw(st.integers(0, 4)) == 0:
+            value[name] = draw(st.integers(0, 9))
+            schema[name] = {"const": value[name]}
+        else:
+            schema[name], values = LEAVES[draw(st.sampled_from(sorted(LEAVES)))]
+            value[name] = draw(values)
+    required = draw(st.lists(st.sampled_from(sorted(schema)), unique=True))
+    return {"type": "object", "properties": schema, "required": required, "additionalProperties": False}, value
+
+
+@settings(max_examples=200)
+@given(objects(), st.sampled_from([",", "}", ", ", " }", "\n", ',"x']))
+def test_filled_templates_are_instances(pair: tuple[dict[str, Any], Any], behind: str) -> None:
+    """Filled with the leaves of an instance, each cut where it ends, the template is the instance."""
+    schema, value = pair
+    template = fields_template(schema)
+    if template is None:
+        return
+    found = {}
+    for hole in template.holes:
+        leaf = value
+        context, _ = json.JSONDecoder(object_pairs_hook=list).raw_decode(f"{hole.context}null{'}' * 5}")
+        while context is not None:
+            ((name, context),) = context
+            leaf = leaf[name]
+        text = " " + json.dumps(leaf)
+        jsonschema.validate(leaf, json.loads(hole.schema or ""))
+        assert value_length(text + behind) == len(text)
+        assert all((value_length(text[:cut]) or cut) == cut for cut in range(1, len(text)))
+        found[hole.name] = text.strip()
+    assert json.loads(template.fill(found)) == value
