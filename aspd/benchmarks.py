@@ -89,6 +89,19 @@ def add(commands: Any) -> None:
     served.add_argument("--json", type=Path, metavar="FILE", help="JSON file of the results")
     served.add_argument("--plot", type=Path, metavar="FILE", help="file of a plot (.svg, .png, .pdf)")
 
+    fields = kinds.add_parser("fields", help="JSON fields and tool calls: serial mode against parallel fields")
+    fields.set_defaults(run=run_bench_fields)
+    fields.add_argument("--model", default="smollm2", metavar="MODEL", help="checkpoint")
+    fields.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
+    fields.add_argument("--dtype", default="float32", help="dtype of the parameters")
+    fields.add_argument(
+        "--input", type=Path, metavar="FILE",
+        help='JSONL file of {"text", "schema", "gold"} records; default: the included texts and tool calls',
+    )  # fmt: skip
+    fields.add_argument("--limit", type=int, metavar="N", help="maximum tasks; default: all")
+    fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
+    fields.add_argument("--output", type=Path, metavar="FILE", help="JSONL file of the answers, and a table beside it")
+
     steps = kinds.add_parser("train", help="training steps against plain causal attention")
     steps.set_defaults(run=run_bench_train)
     shape_options(steps)
@@ -174,6 +187,42 @@ def run_bench_decode(options: argparse.Namespace) -> None:
             several = len(options.context) > 1
             plot_decoding(passes, pairs, copied, title, file.with_stem(f"{file.stem}-{context}") if several else file)
     print(f"peak memory {peak_bytes() / 1e9:.2f} GB")
+
+
+def run_bench_fields(options: argparse.Namespace) -> None:
+    """Run `aspd bench fields`."""
+    from tqdm import tqdm
+
+    from aspd_jax import load_model
+    from infer import Engine
+    from infer.bench.extraction import (
+        MODES,
+        decode_task,
+        extraction_table,
+        read_tasks,
+        summarise_extraction,
+        to_record,
+    )
+
+    tasks = read_tasks(options.input)[: options.limit]
+    engine = Engine(load_model(options.model, options.dtype, adapter=options.adapter), max_length=1024, max_batch=1)
+    engine.warm_up(alone=True)
+    for task in tasks[:2]:  # compile what warm-up does not
+        for mode in MODES:
+            decode_task(engine, task, mode, options.max_new_tokens)
+    decoded = [
+        decode_task(engine, task, mode, options.max_new_tokens)
+        for task in tqdm(tasks, unit="task", disable=None)
+        for mode in MODES
+    ]
+    rows = summarise_extraction(decoded)
+    title = f"{options.model}, {options.dtype}, greedy, batch 1, {len(tasks)} tasks; {where()}"
+    table = f"{title}\n\n{extraction_table(rows)}\n"
+    print(table)
+    if options.output is not None:
+        lines = [json.dumps(to_record(one), ensure_ascii=False) + "\n" for one in decoded]
+        write_whole(options.output, "".join(lines))
+        write_whole(options.output.with_suffix(".md"), table)
 
 
 def run_bench_train(options: argparse.Namespace) -> None:

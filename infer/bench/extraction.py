@@ -1,0 +1,221 @@
+"""JSON fields read from texts, and arguments of tool calls: serial mode against parallel fields, in one run.
+
+Both modes feed known tokens without steps of their own. Texts and gold values are invented.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from aspd_jax.errors import DataError
+from aspd_jax.jsonl import read_lines
+from infer.answers.answer import Result
+from infer.engine import Engine
+from infer.evaluation.intervals import difference, interval
+from infer.request import Fields, SamplingParams
+
+INCLUDED = ("field_texts.jsonl", "tool_requests.jsonl")
+MODES: tuple[Fields, ...] = ("serial", "parallel")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A text and the values of its fields.
+
+    Attributes:
+        id: identifier.
+        text: text to read, or a request for a tool call.
+        schema: JSON schema of an object.
+        gold: right values by field.
+        function: name and description of the function that is called; empty: fields are extracted.
+    """
+
+    id: str
+    text: str
+    schema: Mapping[str, Any]
+    gold: Mapping[str, Any]
+    function: Mapping[str, str]
+
+    @property
+    def prompt(self) -> str:
+        """Return the request to the model."""
+        fields = ", ".join(f"{name}{_hint(schema)}" for name, schema in self.schema["properties"].items())
+        if self.function:
+            asked = f"Call the function {self.function['name']} ({self.function['description']}) for the request below."
+            return (
+                f"{asked} Write its arguments as one JSON object with these fields: {fields}.\n\nRequest: {self.text}"
+            )
+        return f"Read the text and write one JSON object with these fields: {fields}.\n\nText: {self.text}"
+
+
+def _hint(schema: Mapping[str, Any]) -> str:
+    """Return what a prompt says of the values of a field."""
+    if "enum" in schema:
+        return f" ({' or '.join(map(str, schema['enum']))})"
+    return " (true or false)" if schema.get("type") == "boolean" else ""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A task decoded in one mode.
+
+    Attributes:
+        id: identifier of the task.
+        mode: `serial` or `parallel`.
+        fields: number of fields.
+        values: values by field; empty if the text is no JSON object.
+        right: whether each field has the right value.
+        passes: steps after prefill.
+        seconds: wall time from submission to the last token.
+        decoding_seconds: wall time after prefill.
+    """
+
+    id: str
+    mode: str
+    fields: int
+    values: Mapping[str, Any]
+    right: Mapping[str, bool]
+    passes: int
+    seconds: float
+    decoding_seconds: float
+
+
+def read_tasks(file: Path | None) -> list[Task]:
+    """Read tasks from a JSONL file, or the included ones.
+
+    Raises:
+        DataError: a line has another form; the message names the line.
+    """
+    if file is not None:
+        return list(_read(file))
+    return [task for name in INCLUDED for task in _read(Path(str(files(__package__) / name)))]
+
+
+def _read(file: Path) -> Iterator[Task]:
+    for number, record, reason in read_lines(file):
+        if reason or not isinstance(record, dict):
+            raise DataError(f"{file}, line {number}: {reason or 'expected a JSON object'}")
+        missing = [name for name in ("text", "schema", "gold") if name not in record]
+        if missing or not record["schema"].get("properties"):
+            raise DataError(
+                f"{file}, line {number}: expected text, schema with properties, and gold, got {record!r:.80}"
+            )
+        identifier = str(record.get("id", number))
+        yield Task(identifier, record["text"], record["schema"], record["gold"], record.get("function", {}))
+
+
+def decode_task(engine: Engine, task: Task, mode: Fields, max_new_tokens: int) -> Decoded:
+    """Decode a task greedily, without anything of its prompt in the cache."""
+    engine.reset_cache()
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, json_schema=task.schema, fields=mode, repetition_penalty=1.0, seed=0
+    )
+    prompt: Any = task.prompt
+    if getattr(engine.lm.tokenizer, "chat_template", None):
+        prompt = [{"role": "user", "content": prompt}]
+    return score(task, mode, engine.generate([prompt], params, "serial")[0])
+
+
+def score(task: Task, mode: str, result: Result) -> Decoded:
+    """Compare the values of an answer with the right ones."""
+    try:
+        values = json.loads(result.text)
+    except ValueError:
+        values = {}
+    right = {name: name in values and equal(values[name], gold) for name, gold in task.gold.items()}
+    seconds = result.stats.seconds
+    after = seconds["total"] - seconds["first_token"]
+    return Decoded(task.id, mode, len(task.gold), values, right, result.stats.passes, seconds["total"], after)
+
+
+def equal(value: Any, gold: Any) -> bool:
+    """Return whether values are equal but for the case of letters, white space and a full stop at the end."""
+    return bool(_normal(value) == _normal(gold))
+
+
+def _normal(value: Any) -> Any:
+    if isinstance(value, str):
+        return " ".join(value.casefold().split()).rstrip(".")
+    if isinstance(value, list):
+        return [_normal(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _normal(item) for name, item in value.items()}
+    return value if isinstance(value, bool) else float(value) if isinstance(value, (int, float)) else value
+
+
+def summarise_extraction(decoded: Sequence[Decoded]) -> list[dict[str, Any]]:
+    """Return a row for each kind of task: field counts, correctness, agreement, passes and seconds.
+
+    Args:
+        decoded: tasks, each in serial mode and then with parallel fields.
+    """
+    pairs = list(zip(decoded[::2], decoded[1::2], strict=True))
+    groups: dict[str, list[tuple[Decoded, Decoded]]] = {"all": pairs}
+    for serial, parallel in pairs:
+        kind = "tool calls" if serial.id.startswith("tool-") else "texts"
+        groups.setdefault(kind, []).append((serial, parallel))
+        if kind == "texts":
+            size = (
+                "4 to 6 fields" if serial.fields < 7 else "7 to 9 fields" if serial.fields < 10 else "10 to 16 fields"
+            )
+            groups.setdefault(size, []).append((serial, parallel))
+    return [_row(name, group) for name, group in groups.items()]
+
+
+def _row(name: str, pairs: Sequence[tuple[Decoded, Decoded]]) -> dict[str, Any]:
+    right = [[sum(one.right.values()) / one.fields for one in column] for column in zip(*pairs, strict=True)]
+    same = [
+        sum(equal(serial.values.get(key), parallel.values.get(key)) for key in serial.right) / serial.fields
+        for serial, parallel in pairs
+    ]
+    passes = [[one.passes for one in column] for column in zip(*pairs, strict=True)]
+    ratios = interval([serial.seconds / parallel.seconds for serial, parallel in pairs])
+    return {
+        "tasks": name,
+        "count": len(pairs),
+        "fields": sum(serial.fields for serial, _ in pairs),
+        "right_serial": sum(sum(serial.right.values()) for serial, _ in pairs),
+        "right_parallel": sum(sum(parallel.right.values()) for _, parallel in pairs),
+        "difference": difference(right[1], right[0])._asdict(),
+        "agreement": interval(same)._asdict(),
+        "passes_serial": sum(passes[0]) / len(pairs),
+        "passes_parallel": sum(passes[1]) / len(pairs),
+        "pass_ratio": sum(passes[0]) / sum(passes[1]),
+        "seconds_serial": sum(serial.seconds for serial, _ in pairs) / len(pairs),
+        "seconds_parallel": sum(parallel.seconds for _, parallel in pairs) / len(pairs),
+        "speedup": ratios._asdict(),
+        "decoding_speedup": sum(s.decoding_seconds for s, _ in pairs) / sum(p.decoding_seconds for _, p in pairs),
+    }
+
+
+EXTRACTION_HEAD = (
+    "| tasks | fields | right, serial | right, parallel | difference (95 %) | agreement | passes, serial | parallel | "
+    "ratio | seconds, serial | parallel | speed-up (95 %) | without prefill |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def extraction_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows of `summarise_extraction` as a Markdown table."""
+    lines = [EXTRACTION_HEAD]
+    for row in rows:
+        gap, ratio, fields = row["difference"], row["speedup"], row["fields"]
+        lines.append(
+            f"| {row['tasks']} ({row['count']}) | {fields} | {row['right_serial'] / fields:.1%} "
+            f"| {row['right_parallel'] / fields:.1%} "
+            f"| {100 * gap['mean']:+.1f} ({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f}) points "
+            f"| {row['agreement']['mean']:.1%} | {row['passes_serial']:.1f} | {row['passes_parallel']:.1f} "
+            f"| {row['pass_ratio']:.2f}x | {row['seconds_serial']:.2f} | {row['seconds_parallel']:.2f} "
+            f"| {ratio['mean']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f}) | {row['decoding_speedup']:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
+def to_record(decoded: Decoded) -> dict[str, Any]:
+    """Return the JSON form of a decoded task."""
+    return asdict(decoded) | {"values": dict(decoded.values)}
