@@ -140,6 +140,20 @@ class TextCodec:
             pieces = [part.removeprefix(b" ") if first or not place else part for place, part in enumerate(pieces)]
         return pieces
 
+    def split_markers(self, text: str) -> list[str | int]:
+        """Return the parts of a text: plain text, and the ids of the added tokens that grammars name by id.
+
+        These are the special tokens, and others with a spelling such as `<tool_call>`.
+        """
+        parts = self._markers.split(text)
+        return [int(self._backend.token_to_id(part)) if n % 2 else part for n, part in enumerate(parts) if part]
+
+    @cached_property
+    def _markers(self) -> re.Pattern[str]:
+        added = self._backend.get_added_tokens_decoder().items()
+        spellings = [token.content for id, token in added if self._spelled.is_special_token(id)]
+        return re.compile("({})".format("|".join(map(re.escape, sorted(spellings, key=len, reverse=True))) or r"(?!)"))
+
     @cached_property
     def _spelled(self) -> Any:
         """Return the tokenizer of llguidance, which provides the bytes of every token."""
