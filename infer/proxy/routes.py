@@ -103,6 +103,8 @@ class _Proxy:
         await self.model(body.model)
         values = body.sampling_values()
         for field, is_set in (
+            ("tools", bool(body.functions)),
+            ("messages", any(message["role"] == "tool" or "tool_calls" in message for message in messages)),
             ("n", body.choices > 1),
             ("logprobs", body.alternatives is not None),
             ("response_format", bool(body.grammar)),
