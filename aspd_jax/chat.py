@@ -34,8 +34,8 @@ class Chat:
         tools: tools for the template, in OpenAI's form.
 
     Raises:
-        ConversationError: a message or a tool is not valid Unicode, or a variable has another kind of value or a name that
-            rendering itself uses.
+        ConversationError: a message or a tool is not valid Unicode, or a variable has another kind of value or a name
+            that rendering itself uses.
     """
 
     def __init__(

@@ -145,14 +145,16 @@ class TextCodec:
 
         These are the special tokens, and others with a spelling such as `<tool_call>`.
         """
-        parts = self._markers.split(text)
-        return [int(self._backend.token_to_id(part)) if n % 2 else part for n, part in enumerate(parts) if part]
+        markers = self._markers
+        spellings = "|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)"
+        parts = re.split(f"({spellings})", text)
+        return [markers[part] if n % 2 else part for n, part in enumerate(parts) if part]
 
     @cached_property
-    def _markers(self) -> re.Pattern[str]:
+    def _markers(self) -> dict[str, int]:
+        """Return the ids of the added tokens that grammars name by id, by spelling."""
         added = self._backend.get_added_tokens_decoder().items()
-        spellings = [token.content for id, token in added if self._spelled.is_special_token(id)]
-        return re.compile("({})".format("|".join(map(re.escape, sorted(spellings, key=len, reverse=True))) or r"(?!)"))
+        return {token.content: int(id) for id, token in added if self._spelled.is_special_token(id)}
 
     @cached_property
     def _spelled(self) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -142,12 +141,19 @@ class _Probe:
         if not all(name in whole for name in names):
             return None
         plain = self.render([_USER, {"role": "assistant", "content": _ANSWER}])
-        begin = max(len(os.path.commonprefix([whole, other])) for other in (plain, self.render([_USER], prompt=True)))
+        begin = max(_common_prefix(whole, other) for other in (plain, self.render([_USER], prompt=True)))
         rest = whole[begin:]
-        body = rest[: len(rest) - len(os.path.commonprefix([rest[::-1], plain[::-1]]))]
+        body = rest[: len(rest) - _common_prefix(rest[::-1], plain[::-1])]
         for number in range(len(names)):
             body = body.replace(f"{self._id[:-1]}{number}", ID)
         return body
+
+
+def _common_prefix(one: str, other: str) -> int:
+    """Return the number of characters that two texts begin with alike."""
+    return next(
+        (n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
+    )
 
 
 def _split(one: str, two: str | None) -> ToolFormat | None:
@@ -236,9 +242,7 @@ def _native(form: ToolFormat, messages: Sequence[Mapping[str, Any]]) -> list[Map
     return shown
 
 
-def _plain(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
+def _plain(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages without tools in the Hermes format."""
     shown: list[Mapping[str, Any]] = []
     for number, message in enumerate(messages):
@@ -252,9 +256,7 @@ def _plain(
             texts = [message["content"]] if message["content"] else []
             for place, call in enumerate(calls):
                 function = call["function"]
-                value = _arguments(
-                    function["arguments"], f"messages[{number}].tool_calls[{place}].function.arguments"
-                )
+                value = _arguments(function["arguments"], f"messages[{number}].tool_calls[{place}].function.arguments")
                 named = {"name": function["name"], "arguments": value}
                 texts.append(f"<tool_call>\n{json.dumps(named, ensure_ascii=False)}\n</tool_call>")
             shown.append({"role": message["role"], "content": "\n".join(texts)})

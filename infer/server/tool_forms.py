@@ -28,7 +28,7 @@ class ToolChat(Chat):
         reader = self._calls.reader()
         pieces = reader.read(result.text, ended=True)
         text = "".join(piece.text for piece in pieces if piece.kind == "text")
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if reader.count:
             message |= {"content": text or None, "tool_calls": whole_calls(pieces)}
         reason = finish_reason(reader, result)

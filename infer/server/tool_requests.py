@@ -232,7 +232,9 @@ def check_results(messages: Sequence[dict[str, Any]], places: Sequence[str], fie
             id = message["tool_call_id"]
             if id not in open_calls:
                 expected = f"expected the id of a call of the answer before, got {spell(id)}"
-                raise fault(f"{expected}, which has its result already" if id in known else expected, f"{place}.{field}")
+                raise fault(
+                    f"{expected}, which has its result already" if id in known else expected, f"{place}.{field}"
+                )
             open_calls.remove(id)
             continue
         if open_calls:
