@@ -190,7 +190,7 @@ class Message(Strict):
 class ChatMessage(Message):
     """A message of chat completions, which may call tools or hold the result of a call."""
 
-    neutral = {**MESSAGE, "tool_calls": Neutral(([],)), "tool_call_id": Neutral(("",))}
+    neutral: ClassVar = {**MESSAGE, "tool_calls": Neutral(([],)), "tool_call_id": Neutral(("",))}
     roles = ("tool",)
     instead = "the role of results is tool"
     role: Literal["system", "developer", "user", "assistant", "tool"]  # type: ignore[assignment]
