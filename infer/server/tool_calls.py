@@ -112,7 +112,7 @@ class ToolCalls:
         schema: JSON schema of an answer without calls; None: any text.
 
     Raises:
-        RequestError: the format cannot be read from text.
+        RequestError: the format cannot be read from text, or calls cannot be told from answers of the schema.
     """
 
     def __init__(
@@ -126,6 +126,11 @@ class ToolCalls:
         self.functions, self.choice = functions, choice
         self._form, self._codec, self._schema = form, codec, schema
         self.text = CallText(form, codec)
+        if schema is not None and choice.mode == "auto" and not self.text.trigger and form.begin.startswith("{"):
+            raise RequestError(
+                "tools: this model writes calls as bare JSON, which cannot be told from an answer of response_format; "
+                "expected tool_choice: required or none beside it"
+            )
 
     def reader(self) -> CallReader:
         """Return a reader of one answer."""
