@@ -137,7 +137,7 @@ MESSAGE: Mapping[str, Neutral] = {
     "phase": _ANY_TEXT,
     "name": _ANY_TEXT,
     "cache_control": _ANY_OBJECT,
-    "provider_specific_fields": _NO_OBJECT,
+    "provider_specific_fields": Neutral(({}, {"refusal": None})),
     "refusal": Neutral(("",)),
     "annotations": _NO_LIST,
     "tool_calls": Neutral(([],), reason="calls are items of type function_call"),
