@@ -46,7 +46,7 @@ def test_whatever_the_schema_allows() -> None:
             operation = found.ok()
 
             # The same cases each time: how many of so few reach the engine would be chance.
-            @settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy())
             def ask(case: Any) -> None:
                 if next(numbers) % 2:
