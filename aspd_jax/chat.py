@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -31,10 +31,11 @@ class Chat:
         ends: ids that end an answer; the first is used if the template has none of them.
         messages: messages with `role` and `content`, both strings.
         variables: variables of the template, such as `enable_thinking`: strings, numbers, true, false or None.
+        tools: tools for the template, in OpenAI's form.
 
     Raises:
-        ConversationError: a message is not valid Unicode, or a variable has another kind of value or a name that
-            rendering itself uses.
+        ConversationError: a message or a tool is not valid Unicode, or a variable has another kind of value or a name
+            that rendering itself uses.
     """
 
     def __init__(
@@ -44,17 +45,17 @@ class Chat:
         ends: Sequence[int],
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._tokenizer, self._codec, self._ends, self._messages = tokenizer, codec, ends, messages
-        self._sign = "\ue000"  # extended until no message contains it
-        for number, message in enumerate(messages):
-            said = "".join(text for text in message.values() if isinstance(text, str))
+        self._sign = "\ue000"  # extended until no message and no tool contains it
+        parts = {"messages": messages, "tools": tools}
+        for where, part in ((f"{name}[{n}]", part) for name, values in parts.items() for n, part in enumerate(values)):
+            said = "".join(_strings(part))
             try:
                 said.encode()
             except UnicodeEncodeError:
-                raise ConversationError(
-                    f"messages[{number}] is not valid Unicode: it holds half a surrogate pair"
-                ) from None
+                raise ConversationError(f"{where} is not valid Unicode: it holds half a surrogate pair") from None
             while self._sign in said:
                 self._sign += "\ue000"
         _check_variables(tokenizer, variables)
@@ -62,29 +63,36 @@ class Chat:
             self._sign += "\ue000"
         self._spelt: list[str] = []
         self._variables = self._hide(variables)
+        if tools:
+            self._variables["tools"] = [self._hide(tool) for tool in tools]
         self._shown = [self._placeholder(number, message) for number, message in enumerate(messages)]
 
     def _placeholder(self, number: int, message: Mapping[str, Any]) -> dict[str, Any]:
-        if message["role"] == "assistant":
+        if is_answer(message):
             return {"role": "assistant", "content": self._mark(number)}
         return self._hide(message)
 
     def _hide(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields with placeholders for the special tokens that they spell."""
+        """Return the fields with placeholders for the special tokens that they spell, nested strings included."""
 
-        def hide(found: re.Match[str]) -> str:
+        def mark(found: re.Match[str]) -> str:
             self._spelt.append(found[0])
             return f"{self._sign}s{len(self._spelt) - 1}\ue001"
 
-        return {
-            key: self._codec.special.sub(hide, text) if isinstance(text, str) else text for key, text in fields.items()
-        }
+        def hide(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._codec.special.sub(mark, value)
+            if isinstance(value, Mapping):
+                return {hide(key): hide(item) for key, item in value.items()}
+            return [hide(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+        return dict(hide(fields))
 
     def _mark(self, place: int) -> str:
         return f"{self._sign}{place}\ue001"
 
     def _places(self, stop: int) -> list[int]:
-        return [place for place in range(stop) if self._messages[place]["role"] == "assistant"]
+        return [place for place in range(stop) if is_answer(self._messages[place])]
 
     def prompt(self, stop: int) -> list[str]:
         """Return the prompt that asks for message `stop`, as the text around its earlier answers.
@@ -203,6 +211,27 @@ class Chat:
         return str(rendered)
 
 
+def is_answer(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is an answer in plain text, which is encoded apart from the text around it.
+
+    An answer that calls tools is a part of the text, because the template writes its calls.
+    """
+    return message["role"] == "assistant" and not message.get("tool_calls")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings of a value, those of nested lists and objects included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
 def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
     renderers = (type(tokenizer).apply_chat_template, render_jinja_template)
     own = {"messages", *tokenizer.special_tokens_map}.union(*(inspect.signature(one).parameters for one in renderers))
@@ -251,6 +280,7 @@ def encode_history(
     messages: Sequence[Mapping[str, Any]],
     continues: bool = False,
     variables: Mapping[str, Any] = MappingProxyType({}),
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[list[list[int]], list[str]]:
     """Return the segments of a prompt, and the answers between them as the prompt contains them (`Chat.answers`).
 
@@ -260,9 +290,9 @@ def encode_history(
         ends: ids that end an answer; the first is used if the template has none of them.
         messages: messages with `role` and `content`.
         continues: whether the last message is the beginning of an answer; the segment after it is then empty.
-        variables: see `Chat`.
+        variables, tools: see `Chat`.
     """
-    chat = Chat(tokenizer, codec, ends, messages, variables)
+    chat = Chat(tokenizer, codec, ends, messages, variables, tools)
     stop = len(messages)
     if continues:
         segments, beginning = chat.continuation()

@@ -140,6 +140,22 @@ class TextCodec:
             pieces = [part.removeprefix(b" ") if first or not place else part for place, part in enumerate(pieces)]
         return pieces
 
+    def split_markers(self, text: str) -> list[str | int]:
+        """Return the parts of a text: plain text, and the ids of the added tokens that grammars name by id.
+
+        These are the special tokens, and others with a spelling such as `<tool_call>`.
+        """
+        markers = self._markers
+        spellings = "|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)"
+        parts = re.split(f"({spellings})", text)
+        return [markers[part] if n % 2 else part for n, part in enumerate(parts) if part]
+
+    @cached_property
+    def _markers(self) -> dict[str, int]:
+        """Return the ids of the added tokens that grammars name by id, by spelling."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {token.content: int(id) for id, token in added if self._spelled.is_special_token(id)}
+
     @cached_property
     def _spelled(self) -> Any:
         """Return the tokenizer of llguidance, which provides the bytes of every token."""

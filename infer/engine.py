@@ -10,11 +10,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from aspd_jax.chat import encode_history, encode_prompt
+from aspd_jax.chat import encode_history, encode_prompt, is_answer
 from aspd_jax.errors import RequestError, StructureError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import plain_text
 from aspd_jax.tokens import SpecialTokens
+from aspd_jax.tool_format import tool_conversation
 from infer.answers.answer import Result
 from infer.decode.state import MAX_BRANCHES, EngineConfig, Tags
 from infer.decode.tag_automaton import TextReader, TextTags, text_automaton
@@ -139,6 +140,7 @@ class Engine:
         mode: Mode = "adaptive",
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Return the token ids of a prompt: encoded text, messages in the chat template, or the given ids.
 
@@ -150,6 +152,7 @@ class Engine:
             mode: decoding mode.
             continue_final_message: the last message is the beginning of the answer, which continues it.
             chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
+            tools: tools that the messages describe (`aspd_jax.tool_format.tool_conversation`).
 
         Raises:
             RequestError: the prompt is malformed, or the model has no tokenizer or chat template for it.
@@ -160,7 +163,7 @@ class Engine:
             return ids
         items = list(prompt)
         if items and all(isinstance(item, dict) for item in items):
-            return self._encode_messages(items, mode, continue_final_message, chat_template_kwargs)  # type: ignore[arg-type]
+            return self._encode_messages(items, mode, continue_final_message, chat_template_kwargs, tools)  # type: ignore[arg-type]
         if not all(isinstance(item, (int, np.integer)) for item in items):
             raise RequestError("a prompt is text, a list of {'role', 'content'} messages, or a list of token ids")
         ids = [int(item) for item in items]  # type: ignore[call-overload]
@@ -180,6 +183,7 @@ class Engine:
         mode: Mode,
         continue_final_message: bool,
         chat_template_kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
     ) -> list[int]:
         """Return the prompt of a conversation, which depends on the messages alone (protocol, section 2).
 
@@ -192,6 +196,7 @@ class Engine:
         for number, message in enumerate(messages):
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
                 raise RequestError(f"message {number}: 'role' and 'content' must be strings")
+        messages, tools = tool_conversation(tokenizer, messages, tools)
         if continue_final_message != (messages[-1]["role"] == "assistant"):
             if continue_final_message:
                 raise RequestError("continue_final_message: expected a last message of the assistant")
@@ -202,13 +207,13 @@ class Engine:
             asking["content"] = f"{self.text_tags.instruction}\n\n{asking['content']}"
             messages = [*messages[:number], asking, *messages[number + 1 :]]
         ends = self.lm.end_ids
-        if not ends and any(message["role"] == "assistant" for message in messages):
+        if not ends and any(map(is_answer, messages)):
             raise RequestError("this model names no end of text, so a conversation cannot go on after an answer")
         codec = self.lm.codec.text
         (ids, *segments), answers = encode_history(
-            tokenizer, codec, ends, messages, continue_final_message, chat_template_kwargs
+            tokenizer, codec, ends, messages, continue_final_message, chat_template_kwargs, tools
         )
-        places = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        places = [number for number, message in enumerate(messages) if is_answer(message)]
         for place, answer, after in zip(places, answers, segments, strict=True):
             decoded = self._decoded(place, messages[place]) if messages[place]["content"] == answer else None
             ids = [*ids, *(codec.encode(answer) if decoded is None else decoded), *after]
@@ -296,6 +301,7 @@ class Engine:
         adapter: str = "",
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> Request:
         """Return a checked request for `submit_checked`. May be called from any thread.
 
@@ -304,18 +310,18 @@ class Engine:
             params: sampling parameters.
             mode: decoding mode.
             adapter: name of an adapter of `adapters`; empty for the base model.
-            continue_final_message, chat_template_kwargs: see `encode`.
+            continue_final_message, chat_template_kwargs, tools: see `encode`.
 
         Raises:
             RequestError: the request breaks a limit.
         """
         params = params or SamplingParams()
-        if continue_final_message or chat_template_kwargs:
-            prompt = self.encode(prompt, mode, continue_final_message, chat_template_kwargs)
         template = params.known_text
         mode = "serial" if params.answer_grammar or template else mode
         if template is not None and self.lm.tokenizer is None:
             raise RequestError("a template needs a model with a tokenizer")
+        if continue_final_message or chat_template_kwargs or tools:
+            prompt = self.encode(prompt, mode, continue_final_message, chat_template_kwargs, tools)
         if mode == "adaptive" and self.lm.special_tokens is None and self.text_tags is None:
             raise RequestError("this model has no special tokens to fork with; use mode='serial', or give text_tags")
         if params.stop and self.lm.tokenizer is None:

@@ -16,9 +16,9 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from aspd_jax.errors import RequestError
+from aspd_jax.fields import fields_template
 from aspd_jax.layout import check_choice
-from infer.fields import fields_template
-from infer.template import Hole, Template
+from aspd_jax.template import Hole, Template
 
 Mode = Literal["adaptive", "serial"]
 Fields = Literal["serial", "parallel"]
@@ -248,7 +248,7 @@ class SamplingParams:
         "serial", "`parallel`: decode the fields of `json_schema` in parallel (protocol, section 5)"
     )
     template: Template | str | None = _library_parameter(
-        None, "literal text with holes, which the model fills in parallel (`infer.template.Template`)"
+        None, "literal text with holes, which the model fills in parallel (`aspd_jax.template.Template`)"
     )
     branch_schema: str | Mapping[str, Any] | None = _library_parameter(
         None, "JSON schema of the text of every branch, which is one JSON value"

@@ -75,6 +75,7 @@ COUNTERPARTS = {
     "aspd_jax/test_templates.py::test_real_templates": (
         "aspd_jax/test_templates.py::test_an_answer_is_learned_behind_the_prompt_that_asks_for_it",
     ),
+    "aspd_jax/test_tool_format.py::test_a_real_template": ("aspd_jax/test_tool_format.py::test_formats",),
     "train/test_records.py::test_a_real_chat_template": (
         "train/test_records.py::test_every_turn_is_kept_and_loss_lies_on_answers",
     ),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
+from aspd_jax.template import Hole, Template
 from infer.answers.answer import RequestOutput, Result
 from infer.answers.events import Event, StopFilter
-from infer.template import Hole, Template
 
 
 @dataclass(frozen=True)

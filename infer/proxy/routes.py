@@ -15,6 +15,7 @@ from fastapi.responses import Response
 from aspd_jax.chat import encode_history
 from aspd_jax.structure import canonical, to_json
 from aspd_jax.tokens import Codec
+from aspd_jax.tool_format import uses_tools
 from infer.answers.events import Event, StopFilter
 from infer.proxy.answering import Answering, Proxied, usage
 from infer.proxy.upstream import Upstream, UpstreamConfig, UpstreamError
@@ -99,10 +100,12 @@ class _Proxy:
         """Answer a request for OpenAI's responses."""
         return reply_response(body, await self._answer(body, body.messages))
 
-    async def _answer(self, body: ChatRequest | ResponsesRequest, messages: list[dict[str, str]]) -> Answer:
+    async def _answer(self, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]) -> Answer:
         await self.model(body.model)
         values = body.sampling_values()
         for field, is_set in (
+            ("tools", bool(body.functions)),
+            ("tool_calls", uses_tools(messages, ())),
             ("n", body.choices > 1),
             ("logprobs", body.alternatives is not None),
             ("response_format", bool(body.grammar)),
@@ -136,7 +139,7 @@ class _Proxy:
         whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(prompt, answer, self._codec)}
         return whole | ({"aspd": [self._statistics(answer)]} if body.aspd.statistics else {})
 
-    def _encode(self, messages: list[dict[str, str]], variables: dict[str, Any]) -> list[int]:
+    def _encode(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
         if messages[-1]["role"] == "assistant":
             raise Refused(400, "the last message is an answer; a prompt ends with a message of the user")
         try:

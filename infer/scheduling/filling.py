@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aspd_jax.errors import RequestError
+from aspd_jax.fields import value_length
+from aspd_jax.template import Hole, Template
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import RequestOutput
 from infer.answers.filled import Filled, FilledBlock
 from infer.answers.stop import undecided
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
-from infer.fields import value_length
 from infer.request import Request
 from infer.scheduling.structured import BLANKS, Schemas, known_limit, only_token
-from infer.template import Hole, Template
 
 # The model continues behind a value as in a JSON object, with tokens that may hold the end of the value, too. The text
 # ends with the value.

@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from aspd_jax.errors import RequestError
+from aspd_jax.tool_format import read_tool_format
 from infer.answers.answer import Result
 from infer.engine import Engine
 from infer.request import Request as DecodingRequest
@@ -34,6 +35,8 @@ from infer.server.prometheus import Metrics, programs_compiled
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import NOT_STORED, ResponsesRequest, reply_response
 from infer.server.server_config import ServerConfig
+from infer.server.tool_calls import ToolCalls, ToolChoice, check_schemas
+from infer.server.tool_forms import ToolChat
 
 log = logging.getLogger("aspd.server")
 OPEN = ("/", "/health", "/live")  # paths that need no key
@@ -131,12 +134,15 @@ class _Server:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""
-        messages = [message.plain for message in body.messages]
-        return reply(await self._answer(request, body, [messages], Chat(), body.continue_final_message))
+        messages, calls = [message.plain for message in body.messages], await self._tool_calls(body)
+        form = Chat() if calls is None else ToolChat(calls)
+        return reply(await self._answer(request, body, [messages], form, body.continue_final_message, calls))
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
-        return reply_response(body, await self._answer(request, body, [body.messages], Chat()))
+        calls = await self._tool_calls(body)
+        form = Chat() if calls is None else ToolChat(calls)
+        return reply_response(body, await self._answer(request, body, [body.messages], form, calls=calls))
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """Answer a request for OpenAI's completions."""
@@ -221,8 +227,35 @@ class _Server:
         message = f"unknown model {name!r}; available: {', '.join(map(repr, self._names))}"
         return Refused(404, message, INVALID, "model_not_found", "model")
 
+    async def _tool_calls(self, body: ChatRequest | ResponsesRequest) -> ToolCalls | None:
+        """Return the calls that answers to a request may have; None: none.
+
+        Raises:
+            Refused: a schema is not supported, or the format of the model's calls cannot be read.
+        """
+        if body.calling is None:
+            return None
+        try:
+            return await asyncio.to_thread(self._read_calls, body, body.calling)
+        except RequestError as error:
+            raise Refused(400, str(error), param="tools") from None
+
+    def _read_calls(self, body: ChatRequest | ResponsesRequest, choice: ToolChoice) -> ToolCalls:
+        lm = self._engine.lm
+        if getattr(lm.tokenizer, "chat_template", None) is None:
+            raise RequestError("tools: expected a model with a chat template")
+        check_schemas(body.functions, body.schema_place)
+        form = read_tool_format(lm.tokenizer)
+        return ToolCalls(body.functions, choice, form, lm.codec.text, body.grammar.get("json_schema"))
+
     async def _answer(
-        self, request: Request, body: Any, prompts: Sequence[Any], form: Form, continues: bool = False
+        self,
+        request: Request,
+        body: Any,
+        prompts: Sequence[Any],
+        form: Form,
+        continues: bool = False,
+        calls: ToolCalls | None = None,
     ) -> Answer:
         adapter = self._adapter(body.model)
         count, limit = body.candidates, self._config.max_choices
@@ -234,7 +267,7 @@ class _Server:
             expected = f"at most {capacity // count} prompts with {count} answers each"
             raise Refused(400, f"prompt: expected {expected}, got {len(prompts)}", param="prompt")
         try:
-            requests = await asyncio.to_thread(self._requests, body, prompts, adapter, continues)
+            requests = await asyncio.to_thread(self._requests, body, prompts, adapter, continues, calls)
         except RequestError as error:
             too_long = "leaves no room" in str(error)
             code = "context_length_exceeded" if too_long else None
@@ -261,21 +294,25 @@ class _Server:
             return self._stream(body, tickets, form, head, deadline, compiled_before)
         return await self._whole(request, body, tickets, form, head, deadline, compiled_before)
 
-    def _requests(self, body: Common, prompts: Sequence[Any], adapter: str, continues: bool) -> list[DecodingRequest]:
+    def _requests(
+        self, body: Common, prompts: Sequence[Any], adapter: str, continues: bool, calls: ToolCalls | None
+    ) -> list[DecodingRequest]:
         """Return the requests of all prompts, one for each candidate answer."""
         requests: list[DecodingRequest] = []
+        variables, tools = body.template_variables, [] if calls is None else [f.tool for f in calls.functions]
         for number, prompt in enumerate(prompts):
             try:
                 for choice in range(body.candidates):
-                    params = self._params(body, choice)
-                    variables = body.template_variables
-                    requests.append(self._engine.check(prompt, params, body.aspd.mode, adapter, continues, variables))
+                    params, mode = self._params(body, choice, calls), body.aspd.mode
+                    requests.append(self._engine.check(prompt, params, mode, adapter, continues, variables, tools))
             except RequestError as error:
                 raise RequestError(f"prompt[{number}]: {error}" if len(prompts) > 1 else str(error)) from None
         return requests
 
-    def _params(self, body: Common, choice: int) -> SamplingParams:
+    def _params(self, body: Common, choice: int, calls: ToolCalls | None) -> SamplingParams:
         params = body.params(self._config, choice)
+        if calls is not None:
+            return replace(params, json_schema=None, grammar=calls.grammar)
         if body.aspd.content is None:
             return params
         lm = self._engine.lm
@@ -375,13 +412,14 @@ class _Server:
                 if body.with_growing_usage:
                     prompts = sum(len(ticket.request.prompt) for ticket in tickets[:: body.candidates])
                     extra = {"usage": token_usage(prompts, sum(tokens))}
-                events = [{**head, "choices": [form.delta(number, delta)], **extra} for delta in deltas]
+                choices = [choice for delta in deltas for choice in form.delta(number, delta)]
                 if end is not None:
                     results[number] = end
                     logprobs = self._logprobs(form, tickets[number])
-                    events.append({**head, "choices": [form.closing(number, end, logprobs)], **extra})
-                    if body.aspd.statistics:
-                        events[-1]["aspd"] = statistics(end, programs_compiled() - compiled_before)
+                    choices += form.closing(number, end, logprobs)
+                events = [{**head, "choices": [choice], **extra} for choice in choices]
+                if end is not None and body.aspd.statistics:
+                    events[-1]["aspd"] = statistics(end, programs_compiled() - compiled_before)
                 if events:
                     yield events
             if body.with_usage:

@@ -104,9 +104,9 @@ class Form(Protocol):
 
     def opening(self, number: int) -> list[dict[str, Any]]: ...
 
-    def delta(self, number: int, delta: Delta) -> dict[str, Any]: ...
+    def delta(self, number: int, delta: Delta) -> list[dict[str, Any]]: ...
 
-    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]: ...
+    def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]: ...
 
     def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any: ...
 
@@ -123,12 +123,12 @@ class Chat:
     def opening(self, number: int) -> list[dict[str, Any]]:
         return [{"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
 
-    def delta(self, number: int, delta: Delta) -> dict[str, Any]:
+    def delta(self, number: int, delta: Delta) -> list[dict[str, Any]]:
         place = {} if delta.place is None else {"aspd": delta.place}
-        return {"index": number, "delta": {"content": delta.text, **place}, "finish_reason": None}
+        return [{"index": number, "delta": {"content": delta.text, **place}, "finish_reason": None}]
 
-    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
-        return {"index": number, "delta": {}, "finish_reason": finish(result), "logprobs": logprobs}
+    def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]:
+        return [{"index": number, "delta": {}, "finish_reason": finish(result), "logprobs": logprobs}]
 
     def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
         def entry(text: bytes, logprob: float | None) -> dict[str, Any]:
@@ -163,14 +163,14 @@ class Text:
         return {"index": number, "text": text, "finish_reason": finish(result), "logprobs": logprobs}
 
     def opening(self, number: int) -> list[dict[str, Any]]:
-        return [self.delta(number, Delta(self._echo(number)))] if self._prompts else []
+        return self.delta(number, Delta(self._echo(number))) if self._prompts else []
 
-    def delta(self, number: int, delta: Delta) -> dict[str, Any]:
+    def delta(self, number: int, delta: Delta) -> list[dict[str, Any]]:
         place = {} if delta.place is None else {"aspd": delta.place}
-        return {"index": number, "text": delta.text, "finish_reason": None, "logprobs": None, **place}
+        return [{"index": number, "text": delta.text, "finish_reason": None, "logprobs": None, **place}]
 
-    def closing(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
-        return {"index": number, "text": "", "finish_reason": finish(result), "logprobs": logprobs}
+    def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]:
+        return [{"index": number, "text": "", "finish_reason": finish(result), "logprobs": logprobs}]
 
     def logprobs(self, tokens: Sequence[TokenLogprob], codec: TextCodec, prompt: int) -> Any:
         def text(id: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
@@ -12,6 +13,17 @@ from infer.answers.logprobs import MAX_ALTERNATIVES
 from infer.request import BIASES, PARAMETERS, STRINGS, Fields, Mode, Offer, Parameter, SamplingParams
 from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 from infer.server.server_config import ServerConfig
+from infer.server.tool_calls import Function, ToolChoice
+from infer.server.tool_requests import (
+    MAX_TOOLS,
+    ChatTool,
+    ChatToolName,
+    ToolCall,
+    ToolMode,
+    check_results,
+    choice_of,
+    without_idle_choice,
+)
 
 MAX_STOPS = 64  # stop strings; OpenAI allows 4, but evaluation harnesses send more
 
@@ -97,7 +109,7 @@ class Aspd(Strict):
         branch_format: response format of the text of every branch.
         fields: `parallel`: the fields of the response format's JSON schema are decoded in parallel; `serial`: one after
             the other. Default: the server's.
-        template: literal text with holes `{name}`, which are filled in parallel (`infer.template.Template`).
+        template: literal text with holes `{name}`, which are filled in parallel (`aspd_jax.template.Template`).
         content: text of the answer, which serial mode decodes as if the model had chosen it, to measure its cost.
     """
 
@@ -147,7 +159,9 @@ class Decoded(Strict):
 class Message(Strict):
     """A message of a conversation."""
 
-    neutral = MESSAGE
+    neutral: ClassVar[Mapping[str, Neutral]] = MESSAGE
+    roles: ClassVar[tuple[str, ...]] = ()  # roles of tools
+    instead: ClassVar[str] = "results of tools are items of type function_call_output"
     aspd: Decoded = Decoded()
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part]
@@ -156,8 +170,8 @@ class Message(Strict):
     @classmethod
     def _is_message(cls, data: Any) -> Any:
         if isinstance(data, dict):
-            if data.get("role") in ("tool", "function"):
-                raise fault(f"{data['role']} messages are not supported")
+            if (role := data.get("role")) in ("tool", "function") and role not in cls.roles:
+                raise fault(f"{role} messages are not supported; {cls.instead}")
             if isinstance(kind := data.get("type"), str) and kind != "message":
                 raise fault(f"items of type {spell(kind)} are not supported")
             if data.get("role") == "assistant" and data.get("content") is None:
@@ -176,6 +190,35 @@ class Message(Strict):
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": text} | ({} if self.aspd.token_ids is None else self.aspd.model_dump())
+
+
+class ChatMessage(Message):
+    """A message of chat completions, which may call tools or hold the result of a call."""
+
+    neutral: ClassVar = {**MESSAGE, "tool_calls": Neutral(([],)), "tool_call_id": Neutral(("",))}
+    roles = ("tool",)
+    instead = "the role of results is tool"
+    role: Literal["system", "developer", "user", "assistant", "tool"]  # type: ignore[assignment]
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _has_fields_of_its_role(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise fault("only messages of the assistant have tool_calls", "tool_calls")
+        if self.tool_calls and self.aspd.token_ids is not None:
+            raise fault("an answer with tool_calls has no token_ids", "aspd")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            message = "a value is required" if self.role == "tool" else "only messages of the role tool have this field"
+            raise fault(message, "tool_call_id")
+        return self
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the form of the chat template."""
+        calls = {"tool_calls": [call.plain for call in self.tool_calls]} if self.tool_calls else {}
+        answers = {} if self.tool_call_id is None else {"tool_call_id": self.tool_call_id}
+        return super().plain | calls | answers
 
 
 class StreamOptions(Strict):
@@ -255,6 +298,16 @@ class Common(SamplingFields):
         """Return the number of likeliest tokens to list at each token; None: no log probabilities."""
 
     @property
+    def functions(self) -> list[Function]:
+        """Return the functions that the model may call."""
+        return []
+
+    @property
+    def calling(self) -> ToolChoice | None:
+        """Return the calls that an answer may or must have; None: none."""
+        return None
+
+    @property
     def with_growing_usage(self) -> bool:
         """Return whether every chunk of a stream has the usage so far."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
@@ -320,6 +373,24 @@ class Common(SamplingFields):
         )
 
 
+def check_calling(body: Common, format_field: str) -> None:
+    """Check the tools of a request beside its other fields.
+
+    Args:
+        body: the request.
+        format_field: field of the response format, which is the only grammar that tools allow.
+
+    Raises:
+        PydanticCustomError: the tools are not valid, or there is another constraint.
+    """
+    if body.calling is None:
+        return
+    if body.aspd.content:
+        raise fault("content needs no tools, or tool_choice: none", "aspd")
+    if set(body.grammar) - {"json_schema"}:
+        raise fault(f"expected no other constraint than {format_field} beside tools, or tool_choice: none", "tools")
+
+
 class Completion(Common):
     """Fields of both kinds of completions."""
 
@@ -374,20 +445,48 @@ class Completion(Common):
 class ChatRequest(Completion):
     """`POST /v1/chat/completions`."""
 
+    schema_place: ClassVar[str] = "tools[{}].function.parameters"
     neutral = Common.neutral | {
         "add_special_tokens": Neutral((False,)),
         "max_tokens": Neutral((-1,)),  # clients of local servers mean no limit
         "max_completion_tokens": Neutral((-1,)),
         "echo": Neutral((False,)),
         "top_logprobs": Neutral((0,)),
+        "tool_choice": Neutral(),
+        "parallel_tool_calls": Neutral(),
     }
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: ToolMode | ChatToolName | None = None
+    parallel_tool_calls: StrictBool = True
     continue_final_message: StrictBool = False
     add_generation_prompt: StrictBool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     max_completion_tokens: Limit | None = None
     logprobs: StrictBool | None = False
     top_logprobs: TopLogprobs | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle_choice(cls, data: Any) -> Any:
+        return without_idle_choice(data)
+
+    @model_validator(mode="after")
+    def _calls_are_possible(self) -> Self:
+        check_calling(self, "response_format")
+        plain = [message.plain for message in self.messages]
+        check_results(plain, [f"messages[{number}]" for number in range(len(plain))], "tool_call_id")
+        return self
+
+    @property
+    def functions(self) -> list[Function]:
+        """Return what `Common` describes."""
+        return [tool.function.function for tool in self.tools]
+
+    @property
+    def calling(self) -> ToolChoice | None:
+        """Return what `Common` describes."""
+        return choice_of(self.functions, self.tool_choice, self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def _continues_or_begins(self) -> Self:

@@ -54,7 +54,8 @@ class Neutral(NamedTuple):
 
 
 _KINDS: Mapping[type, str] = {str: "a string", dict: "an object", bool: "true or false", int: "an integer"}
-_TOOLS = "tool calls are not supported"
+_TOOLS = "tool calls are for chat completions and responses"
+_LEGACY = "the field is tools"
 _AUDIO = "only text is supported"
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "default")
 
@@ -70,8 +71,8 @@ REQUEST: Mapping[str, Neutral] = {
     "tools": Neutral(([],), reason=_TOOLS),
     "tool_choice": Neutral(("none", "auto"), reason=_TOOLS),
     "parallel_tool_calls": _EITHER,
-    "functions": Neutral(([],), reason=_TOOLS),
-    "function_call": Neutral(("none", "auto"), reason=_TOOLS),
+    "functions": Neutral(([],), reason=_LEGACY),
+    "function_call": Neutral(("none", "auto"), reason="the field is tool_choice"),
     "max_tool_calls": Neutral(kinds=(int,)),
     "service_tier": Neutral(("auto", "default")),
     "reasoning_effort": Neutral(_EFFORTS),
@@ -136,12 +137,12 @@ MESSAGE: Mapping[str, Neutral] = {
     "phase": _ANY_TEXT,
     "name": _ANY_TEXT,
     "cache_control": _ANY_OBJECT,
-    "provider_specific_fields": _NO_OBJECT,
+    "provider_specific_fields": Neutral(({}, {"refusal": None})),
     "refusal": Neutral(("",)),
     "annotations": _NO_LIST,
-    "tool_calls": Neutral(([],), reason=_TOOLS),
-    "tool_call_id": Neutral(("",), reason=_TOOLS),
-    "function_call": Neutral(reason=_TOOLS),
+    "tool_calls": Neutral(([],), reason="calls are items of type function_call"),
+    "tool_call_id": Neutral(("",), reason="results of tools are items of type function_call_output"),
+    "function_call": Neutral(reason="the field is tool_calls"),
     "audio": Neutral(reason=_AUDIO),
     "images": Neutral(([],), reason=_AUDIO),
     "reasoning": Neutral(("",), reason="thoughts are not part of a conversation"),
@@ -156,6 +157,17 @@ PART: Mapping[str, Neutral] = {
     "prompt_cache_breakpoint": _ANY_OBJECT,
     "annotations": _NO_LIST,
     "logprobs": Neutral(kinds=(list,)),
+}
+
+FUNCTION_TOOL: Mapping[str, Neutral] = {
+    "cache_control": _ANY_OBJECT,
+    "defer_loading": _FALSE,
+}
+
+TOOL_CALL: Mapping[str, Neutral] = {
+    "index": Neutral(kinds=(int,)),
+    "cache_control": _ANY_OBJECT,
+    "provider_specific_fields": _NO_OBJECT,
 }
 
 

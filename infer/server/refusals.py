@@ -193,6 +193,7 @@ _EXPECTED: Mapping[str, str] = {
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
+    "string_pattern_mismatch": "a string that matches {pattern}",
     "string_too_short": "at least {min_length} character",
     "string_too_long": "at most {max_length} characters",
     "too_short": "at least {min_length} entry",

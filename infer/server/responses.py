@@ -6,14 +6,35 @@ import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from itertools import count
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import Discriminator, Field, StrictBool, Tag, model_validator
 
 from infer.server.forms import Answer, Chunks, data, stream
-from infer.server.messages import Common, JsonObject, Limit, Message, NamedSchema, PlainText, TopLogprobs
+from infer.server.messages import (
+    Common,
+    JsonObject,
+    Limit,
+    Message,
+    NamedSchema,
+    PlainText,
+    TopLogprobs,
+    check_calling,
+)
 from infer.server.neutral import REQUEST, Neutral, Strict
+from infer.server.tool_calls import Function, ToolChoice
+from infer.server.tool_requests import (
+    MAX_TOOLS,
+    CallItem,
+    FlatTool,
+    FlatToolName,
+    OutputItem,
+    ToolMode,
+    check_results,
+    choice_of,
+    without_idle_choice,
+)
 
 NOT_STORED = "responses are not stored; send the whole conversation as input"
 _LOGPROBS = "message.output_text.logprobs"
@@ -32,6 +53,20 @@ class TextSettings(Strict):
     format: Annotated[PlainText | JsonObject | FlatSchema, Field(discriminator="type")] = PlainText(type="text")
 
 
+def _kind_of_item(item: Any) -> str:
+    """Return the kind of an input item: `call`, `output` or `said`."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return {"function_call": "call", "function_call_output": "output"}.get(
+        kind if isinstance(kind, str) else "", "said"
+    )
+
+
+InputItem = Annotated[
+    Annotated[Message, Tag("said")] | Annotated[CallItem, Tag("call")] | Annotated[OutputItem, Tag("output")],
+    Discriminator(_kind_of_item),
+]
+
+
 class ResponsesRequest(Common):
     """Body of `POST /v1/responses`."""
 
@@ -48,9 +83,15 @@ class ResponsesRequest(Common):
         "reasoning": Neutral(kinds=(dict,)),
         "response_format": Neutral(reason="the field is text.format"),
         "truncation": Neutral(("disabled",), reason="prompts are not truncated"),
+        "tool_choice": Neutral(),
+        "parallel_tool_calls": Neutral(),
     }
-    input: str | Annotated[list[Message], Field(min_length=1)]
+    schema_place: ClassVar[str] = "tools[{}].parameters"
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: ToolMode | FlatToolName | None = None
+    parallel_tool_calls: StrictBool = True
     max_output_tokens: Limit | None = None
     text: TextSettings = TextSettings()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -69,13 +110,53 @@ class ResponsesRequest(Common):
         ]
     ] = Field(default_factory=list)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_idle_choice(cls, data: Any) -> Any:
+        return without_idle_choice(data)
+
+    @model_validator(mode="after")
+    def _calls_are_possible(self) -> Self:
+        check_calling(self, "text.format")
+        messages, places = self._conversation()
+        check_results(messages, places, "call_id")
+        return self
+
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """Conversation in the form of the chat template."""
-        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        first: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            first.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*first, {"role": "user", "content": self.input}]
-        return [*first, *(message.plain for message in self.input)]
+        return first + self._conversation()[0]
+
+    def _conversation(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return the messages of the input items, and the place of each; calls join the answer before them."""
+        messages: list[dict[str, Any]] = []
+        places: list[str] = []
+        for number, item in enumerate([] if isinstance(self.input, str) else self.input):
+            if not isinstance(item, CallItem):
+                messages.append(item.plain)
+                places.append(f"input[{number}]")
+                continue
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+                places.append(f"input[{number}]")
+            messages[-1].setdefault("tool_calls", []).append(item.plain)
+            messages[-1].pop("token_ids", None)
+        return messages, places
+
+    @property
+    def functions(self) -> list[Function]:
+        """See `Common`."""
+        return [tool.function for tool in self.tools]
+
+    @property
+    def calling(self) -> ToolChoice | None:
+        """See `Common`."""
+        return choice_of(self.functions, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -115,18 +196,19 @@ class Translation:
     """
 
     def __init__(self, body: ResponsesRequest, head: dict[str, Any]) -> None:
-        number = head["id"].rpartition("-")[2]
-        self._item_id = f"msg_{number}"
+        self._number = head["id"].rpartition("-")[2]
         form = body.text.format.model_dump(by_alias=True)
+        choice = body.tool_choice or "auto"
         self._base = {
-            "id": f"resp_{number}", "object": "response", "created_at": head["created"], "model": head["model"],
+            "id": f"resp_{self._number}", "object": "response", "created_at": head["created"], "model": head["model"],
             "background": False, "completed_at": None, "error": None, "incomplete_details": None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "max_tool_calls": None,
-            "metadata": {}, "output": [], "parallel_tool_calls": True, "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None}, "service_tier": "default", "status": "in_progress",
-            "store": False, "temperature": body.temperature, "text": {"format": form},
-            "tool_choice": "auto", "tools": [], "top_logprobs": body.alternatives or 0, "top_p": body.top_p,
-            "truncation": "disabled", "usage": None,
+            "metadata": {}, "output": [], "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "service_tier": "default",
+            "status": "in_progress", "store": False, "temperature": body.temperature, "text": {"format": form},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools], "top_logprobs": body.alternatives or 0,
+            "top_p": body.top_p, "truncation": "disabled", "usage": None,
         }  # fmt: skip
 
     @property
@@ -134,13 +216,12 @@ class Translation:
         """Response before its first text."""
         return dict(self._base)
 
-    def ended(self, text: str, finish: str, logprobs: Any, usage: dict[str, Any]) -> dict[str, Any]:
+    def ended(self, output: list[dict[str, Any]], finish: str, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the finished response.
 
         Args:
-            text: text of the chat completion.
+            output: items.
             finish: finish reason of the chat completion.
-            logprobs: log probabilities of the chat completion; None: none.
             usage: usage of the chat completion.
         """
         cut = finish == "length"
@@ -148,7 +229,7 @@ class Translation:
         details = {"reason": "max_output_tokens"} if cut else None
         return self._base | {
             "status": status, "incomplete_details": details, "completed_at": None if cut else int(time.time()),
-            "output": [self.item(status, [self.part(text, logprobs)])],
+            "output": output,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage.get("prompt_tokens_details", {"cached_tokens": 0}),
@@ -163,20 +244,29 @@ class Translation:
         code = "server_error" if error["code"] is None else error["code"]
         return self._base | {"status": "failed", "error": {"code": code, "message": error["message"]}}
 
-    def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the only item of the output."""
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    def message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the item of the text of the answer."""
+        item = {"id": f"msg_{self._number}", "type": "message", "role": "assistant"}
+        return item | {"status": status, "content": content}
+
+    def call(self, number: int, call: dict[str, Any], status: str) -> dict[str, Any]:
+        """Return the item of a call.
+
+        Args:
+            number: number of the call.
+            call: the call in the form of chat completions.
+            status: status of the item.
+        """
+        return {
+            "id": f"fc_{self._number}{number}", "type": "function_call", "status": status, "call_id": call["id"],
+            "name": call["function"]["name"], "arguments": call["function"]["arguments"],
+        }  # fmt: skip
 
     @staticmethod
     def part(text: str, logprobs: Any) -> dict[str, Any]:
-        """Return the only part of the item."""
+        """Return the only part of a message."""
         tokens = [] if logprobs is None else logprobs["content"]
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": tokens}
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """Identifiers and indices of the item and the part."""
-        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
 
 
 def reply_response(body: ResponsesRequest, answer: Answer) -> Response:
@@ -190,9 +280,123 @@ def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any
     """Translate a whole chat completion to a response."""
     (choice,) = completion["choices"]
     translation = Translation(body, completion)
-    text, finish = choice["message"]["content"], choice["finish_reason"]
-    response = translation.ended(text, finish, choice["logprobs"], completion["usage"])
+    message, finish = choice["message"], choice["finish_reason"]
+    text, calls = message["content"], message.get("tool_calls", [])
+    status = "incomplete" if finish == "length" else "completed"
+    output = []
+    if text is not None:
+        output.append(
+            translation.message("completed" if calls else status, [translation.part(text, choice["logprobs"])])
+        )
+    for number, call in enumerate(calls):
+        last = number + 1 == len(calls)
+        output.append(translation.call(number, call, status if last else "completed"))
+    response = translation.ended(output, finish, completion["usage"])
     return response | {name: completion[name] for name in ("aspd",) if name in completion}
+
+
+class _Events:
+    """Events of a streamed response: items open with their first delta, one at a time.
+
+    Args:
+        body: the request.
+    """
+
+    def __init__(self, body: ResponsesRequest) -> None:
+        self._body, self._numbers = body, count()
+        self._translation: Translation | None = None
+        self._output: list[dict[str, Any]] = []
+        self._text: str | None = None  # of the message, once it is open
+        self._calls: list[dict[str, Any]] = []
+        self._open = False  # whether the last item is open
+
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event with the next number."""
+        return {"type": f"response.{kind}", "sequence_number": next(self._numbers), **fields}
+
+    @property
+    def translation(self) -> Translation:
+        """Return the translation of the stream's chunks."""
+        assert self._translation is not None, "a stream begins with a chunk"
+        return self._translation
+
+    def begin(self, chunk: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of the first chunk."""
+        if self._translation is None:
+            self._translation = Translation(self._body, chunk)
+            yield self.event("created", response=self.translation.begun)
+            yield self.event("in_progress", response=self.translation.begun)
+            if self._body.calling is None:
+                yield from self._open_message()
+
+    def delta(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of a delta of the chat completion."""
+        place = {name: delta[name] for name in ("aspd",) if name in delta}
+        if (new := delta.get("content")) or (place and new is not None):
+            if self._text is None:
+                yield from self._open_message()
+            self._text = f"{self._text}{new}"
+            yield self.event("output_text.delta", **self._place, delta=new, logprobs=[], **place)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                yield from self._close("completed", None)
+                self._calls.append({"id": call["id"], "function": dict(call["function"])})
+                yield from self._add(self._call_item("in_progress"))
+                continue
+            new = call["function"]["arguments"]
+            self._calls[-1]["function"]["arguments"] += new
+            yield self.event("function_call_arguments.delta", **self._item_place, delta=new, **place)
+
+    def end(self, finish: str, logprobs: Any, usage: dict[str, Any], more: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the last events.
+
+        Args:
+            finish, logprobs, usage: those of the chat completion.
+            more: further fields of the response.
+        """
+        if not self._output:
+            yield from self._open_message()
+        yield from self._close("incomplete" if finish == "length" else "completed", logprobs)
+        response = self.translation.ended(self._output, finish, usage) | more
+        yield self.event(response["status"], response=response)
+
+    @property
+    def _item_place(self) -> dict[str, Any]:
+        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return self._item_place | {"content_index": 0}
+
+    def _call_item(self, status: str) -> dict[str, Any]:
+        return self.translation.call(len(self._calls) - 1, self._calls[-1], status)
+
+    def _add(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self._output.append(item)
+        self._open = True
+        yield self.event("output_item.added", output_index=len(self._output) - 1, item=item)
+
+    def _open_message(self) -> Iterator[dict[str, Any]]:
+        self._text = ""
+        yield from self._add(self.translation.message("in_progress", []))
+        yield self.event("content_part.added", **self._place, part=self.translation.part("", None))
+
+    def _close(self, status: str, logprobs: Any) -> Iterator[dict[str, Any]]:
+        """Yield the events of the end of the last item, if it is open."""
+        if not self._open:
+            return
+        self._open = False
+        if self._calls:
+            item = self._call_item(status)
+            named = {"name": item["name"], "arguments": item["arguments"]}
+            yield self.event("function_call_arguments.done", **self._item_place, **named)
+        else:
+            part = self.translation.part(self._text or "", logprobs)
+            item = self.translation.message(status, [part])
+            yield self.event("output_text.done", **self._place, text=part["text"], logprobs=part["logprobs"])
+            yield self.event("content_part.done", **self._place, part=part)
+        self._output[-1] = item
+        yield self.event("output_item.done", output_index=len(self._output) - 1, item=item)
 
 
 async def respond_streaming(body: ResponsesRequest, batches: Chunks) -> Chunks:
@@ -202,53 +406,24 @@ async def respond_streaming(body: ResponsesRequest, batches: Chunks) -> Chunks:
         body: the request.
         batches: lists of chunks of a chat completion; the last chunk has its usage.
     """
-    numbers = count()
-
-    def event(kind: str, **fields: Any) -> dict[str, Any]:
-        return {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
-
-    translation: Translation | None = None
-    text, finish, logprobs = "", "", None
+    made = _Events(body)
+    finish, logprobs = "", None
     usage: dict[str, Any] = {}
     statistics: dict[str, Any] = {}
-
-    def begin(begun: Translation) -> Iterator[dict[str, Any]]:
-        yield event("created", response=begun.begun)
-        yield event("in_progress", response=begun.begun)
-        yield event("output_item.added", output_index=0, item=begun.item("in_progress", []))
-        yield event("content_part.added", **begun.place, part=begun.part("", None))
-
-    def end(ended: Translation) -> Iterator[dict[str, Any]]:
-        response = ended.ended(text, finish, logprobs, usage) | statistics
-        (item,) = response["output"]
-        (part,) = item["content"]
-        yield event("output_text.done", **ended.place, text=text, logprobs=part["logprobs"])
-        yield event("content_part.done", **ended.place, part=part)
-        yield event("output_item.done", output_index=0, item=item)
-        yield event(response["status"], response=response)
-
     async with aclosing(batches):
         async for batch in batches:
             events: list[dict[str, Any]] = []
             for chunk in batch:
                 if "error" in chunk:
-                    assert translation is not None, "a stream begins with a chunk"
-                    events.append(event("failed", response=translation.failed(chunk["error"])))
+                    events.append(made.event("failed", response=made.translation.failed(chunk["error"])))
                     yield events
                     return
-                if translation is None:
-                    translation = Translation(body, chunk)
-                    events += begin(translation)
+                events += made.begin(chunk)
                 usage = chunk.get("usage") or usage
                 statistics |= {name: chunk[name] for name in ("aspd",) if name in chunk}
                 for choice in chunk["choices"]:
                     finish, logprobs = choice["finish_reason"] or finish, choice.get("logprobs") or logprobs
-                    delta = choice["delta"]
-                    place = {name: delta[name] for name in ("aspd",) if name in delta}
-                    if (new := delta.get("content")) or place:
-                        text += new
-                        events.append(event("output_text.delta", **translation.place, delta=new, logprobs=[], **place))
+                    events += made.delta(choice["delta"])
             if events:
                 yield events
-    assert translation is not None, "a stream begins with a chunk"
-    yield list(end(translation))
+    yield list(made.end(finish, logprobs, usage, statistics))

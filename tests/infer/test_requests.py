@@ -235,12 +235,12 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     (
         "chat/completions",
         {"messages": [{"role": "bot", "content": "a"}]},
-        "messages[0].role: expected 'system', 'developer', 'user' or 'assistant', got 'bot'",
+        "messages[0].role: expected 'system', 'developer', 'user', 'assistant' or 'tool', got 'bot'",
     ),
     (
         "chat/completions",
         {"messages": [CALLS]},
-        "messages[0].tool_calls: tool calls are not supported; expected [] or null, got a list",
+        "messages[0].tool_calls[0].id: a value is required",
     ),
     (
         "chat/completions",

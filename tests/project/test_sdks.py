@@ -60,6 +60,31 @@ def test_python(server: Running, name: str, count: int) -> None:
     check(server, found)
 
 
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("instructor", 1),
+        ("pydantic_ai", 2),
+        ("langchain", 2),
+        ("litellm", 1),
+        ("agents", 4),
+        ("llm", 0),
+    ],
+)
+def test_tools_of_python(server: Running, name: str, count: int) -> None:
+    """Tools by the default mode of each library; arguments follow their schema."""
+    if not PYTHON.exists():
+        pytest.skip(f"{PYTHON.parent.parent.name} is not there; make test-sdks installs it")
+    assert texts(server, [PYTHON, FOLDER / "clients.py", f"tools_of_{name}"]) == ["called"] * count
+
+
+def test_tools_of_node(server: Running) -> None:
+    if shutil.which("node") is None or not (FOLDER / "node_modules").exists():
+        pytest.skip("node, or tests/sdks/node_modules, is not there; make test-sdks installs the packages")
+    found = texts(server, ["node", FOLDER / "clients.mjs", "ai_tools"])
+    assert found and set(found) == {"called"}
+
+
 @pytest.mark.parametrize(("name", "count"), [("openai", 4), ("ai", 6)])
 def test_node(server: Running, name: str, count: int) -> None:
     if shutil.which("node") is None or not (FOLDER / "node_modules").exists():

@@ -31,4 +31,35 @@ async function ai() {
   return texts;
 }
 
-console.log(JSON.stringify(await { openai, ai }[name]()));
+async function ai_tools() {
+  const { generateText, streamText, tool, stepCountIs } = await import("ai");
+  const { createOpenAI } = await import("@ai-sdk/openai");
+  const { createOpenAICompatible } = await import("@ai-sdk/openai-compatible");
+  const { z } = await import("zod");
+  const provider = createOpenAI({ baseURL: url, apiKey: "none" }); // its default is responses
+  const compatible = createOpenAICompatible({ name: "aspd", baseURL: url });
+  const done = [];
+  const execute = async ({ kind }) => {
+    if (!["pen", "cup"].includes(kind)) throw new Error("no good of the schema");
+    done.push("called");
+    return "20";
+  };
+  const inputSchema = z.object({ kind: z.enum(["pen", "cup"]) });
+  const tools = { price: tool({ description: "Return a price", inputSchema, execute }) };
+  // The server stores no responses, so that later steps need their items in full.
+  const providerOptions = { openai: { store: false } };
+  for (const model of [provider("demo"), provider.chat("demo"), compatible("demo")]) {
+    const settings = { model, prompt: question, temperature: 0, maxRetries: 0, tools };
+    await generateText(settings);
+    const called = { ...settings, toolChoice: { type: "tool", toolName: "price" } };
+    const whole = await generateText(called);
+    const streamed = streamText(called);
+    const [call] = await streamed.toolCalls;
+    if (call.input.kind !== whole.toolCalls[0].input.kind) throw new Error("another call in the stream");
+    const { steps } = await generateText({ ...called, providerOptions, stopWhen: stepCountIs(2) });
+    if (steps.length !== 2) throw new Error("no step after the result of the tool");
+  }
+  return done;
+}
+
+console.log(JSON.stringify(await { openai, ai, ai_tools }[name]()));

@@ -295,7 +295,7 @@ def test_faults_of_the_upstream(proxy: str, upstream: Upstream) -> None:
         ({"logprobs": True}, 400, "logprobs"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "the last message is an answer"),
         ({"messages": []}, 400, "messages"),
-        ({"tools": [{}]}, 400, "tools: tool calls are not supported"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools: not supported by the proxy"),
     ],
 )
 def test_what_it_does_not_have_is_refused(more: dict[str, Any], status: int, message: str, proxy: str) -> None:

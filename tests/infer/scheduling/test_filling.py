@@ -14,15 +14,15 @@ import pytest
 import infer.scheduling.structured
 from aspd_jax import LanguageModel
 from aspd_jax.errors import AspdError, RequestError
+from aspd_jax.fields import fields_template
 from aspd_jax.layout import Layout
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.structure import Parallel, Serial, plain_text
+from aspd_jax.template import Template
 from infer import Engine, SamplingParams
 from infer.answers.events import Event
 from infer.answers.filled import Filled
-from infer.fields import fields_template
 from infer.scheduling.filling import VALUE_GRAMMAR, value_grammar
-from infer.template import Template
 from tests.infer.scheduling.test_structured_output import record, valid
 
 WORD = {"type": "string", "maxLength": 9}

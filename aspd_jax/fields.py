@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aspd_jax.errors import RequestError
-from infer.template import Hole, Part, Template
+from aspd_jax.template import Hole, Part, Template
 
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "x-after"}
 DEFINITIONS = ("$defs", "definitions")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aspd_jax.errors import RequestError
-from infer.fields import fields_template, value_length
-from infer.template import Hole, Template
+from aspd_jax.fields import fields_template, value_length
+from aspd_jax.template import Hole, Template
 
 ORDER = {
     "type": "object",

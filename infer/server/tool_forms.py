@@ -1,0 +1,91 @@
+"""Format of chat completions whose answers may call tools."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from infer.answers.answer import Result
+from infer.server.deltas import Delta
+from infer.server.forms import Chat, finish
+from infer.server.tool_calls import CallReader, Piece, ToolCalls
+
+
+class ToolChat(Chat):
+    """Format of chat completions with `tool_calls`.
+
+    Args:
+        calls: the calls that an answer may have.
+    """
+
+    def __init__(self, calls: ToolCalls) -> None:
+        self._calls = calls
+        self._readers: dict[int, CallReader] = {}
+
+    def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
+        """See `Form`."""
+        reader = self._calls.reader()
+        pieces = reader.read(result.text, ended=True)
+        text = "".join(piece.text for piece in pieces if piece.kind == "text")
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if reader.count:
+            message |= {"content": text or None, "tool_calls": whole_calls(pieces)}
+        reason = finish_reason(reader, result)
+        return {"index": number, "message": message, "finish_reason": reason, "logprobs": logprobs}
+
+    def delta(self, number: int, delta: Delta) -> list[dict[str, Any]]:
+        """See `Form`."""
+        pieces = self._reader(number).read(delta.text)
+        if delta.place is None:
+            return [_chunk(number, _part(piece)) for piece in pieces]
+        if not delta.text:
+            return super().delta(number, delta)
+        return [_chunk(number, _part(piece) | {"aspd": delta.place}) for piece in pieces]
+
+    def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]:
+        """See `Form`."""
+        reader = self._reader(number)
+        rest = [_chunk(number, _part(piece)) for piece in reader.read("", ended=True)]
+        reason = finish_reason(reader, result)
+        return [*rest, {"index": number, "delta": {}, "finish_reason": reason, "logprobs": logprobs}]
+
+    def _reader(self, number: int) -> CallReader:
+        if number not in self._readers:
+            self._readers[number] = self._calls.reader()
+        return self._readers[number]
+
+
+def finish_reason(reader: CallReader, result: Result) -> str:
+    """Return OpenAI's finish reason of an answer that may have calls."""
+    reason = finish(result)
+    return "tool_calls" if reason == "stop" and reader.count and reader.complete == reader.count else reason
+
+
+def whole_calls(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    """Return `tool_calls` of a whole answer."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.kind == "call":
+            calls.append(_begun(piece.text))
+        elif piece.kind == "arguments":
+            calls[piece.call]["function"]["arguments"] += piece.text
+    return calls
+
+
+def _begun(name: str) -> dict[str, Any]:
+    return {
+        "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": ""}
+    }  # fmt: skip
+
+
+def _part(piece: Piece) -> dict[str, Any]:
+    """Return the delta of a piece in OpenAI's form."""
+    if piece.kind == "text":
+        return {"content": piece.text}
+    call = _begun(piece.text) if piece.kind == "call" else {"function": {"arguments": piece.text}}
+    return {"tool_calls": [{"index": piece.call, **call}]}
+
+
+def _chunk(number: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": number, "delta": delta, "finish_reason": None}

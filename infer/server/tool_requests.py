@@ -1,0 +1,247 @@
+"""Tools in requests: functions, the choice of calls, calls of earlier answers, and results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, StrictBool, model_validator
+
+from infer.server.neutral import FUNCTION_TOOL, PART, TOOL_CALL, Neutral, Strict, fault, spell
+from infer.server.tool_calls import Function, ToolChoice
+
+MAX_TOOLS = 512
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class FunctionFields(Strict):
+    """A function in OpenAI's form."""
+
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: StrictBool = False
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> Self:
+        if (kind := self.parameters.get("type", "object")) != "object":
+            raise fault(f"expected the schema of an object, got the type {spell(kind)}", "parameters")
+        return self
+
+    @property
+    def function(self) -> Function:
+        """Return the function."""
+        parameters = {"type": "object", "properties": {}} | self.parameters
+        return Function(self.name, self.description, parameters, self.strict)
+
+
+def _check_kind(data: Any) -> Any:
+    """Check that a tool is a function."""
+    kind = data.get("type") if isinstance(data, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise fault(f"tools of type {spell(kind)} are not supported; expected 'function'", "type")
+    return data
+
+
+class ChatTool(Strict):
+    """A tool of chat completions."""
+
+    neutral: ClassVar = FUNCTION_TOOL
+    type: Literal["function"]
+    function: FunctionFields
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, data: Any) -> Any:
+        return _check_kind(data)
+
+
+class FlatTool(FunctionFields):
+    """A tool of responses."""
+
+    neutral: ClassVar = FUNCTION_TOOL
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_function(cls, data: Any) -> Any:
+        return _check_kind(data)
+
+
+class FunctionName(Strict):
+    """The name of a function."""
+
+    name: str
+
+
+class ChatToolName(Strict):
+    """The choice of one function in chat completions."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+    @property
+    def name(self) -> str:
+        """Return the name of the function."""
+        return self.function.name
+
+
+class FlatToolName(FunctionName):
+    """The choice of one function in responses."""
+
+    type: Literal["function"]
+
+
+ToolMode = Literal["none", "auto", "required"]
+
+
+def without_idle_choice(data: Any) -> Any:
+    """Return a request without settings of tools where it has no tools, because they change nothing then."""
+    if not isinstance(data, dict) or data.get("tools"):
+        return data
+    idle = {"tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False)}
+    return {
+        name: value
+        for name, value in data.items()
+        if not (name in idle and isinstance(value, (str, bool)) and value in idle[name])
+    }
+
+
+def choice_of(tools: Sequence[Function], choice: str | ChatToolName | FlatToolName | None, parallel: bool) -> Any:
+    """Return the `ToolChoice` of a request; None: its answers have no calls.
+
+    Raises:
+        PydanticCustomError: two functions have one name, or the choice is none of the functions.
+    """
+    names = [tool.name for tool in tools]
+    if repeated := next((name for number, name in enumerate(names) if name in names[:number]), None):
+        raise fault(f"expected functions with different names, got {repeated!r} twice", "tools")
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise fault("needs tools", "tool_choice")
+        return None
+    if not isinstance(choice, str) and choice is not None:
+        if choice.name not in names:
+            raise fault(f"expected the name of one of the tools, got {spell(choice.name)}", "tool_choice")
+        return ToolChoice("required", choice.name, False)
+    if choice == "none":
+        return None
+    return ToolChoice("required" if choice == "required" else "auto", "", parallel)
+
+
+class CalledFunction(Strict):
+    """The function of a call, and its arguments as JSON text."""
+
+    name: str
+    arguments: str = ""
+
+    @model_validator(mode="after")
+    def _has_arguments(self) -> Self:
+        check_arguments(self.arguments)
+        return self
+
+
+def check_arguments(text: str) -> None:
+    """Check the arguments of a call; no text means none.
+
+    Raises:
+        PydanticCustomError: they are not a JSON object.
+    """
+    try:
+        value = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise fault(f"expected the text of a JSON object, got {spell(text)}", "arguments")
+
+
+class ToolCall(Strict):
+    """A call in an earlier answer."""
+
+    neutral: ClassVar = TOOL_CALL
+    id: Annotated[str, Field(min_length=1)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return the call in the form of `aspd_jax.tool_format.tool_conversation`."""
+        return self.model_dump()
+
+
+class CallItem(Strict):
+    """A call among the input items of responses."""
+
+    neutral: ClassVar = {"id": Neutral(kinds=(str,)), "status": Neutral(("completed", "incomplete", "in_progress"))}
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    name: str
+    arguments: str = ""
+
+    @model_validator(mode="after")
+    def _has_arguments(self) -> Self:
+        check_arguments(self.arguments)
+        return self
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return the call in the form of `aspd_jax.tool_format.tool_conversation`."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+class OutputPart(Strict):
+    """A part of a result; only text is supported."""
+
+    neutral: ClassVar = PART
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class OutputItem(Strict):
+    """A result among the input items of responses."""
+
+    neutral: ClassVar = CallItem.neutral
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1)]
+    output: str | list[OutputPart]
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the form of `aspd_jax.tool_format.tool_conversation`."""
+        text = self.output if isinstance(self.output, str) else "".join(part.text for part in self.output)
+        return {"role": "tool", "content": text, "tool_call_id": self.call_id}
+
+
+def check_results(messages: Sequence[dict[str, Any]], places: Sequence[str], field: str) -> None:
+    """Check that results of tools follow the answers whose calls they answer.
+
+    Args:
+        messages: messages in the form of the chat template.
+        places: places of the messages in the request.
+        field: field of the id of a call.
+
+    Raises:
+        PydanticCustomError: a result answers no call, or a call has no result.
+    """
+    open_calls: list[str] = []
+    known: set[str] = set()
+    for message, place in zip(messages, places, strict=True):
+        if message["role"] == "tool":
+            id = message["tool_call_id"]
+            if id not in open_calls:
+                expected = f"expected the id of a call of the answer before, got {spell(id)}"
+                raise fault(
+                    f"{expected}, which has its result already" if id in known else expected, f"{place}.{field}"
+                )
+            open_calls.remove(id)
+            continue
+        if open_calls:
+            raise fault(f"expected a result of the call {spell(open_calls[0])}", place)
+        open_calls = [call["id"] for call in message.get("tool_calls", ())]
+        known |= set(open_calls)
+        if len(set(open_calls)) < len(open_calls):
+            raise fault("expected calls with different ids", place)
+    if open_calls:
+        raise fault(f"expected a result of the call {spell(open_calls[0])} at the end", places[-1])
