@@ -195,7 +195,7 @@ def run_bench_fields(options: argparse.Namespace) -> None:
 
     from aspd_jax import load_model
     from infer import Engine
-    from infer.bench.extraction import (
+    from infer.evaluation.extraction import (
         MODES,
         decode_task,
         extraction_table,

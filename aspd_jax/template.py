@@ -47,17 +47,20 @@ class Template:
     Args:
         source: text with holes `{name}` or `{name after other, another}`, where `{{` and `}}` stand for braces; or the
             parts themselves.
+        opening: literal text that precedes the first block; None: that of `literal_opening`.
 
     Attributes:
         parts: literal text and holes; literal text is never empty, and no two literals are adjacent.
+        opening: literal text that precedes the first block, and is fed with the prompt.
 
     Raises:
         RequestError: the text is no template: line and column, and what is wrong there.
     """
 
     parts: tuple[Part, ...]
+    opening: str
 
-    def __init__(self, source: str | Sequence[Part]) -> None:
+    def __init__(self, source: str | Sequence[Part], opening: str | None = None) -> None:
         parts = _parse(source) if isinstance(source, str) else source
         object.__setattr__(self, "parts", tuple(_joined(parts)))
         names = [hole.name for hole in self.holes]
@@ -73,6 +76,7 @@ class Template:
                 if other not in names:
                     raise RequestError(f"template: hole {hole.name!r}: unknown name {other!r} after `after`")
         self.stages  # noqa: B018 - a cycle is an error
+        object.__setattr__(self, "opening", self.literal_opening if opening is None else opening)
 
     @property
     def holes(self) -> tuple[Hole, ...]:
@@ -98,8 +102,8 @@ class Template:
         return tuple(stages)
 
     @property
-    def opening(self) -> str:
-        """Return the literal text that precedes the first block, which is fed with the prompt.
+    def literal_opening(self) -> str:
+        """Return the literal text that precedes the first block, and is fed with the prompt, by default.
 
         It is the literal text before the first hole without its last line and the white space before that.
         """

@@ -335,7 +335,8 @@ def _read_template(template: Any) -> Template | None:
     """Return a template that is given as text, or as the JSON form of one."""
     if isinstance(template, Mapping):
         parts = template["parts"]
-        return Template([Hole(**part) if isinstance(part, Mapping) else part for part in parts])
+        holes = [Hole(**part) if isinstance(part, Mapping) else part for part in parts]
+        return Template(holes, template["opening"])
     return Template(template) if isinstance(template, str) else template
 
 

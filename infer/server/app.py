@@ -312,7 +312,11 @@ class _Server:
     def _params(self, body: Common, choice: int, calls: ToolCalls | None) -> SamplingParams:
         params = body.params(self._config, choice)
         if calls is not None:
-            return replace(params, json_schema=None, grammar=calls.grammar)
+            params = replace(params, json_schema=None, fields="serial")
+            parallel = (body.aspd.fields or self._config.fields) == "parallel"
+            if parallel and calls.template is not None:
+                return replace(params, template=calls.template)
+            return replace(params, grammar=calls.grammar)
         if body.aspd.content is None:
             return params
         lm = self._engine.lm

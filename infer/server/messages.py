@@ -276,8 +276,8 @@ class Common(SamplingFields):
 
     @model_validator(mode="after")
     def _templates_alone(self) -> Self:
-        if self.aspd.fields == "parallel" and "json_schema" not in self.grammar:
-            raise fault("fields: parallel needs a response_format with a JSON schema", "aspd")
+        if self.aspd.fields == "parallel" and "json_schema" not in self.grammar and not getattr(self, "tools", None):
+            raise fault("fields: parallel needs a response_format with a JSON schema, or tools", "aspd")
         if self.aspd.template is not None and (self.grammar or self.aspd.content):
             raise fault("template: expected neither response_format nor content beside it", "aspd")
         return self

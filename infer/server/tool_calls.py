@@ -10,6 +10,8 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from aspd_jax.errors import RequestError
+from aspd_jax.fields import fields_template
+from aspd_jax.template import Template
 from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import ID, ToolFormat
 
@@ -155,6 +157,20 @@ class ToolCalls:
             lines.append(f"between: {self._literal(self._form.between)}")
         lines.append(f"calls: {calls} {self._literal(end)}")
         return "\n".join([*self._start(), *lines])
+
+    @cached_property
+    def template(self) -> Template | None:
+        """Return the template of a call whose arguments are decoded in parallel; None: `grammar` applies.
+
+        The function has to be known, and its arguments have to be divisible (`aspd_jax.fields`).
+        """
+        function = next((f for f in self.functions if f.name == self.choice.name), None)
+        before, end = self._form.begin.lstrip(), self._form.end
+        if function is None or self._codec.special.search(before + self._form.middle + end):
+            return None
+        arguments = fields_template(function.schema)
+        opening = f"{before}{function.name}{self._form.middle}"
+        return None if arguments is None else Template([opening, *arguments.parts, end], opening)
 
     def _start(self) -> list[str]:
         """Return the rules for the beginning of the answer."""

@@ -24,7 +24,7 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperat
 
 @pytest.fixture(scope="module")
 def client(lm: LanguageModel) -> Iterator[TestClient]:
-    engine = Engine(lm, max_length=512, max_batch=2, max_branches=8)
+    engine = Engine(lm, max_length=2048, max_batch=2, max_branches=8)
     with TestClient(make_app(engine, ServerConfig(name="m", max_new_tokens=300, warm_up="none"))) as client:
         yield client
 
@@ -69,6 +69,21 @@ def test_streams_join_to_the_answer(client: TestClient) -> None:
 def test_templates(client: TestClient) -> None:
     reply = ask(client, aspd={"template": "A:{a}\n\nB:{b}"}, max_tokens=60).json()["choices"][0]
     assert reply["message"]["content"].startswith("A:")
+
+
+def test_arguments_of_a_named_function(client: TestClient) -> None:
+    tool = {"type": "function", "function": {"name": "order", "parameters": SCHEMA}}
+    named = {"type": "function", "function": {"name": "order"}}
+    asked: dict[str, Any] = {"tools": [tool], "tool_choice": named}
+    for fields, branches in (("parallel", 7), ("serial", 0)):
+        reply = ask(client, **asked, aspd={"fields": fields, "statistics": True}).json()
+        (call,) = reply["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "order" and valid(call["function"]["arguments"], SCHEMA)
+        assert reply["choices"][0]["finish_reason"] == "tool_calls"
+        assert reply["aspd"][0]["statistics"]["branches"] == branches
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks(client, **asked, aspd={"fields": "parallel"})]
+    calls = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
+    assert calls[0]["name"] == "order" and valid("".join(call["arguments"] for call in calls), SCHEMA)
 
 
 def test_the_default_of_the_server(lm: LanguageModel) -> None:
