@@ -171,7 +171,7 @@ def run_demo(options: argparse.Namespace) -> None:
     from aspd_jax import load_model
     from aspd_jax.formats import EMBEDDED
     from infer import SamplingParams
-    from infer.offline.terminal import demonstrate
+    from infer.offline.terminal import demonstrate, demonstrate_fields
     from train.tasks import LONG_FAMILY, problem
 
     name = model_name(options)
@@ -183,4 +183,6 @@ def run_demo(options: argparse.Namespace) -> None:
     lm = load_model(name, options.dtype, adapter=options.adapter)
     # Small chat models repeat themselves in greedy decoding, in both modes.
     params = SamplingParams(repetition_penalty=1.0 if name in EMBEDDED else 1.1, max_new_tokens=512)
+    if not options.questions and name not in EMBEDDED:
+        demonstrate_fields(lm, options.max_length)
     demonstrate(lm, questions or QUESTIONS, params, options.max_length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -15,8 +16,23 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import Parallel
 from infer.answers.answer import Result, content_ids
 from infer.engine import Engine, Prompt
-from infer.request import Mode, SamplingParams
+from infer.request import Fields, Mode, SamplingParams
 
+# A record of the demonstration: its fields are known beforehand, so that they are decoded in parallel.
+RECORD = (
+    "Dear team, this is Maria Lopez from Lisbon. Please send me 3 blue lamps for 149.50 euros in total. "
+    "My phone number is 555-0147. Kind regards!"
+)
+RECORD_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"}, "city": {"type": "string"}, "item": {"type": "string"},
+        "quantity": {"type": "integer"}, "total": {"type": "number"}, "currency": {"enum": ["euros", "dollars"]},
+        "phone": {"type": "string"},
+    },
+    "required": ["name", "city", "item", "quantity", "total", "currency", "phone"],
+    "additionalProperties": False,
+}  # fmt: skip
 STREAM_STEPS = 2  # engine steps between two updates
 
 
@@ -41,7 +57,7 @@ def picture(result: Result) -> RenderableType:
         if isinstance(item, Parallel):
             panels = [
                 Panel(
-                    Text(branch.text.strip()),
+                    Text(branch.text.strip().removeprefix(",").strip()),
                     title=Text(branch.title),
                     title_align="left",
                     width=36,
@@ -53,6 +69,29 @@ def picture(result: Result) -> RenderableType:
         else:
             parts.append(Text(item.text.rstrip("\n")))
     return Group(*parts)
+
+
+def demonstrate_fields(lm: LanguageModel, max_length: int) -> None:
+    """Decode the fields of a record in parallel and in serial mode, and compare."""
+    console = Console()
+    engine = Engine(lm, max_length=max_length, max_batch=1, reuse=False)
+    fields = ", ".join(RECORD_SCHEMA["properties"])  # type: ignore[arg-type]
+    messages = [{"role": "user", "content": f"Write the fields {fields} of this message as JSON.\n\n{RECORD}"}]
+    console.rule("one record: its fields are known beforehand")
+    console.print(Text(RECORD, style="bold"))
+    params = SamplingParams(max_new_tokens=256, json_schema=RECORD_SCHEMA)
+    table = Table(title="one record, the same weights", title_justify="left")
+    for column in ("fields", "steps", "seconds", "speed-up"):
+        table.add_column(column, justify="left" if column == "fields" else "right")
+    orders: tuple[Fields, ...] = ("parallel", "serial")
+    results = {
+        order: _watch(console, engine, messages, replace(params, fields=order), "serial", order) for order in orders
+    }
+    for order, result in results.items():
+        seconds = result.stats.seconds["total"]
+        speedup = results["serial"].stats.seconds["total"] / seconds
+        table.add_row(order, str(result.stats.passes), f"{seconds:.2f}", f"{speedup:.2f}x")
+    console.print(table)
 
 
 def demonstrate(lm: LanguageModel, questions: Sequence[str], params: SamplingParams, max_length: int) -> None:
@@ -100,9 +139,10 @@ def _watch(
     messages: list[dict[str, str]],
     params: SamplingParams,
     mode: Mode,
+    title: str = "",
 ) -> Result:
     """Decode an answer to compile, again to show it on a terminal, and a last time to measure it."""
-    console.print(Text(f"\n{mode}", style="dim"))
+    console.print(Text(f"\n{title or mode}", style="dim"))
     with console.status("compiling for this length of prompt and answer"):
         engine.generate([messages], params, mode)
     if console.is_terminal:
