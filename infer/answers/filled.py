@@ -130,6 +130,8 @@ class FilledReader:
 
     def _block_events(self, filled: Filled) -> list[Event]:
         events: list[Event] = []
+        if filled.blocks and not self._shown and filled.template.opening:
+            events.append(Event("token", text=filled.template.opening))
         for number, block in enumerate(filled.blocks, 1):
             if (number, 0) in self._ended:
                 continue

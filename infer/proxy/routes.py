@@ -114,6 +114,8 @@ class _Proxy:
             ("continue_final_message", isinstance(body, ChatRequest) and body.continue_final_message),
             ("aspd.branch_format", body.aspd.branch_format is not None),
             ("aspd.content", body.aspd.content is not None),
+            ("aspd.fields", body.aspd.fields == "parallel"),
+            ("aspd.template", body.aspd.template is not None),
             ("stream_options.continuous_usage_stats", body.with_growing_usage),
         ):
             if is_set:

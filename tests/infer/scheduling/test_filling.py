@@ -235,6 +235,14 @@ def test_events_join_to_the_answer(engine: Engine) -> None:
     assert [event.kind for event in events][-1] == "done" and sum(event.kind == "merge" for event in events) == 1
 
 
+def test_events_begin_with_the_literal_text_before_the_first_block(engine: Engine) -> None:
+    asked = params(template="Report\nA:{a}\nB:{b}.", max_branch_tokens=20)
+    events = events_of(engine, asked, "branches")
+    texts = [[e.text for e in events if e.kind == "token" and e.branch == k] for k in range(3)]
+    result = events[-1].result
+    assert result is not None and result.text == texts[0][0] + "".join(texts[1] + texts[2]) + texts[0][1]
+
+
 def test_stop_strings_end_a_template_in_reading_order(engine: Engine) -> None:
     asked = params(json_schema=SCHEMA, fields="parallel")
     whole = engine.generate([PROMPT], asked)[0].text
