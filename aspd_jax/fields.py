@@ -178,7 +178,7 @@ def _parts(node: Node, context: str, after: Mapping[str, tuple[str, ...]], root:
     if node.text is not None:
         yield node.text
     elif node.members is None:
-        yield Hole(node.name, after[node.name], context.rstrip(" "), _leaf_schema(node.schema, root))
+        yield Hole(node.name, after[node.name], context.rstrip(" "), _leaf_schema(node.schema, root), node.path)
     else:
         for number, (name, member) in enumerate(node.members.items()):
             key = f"{json.dumps(name, ensure_ascii=False)}: "

@@ -26,15 +26,18 @@ class Hole:
         context: text that precedes the value in the model's context, in place of the literal text before the hole;
             None: the literal text.
         schema: JSON schema of the value as text; None: free text, which ends before the literal text behind the hole.
+        path: names of the members that lead to the value in a JSON object; empty: the answer is no JSON object.
     """
 
     name: str
     after: tuple[str, ...] = ()
     context: str | None = None
     schema: str | None = None
+    path: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "after", tuple(self.after))  # JSON has lists
+        object.__setattr__(self, "path", tuple(self.path))
 
 
 Part: TypeAlias = str | Hole

@@ -145,7 +145,9 @@ def _normal(value: Any) -> Any:
         return [_normal(item) for item in value]
     if isinstance(value, dict):
         return {name: _normal(item) for name, item in value.items()}
-    return value if isinstance(value, bool) else float(value) if isinstance(value, (int, float)) else value
+    if isinstance(value, bool):
+        return "boolean", value  # true is not 1
+    return float(value) if isinstance(value, int) else value
 
 
 def summarise_extraction(decoded: Sequence[Decoded]) -> list[dict[str, Any]]:

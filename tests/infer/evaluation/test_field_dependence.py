@@ -1,0 +1,66 @@
+"""Dependence between fields: costs beside a model whose fields depend on each other by construction."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import infer.evaluation.field_dependence
+from aspd_jax import LanguageModel
+from aspd_jax.errors import RequestError
+from infer import Engine
+from infer.evaluation.extraction import equal, read_tasks
+from infer.evaluation.field_dependence import field_reports, field_table
+from tests.infer.scheduling.test_filling import LATER, WORD
+from tests.infer.scheduling.test_structured_output import record
+
+SCHEMA = record(a=WORD, b=WORD, c={**WORD, "x-after": ["a"]})
+
+
+@pytest.fixture(scope="module")
+def engine(lm: LanguageModel) -> Engine:
+    return Engine(lm, max_length=512, max_batch=2)
+
+
+def test_a_field_that_needs_another_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model for which `c` costs 9 nats unless `a` precedes it; the others cost 1 nat a token wherever they stand."""
+    decode = engine.lm.codec.text.decode
+
+    def made_up(lm: Any, config: Any, ids: np.ndarray, adapter: int) -> tuple[np.ndarray, None, None]:
+        text = decode(ids)
+        chosen = np.full(len(ids), -1.0)
+        if text.rfind('"c":') > max(text.rfind('"a":'), text.rfind('"b":')) and '"a":' not in text:
+            chosen -= 9
+        return chosen, None, None
+
+    monkeypatch.setattr(infer.evaluation.field_dependence, "likeliest", made_up)
+    reports = {report.name: report for report in field_reports(engine, SCHEMA, ["Hi", "Say it:"], 300)}
+    assert reports["c"].after == ("a",) and reports["c"].cost > 9
+    assert reports["a"].after == reports["b"].after == () and reports["a"].cost == 0
+    assert all(report.records == 2 and 0 <= report.differs <= 1 for report in reports.values())
+    assert "| c |" in field_table(list(reports.values()))
+
+
+def test_costs_of_the_model_itself(engine: Engine) -> None:
+    """The first field has no cost: what precedes it is the same in both contexts."""
+    reports = field_reports(engine, LATER, ["Hi"], 300)
+    assert abs(reports[0].cost) < 1e-3 and any(abs(report.cost) > 1e-3 for report in reports[1:])
+
+
+def test_a_schema_without_fields_is_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="two or more fields"):
+        field_reports(engine, {"type": "object"}, ["Hi"])
+
+
+def test_included_tasks_have_values_of_their_schemas() -> None:
+    import jsonschema
+
+    tasks = read_tasks(None)
+    assert len(tasks) == 124 and len({task.id for task in tasks}) == 124
+    for task in tasks:
+        jsonschema.validate(task.gold, task.schema)
+        assert set(task.gold) == set(task.schema["properties"]) and json.loads(json.dumps(task.gold)) == task.gold
+    assert equal(" Ana  Reis.", "ana reis") and equal(3, 3.0) and not equal(True, 1) and not equal("3", 3)
