@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,6 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         extraction_table,
         read_tasks,
         summarise_extraction,
-        to_record,
     )
 
     tasks = read_tasks(options.input)[: options.limit]
@@ -220,7 +220,7 @@ def run_bench_fields(options: argparse.Namespace) -> None:
     table = f"{title}\n\n{extraction_table(rows)}\n"
     print(table)
     if options.output is not None:
-        lines = [json.dumps(to_record(one), ensure_ascii=False) + "\n" for one in decoded]
+        lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in decoded]
         write_whole(options.output, "".join(lines))
         write_whole(options.output.with_suffix(".md"), table)
 

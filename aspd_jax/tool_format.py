@@ -272,16 +272,22 @@ def _plain(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
     return shown
 
 
+def parse_arguments(text: Any) -> dict[str, Any] | None:
+    """Return the arguments of a call from their JSON text; no text means none. None: the text is no JSON object."""
+    try:
+        value = json.loads(text) if text else {}
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def _arguments(text: Any, where: str) -> dict[str, Any]:
     """Return the arguments of a call; no text means none.
 
     Raises:
         ConversationError: they are not a JSON object.
     """
-    try:
-        value = json.loads(text) if text else {}
-    except (TypeError, ValueError):
-        value = None
-    if not isinstance(value, dict):
+    value = parse_arguments(text)
+    if value is None:
         raise ConversationError(f"{where}: expected the text of a JSON object, got {str(text)[:40]!r}")
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from aspd_jax.layout import Layout
 from aspd_jax.sizes import next_power
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, beginning, plain_text
 from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, join, split
+from infer.answers.filled import Filled
 from infer.answers.stop import first_match
 from infer.decode.packed import Packed
 from infer.decode.slots import OutputSnapshot, snapshot
@@ -99,22 +100,6 @@ EMPTY_IDS = np.zeros(0, np.int32)
 EMPTY_LAYOUT = Layout(*[EMPTY_IDS] * len(Layout._fields))
 
 
-class FilledText(Protocol):
-    """A template as far as it is filled; implemented by `infer.answers.filled.Filled`."""
-
-    @property
-    def structure(self) -> Structure:
-        """Return the answer as serial text and blocks."""
-
-    @property
-    def critical_path(self) -> int:
-        """Return `Statistics.critical_path`."""
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Return the number of branches of each block."""
-
-
 @dataclass(frozen=True)
 class RequestOutput:
     """Answer of a request as far as it is decoded, without tokens that exceed its budgets in reading order.
@@ -149,7 +134,7 @@ class RequestOutput:
     cut: bool = False
     branch_ids: tuple[np.ndarray, ...] = ()
     held: bool = False
-    filled: FilledText | None = None
+    filled: Filled | None = None
 
     def linearised_cache(self) -> tuple[np.ndarray, int]:
         """Return the tokens in the cache in the order of the linearisation.
@@ -217,12 +202,12 @@ def _output(
     still_open = frozenset((np.flatnonzero(s.branches.live[index]) + 1).tolist()) if in_block else frozenset()
     finish = int(s.cursor.finish[index])
     ids, own = ids[order], Layout(*(field[order] for field in own))
+    token_ids = ids
+    items: tuple[ItemIds, ...] = ()
     branch_ids: tuple[np.ndarray, ...] = ()
-    no_items: tuple[ItemIds, ...] = ()
     if s.cursor.templated[index]:
         current = own.block == s.cursor.block[index]
         branch_ids = tuple(ids[current & (own.branch == k)] for k in range(1, 1 + int(s.titles.complete[index])))
-        token_ids, items = ids, no_items
     else:
         token_ids, items = _items(ids, own.branch, phase, finish, config, reader)
     longest = int(s.segments.sampled[index, 1:].max()) if in_block else 0

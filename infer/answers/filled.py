@@ -1,15 +1,13 @@
-"""Answers of templates while they are filled: their text, structure and events."""
+"""Answers of templates while they are filled: their text and structure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
 from aspd_jax.template import Hole, Template
-from infer.answers.answer import RequestOutput, Result
-from infer.answers.events import Event, StopFilter
 
 
 @dataclass(frozen=True)
@@ -56,15 +54,9 @@ class Filled:
     @property
     def text(self) -> str:
         """Return the text in reading order, up to the part that is not known yet."""
-        text = ""
-        for part in self.template.parts:
-            if isinstance(part, str):
-                text += part
-                continue
-            text += self.values.get(part.name, "")
-            if part.name in self.growing or part.name not in self.values:
-                break
-        return text
+        complete = {name: value for name, value in self.values.items() if name not in self.growing}
+        first = next((hole.name for hole in self.template.holes if hole.name not in complete), "")
+        return self.template.fill(complete) + self.values.get(first, "")
 
     @property
     def structure(self) -> Structure:
@@ -89,67 +81,3 @@ class Filled:
 
     def _complete(self, hole: Hole) -> bool:
         return hole.name in self.values and hole.name not in self.growing
-
-
-class FilledReader:
-    """Makes events of what a template has gained since the last call; takes the place of `EventReader`.
-
-    Args:
-        stop: strings that end the answer.
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop, self._filter = stop, StopFilter(stop)
-        self._text = ""
-        self._shown: dict[tuple[int, int], str] = {}  # (block, branch) -> text in events
-        self._ended: set[tuple[int, int]] = set()  # a branch, or with branch 0 a block
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether the answer holds a stop string."""
-        return self._filter.matched
-
-    def branches_past_stop(self, output: RequestOutput) -> list[int]:
-        """Return no branch: all are filled until a stop string is found in reading order."""
-        return []
-
-    def collect_events(self, output: RequestOutput, result: Result | None, in_order: bool) -> list[Event]:
-        """Return the new events (`EventReader.collect_events`)."""
-        filled = output.filled
-        assert filled is None or isinstance(filled, Filled)
-        events: list[Event] = []
-        if filled is not None and (in_order or self._stop):
-            text = filled.text if result is None or self._stop else result.text
-            events, self._text = [Event("token", text=text[len(self._text) :])], text
-            events = [event for event in events if event.text]
-        elif filled is not None:
-            events = self._block_events(filled)
-        if result is not None:
-            events.append(Event("done", result=result))
-        return self._filter.take(events, result is not None) if self._stop else events
-
-    def _block_events(self, filled: Filled) -> list[Event]:
-        events: list[Event] = []
-        if filled.blocks and not self._shown and filled.template.opening:
-            events.append(Event("token", text=filled.template.opening))
-        for number, block in enumerate(filled.blocks, 1):
-            if (number, 0) in self._ended:
-                continue
-            if (number, 1) not in self._shown:
-                events.append(Event("fork", number, titles=tuple(hole.name for hole in block.holes)))
-            for branch, hole in enumerate(block.holes, 1):
-                key, before = (number, branch), self._shown.get((number, branch), "")
-                text = filled.template.lead(hole) + filled.values.get(hole.name, "")
-                self._shown[key] = text
-                if len(text) > len(before):
-                    events.append(Event("token", number, branch, text=text[len(before) :]))
-                if key not in self._ended and hole.name not in block.growing:
-                    self._ended.add(key)
-                    events.append(Event("branch", number, branch, text=text))
-            if not block.growing:
-                self._ended.add((number, 0))
-                events.append(Event("merge", number))
-        following = filled.template.following(filled.template.holes[-1])
-        if filled.ended and not filled.growing and following:
-            events.append(Event("token", text=following))
-        return events

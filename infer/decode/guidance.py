@@ -1,4 +1,4 @@
-"""What the host decides for constrained sequences between steps: tokens that may or must follow, and known blocks.
+"""Decisions of the host for constrained sequences between steps: token masks, known tokens and blocks of templates.
 
 B rows, N maximum branches, M = N + 1 segments, Q maximum pending tokens of a segment, P segments that are changed, W
 words of 32 tokens of the vocabulary.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,18 +90,19 @@ def guidance_arrays(
     """
     entries = [(row, segment) for row, guidance in rows.items() for segment in guidance.masks]
     size = next_power(max(least, len(entries)))
-    made: Guidance = Guidance(
-        row=np.full(size, batch, np.int32),  # type: ignore[arg-type]
-        segment=np.zeros(size, np.int32),  # type: ignore[arg-type]
-        bits=np.zeros((size, words), np.uint32),  # type: ignore[arg-type]
-        known=np.zeros((size, config.max_queued), np.int32),  # type: ignore[arg-type]
-        size=np.zeros(size, np.int32),  # type: ignore[arg-type]
-        branches=np.zeros(batch, np.int32),  # type: ignore[arg-type]
-        closed=np.zeros((batch, config.max_branches), bool),  # type: ignore[arg-type]
-        emptied=np.zeros((batch, config.max_branches), bool),  # type: ignore[arg-type]
-        merges=np.zeros(batch, bool),  # type: ignore[arg-type]
-        finish=np.zeros(batch, np.int32),  # type: ignore[arg-type]
-    )
+    arrays: dict[str, Any] = {
+        "row": np.full(size, batch, np.int32),
+        "segment": np.zeros(size, np.int32),
+        "bits": np.zeros((size, words), np.uint32),
+        "known": np.zeros((size, config.max_queued), np.int32),
+        "size": np.zeros(size, np.int32),
+        "branches": np.zeros(batch, np.int32),
+        "closed": np.zeros((batch, config.max_branches), bool),
+        "emptied": np.zeros((batch, config.max_branches), bool),
+        "merges": np.zeros(batch, bool),
+        "finish": np.zeros(batch, np.int32),
+    }
+    made: Any = Guidance(**arrays)
     for number, (row, segment) in enumerate(entries):
         tokens = rows[row].known.get(segment, [])
         made.row[number], made.segment[number], made.bits[number] = row, segment, rows[row].masks[segment]
@@ -110,36 +111,30 @@ def guidance_arrays(
         made.branches[row], made.merges[row], made.finish[row] = guidance.branches, guidance.merges, guidance.finish
         made.closed[row, [number - 1 for number in guidance.closed]] = True
         made.emptied[row, [number - 1 for number in guidance.emptied]] = True
-    return made
+    result: Guidance = made
+    return result
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def guide(state: DecodeState, guidance: Guidance, config: EngineConfig) -> tuple[DecodeState, Packed[StepSummary]]:
     """Apply decisions of the host; return the state and its summary."""
     token_mask = state.token_mask.at[guidance.row, guidance.segment].set(guidance.bits, mode="drop")
-    sequence = _close_branches(state.sequence, guidance, config)
+    sequence = _close_branches(state.sequence, guidance)
     sequence = _open_blocks(sequence, guidance)
-    sequence = _queue_known(sequence, guidance)
+    sequence = _begin_merges(_queue_known(sequence, guidance), guidance, config)
     cursor = sequence.cursor
     cursor = cursor._replace(finish=jnp.where(guidance.finish != RUNNING, guidance.finish, cursor.finish))
     state = state._replace(token_mask=token_mask, sequence=sequence._replace(cursor=cursor))
     return shard_state(state, config.mesh), summarise(state, config)
 
 
-def _close_branches(s: SequenceState, guidance: Guidance, config: EngineConfig) -> SequenceState:
-    """End branches, and begin the merge of sequences that `merges` names; one without pending tokens is over."""
+def _close_branches(s: SequenceState, guidance: Guidance) -> SequenceState:
+    """End branches."""
     queued = s.segments.queued.at[:, 1:].set(jnp.where(guidance.emptied, 0, s.segments.queued[:, 1:]))
-    s = s._replace(
+    return s._replace(
         segments=s.segments._replace(queued=queued),
         branches=s.branches._replace(live=s.branches.live & ~guidance.closed),
     )
-    left = jnp.sum(queued[:, 1:], axis=1) + jnp.zeros_like(guidance.merges, jnp.int32).at[guidance.row].add(
-        guidance.size, mode="drop"
-    )
-    merged = guidance.merges & (left == 0)
-    phase = jnp.where(merged, HELD, jnp.where(guidance.merges, MERGE, s.cursor.phase))
-    position = jnp.where(merged, merge_position(s, config) - 1, s.cursor.position)
-    return s._replace(cursor=s.cursor._replace(phase=phase, position=position))
 
 
 def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
@@ -185,3 +180,11 @@ def _queue_known(s: SequenceState, guidance: Guidance) -> SequenceState:
             content=budget.content.at[guidance.row].add(-guidance.size, mode="drop"),
         ),
     )
+
+
+def _begin_merges(s: SequenceState, guidance: Guidance, config: EngineConfig) -> SequenceState:
+    """Begin the merge of sequences that `merges` names; a merge without pending tokens is over."""
+    merged = guidance.merges & (jnp.sum(s.segments.queued[:, 1:], axis=1) == 0)
+    phase = jnp.where(merged, HELD, jnp.where(guidance.merges, MERGE, s.cursor.phase))
+    position = jnp.where(merged, merge_position(s, config) - 1, s.cursor.position)
+    return s._replace(cursor=s.cursor._replace(phase=phase, position=position))

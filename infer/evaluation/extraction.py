@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -216,8 +216,3 @@ def extraction_table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"| {ratio['mean']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f}) | {row['decoding_speedup']:.2f}x |"
         )
     return "\n".join(lines)
-
-
-def to_record(decoded: Decoded) -> dict[str, Any]:
-    """Return the JSON form of a decoded task."""
-    return asdict(decoded) | {"values": dict(decoded.values)}

@@ -22,7 +22,7 @@ from infer.answers.stop import undecided
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
 from infer.request import Request
-from infer.scheduling.structured import BLANKS, Schemas, known_limit, only_token
+from infer.scheduling.structured import Schemas, json_rule, known_limit, only_token
 
 # The model continues behind a value as in a JSON object, with tokens that may hold the end of the value, too. The text
 # ends with the value.
@@ -30,13 +30,13 @@ VALUE_GRAMMAR = r"""
 start: BLANK? value TAIL?
 BLANK: " "
 TAIL: /[ \t\r\n]*[,}\]](.|\n)*|[ \t\r\n]+/
-value: %json """
+value: """
 WHITE = " \t\r\n"
 END_ROOM = 2  # tokens of a branch that have to be left in a budget: one more, and its end
 
 
 class BranchStart(NamedTuple):
-    """How a branch begins and ends.
+    """Lead of a branch, and text that ends it.
 
     Attributes:
         hole: the hole.
@@ -55,7 +55,7 @@ class HoleState:
     """A hole that is being filled, token by token.
 
     Args:
-        start: how the branch begins and ends.
+        start: lead of the branch, and text that ends it.
         schemas: compiled schemas.
         codec: codec of the tokenizer.
         ends: tokens that end free text.
@@ -295,4 +295,4 @@ def value_grammar(schema: str) -> str:
     """Return the grammar of a JSON value of a schema and of what the model may write behind it."""
     value: Any = json.loads(schema)
     value = {} if value is True else value
-    return VALUE_GRAMMAR + json.dumps({**value, "x-guidance": {"whitespace_pattern": BLANKS}}) + "\n"
+    return f"{VALUE_GRAMMAR}{json_rule(value)}\n"

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from infer.answers.answer import RequestOutput, Result
-from infer.answers.events import Event, EventReader
-from infer.answers.filled import FilledReader
+from infer.answers.events import Event, EventReader, FilledReader
 from infer.request import Request, Stream
 from infer.scheduling.filling import Filling
 from infer.scheduling.prefix_cache import RowMemory

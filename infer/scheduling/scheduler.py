@@ -20,8 +20,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.sizes import next_power
 from infer.answers.answer import RequestOutput, Result, copy_outputs, fetch_outputs, make_result
-from infer.answers.events import EventReader
-from infer.answers.filled import FilledReader
+from infer.answers.events import EventReader, FilledReader
 from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.guidance import RowGuidance, guidance_arrays, guide
 from infer.decode.packed import Packed

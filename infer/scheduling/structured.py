@@ -8,6 +8,7 @@ W: number of 32-bit words of a token mask.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -249,6 +250,17 @@ class Constraint:
 def known_limit(room: int, config: EngineConfig) -> int:
     """Return how many known tokens are fed with a pending one where budgets have room for `room` further tokens."""
     return max(0, min(room, config.longest_head - 1, MAX_KNOWN))
+
+
+def json_rule(schema: Mapping[str, Any], lenient: bool = False) -> str:
+    """Return the right side of a Lark rule for a JSON value.
+
+    Args:
+        schema: JSON schema of the value.
+        lenient: ignore keywords that llguidance does not support.
+    """
+    settings = {"whitespace_pattern": BLANKS} | ({"lenient": True} if lenient else {})
+    return f"%json {json.dumps({**schema, 'x-guidance': settings})}"
 
 
 def only_token(token: int, words: int) -> np.ndarray:

@@ -14,8 +14,8 @@ from aspd_jax.fields import fields_template
 from aspd_jax.template import Template
 from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import ID, ToolFormat
+from infer.scheduling.structured import json_rule
 
-BLANKS = " ?"  # white space between the parts of arguments, as `infer.scheduling.structured` has it
 ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # of ids that the model writes; they are not those of the answer
 # Keywords next to which a schema must not be closed, because they may name further properties.
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if"}
@@ -179,7 +179,7 @@ class ToolCalls:
             return [f"start: {self._first(begin)} calls"]
         if self._schema is not None:
             schema = json.loads(self._schema) if isinstance(self._schema, str) else self._schema
-            return [f"start: value | {self._first(begin)} calls", f"value: {_json(schema)}"]
+            return [f"start: value | {self._first(begin)} calls", f"value: {json_rule(schema)}"]
         if not self.text.trigger:
             other = rf"TEXT: /(?s:.+)/ & ~/ ?{_pattern(self.text.begin)}(?s:.*)/"
             return [f"start: TEXT? | {self._first(begin)} calls", other]
@@ -210,7 +210,7 @@ class ToolCalls:
 
 def arguments_rule(function: Function) -> str:
     """Return the right side of the grammar rule for the arguments of a function."""
-    return _json(function.schema, lenient=not function.strict)
+    return json_rule(function.schema, lenient=not function.strict)
 
 
 def check_schemas(functions: Sequence[Function], where: str) -> None:
@@ -230,11 +230,6 @@ def check_schemas(functions: Sequence[Function], where: str) -> None:
         if error := LLMatcher.validate_grammar(grammar):
             reason = error.strip().splitlines()[0]
             raise RequestError(f"{where.format(number)}: {reason}")
-
-
-def _json(schema: Mapping[str, Any], lenient: bool = False) -> str:
-    settings = {"whitespace_pattern": BLANKS} | ({"lenient": True} if lenient else {})
-    return f"%json {json.dumps({**schema, 'x-guidance': settings})}"
 
 
 def _pattern(text: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StrictBool, model_validator
 
+from aspd_jax.tool_format import parse_arguments
 from infer.server.neutral import FUNCTION_TOOL, PART, TOOL_CALL, Neutral, Strict, fault, spell
 from infer.server.tool_calls import Function, ToolChoice
 
@@ -148,11 +148,7 @@ def check_arguments(text: str) -> None:
     Raises:
         PydanticCustomError: they are not a JSON object.
     """
-    try:
-        value = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
+    if parse_arguments(text) is None:
         raise fault(f"expected the text of a JSON object, got {spell(text)}", "arguments")
 
 
@@ -170,19 +166,12 @@ class ToolCall(Strict):
         return self.model_dump()
 
 
-class CallItem(Strict):
+class CallItem(CalledFunction):
     """A call among the input items of responses."""
 
     neutral: ClassVar = {"id": Neutral(kinds=(str,)), "status": Neutral(("completed", "incomplete", "in_progress"))}
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
-    name: str
-    arguments: str = ""
-
-    @model_validator(mode="after")
-    def _has_arguments(self) -> Self:
-        check_arguments(self.arguments)
-        return self
 
     @property
     def plain(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def rendered(template: str, messages: list[dict[str, Any]], tools: Any = ()) -> 
 
 @pytest.mark.parametrize("template", [templates.QWEN, templates.TEXT_ARGUMENTS])
 def test_the_prompt_is_that_of_the_template(template: str) -> None:
-    """As `transformers` renders it, with arguments as the template takes them."""
+    """The prompt equals the rendering of `transformers`, with arguments in the form that the template takes."""
     tokenizer = tokenizer_with(template)
     objects = template == templates.QWEN
     given = [

@@ -304,6 +304,10 @@ def test_requests_that_are_refused(engine: Engine, changes: dict[str, Any], mess
     assert not engine.step(1)
 
 
-def test_the_end_of_a_value_is_free() -> None:
+def test_the_end_of_a_value_is_free(engine: Engine) -> None:
     """Negative control of the prototype's finding: after a value the model may go on in every way it would."""
     assert "TAIL" in VALUE_GRAMMAR and "[,}" in VALUE_GRAMMAR
+    for text, follows in (('"x",', True), (' "x"}', True), ('"x" }\n', True), ("7, ", True), ('"x"y', False)):
+        matcher = engine._schemas.matcher("grammar", value_grammar("{}"))
+        ids = engine.lm.codec.text.encode(text)
+        assert (matcher._matcher.try_consume_tokens(ids) == len(ids)) == follows, text

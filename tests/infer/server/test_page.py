@@ -167,7 +167,7 @@ def test_fields_in_parallel(page: Any) -> None:
 
 
 def test_text_around_blocks(page: Any) -> None:
-    """Texts and two blocks in reading order; serial mode is told the whole text, and the next turn sends the tokens."""
+    """The page joins two blocks in reading order, sends the text to serial mode, and the tokens with the next turn."""
     text = ["Intro: ", "* a\n* b\n", "then ", "1. c\n2. d", " end"]
     middle = sse(delta("token", text[2]))
     play(page, {
@@ -187,7 +187,7 @@ def test_text_around_blocks(page: Any) -> None:
 
 
 def test_text_that_a_limit_removed(page: Any) -> None:
-    """What was streamed of a branch beyond the limit is not part of the answer."""
+    """The final text leaves out streamed text beyond the limit."""
     page.uncheck("#compare")
     kept = [{"branches": [{"title": "A", "text": "one two"}, {"title": "B", "text": "thr"}]}]
     play(page, {"stream": block(["A", "B"], ["one two", "three four"]) + closing(3, "length", kept), "ends": True})
