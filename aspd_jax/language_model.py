@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import open_checkpoint
-from aspd_jax.formats.adapter import HEAD, Adapter, Factors, Rows, open_adapter, write_adapter
+from aspd_jax.formats.adapter import HEAD, SETTINGS, Adapter, Factors, Rows, open_adapter, write_adapter
 from aspd_jax.formats.folder import write_settings, write_tensors
 from aspd_jax.formats.gguf_writer import write_gguf
 from aspd_jax.formats.hf_config import make_config
@@ -66,7 +66,7 @@ class LanguageModel:
         """
         if self.tokenizer is None:
             raise CheckpointError("this model has no tokenizer; pass token ids, or put tokenizer.json into its folder")
-        return Codec(self.tokenizer, self.special_tokens)
+        return Codec(self.tokenizer, self.special_tokens, self.config.titles)
 
 
 def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template: str | os.PathLike[str] = "") -> None:
@@ -202,7 +202,8 @@ def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None
         adapter: the new adapter; None: clear the index.
 
     Raises:
-        CheckpointError: the adapter is for another model, position scheme or mask; the model is unchanged.
+        CheckpointError: the adapter is for another model, position scheme, mask or form of titles; the model is
+            unchanged.
     """
     if adapter is not None:
         adapter.check_tokens(0, () if lm.special_tokens is None else lm.special_tokens.ids)
@@ -227,7 +228,7 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
     """
     if lm.config.adapters:
         raise CheckpointError("a model with several adapters cannot be saved; load it with one adapter to merge that")
-    aspd: dict[str, Any] = {"positions": lm.config.positions, "siblings": lm.config.siblings}
+    aspd: dict[str, Any] = _settings(lm)
     hf_config = {**lm.hf_config, "vocab_size": lm.config.vocab_size, "aspd": aspd}
     target, kept = Path(path), dtype or lm.config.dtype
     tensors = tensors_from(lm.config, merge_adapters(lm.config, lm.params), dtype)
@@ -241,6 +242,11 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
     with write_folder(target) as folder:
         write_settings(folder, hf_config, kept, lm.end_ids, lm.tokenizer, lm.generation)
         write_tensors(folder, tensors)
+
+
+def _settings(lm: LanguageModel) -> dict[str, Any]:
+    """Return what a checkpoint stores of the protocol that it was trained with."""
+    return {name: getattr(lm.config, name) for name in SETTINGS}
 
 
 def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> None:
@@ -258,7 +264,7 @@ def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> 
     """
     factors, rows = adapter_tensors(lm.config, lm.params)
     alpha, rank = lm.config.lora_alpha, lm.config.lora_rank
-    settings = {"positions": lm.config.positions, "siblings": lm.config.siblings}
+    settings = _settings(lm)
     of_layers = {name: Factors(down, up, alpha / rank) for name, (down, up) in factors.items()}
     of_tokens = {name: Rows(lm.config.new_tokens, values) for name, values in rows.items()}
     adapter = Adapter(str(path), of_layers, of_tokens, settings)

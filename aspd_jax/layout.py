@@ -17,6 +17,7 @@ from aspd_jax.errors import ConfigError
 Array = Any  # np.ndarray on the host or jax.Array inside jit; all functions here accept both
 PositionScheme = Literal["sequential", "max", "predict"]
 Siblings = Literal["invisible", "shared"]
+Titles = Literal["leads", "names"]
 
 
 HIDDEN = -1e30  # score of a masked key; finite, so that a query that sees no key gives no NaN

@@ -1,7 +1,7 @@
 """The six special tokens, and the conversion of structured answers to token ids and back (protocol, section 2).
 
-Every segment between tags (serial text, title, branch text) is encoded separately. The ids that the engine samples and
-those that training reads are therefore equal, and every segment decodes to its exact text.
+Every segment between tags (serial text, title, text of a branch behind its head) is encoded separately. The ids that
+the engine samples and those that training reads are therefore equal, and every segment decodes to its exact text.
 """
 
 from __future__ import annotations
@@ -17,9 +17,33 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from aspd_jax.errors import StructureError, TokenizerError
+from aspd_jax.layout import Titles
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
 
 SEPARATOR = ": "
+EMPTY_IDS = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class TitleForm:
+    """What the titles of a block are; a property of a checkpoint (protocol, section 2).
+
+    Attributes:
+        leads: titles are the beginnings of their branches' texts, and their number is stated before them. Otherwise
+            they are names, which are no part of the text.
+        separator: ids that follow the title in the head of a branch.
+    """
+
+    leads: bool = False
+    separator: tuple[int, ...] = ()
+
+    def text_of(self, title: np.ndarray, branch: np.ndarray) -> SerialIds:
+        """Return the text of a branch, whose ids begin with its head."""
+        body = branch[len(title) + len(self.separator) :]
+        return SerialIds(body, 0, title if self.leads else EMPTY_IDS)
+
+
+NAMES = TitleForm()
 
 
 @dataclass(frozen=True)
@@ -118,9 +142,10 @@ class TextCodec:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def text_of(self, segment: SerialIds) -> str:
-        """Return the text of a serial segment, without the characters that belong to a tag."""
+        """Return the text of a segment, its lead included, without the characters that belong to a tag."""
         text = self.decode(segment.ids)
-        return text[: len(text) - segment.drop]
+        lead = self.decode(segment.lead) if segment.lead.size else ""
+        return lead + text[: len(text) - segment.drop]
 
     def token_bytes(self, ids: Sequence[int], first: Sequence[int] = ()) -> list[bytes]:
         """Return the bytes of each token.
@@ -195,15 +220,28 @@ class TextStream:
 
 
 class SerialIds(NamedTuple):
-    """Token ids of a serial segment.
+    """Token ids of a segment of plain text.
 
     Attributes:
         ids: token ids, int32 [T].
         drop: number of characters at the end of the text that belong to a tag written as text.
+        lead: ids of the lead that precedes the text, encoded on its own; of a branch only.
     """
 
     ids: np.ndarray
     drop: int = 0
+    lead: np.ndarray = EMPTY_IDS
+
+    @property
+    def size(self) -> int:
+        """Return the number of tokens of plain text."""
+        return len(self.lead) + len(self.ids)
+
+    def first(self, size: int) -> SerialIds:
+        """Return the first tokens of the segment."""
+        if size >= self.size:
+            return self
+        return SerialIds(self.ids[: max(0, size - len(self.lead))], 0, self.lead[: max(0, size)])
 
 
 class BlockIds(NamedTuple):
@@ -212,22 +250,14 @@ class BlockIds(NamedTuple):
     Attributes:
         titles: ids of each title as announced before the block.
         branches: ids of each branch, with its head and without its tags.
-        drops: `SerialIds.drop` of each branch; empty if all are 0.
+        texts: text of each branch.
+        number: ids of the stated number of leads; empty for names.
     """
 
     titles: tuple[np.ndarray, ...]
     branches: tuple[np.ndarray, ...]
-    drops: tuple[int, ...] = ()
-
-    def texts(self, separator: int) -> list[SerialIds]:
-        """Return the branches without their heads.
-
-        Args:
-            separator: number of tokens of the separator.
-        """
-        drops = self.drops or (0,) * len(self.branches)
-        parts = zip(self.titles, self.branches, drops, strict=True)
-        return [SerialIds(branch[len(title) + separator :], drop) for title, branch, drop in parts]
+    texts: tuple[SerialIds, ...]
+    number: np.ndarray = EMPTY_IDS
 
 
 ItemIds: TypeAlias = SerialIds | BlockIds
@@ -246,12 +276,15 @@ class Linearisation(NamedTuple):
     fed: np.ndarray
 
 
-def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bool = True) -> tuple[ItemIds, ...]:
+def split(
+    tokens: Sequence[int] | np.ndarray, special: SpecialTokens, form: TitleForm = NAMES, paired: bool = True
+) -> tuple[ItemIds, ...]:
     """Parse the structure of a linearisation from its tags; no tokenizer is needed.
 
     Args:
         tokens: token ids [T].
         special: ids of the tags.
+        form: form of the titles.
         paired: whether a block must have two or more branches, and equal numbers of branches and titles. Other engines
             drop branches with a repeated title.
 
@@ -301,6 +334,7 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
             cursor = tags[at][0]
         titles: list[np.ndarray] = []
         branches: list[np.ndarray] = []
+        number = take_segment(special.title_start, special.title_end) if form.leads else EMPTY_IDS
         while not titles or peek() == special.title_start:
             titles.append(take_segment(special.title_start, special.title_end))
             if not titles[-1].size:
@@ -314,7 +348,8 @@ def split(tokens: Sequence[int] | np.ndarray, special: SpecialTokens, paired: bo
                 f"token {cursor - 1}: expected two or more titles and as many branches, "
                 f"got {len(titles)} titles and {len(branches)} branches"
             )
-        items.append(BlockIds(tuple(titles), tuple(branches)))
+        texts = tuple(form.text_of(title, branch) for title, branch in zip(titles, branches, strict=False))
+        items.append(BlockIds(tuple(titles), tuple(branches), texts, number))
     if cursor < ids.size:
         items.append(SerialIds(ids[cursor:]))
     return tuple(items)
@@ -327,7 +362,7 @@ def join(items: Iterable[ItemIds], special: SpecialTokens) -> np.ndarray:
         if isinstance(item, SerialIds):
             tokens.extend(item.ids)
             continue
-        for title in item.titles:
+        for title in (item.number, *item.titles) if item.number.size else item.titles:
             tokens += (special.title_start, *title, special.title_end)
         tokens.append(special.parallel_start)
         for branch in item.branches:
@@ -337,16 +372,27 @@ def join(items: Iterable[ItemIds], special: SpecialTokens) -> np.ndarray:
 
 
 class Codec:
-    """Conversion of structured answers to token ids and back, for one tokenizer."""
+    """Conversion of structured answers to token ids and back, for one tokenizer.
 
-    def __init__(self, tokenizer: Any, special: SpecialTokens | None = None) -> None:
+    Args:
+        tokenizer: a `transformers` tokenizer.
+        special: ids of the tags; None: they are added to the tokenizer.
+        titles: form of the titles.
+    """
+
+    def __init__(self, tokenizer: Any, special: SpecialTokens | None = None, titles: Titles = "names") -> None:
         self.special = special or add_special_tokens(tokenizer)
         self.text = TextCodec(tokenizer)
-        self.separator_ids = tuple(self.text.encode(SEPARATOR))
+        leads = titles == "leads"
+        self.form = TitleForm(leads, () if leads else tuple(self.text.encode(SEPARATOR)))
 
     def linearise(self, items: Iterable[Item]) -> Linearisation:
-        """Return the linearisation of a structured answer, without an end of text (protocol, section 2)."""
-        special = self.special
+        """Return the linearisation of a structured answer, without an end of text (protocol, section 2).
+
+        Raises:
+            StructureError: titles are leads, and the text of a branch does not begin with its own.
+        """
+        special, encode = self.special, self.text.encode
         tokens: list[int] = []
         fed: list[bool] = []
 
@@ -357,17 +403,28 @@ class Codec:
 
         for item in canonical(items):
             if isinstance(item, Serial):
-                put(self.text.encode(item.text))
+                put(encode(item.text))
                 continue
-            titles = [self.text.encode(branch.title) for branch in item.branches]
-            for title in titles:
+            titles = [encode(branch.title) for branch in item.branches]
+            for title in [encode(str(len(titles))), *titles] if self.form.leads else titles:
                 put([special.title_start, *title, special.title_end])
             put([special.parallel_start])
             for title, branch in zip(titles, item.branches, strict=True):
-                put([special.branch_start, *title, *self.separator_ids], is_fed=True)
-                put([*self.text.encode(branch.text), special.branch_end])
+                put([special.branch_start, *title, *self.form.separator], is_fed=True)
+                put([*encode(self._body(branch)), special.branch_end])
             put([special.parallel_end], is_fed=True)
         return Linearisation(np.asarray(tokens, np.int32), np.asarray(fed, bool))
+
+    def _body(self, branch: Branch) -> str:
+        """Return the text of a branch behind its head."""
+        if not self.form.leads:
+            return branch.text
+        if not branch.text.startswith(branch.title):
+            raise StructureError(
+                f"titles are leads here: the text of a branch must begin with its title {branch.title[:60]!r}, "
+                f"it begins with {branch.text[:60]!r} (a checkpoint with model.titles: names reads such records)"
+            )
+        return branch.text[len(branch.title) :]
 
     def parse(self, tokens: Sequence[int] | np.ndarray) -> Structure:
         """Return the structured answer of a linearisation without an end of text.
@@ -376,17 +433,15 @@ class Codec:
             StructureError: the tags are not well formed, or a branch does not start with its title.
         """
         items: list[Item] = []
-        for item in split(tokens, self.special):
+        for item in split(tokens, self.special, self.form):
             if isinstance(item, SerialIds):
                 items.append(Serial(self.text.decode(item.ids)))
                 continue
             branches = []
-            for number, (title, branch) in enumerate(zip(item.titles, item.branches, strict=True), 1):
-                head = [*title, *self.separator_ids]
+            for number, (title, branch, text) in enumerate(zip(item.titles, item.branches, item.texts, strict=True), 1):
+                head = [*title, *self.form.separator]
                 if branch[: len(head)].tolist() != [int(i) for i in head]:
                     raise StructureError(f"branch {number} of a block does not start with its title and separator")
-                branches.append(
-                    Branch(self.text.decode(title) or self.text.spell(title), self.text.decode(branch[len(head) :]))
-                )
+                branches.append(Branch(self.text.decode(title) or self.text.spell(title), self.text.text_of(text)))
             items.append(Parallel(branches))
         return tuple(items)

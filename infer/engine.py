@@ -14,7 +14,7 @@ from aspd_jax.chat import encode_history, encode_prompt, is_answer
 from aspd_jax.errors import RequestError, StructureError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import plain_text
-from aspd_jax.tokens import SpecialTokens
+from aspd_jax.tokens import NAMES, SpecialTokens
 from aspd_jax.tool_format import tool_conversation
 from infer.answers.answer import Result
 from infer.decode.state import MAX_BRANCHES, EngineConfig, Tags
@@ -86,8 +86,11 @@ class Engine:
         self.max_length = min(max_length, lm.context_length)
         self.max_batch = max_batch
         special = NO_TOKENS if text_tags else lm.special_tokens or NO_TOKENS
-        if separator_ids is None:
-            separator_ids = lm.codec.separator_ids if lm.tokenizer is not None else ()
+        form = NAMES if lm.tokenizer is None else lm.codec.form
+        if form.leads and (text_tags is not None or separator_ids is not None):
+            raise RequestError("the titles of this model are leads: text_tags and separator_ids must be None")
+        if separator_ids is not None:
+            form = replace(form, separator=tuple(int(i) for i in separator_ids))
         known = () if lm.tokenizer is None else lm.tokenizer.all_special_ids
         vocabulary = lm.config.vocab_size
         end = tuple(int(i) for i in lm.end_ids if 0 <= int(i) < vocabulary)
@@ -96,7 +99,7 @@ class Engine:
         self.config = EngineConfig(
             model=lm.model,
             special=special,
-            separator=tuple(int(i) for i in separator_ids),
+            form=form,
             end=end,
             forbidden=forbidden,
             max_branches=max_branches,

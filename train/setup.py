@@ -195,6 +195,7 @@ def as_configured(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
         shape,
         positions=section.positions,
         siblings=section.siblings,
+        titles=section.titles,
         weights=section.weights,
         lora_rank=section.lora_rank,
         lora_alpha=section.lora_alpha,

@@ -9,7 +9,7 @@ from typing import Any
 
 from aspd_jax.configuration import at_least, read_config
 from aspd_jax.errors import ConfigError
-from aspd_jax.layout import PositionScheme, Siblings, check_choice
+from aspd_jax.layout import PositionScheme, Siblings, Titles, check_choice
 from aspd_jax.model.attention import FULL_PASS_BACK_ENDS
 from aspd_jax.model.model_config import Weights
 
@@ -23,6 +23,7 @@ class ModelSection:
         vocab_size: size of the vocabulary with special tokens (from scratch).
         layers, hidden_size, heads, kv_heads, head_dim, feed_forward: shape of the model (from scratch).
         positions, siblings: position scheme and mask (protocol, sections 3 and 4).
+        titles: form of the titles (protocol, section 2); the structure of the records has to have it.
         dtype: dtype of activations: `float32` or `bfloat16`.
         parameters: dtype of trained parameters: `float32`, or `bfloat16` with stochastic rounding. The optimiser is
             float32.
@@ -45,6 +46,7 @@ class ModelSection:
     feed_forward: int = 384
     positions: PositionScheme = "sequential"
     siblings: Siblings = "invisible"
+    titles: Titles = "names"
     dtype: str = "float32"
     parameters: str = "float32"
     weights: Weights = "float"
@@ -57,6 +59,7 @@ class ModelSection:
     def __post_init__(self) -> None:
         check_choice("model.positions", self.positions, PositionScheme)
         check_choice("model.siblings", self.siblings, Siblings)
+        check_choice("model.titles", self.titles, Titles)
         check_choice("model.weights", self.weights, Weights)
         check_choice("model.attention", self.attention, FULL_PASS_BACK_ENDS)
         for name in ("dtype", "parameters"):

@@ -20,7 +20,7 @@ from aspd_jax.formats.folder import write_tokenizer
 from aspd_jax.formats.hf_config import POSITIVE
 from aspd_jax.formats.shards import list_tensors, read_stored
 from aspd_jax.formats.side_files import read_object
-from aspd_jax.layout import PositionScheme, Siblings
+from aspd_jax.layout import PositionScheme, Siblings, Titles
 
 CONFIG, WEIGHTS, OURS = "adapter_config.json", "adapter_model.safetensors", "aspd.json"
 PREFIX = "base_model.model."
@@ -44,7 +44,11 @@ ALLOWED = {
 }
 OFF: tuple[Any, ...] = (None, False, [], {})  # accepted for all fields, also those of later versions of PEFT
 DEFAULT_RANK = DEFAULT_ALPHA = 8  # defaults of PEFT
-SETTINGS = {"positions": get_args(PositionScheme), "siblings": get_args(Siblings)}  # fields of `OURS`
+SETTINGS = {  # fields of `OURS`
+    "positions": get_args(PositionScheme),
+    "siblings": get_args(Siblings),
+    "titles": get_args(Titles),
+}
 
 
 class Factors(NamedTuple):
@@ -75,7 +79,7 @@ class Adapter:
         source: path, for messages.
         factors: LoRA factors by the Hugging Face name of the linear layer.
         rows: trained rows by the Hugging Face name of embedding and head.
-        settings: position scheme and mask of the training.
+        settings: position scheme, mask and form of titles of the training.
     """
 
     source: str

@@ -236,7 +236,8 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
     if (positions := metadata.get("aspd.positions")) is not None:  # written by `gguf_writer`
-        config["aspd"] = {"positions": positions, "siblings": metadata["aspd.siblings"]}
+        titles = metadata.get("aspd.titles") or "names"
+        config["aspd"] = {"positions": positions, "siblings": metadata["aspd.siblings"], "titles": titles}
     types = metadata.get("tokenizer.ggml.token_type") or []
     if unused := [[number, number + 1] for number, kind in enumerate(types) if kind == TokenType.UNUSED]:
         config.setdefault("aspd", {})["unused_tokens"] = unused

@@ -17,7 +17,7 @@ NUMBERS = Kind("a list of numbers", lambda v: isinstance(v, list) and all(isinst
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(("split.no", "split.count", "split.tensors.count"), SIZE),
     **dict.fromkeys(("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"), TEXT),
-    **dict.fromkeys(("tokenizer.chat_template", "aspd.positions", "aspd.siblings"), TEXT),
+    **dict.fromkeys(("tokenizer.chat_template", "aspd.positions", "aspd.siblings", "aspd.titles"), TEXT),
     **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), TEXTS),
     **dict.fromkeys(("tokenizer.ggml.token_type", "tokenizer.ggml.scores"), NUMBERS),
     **dict.fromkeys(("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"), FLAG),

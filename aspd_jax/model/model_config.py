@@ -7,7 +7,7 @@ from math import log
 from typing import Any, Literal
 
 from aspd_jax.errors import CheckpointError, ConfigError
-from aspd_jax.layout import PositionScheme, Siblings, check_choice
+from aspd_jax.layout import PositionScheme, Siblings, Titles, check_choice
 from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS
 
 Weights = Literal["float", "int8"]
@@ -19,7 +19,7 @@ FAMILIES = {
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-OWN_FIELDS = ("positions", "siblings", "unused_tokens")  # fields of the object `aspd` in config.json
+OWN_FIELDS = ("positions", "siblings", "titles", "unused_tokens")  # fields of the object `aspd` in config.json
 VOCABULARY_MULTIPLE = 1024  # divisible by a tensor axis of 8 devices with 128 lanes each
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
@@ -79,6 +79,7 @@ class ModelConfig:
         window: sliding window in positions, or None.
         windowed_layers: one flag per layer, true if the layer uses the window.
         positions, siblings: position scheme and mask in training and decoding (protocol, sections 3 and 4).
+        titles: form of the titles (protocol, section 2).
         dtype: dtype of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
         weights: `float`, or `int8` for the kernels of all layers, with a float32 scale per output.
         attention: back end of full passes (`model.attention.FULL_PASS_BACK_ENDS`).
@@ -118,6 +119,7 @@ class ModelConfig:
     windowed_layers: tuple[bool, ...] = ()
     positions: PositionScheme = "sequential"
     siblings: Siblings = "invisible"
+    titles: Titles = "names"
     dtype: str = "float32"
     weights: Weights = "float"
     attention: str = "reference"
@@ -132,6 +134,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_choice("positions", self.positions, PositionScheme)
         check_choice("siblings", self.siblings, Siblings)
+        check_choice("titles", self.titles, Titles)
         check_choice("weights", self.weights, Weights)
         check_choice("attention", self.attention, FULL_PASS_BACK_ENDS)
         check_choice("decode_attention", self.decode_attention, DECODE_BACK_ENDS)

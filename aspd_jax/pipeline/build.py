@@ -16,14 +16,15 @@ from tqdm import tqdm
 from aspd_jax.endpoint import Unanswered, outside_event_loop
 from aspd_jax.errors import DataError, StructureError
 from aspd_jax.pipeline.annotate import annotate, independence
-from aspd_jax.pipeline.checks import find_dependence
+from aspd_jax.pipeline.checks import find_defect, find_dependence
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.data_report import Account, Report
 from aspd_jax.pipeline.extract import propose
+from aspd_jax.pipeline.leads import with_leads
 from aspd_jax.pipeline.likelihood import encode, nll_increases
 from aspd_jax.pipeline.measures import saved
 from aspd_jax.pipeline.sets import write
-from aspd_jax.pipeline.spans import BlockSpan, blocks_to_json, planned_block, structure_of
+from aspd_jax.pipeline.spans import BlockSpan, blocks_to_json, structure_of
 from aspd_jax.pipeline.teacher import Teacher
 from aspd_jax.pipeline.work import WHOLE, Answer, Candidate, Shard, Work
 from aspd_jax.sizes import next_power
@@ -124,16 +125,15 @@ class _Run:
             rejected += [{"stage": "annotate", "source": "teacher", "reason": reason} for reason in reasons]
             candidates += [Candidate(f"teacher {n}", blocks) for n, blocks in enumerate(annotated, 1)]
         kept: list[dict[str, Any]] = []
-        plan = self.config.titles == "plan"
         for candidate in candidates:
             try:
-                structure = structure_of(answer.text, candidate.blocks)
+                blocks = [with_leads(answer.text, block) for block in candidate.blocks]
+                structure = structure_of(answer.text, blocks)
                 if plain_text(structure) != answer.text:
                     raise StructureError("its plain text is not the answer")
             except StructureError as error:
                 rejected.append({"stage": "integrity", "source": candidate.source, "reason": str(error)})
                 continue
-            blocks = [planned_block(block) for block in candidate.blocks] if plan else candidate.blocks
             kept.append(candidate._asdict() | {"blocks": blocks_to_json(blocks)})
         return {"candidates": kept, "rejected": rejected}
 
@@ -224,6 +224,8 @@ class _Run:
             return {"stage": "select", "reason": f"it saves {gain} passes, select.min_saved is {select.min_saved}"}
         if self.config.check_references and (why := find_dependence(answer.question, answer.text, block)):
             return {"stage": "check", "reason": why}
+        if self.config.check_defects and (why := find_defect(answer.text, block)):
+            return {"stage": "defect", "reason": why}
         if isinstance(scores, str):
             return {"stage": "likelihood", "reason": scores}
         for branch, (mean, peak) in zip(block.branches, scores or [], strict=False):

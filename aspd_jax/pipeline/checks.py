@@ -1,4 +1,4 @@
-"""Rules that refuse a block by its words: references to siblings, and counters or results shared between branches.
+"""Rules that refuse a block: references to siblings, shared counters or results, and defects of the list itself.
 
 Every check yields reasons that name the branch and the words. The checks need no model, and detect only explicit
 dependence.
@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from aspd_jax.pipeline.extract import CONCLUSIONS
-from aspd_jax.pipeline.markers import NUMBERS
+from aspd_jax.pipeline.markers import NUMBERS, SPACELESS, marker_of
 from aspd_jax.pipeline.spans import BlockSpan
-from aspd_jax.pipeline.titles import unplanned
 
 _PLACES = "first|second|third|fourth|fifth|sixth|last|former|latter|previous|preceding|next|other|above|same"
 _THINGS = (
@@ -54,6 +53,18 @@ _OPERAND = re.compile(r"(?<![\w.,])(\d+)(?=\s*[-+*/×÷x]\s*\$?\d)|[-+*/×÷x]\s
 _SYMBOL = re.compile(r"(?<![\w\\])([A-Za-z](?:_\w+|\d)?)\s*=(?!=)")
 _INNER_COUNTER = re.compile(r"(?m)^[ \t]*(\d{1,3})[.)][ \t]")
 REPEATED = 6  # length of a repeated run in words
+GRAM = 5  # length in words of sequences that siblings may share
+MAX_SHARED = 0.1  # maximum share of such sequences of a branch that occur in a sibling
+MAX_ALIKE = 0.6  # maximum share of words that two titles have in common
+# Parts of a course of events: each follows from the one before, whatever its words say.
+_COURSES = {
+    *("day", "week", "month", "year", "hour", "step", "phase", "stage", "scene", "act", "chapter", "verse", "stanza"),
+    *("paragraph", "slide", "episode", "session", "round", "lesson"),
+}
+_TIME = re.compile(
+    r"[*_\s]*\d{1,2}(?:[:.]\d\d)?\s*(?:-\s*\d{1,2}(?:[:.]\d\d)?\s*)?(?:[ap]\.?m\b|o'clock|h\b)", re.IGNORECASE
+)
+_WORDS = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+")
 COUNTS = {*NUMBERS[1:], *map(str, range(2, 21))}
 
 
@@ -65,8 +76,8 @@ def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
         answer: text of the answer.
         block: block to check.
     """
-    texts = [answer[branch.start : branch.end] for branch in block.branches]
-    titles = unplanned([branch.title for branch in block.branches])
+    texts = [answer[branch.start : branch.end].strip() for branch in block.branches]
+    titles = [branch.title for branch in block.branches]
     before = f"{question}\n{answer[: block.start]}"
     for found in (
         _says_nothing(titles),
@@ -180,6 +191,78 @@ def _shared_symbols(before: str, texts: Sequence[str]) -> Iterator[str]:
                 yield f"shared symbol: branch {number} uses {symbol}, which branch {by} defines"
         for symbol in own:
             defined.setdefault(symbol, number)
+
+
+def find_defect(answer: str, block: BlockSpan) -> str | None:
+    """Return the first reason why a block should not be taught although its branches may be independent, or None.
+
+    A model repeats such defects in every list, because its branches do not see each other.
+
+    Args:
+        answer: text of the answer.
+        block: block whose branches begin with the white space before them.
+    """
+    texts = [answer[branch.start : branch.end] for branch in block.branches]
+    titles = [branch.title for branch in block.branches]
+    for found in (_gaps(answer, block), _course(titles, texts), _alike(titles), _shared_words(texts)):
+        for reason in found:
+            return reason
+    return None
+
+
+def _gaps(answer: str, block: BlockSpan) -> Iterator[str]:
+    """Yield unequal white space between branches, and text that Markdown reads as part of the last one."""
+    starts = [branch.start for branch in block.branches[1:]]  # before the first part is text of another kind
+    gaps = {re.sub(r"[ \t]+\n", "\n", answer[start : start + _blank(answer, start)]) for start in starts}
+    if len(gaps) > 1:
+        yield f"unequal gaps: its parts begin with {' and '.join(map(repr, sorted(gaps)))}"
+    behind = answer[block.end :]
+    gap = behind[: _blank(answer, block.end)]
+    if behind.strip() and gap.count("\n") == 1 and marker_of(behind.strip()) is None:
+        yield f"single break: the text behind it, {_start(behind)!r}, belongs to its last part in Markdown"
+
+
+def _blank(answer: str, start: int) -> int:
+    return len(answer[start:]) - len(answer[start:].lstrip())
+
+
+def _course(titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
+    for title, text in zip(titles, texts, strict=True):
+        marker = marker_of(text.strip())
+        words = {(marker.family if marker else "").rpartition(" ")[2], *title.casefold().split()[:1]}
+        if words & _COURSES:
+            yield f"course of events: a part begins as {_start(text)!r}"
+        if _TIME.match(title):
+            yield f"course of events: a part is called {title!r}"
+
+
+def _alike(titles: Sequence[str]) -> Iterator[str]:
+    words = [{word.casefold().removesuffix("s") for word in _WORDS.findall(title)} for title in titles]
+    for number, own in enumerate(words):
+        for other in range(number):
+            if len(own & words[other]) > MAX_ALIKE * len(own | words[other]):
+                yield f"similar titles: {titles[other]!r} and {titles[number]!r}"
+
+
+def _shared_words(texts: Sequence[str]) -> Iterator[str]:
+    for number, share in enumerate(shared_words(texts), 1):
+        if share is not None and share > MAX_SHARED:
+            yield f"repeats a sibling: {share:.0%} of the five-word sequences of branch {number}"
+
+
+def shared_words(texts: Sequence[str]) -> list[float | None]:
+    """Return the share of five-word sequences of each branch that occur in a sibling; None: it has none."""
+    grams = [_grams(text) for text in texts]
+    shares: list[float | None] = []
+    for number, own in enumerate(grams):
+        others = {gram for other, some in enumerate(grams) if other != number for gram in some}
+        shares.append(sum(gram in others for gram in own) / len(own) if own else None)
+    return shares
+
+
+def _grams(text: str) -> list[tuple[str, ...]]:
+    words = re.findall(r"\w+", text.casefold())
+    return [tuple(words[place : place + GRAM]) for place in range(len(words) - GRAM + 1)]
 
 
 def asked_for(question: str) -> int | None:

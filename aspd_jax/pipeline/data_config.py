@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from aspd_jax.configuration import at_least
 from aspd_jax.endpoint import EndpointSection, Schema
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
-
-Titles = Literal["plan", "plain"]
 
 
 @dataclass(frozen=True)
@@ -100,14 +98,14 @@ class DataConfig:
         rules: whether the form of an answer proposes blocks, without a model.
         check_references: whether branches are refused that refer to a sibling, continue a count, or use a sibling's
             result.
-        titles: `plan`: titles with their number and the number of branches (`aspd_jax.pipeline.titles.planned`);
-            `plain`: titles only.
+        check_defects: whether blocks are refused that have unequal gaps, similar titles or repeated sentences, or tell
+            a course of events (`aspd_jax.pipeline.checks.find_defect`).
         teacher, likelihood, select: sections.
     """
 
     rules: bool = True
     check_references: bool = True
-    titles: Titles = "plan"
+    check_defects: bool = True
     teacher: TeacherSection = field(default_factory=TeacherSection)
     likelihood: LikelihoodSection = field(default_factory=LikelihoodSection)
     select: SelectSection = field(default_factory=SelectSection)
@@ -118,6 +116,5 @@ class DataConfig:
         return self.select.tokenizer or self.likelihood.model
 
     def __post_init__(self) -> None:
-        check_choice("titles", self.titles, Titles)
         if not self.rules and not (self.teacher.base_url and self.teacher.candidates):
             raise ConfigError("nothing proposes blocks: set rules, or teacher.base_url and teacher.candidates")

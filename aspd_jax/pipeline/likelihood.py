@@ -19,7 +19,6 @@ from aspd_jax.layout import Layout
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import head_of, lm_head
 from aspd_jax.pipeline.spans import BlockSpan
-from aspd_jax.pipeline.titles import unplanned
 
 PEAK_TOKENS = 8  # length of the window of `Rise.peak`
 CHUNK = 128  # tokens whose logits are in memory at a time
@@ -44,8 +43,8 @@ class Row(NamedTuple):
         tokens: token ids.
         hidden: layout with branches that are invisible to each other.
         plain: layout of plain text.
-        branch: 1, 2, … for the tokens scored for a branch, over all blocks; 0: not scored. Marker and title of a branch
-            are not scored, because the title is known before the block.
+        branch: 1, 2, … for the tokens scored for a branch, over all blocks; 0: not scored. Leads are not scored,
+            because they are known before the block.
     """
 
     tokens: np.ndarray
@@ -79,13 +78,10 @@ def encode(lm: LanguageModel, question: str, answer: str, blocks: Sequence[Block
     for index, block in enumerate(blocks, 1):
         put(encode_text(answer[place : block.start]), len(tokens), 0, 0, 0)
         begin = len(tokens)
-        titles = unplanned([branch.title for branch in block.branches])
-        for branch_index, (branch, title) in enumerate(zip(block.branches, titles, strict=True), 1):
+        for branch_index, branch in enumerate(block.branches, 1):
             number += 1
             text = answer[branch.start : branch.end]
-            lead = text.find(title)
-            cut = lead + len(title) if 0 <= lead <= 20 else 0
-            head, body = encode_text(text[:cut]) if cut else [], encode_text(text[cut:])
+            head, body = encode_text(text[: branch.lead]), encode_text(text[branch.lead :])
             put(head, begin, index, branch_index, 0 if body else number)
             put(body, begin + len(head), index, branch_index, number)
         place = block.end

@@ -26,7 +26,7 @@ class Measures(NamedTuple):
     Attributes:
         tokens: content tokens of the answer.
         branch_tokens: tokens of all branches.
-        title_tokens: tokens of the titles.
+        title_tokens: tokens of the titles, which are part of `branch_tokens` if they are leads.
         critical_path: number of sequential steps plus one; `tokens + 1` for a serial answer.
         blocks, branches: numbers of blocks and branches.
     """
@@ -64,10 +64,10 @@ def measure(answer: str, blocks: Sequence[BlockSpan], count: Count) -> Measures:
     serial, critical, in_branches, in_titles, place = 0, 1, 0, 0, 0
     for block in blocks:
         serial += count(answer[place : block.start])
-        lengths, titles = _lengths(answer, block, count)
-        in_branches += sum(lengths)
-        in_titles += sum(titles)
-        critical += passes_of(lengths, titles)
+        cost = _cost(answer, block, count)
+        in_branches += cost.tokens
+        in_titles += cost.titles
+        critical += cost.passes
         place = block.end
     serial += count(answer[place:])
     return Measures(
@@ -80,23 +80,34 @@ def measure(answer: str, blocks: Sequence[BlockSpan], count: Count) -> Measures:
     )
 
 
-def passes_of(lengths: Sequence[int], titles: Sequence[int]) -> int:
-    """Return the critical path of a block: titles, `<|para|>`, and the longest branch with its closing tag."""
-    return sum(titles) + TAGS * len(titles) + 1 + max(lengths) + 1
-
-
 def saved(answer: str, block: BlockSpan, count: Count) -> int:
     """Return the steps that a block saves; negative if its titles cost more than parallel decoding saves."""
-    lengths, titles = _lengths(answer, block, count)
-    return sum(lengths) - passes_of(lengths, titles)
+    cost = _cost(answer, block, count)
+    return cost.tokens - cost.passes
 
 
-def _lengths(answer: str, block: BlockSpan, count: Count) -> tuple[list[int], list[int]]:
-    """Return the tokens of every branch, and of every title."""
-    return (
-        [count(answer[branch.start : branch.end]) for branch in block.branches],
-        [count(branch.title) for branch in block.branches],
-    )
+class _Cost(NamedTuple):
+    """Cost of a block: tokens of its text, tokens of its titles, and steps that have to follow one another."""
+
+    tokens: int
+    titles: int
+    passes: int
+
+
+def _cost(answer: str, block: BlockSpan, count: Count) -> _Cost:
+    """Return the cost of a block.
+
+    With names, the steps are all titles with their tags, `<|para|>`, and the longest branch with its closing tag. Leads
+    have a tag each, and are part of the text; their number, with its tags, comes before them.
+    """
+    texts = [answer[branch.start : branch.end] for branch in block.branches]
+    if not all(branch.lead for branch in block.branches):
+        lengths, titles = [count(text) for text in texts], sum(count(branch.title) for branch in block.branches)
+        return _Cost(sum(lengths), titles, titles + TAGS * len(lengths) + 1 + max(lengths) + 1)
+    leads = sum(count(text[: branch.lead]) for text, branch in zip(texts, block.branches, strict=True))
+    bodies = [count(text[branch.lead :]) for text, branch in zip(texts, block.branches, strict=True)]
+    number = count(str(len(bodies)))
+    return _Cost(leads + sum(bodies), leads, TAGS + number + leads + len(bodies) + max(bodies) + 1)
 
 
 def best(measures: Sequence[Measures]) -> int | None:

@@ -86,6 +86,16 @@ class _Sets:
             structure = to_json(structure_of(answer.text, blocks))
             structured[place] = {"role": "assistant", "structure": structure}
             details.append({"message": place} | detail)
+        defects = [
+            rejection["reason"]
+            for detail in details
+            for rejection in detail["rejected"]
+            if rejection["stage"] == "defect"
+        ]
+        if not forked and defects:  # neither a block to learn nor an example of text that does not fork
+            report.unfit += 1
+            put("rejected", base | {"stage": "record", "reason": defects[0]})
+            return
         if not forked and crc32(json.dumps(plain).encode()) >= kept * (1 << 32):
             report.spared += 1
             return

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from aspd_jax.errors import StructureError
-from aspd_jax.pipeline.titles import planned
+from aspd_jax.layout import Titles
+from aspd_jax.pipeline.titles import titles_of
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure
 
 
@@ -16,13 +17,15 @@ class BranchSpan:
     """One branch of an answer.
 
     Attributes:
-        title: title of the branch.
+        title: name of the branch, for checks and messages.
         start, end: range of characters, `answer[start:end]`.
+        lead: number of characters of its lead (`aspd_jax.pipeline.leads`); 0: the title is a name.
     """
 
     title: str
     start: int
     end: int
+    lead: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,6 @@ class BlockSpan:
         return self.branches[-1].end
 
 
-def planned_block(block: BlockSpan) -> BlockSpan:
-    """Return the block with titles that contain their number and the number of branches (`planned`)."""
-    titles = planned([branch.title for branch in block.branches])
-    return BlockSpan(tuple(replace(b, title=t) for b, t in zip(block.branches, titles, strict=True)))
-
-
 def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
     """Return the structured answer; its plain text is always the answer.
 
@@ -73,7 +70,8 @@ def structure_of(answer: str, blocks: Sequence[BlockSpan]) -> Structure:
                     f"branch {branch.title!r}: expected one or more characters from {place} on, "
                     f"got {branch.start} to {branch.end} of {len(answer)}"
                 )
-            branches.append(Branch(branch.title, answer[branch.start : branch.end]))
+            title = answer[branch.start : branch.start + branch.lead] or branch.title
+            branches.append(Branch(title, answer[branch.start : branch.end]))
             place = branch.end
         items.append(Parallel(branches))
     if place < len(answer):
@@ -95,8 +93,13 @@ def end_like_siblings(answer: str, edges: Sequence[int]) -> int:
     return last + len(gap) if answer.startswith(gap, last) and last + len(gap) < len(answer) else last
 
 
-def spans_of(items: Sequence[Item]) -> tuple[BlockSpan, ...]:
-    """Return the spans of a structured answer over its plain text."""
+def spans_of(items: Sequence[Item], titles: Titles = "leads") -> tuple[BlockSpan, ...]:
+    """Return the spans of a structured answer over its plain text.
+
+    Args:
+        items: the answer.
+        titles: form of its titles.
+    """
     blocks, place = [], 0
     for item in items:
         if isinstance(item, Serial):
@@ -104,15 +107,18 @@ def spans_of(items: Sequence[Item]) -> tuple[BlockSpan, ...]:
             continue
         branches = []
         for branch in item.branches:
-            branches.append(BranchSpan(branch.title, place, place + len(branch.text)))
+            title, lead = branch.title, 0
+            if titles == "leads":
+                title, lead = titles_of([title])[0] or title.strip(), len(title)
+            branches.append(BranchSpan(title, place, place + len(branch.text), lead))
             place += len(branch.text)
         blocks.append(BlockSpan(tuple(branches)))
     return tuple(blocks)
 
 
 def blocks_to_json(blocks: Sequence[BlockSpan]) -> list[list[list[Any]]]:
-    """Convert to JSON: `[[[title, start, end], …], …]`."""
-    return [[[b.title, b.start, b.end] for b in block.branches] for block in blocks]
+    """Convert to JSON: `[[[title, start, end, lead], …], …]`."""
+    return [[[b.title, b.start, b.end, b.lead] for b in block.branches] for block in blocks]
 
 
 def blocks_from_json(value: Any) -> tuple[BlockSpan, ...]:

@@ -42,23 +42,6 @@ def titles_of(parts: Sequence[str]) -> list[str]:
     return titles
 
 
-def planned(titles: Sequence[str]) -> list[str]:
-    """Return titles with their number and the number of branches, such as `2/5 Set clear goals`.
-
-    With such titles, a model decides once, at the first title, how many branches follow. Without them, it decides after
-    each title, where continuing is nearly always more likely; and no branch knows its number.
-    """
-    return [f"{number}/{len(titles)} {title}" for number, title in enumerate(titles, 1)]
-
-
-def unplanned(titles: Sequence[str]) -> list[str]:
-    """Return titles without the prefix of `planned`; other titles are unchanged."""
-    starts = [f"{number}/{len(titles)} " for number in range(1, len(titles) + 1)]
-    if not all(title.startswith(start) for title, start in zip(titles, starts, strict=True)):
-        return list(titles)
-    return [title.removeprefix(start) for title, start in zip(titles, starts, strict=True)]
-
-
 def _body(part: str) -> str:
     """Return a part without its marker; a marker that is alone on its line is kept if it is a word."""
     text = part.strip()

@@ -20,7 +20,7 @@ from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
 from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json
 from aspd_jax.store import Store
 
-VERSION = 4  # version of the stages; a change reruns all of them
+VERSION = 5  # version of the stages; a change reruns all of them
 
 
 class Shard(NamedTuple):
@@ -137,7 +137,6 @@ class Work:
             "propose": [
                 VERSION,
                 config.rules,
-                config.titles,
                 config.tokenizer,
                 s.min_tokens,
                 *asked,
@@ -145,7 +144,13 @@ class Work:
                 dict(prompts),
             ],
             "score": [config.likelihood.model, config.likelihood.length],
-            "judge": [config.check_references, asdict(config.likelihood), asdict(s), config.teacher.votes],
+            "judge": [
+                config.check_references,
+                config.check_defects,
+                asdict(config.likelihood),
+                asdict(s),
+                config.teacher.votes,
+            ],
         }
         # The hash of a stage includes the settings of all stages before it.
         whole = hashlib.sha256()

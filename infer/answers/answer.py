@@ -17,6 +17,7 @@ from infer.answers.stop import first_match
 from infer.decode.packed import Packed
 from infer.decode.slots import OutputSnapshot, snapshot
 from infer.decode.state import (
+    COUNT,
     FORK,
     HELD,
     LENGTH,
@@ -239,9 +240,9 @@ def _items(
     if finish == STOP and ids.size and int(ids[-1]) in config.end:
         whole, end = ids[:-1], ids[-1:]
     if reader is not None:
-        items = reader.items(whole, branch[: whole.size], len(config.separator), finish == RUNNING)
+        items = reader.items(whole, branch[: whole.size], config.form, finish == RUNNING)
         return ids, items
-    if not end.size and phase in (TITLE, TITLED):
+    if not end.size and phase in (COUNT, TITLE, TITLED):
         closed = np.flatnonzero(ids == special.parallel_end)
         after = int(closed[-1]) if closed.size else 0
         whole = ids[: after + int(np.argmax(ids[after:] == special.title_start))]
@@ -251,16 +252,15 @@ def _items(
         whole = np.append(np.insert(ids, unclosed + 1, special.branch_end), special.parallel_end)
     if finish != RUNNING:
         ids = np.concatenate([whole, end])
-    return ids, split(whole, special)
+    return ids, split(whole, special, config.form)
 
 
-def shortened(items: Sequence[ItemIds], head: int, limit: int, cut_branch: int = 0) -> tuple[ItemIds, ...]:
+def shortened(items: Sequence[ItemIds], limit: int, cut_branch: int = 0) -> tuple[ItemIds, ...]:
     """Return the items up to a number of tokens of plain text in reading order; what follows them is left out.
 
-    Later branches of the block in which they end stay, without text.
+    Later branches of the block in which they end stay, without text; heads stay whole.
 
     Args:
-        head: tokens of the separator.
         limit: tokens of plain text.
         cut_branch: number, from 1, of a branch of the last block whose text is the last; 0: none.
     """
@@ -270,19 +270,15 @@ def shortened(items: Sequence[ItemIds], head: int, limit: int, cut_branch: int =
         if limit <= 0:
             break
         if isinstance(item, SerialIds):
-            size = len(item.ids)
-            kept.append(item if size <= limit else SerialIds(item.ids[:limit]))
-            limit -= size
+            kept.append(item.first(limit))
+            limit -= item.size
             continue
-        branches, drops = [], []
-        for number, (title, branch, text) in enumerate(
-            zip(item.titles, item.branches, item.texts(head), strict=True), 1
-        ):
-            size = min(len(text.ids), max(0, limit))
-            branches.append(branch[: len(title) + head + size])
-            drops.append(text.drop if size == len(text.ids) else 0)
-            limit = 0 if place == last and number == cut_branch else limit - len(text.ids)
-        kept.append(BlockIds(item.titles, tuple(branches), tuple(drops) if any(drops) else ()))
+        branches, texts = [], []
+        for number, (branch, text) in enumerate(zip(item.branches, item.texts, strict=True), 1):
+            texts.append(text.first(max(0, limit)))
+            branches.append(branch[: len(branch) - len(text.ids) + len(texts[-1].ids)])
+            limit = 0 if place == last and number == cut_branch else limit - text.size
+        kept.append(item._replace(branches=tuple(branches), texts=tuple(texts)))
     return tuple(kept)
 
 
@@ -290,59 +286,61 @@ def _within(
     output: RequestOutput, config: EngineConfig, limit: int | None, cut_branch: int, tags_are_tokens: bool
 ) -> RequestOutput:
     """Return an output without the tokens that exceed the budgets of plain text and of all tokens."""
-    items, head = output.items, len(config.separator)
-    content = count_content(items, head)
+    items = output.items
+    content = count_content(items)
     if not cut_branch and (limit is None or limit > content):
         return output
-    kept = shortened(items, head, content + 1 if limit is None else limit, cut_branch)
-    if count_content(kept, head) == content and len(kept) == len(items):
+    kept = shortened(items, content + 1 if limit is None else limit, cut_branch)
+    if count_content(kept) == content and len(kept) == len(items):
         return output
     ids = join(kept, config.special) if tags_are_tokens else output.token_ids
     return replace(output, items=kept, token_ids=ids)
 
 
-def count_content(items: Sequence[ItemIds], head: int) -> int:
+def count_content(items: Sequence[ItemIds]) -> int:
     """Return the tokens of the plain text of items."""
-    return sum(len(segment.ids) for segment in segments(items, head))
+    return sum(segment.size for segment in segments(items))
 
 
-def segments(items: Sequence[ItemIds], head: int) -> Iterator[SerialIds]:
-    """Yield serial texts and texts of branches in reading order; `head`: tokens of the separator."""
+def segments(items: Sequence[ItemIds]) -> Iterator[SerialIds]:
+    """Yield serial texts and texts of branches in reading order."""
     for item in items:
         if isinstance(item, SerialIds):
             yield item
         else:
-            yield from item.texts(head)
+            yield from item.texts
 
 
-def _structure(items: Sequence[ItemIds], head: int, codec: Codec) -> Structure:
+def _structure(items: Sequence[ItemIds], codec: Codec) -> Structure:
     decode = codec.text.decode
     structure: list[Item] = []
     for item in items:
         if isinstance(item, SerialIds):
             structure.append(Serial(codec.text.text_of(item)))
         else:
-            branches = zip(item.titles, item.texts(head), strict=True)
+            branches = zip(item.titles, item.texts, strict=True)
             structure.append(
                 Parallel(Branch(decode(t) or codec.text.spell(t), codec.text.text_of(text)) for t, text in branches)
             )
     return tuple(structure)
 
 
-def _tokens_until(items: Sequence[ItemIds], head: int, codec: Codec, end: int) -> int:
+def _tokens_until(items: Sequence[ItemIds], codec: Codec, end: int) -> int:
     """Return the tokens of the plain text up to the one that completes its first `end` characters."""
     count = 0
-    for segment in segments(items, head):
+    for segment in segments(items):
         size = len(codec.text.text_of(segment))
         if size < end:
-            count, end = count + len(segment.ids), end - size
+            count, end = count + segment.size, end - size
             continue
-        stream = codec.text.stream()
-        for place in range(1, len(segment.ids)):
-            stream.extend(segment.ids[:place])
-            if len(stream.text) >= end:
-                return count + place
-        return count + len(segment.ids)
+        for part in (segment.lead, segment.ids):
+            stream = codec.text.stream()
+            for place in range(1, len(part) + 1):
+                stream.extend(part[:place])
+                if len(stream.text) >= end:
+                    return count + place
+            count, end = count + len(part), end - len(stream.text)
+        return count
     return count
 
 
@@ -355,15 +353,15 @@ def make_result(
     seconds: dict[str, float],
 ) -> Result:
     """Return an answer as the user gets it; without a tokenizer, texts are empty."""
-    head, items, token_ids = len(config.separator), output.items, output.token_ids
+    items, token_ids = output.items, output.token_ids
     filled = output.filled
-    plain = () if codec is None else _structure(items, head, codec)
+    plain = () if codec is None else _structure(items, codec)
     structure = plain if filled is None else filled.structure
     reason = {RUNNING: None, STOP: "length" if output.cut else "stop", LENGTH: "length"}[output.finish]
     match = first_match(plain_text(structure), request.params.stop)
     if match is not None:
         assert codec is not None
-        items = shortened(items, head, _tokens_until(items, head, codec, match.end))
+        items = shortened(items, _tokens_until(items, codec, match.end))
         structure = beginning(structure, match.start)
         token_ids = token_ids if config.text_tags or filled else join(items, config.special)
         reason = "stop"
@@ -372,7 +370,7 @@ def make_result(
         widths, content = filled.widths, len(token_ids)
     else:
         widths = tuple(len(item.branches) for item in items if isinstance(item, BlockIds))
-        content = count_content(items, head)
+        content = count_content(items)
     stats = Statistics(
         prompt_tokens=len(request.prompt),
         reused_tokens=reused,
@@ -394,21 +392,20 @@ def make_result(
 def content_segments(config: EngineConfig, ids: list[int]) -> list[range]:
     """Return the places of the plain text in a linearisation, a range for each segment.
 
-    Tags, titles, heads and end of text are none of it.
+    Tags, titles, heads and end of text are none of it, except the leads in heads.
     """
-    special, head = config.special, len(config.separator)
     whole = ids[:-1] if ids and ids[-1] in config.end else ids
     places: list[range] = []
     at = 0
-    for item in split(whole, special):
+    for item in split(whole, config.special, config.form):
         if isinstance(item, SerialIds):
             places.append(range(at, at + len(item.ids)))
             at += len(item.ids)
             continue
-        at += 1 + sum(2 + len(title) for title in item.titles)
-        for branch, text in zip(item.branches, item.texts(head), strict=True):
+        at += 1 + sum(2 + len(title) for title in item.titles) + (2 + len(item.number) if item.number.size else 0)
+        for branch, text in zip(item.branches, item.texts, strict=True):
             at += 1 + len(branch)
-            places.append(range(at - len(text.ids), at))
+            places.append(range(at - text.size, at))
             at += 1
         at += 1
     return places

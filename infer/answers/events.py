@@ -87,12 +87,11 @@ class EventReader:
 
     Args:
         codec: codec of the model's tokenizer; None: texts are empty.
-        head: number of tokens of the separator.
         stop: strings that end the answer.
     """
 
-    def __init__(self, codec: Codec | None, head: int, stop: Sequence[str]) -> None:
-        self._codec, self._head, self._stop = codec, head, stop
+    def __init__(self, codec: Codec | None, stop: Sequence[str]) -> None:
+        self._codec, self._stop = codec, stop
         self._filter = StopFilter(stop)
         self._tokens: dict[tuple[int, int], int] = {}  # (item, branch) -> tokens in events
         self._text: dict[tuple[int, int], int] = {}  # characters in events
@@ -130,7 +129,7 @@ class EventReader:
                 self._forked.add(number)
                 events.append(Event("fork", block, titles=tuple(self._title(title) for title in item.titles)))
             growing = output.open_branches if last else ()
-            for branch, text in enumerate(item.texts(self._head), 1):
+            for branch, text in enumerate(item.texts, 1):
                 key = (number, branch)
                 if key not in self._ended:
                     events += self._segment(key, block, text, growing=branch in growing)
@@ -155,18 +154,18 @@ class EventReader:
         if not isinstance(last, BlockIds) or not output.open_branches or self._codec is None:
             return []
         number, first = len(output.items) - 1, min(output.open_branches)
-        for branch, text in enumerate(last.texts(self._head), 1):
+        for branch, text in enumerate(last.texts, 1):
             if branch > first and first_match(self._growing((number, branch), text), self._stop):
                 return [other for other in sorted(output.open_branches) if other >= branch]
         return []
 
     def _segment(self, key: tuple[int, int], block: int, segment: SerialIds, growing: bool) -> list[Event]:
-        before, shown, ids = self._tokens.get(key, 0), self._text.get(key, 0), segment.ids
+        before, shown = self._tokens.get(key, 0), self._text.get(key, 0)
         text = self._growing(key, segment) if growing else self._final(segment)
-        if len(ids) <= before and len(text) <= shown:
+        if segment.size <= before and len(text) <= shown:
             return []
-        self._tokens[key], self._text[key] = max(before, len(ids)), max(shown, len(text))
-        new = tuple(int(token) for token in ids[before:])
+        self._tokens[key], self._text[key] = max(before, segment.size), max(shown, len(text))
+        new = tuple([*segment.lead.tolist(), *segment.ids.tolist()][before:])
         return [Event("token", block, key[1], text=text[shown:], token_ids=new)]
 
     def _growing(self, key: tuple[int, int], segment: SerialIds) -> str:
@@ -178,7 +177,8 @@ class EventReader:
         if key not in self._streams:
             self._streams[key] = self._codec.text.stream()
         self._streams[key].extend(segment.ids)
-        return self._streams[key].text
+        lead = self._codec.text.decode(segment.lead) if segment.lead.size else ""
+        return lead + self._streams[key].text
 
     def _final(self, segment: SerialIds) -> str:
         return "" if self._codec is None else self._codec.text.text_of(segment)

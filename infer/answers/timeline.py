@@ -38,16 +38,19 @@ def timeline(config: EngineConfig, result: Result) -> list[Span]:
     spans: list[Span] = []
     titles = [branch.title for item in result.structure for branch in getattr(item, "branches", ())]
     at = branches = 0
-    items = split(ids[:-1] if ended else ids, config.special)
+    items = split(ids[:-1] if ended else ids, config.special, config.form)
     for item in items:
         if isinstance(item, SerialIds):
             spans.append(Span("serial", 0, at, at + len(item.ids), ""))
             at += len(item.ids)
             continue
-        size = 1 + sum(2 + len(title) for title in item.titles)
+        if item.number.size:  # tags between leads are known, and take no step
+            size = 2 + len(item.number) + sum(1 + len(title) for title in item.titles)
+        else:
+            size = 1 + sum(2 + len(title) for title in item.titles)
         spans.append(Span("titles", 0, at, at + size, ""))
         at += size
-        lengths = [1 + len(text.ids) for text in item.texts(len(config.separator))]
+        lengths = [1 + len(text.ids) for text in item.texts]
         for lane, length in enumerate(lengths, 1):
             label = titles[branches] if branches < len(titles) else ""
             spans.append(Span("branch", lane, at, at + length, label))

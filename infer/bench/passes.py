@@ -26,6 +26,7 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.model.cpu import einsum
 from aspd_jax.model.vocabulary import head_of
 from aspd_jax.model.weights import input_axes
+from aspd_jax.tokens import NAMES
 from infer.decode.decode_step import StopConditions, run
 from infer.decode.slots import fill_for_timing
 from infer.decode.state import EngineConfig
@@ -138,7 +139,7 @@ class _Passes:
         self._config = EngineConfig(
             model=lm.model,
             special=lm.special_tokens or NO_TOKENS,
-            separator=(),
+            form=NAMES,
             end=(),
             forbidden=(),
             max_branches=limit,

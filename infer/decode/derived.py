@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int32
 
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, EngineConfig, SequenceState
 from infer.decode.tag_automaton import TagAutomaton
-from infer.decode.title_rules import Room, barred_token, budget_room, completes_plan, fed_cost, repeats_title
+from infer.decode.title_rules import Room, barred_token, budget_room, completes_plan, repeats_title
 
 
 class BranchBudget(NamedTuple):
@@ -43,7 +43,6 @@ class Derived(NamedTuple):
         budget: permissions of the branches.
         merge_position: position of the first token behind the current block (protocol, section 4).
         room: what the budget of all tokens has room for in serial text and titles.
-        fork_cost: tokens that the engine feeds by itself if the block forks now.
         title_length: tokens of the title under way.
         repeats_title: whether the title under way equals an earlier one of its block.
         completes_plan: whether the last complete title says that it is the last.
@@ -56,7 +55,6 @@ class Derived(NamedTuple):
     budget: BranchBudget
     merge_position: Int32[Array, " B"]
     room: Room
-    fork_cost: Int32[Array, " B"]
     title_length: Int32[Array, " B"]
     repeats_title: Bool[Array, " B"]
     completes_plan: Bool[Array, " B"]
@@ -83,7 +81,6 @@ def derive(s: SequenceState, automaton: TagAutomaton, config: EngineConfig) -> D
         budget=budget,
         merge_position=merge_position(s, config),
         room=budget_room(s, length, complete_length, config),
-        fork_cost=fed_cost(s.titles.complete, complete_length, config),
         title_length=length,
         repeats_title=repeats_title(s.titles, automaton),
         completes_plan=completes_plan(s.titles, automaton),
@@ -116,7 +113,8 @@ def branch_budget(s: SequenceState, config: EngineConfig) -> BranchBudget:
     behind = jnp.any(still & (others < taken), axis=2)
 
     closed = exists & ~live & (sampled > 0)
-    text = jnp.where(exists, sampled - closed, 0)
+    lead = s.titles.length if config.form.leads else 0
+    text = jnp.where(exists, lead + sampled - closed, 0)
     readable = jnp.cumsum(text, axis=1) < s.budget.block_content[:, None]
     return BranchBudget(affordable, readable, affordable | ~behind)
 

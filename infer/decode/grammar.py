@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int32
 
 from infer.decode.derived import Derived
 from infer.decode.inputs import Lanes
-from infer.decode.state import MERGE, PROMPT, SERIAL, TITLE, TITLED, DecodeState, EngineConfig
+from infer.decode.state import COUNT, MERGE, PROMPT, SERIAL, TITLE, TITLED, DecodeState, EngineConfig
 from infer.decode.tag_automaton import (
     BRANCH_END,
     CLASSES,
@@ -47,8 +47,13 @@ def legal_tokens(state: DecodeState, derived: Derived, config: EngineConfig, lan
     tag = (classes >= TITLE_START) & (classes <= BRANCH_END)
     bits = jnp.sum(rule * (1 << classes) + (rule & tag) * (1 << (PROGRESS + classes)), axis=1).astype(jnp.uint16)
     legal = (state.automaton.bits[lane_node(state, lanes)] & bits[:, None]) > 0
-    in_title = (lanes.branch == 0) & (state.sequence.cursor.phase == TITLE)[lanes.row]
-    legal &= ~(in_title[:, None] & state.automaton.line_break)
+    if config.form.leads:
+        counts = (lanes.branch == 0) & (state.sequence.cursor.phase == COUNT)[lanes.row]
+        tag = jnp.arange(legal.shape[1]) == config.special.title_end
+        legal &= ~counts[:, None] | tag | _number_tokens(state, config)[lanes.row]
+    else:
+        in_title = (lanes.branch == 0) & (state.sequence.cursor.phase == TITLE)[lanes.row]
+        legal &= ~(in_title[:, None] & state.automaton.line_break)
     legal = jax.lax.cond(
         jnp.any(state.request.constrained), lambda: apply_token_mask(legal, state, lanes), lambda: legal
     )
@@ -56,6 +61,21 @@ def legal_tokens(state: DecodeState, derived: Derived, config: EngineConfig, lan
         return legal
     barred = jnp.where(lanes.branch == 0, derived.barred_token[lanes.row], -1)
     return legal & (jnp.arange(legal.shape[1]) != barred[:, None])
+
+
+def extended_number(stated: jax.Array, token: jax.Array, automaton: TagAutomaton) -> jax.Array:
+    """Return a number behind a further token of digits; arrays of one shape."""
+    return stated * 10 ** automaton.digits[token].astype(jnp.int32) + automaton.number[token]
+
+
+def _number_tokens(state: DecodeState, config: EngineConfig) -> jax.Array:
+    """Return the tokens that continue the number of leads, bool [B, V]: to 2 or more, and at most `max_branches`."""
+    stated = state.sequence.titles.stated[:, None]
+    number = extended_number(stated, jnp.arange(state.automaton.digits.size)[None], state.automaton)
+    # A number begins without 0. 1 has to continue.
+    fits = (number <= config.max_branches) & ((number > 1) | ((number == 1) & (config.max_branches >= 10)))
+    first = state.automaton.number >= 10 ** jnp.maximum(state.automaton.digits - 1, 0)
+    return jnp.asarray(state.automaton.digits > 0) & fits & (first | (stated > 0))
 
 
 def apply_token_mask(legal: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
@@ -122,15 +142,15 @@ def _serial_rule(state: DecodeState, derived: Derived, config: EngineConfig) -> 
     cursor, limit, count = state.sequence.cursor, config.max_branches, state.sequence.titles.complete
     rule = jnp.where((cursor.phase == MERGE) | (cursor.phase == PROMPT), SERIAL, cursor.phase)
     length = derived.title_length
-    in_serial, in_title, titled = rule == SERIAL, rule == TITLE, rule == TITLED
+    in_serial, in_title, titled, counts = (rule == kind for kind in (SERIAL, TITLE, TITLED, COUNT))
     may_open = state.request.adaptive & (limit >= 2)
     may_add_title = (count < limit) & ((count < 2) | ~derived.completes_plan)
     never = jnp.zeros_like(in_serial)
     columns = [never] * CLASSES
-    columns[TEXT] = in_serial | (in_title & (length < config.max_title_tokens))
+    columns[TEXT] = in_serial | (in_title & (length < config.max_title_tokens)) | counts
     columns[OTHER] = columns[END] = in_serial
     columns[TITLE_START] = (in_serial & may_open) | (titled & may_add_title)
-    columns[TITLE_END] = in_title & (length > cursor.chain)
+    columns[TITLE_END] = (in_title & (length > cursor.chain)) | (counts & (state.sequence.titles.stated > 1))
     columns[PARALLEL_START] = titled & (count >= 2)
     return jnp.stack(columns, axis=1)
 

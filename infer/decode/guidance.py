@@ -153,7 +153,9 @@ def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
             queued=cleared(segments.queued), node=cleared(segments.node), sampled=cleared(segments.sampled)
         ),
         branches=s.branches._replace(offset=cleared(s.branches.offset), live=live, closing=cleared(s.branches.closing)),
-        titles=s.titles._replace(complete=jnp.where(opens, guidance.branches, s.titles.complete)),
+        titles=s.titles._replace(
+            complete=jnp.where(opens, guidance.branches, s.titles.complete), length=cleared(s.titles.length)
+        ),
         budget=budget._replace(
             block_tokens=jnp.where(opens, budget.tokens, budget.block_tokens),
             block_content=jnp.where(opens, budget.content, budget.block_content),

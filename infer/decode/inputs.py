@@ -16,7 +16,7 @@ from jaxtyping import Int32
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket, TokenBatch
 from infer.decode.derived import Derived, branch_position
-from infer.decode.state import MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, TITLE, DecodeState, EngineConfig
+from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, TITLE, DecodeState, EngineConfig
 
 
 class Pending(NamedTuple):
@@ -103,7 +103,7 @@ def widths(state: DecodeState, derived: Derived) -> Widths:
 def widest(config: EngineConfig) -> int:
     """Return the maximum tokens of a sequence in a step: a fork with the longest titles, or branches with drafts."""
     limit, drafted = config.max_branches, config.max_branches * (1 + config.draft_tokens)
-    return max(1 + limit * config.longest_head, drafted, limit + len(config.tags.parallel_end))
+    return max(2 + limit * config.longest_head, drafted, limit + len(config.tags.parallel_end))
 
 
 def max_lanes(config: EngineConfig, batch: int, bucket: Bucket) -> int:
@@ -208,8 +208,10 @@ def _empty_slots(state: DecodeState, slots: int) -> jax.Array:
 
 def _kinds(phase: jax.Array, pending: Pending, config: EngineConfig) -> jax.Array:
     """Return the kinds of tokens, as `Cache.kind` has them."""
-    kind = jnp.select([(phase == SERIAL) | (phase == PARALLEL), phase == TITLE], [PLAIN_TEXT, TITLE_TEXT], OTHER)
-    return jnp.where(pending.tokens == config.special.title_start, OTHER, kind)
+    title = PLAIN_TEXT if config.form.leads else TITLE_TEXT
+    kind = jnp.select([(phase == SERIAL) | (phase == PARALLEL), phase == TITLE], [PLAIN_TEXT, title], OTHER)
+    tags = (pending.tokens == config.special.title_start) | (pending.tokens == config.special.title_end)
+    return jnp.where(tags, OTHER, kind)
 
 
 def _drafts(derived: Derived, config: EngineConfig, batch: TokenBatch, lanes: Lanes, at: jax.Array) -> Drafts:
@@ -269,7 +271,9 @@ def _positions(
 ) -> jax.Array:
     """Return the positions of pending tokens."""
     s, branch = state.sequence, jnp.maximum(segment - 1, 0)
-    first = jnp.where(s.cursor.phase == MERGE, derived.merge_position, s.cursor.position)
+    # In a fork, the position of the cursor is that of `<|para|>`, which may follow the tag of the last lead.
+    before = jnp.where(s.cursor.phase == FORK, jnp.maximum(s.segments.queued[:, 0] - 1, 0), 0)
+    first = jnp.where(s.cursor.phase == MERGE, derived.merge_position, s.cursor.position - before)
     in_branch = branch_position(s, config, row, branch, s.branches.offset[row, branch] + index)
     return jnp.where(segment > 0, in_branch, first[row] + index)
 

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float32, Int32, UInt32
 
 from aspd_jax.model.cache import Cache, layer_sharding
 from aspd_jax.model.transformer import Transformer
-from aspd_jax.tokens import SpecialTokens
+from aspd_jax.tokens import SpecialTokens, TitleForm
 from aspd_jax.trees import zeros
 from infer.decode.tag_automaton import TagAutomaton
 
@@ -35,6 +35,7 @@ PARALLEL = 4  # one token of every live branch
 MERGE = 5  # the closing tags of all branches, and `<|/para|>`
 PROMPT = 6  # what is left of the prompt; the next sample is the first of the answer
 HELD = 7  # none: the host opens the next block of a template
+COUNT = 8  # `<|title|>` before the number of leads, or a digit of it
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of `Cursor.finish`
 NOTHING = 1 << 30  # `Cursor.hide_from` without a hidden title
@@ -67,7 +68,7 @@ class EngineConfig:
     Attributes:
         model: the decoder.
         special: ids of the special tokens.
-        separator: ids that follow the title at the head of a branch.
+        form: form of the titles.
         end: ids that end an answer.
         forbidden: further ids that may not occur inside titles and branches.
         max_branches: N.
@@ -80,7 +81,7 @@ class EngineConfig:
 
     model: Transformer
     special: SpecialTokens
-    separator: tuple[int, ...]
+    form: TitleForm
     end: tuple[int, ...]
     forbidden: tuple[int, ...]
     max_branches: int
@@ -99,12 +100,12 @@ class EngineConfig:
     @property
     def longest_head(self) -> int:
         """Return the tokens of the longest head of a branch."""
-        return len(self.tags.branch_start) + self.max_title_tokens + len(self.separator)
+        return len(self.tags.branch_start) + self.max_title_tokens + len(self.form.separator)
 
     @property
     def max_queued(self) -> int:
-        """Return Q: the tokens of the longest head, or of the longest tag that the engine feeds."""
-        return max(self.longest_head, len(self.tags.parallel_end))
+        """Return Q: the tokens of the longest head, or of the longest tags that the engine feeds; 2 at least."""
+        return max(self.longest_head, len(self.tags.parallel_end), 2)
 
 
 class RequestArrays(NamedTuple):
@@ -207,11 +208,13 @@ class Titles(NamedTuple):
         complete: number of complete titles.
         length: tokens of each title, the one under way included.
         tokens: token ids of each title.
+        stated: number of leads that the model has stated, as far as it is written; 0 for names.
     """
 
     complete: Int32[Array, " B"]
     length: Int32[Array, "B N"]
     tokens: Int32[Array, "B N E"]
+    stated: Int32[Array, " B"]
 
 
 class Budget(NamedTuple):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from aspd_jax.errors import ConfigError, TokenizerError
-from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TextCodec
+from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TextCodec, TitleForm
 
 TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
 CLASSES = 9
@@ -35,6 +35,7 @@ class TagAutomaton(NamedTuple):
         bits: allowed classes of a token at a node, uint16 [S, V]: bit c for class c; see `PROGRESS` and `CONTINUES`.
         marker: whether a token has no letters, bool [V]: digits, blanks and punctuation, as in "3/5 " and "2. ".
         number: number that a token spells, int16 [V]; SLASH; otherwise NO_NUMBER.
+        digits: number of digits of a token that has nothing else, int8 [V]; otherwise 0.
         line_break: whether a token contains a line break, bool [V].
     """
 
@@ -42,6 +43,7 @@ class TagAutomaton(NamedTuple):
     bits: np.ndarray
     marker: np.ndarray
     number: np.ndarray
+    digits: np.ndarray
     line_break: np.ndarray
 
 
@@ -65,14 +67,15 @@ def token_automaton(
     kind[list(end)] = END
     following = np.where(kind == TEXT, 0, 1 + kind).astype(np.uint8)
     marker, number = np.zeros(vocabulary, bool), np.full(vocabulary, NO_NUMBER, np.int16)
-    line_break = np.zeros(vocabulary, bool)
+    line_break, digits = np.zeros(vocabulary, bool), np.zeros(vocabulary, np.int8)
     if codec is not None:
         # A token that is a part of a character may be a part of a letter.
         texts = token_texts(codec, vocabulary)
         marker[:] = [bool(text) and not any(char.isalpha() or char == "\ufffd" for char in text) for text in texts]
         number[:] = [number_of(text.strip()) for text in texts]
+        digits[:] = [len(text) * (text.isascii() and text.isdigit() and len(text) <= 4) for text in texts]
         line_break = breaks_line(texts)
-    return TagAutomaton(following[None], (1 << kind.astype(np.uint16))[None], marker, number, line_break)
+    return TagAutomaton(following[None], (1 << kind.astype(np.uint16))[None], marker, number, digits, line_break)
 
 
 def breaks_line(texts: Sequence[str]) -> np.ndarray:
@@ -246,14 +249,14 @@ class TextReader:
         self._codec, self._tags, self._opening, self._ending = codec, tags, opening, ending
         self._depth = [len(head) for head, _ in tags.nodes]
 
-    def items(self, ids: np.ndarray, branch: np.ndarray, head: int, growing: bool) -> tuple[ItemIds, ...]:
+    def items(self, ids: np.ndarray, branch: np.ndarray, form: TitleForm, growing: bool) -> tuple[ItemIds, ...]:
         """Return the segments and blocks of an answer in the order of the linearisation.
 
         Incomplete titles are left out, and in growing segments the characters that may begin a tag.
 
         Args:
             ids, branch: token ids and branches of all tokens, int32 [T].
-            head: tokens of the separator.
+            form: form of the titles.
             growing: whether the answer is not finished.
         """
         items: list[ItemIds] = []
@@ -261,18 +264,18 @@ class TextReader:
         at = 0
         while at < ids.size:
             if branch[at] > 0:
-                branches, drops = [], []
+                branches, texts = [], []
                 for title in titles:
                     inside = branch[at]
                     end = at + int(np.argmax(np.append(branch[at:], 0) != inside))
                     own = ids[at + self._opening : end]
-                    text = len(title) + head
-                    kind, stop, node = self._first_tag(own[text:])
-                    kept, drop = self._without_tag(own[text : text + stop], kind, node, growing)
-                    branches.append(own[: text + kept])
-                    drops.append(drop)
+                    text = form.text_of(title, own).ids
+                    kind, stop, node = self._first_tag(text)
+                    kept, drop = self._without_tag(text[:stop], kind, node, growing)
+                    branches.append(own[: len(own) - len(text) + kept])
+                    texts.append(SerialIds(text[:kept], drop))
                     at = end
-                items.append(BlockIds(tuple(titles), tuple(branches), tuple(drops)))
+                items.append(BlockIds(tuple(titles), tuple(branches), tuple(texts)))
                 titles, at = [], at + self._ending
                 continue
             end = at + int(np.argmax(np.append(branch[at:], 1) > 0))

@@ -82,7 +82,7 @@ def barred_token(titles: Titles, phase: jax.Array, automaton: TagAutomaton) -> j
 def fed_cost(titles: jax.Array, title_tokens: jax.Array, config: EngineConfig) -> jax.Array:
     """Return the tokens that the engine feeds for a block by itself: all heads and `<|/para|>`."""
     tags = config.tags
-    return titles * (len(tags.branch_start) + len(config.separator)) + title_tokens + len(tags.parallel_end)
+    return titles * (len(tags.branch_start) + len(config.form.separator)) + title_tokens + len(tags.parallel_end)
 
 
 def _close_cost(titles: jax.Array, title_tokens: jax.Array, config: EngineConfig) -> jax.Array:
@@ -96,11 +96,13 @@ class Room(NamedTuple):
 
     Attributes:
         block: the smallest block.
+        stated: the leads whose number is stated, of one token each.
         title: a further title of one token.
         title_token: a further token of the title under way.
     """
 
     block: Bool[Array, " B"]
+    stated: Bool[Array, " B"]
     title: Bool[Array, " B"]
     title_token: Bool[Array, " B"]
 
@@ -112,20 +114,23 @@ def budget_room(s: SequenceState, length: jax.Array, complete: jax.Array, config
         length: tokens of the title under way, int32 [B].
         complete: tokens of all complete titles of the block, int32 [B].
     """
-    tags, count, budget = config.tags, s.titles.complete, s.budget
+    tags, count, stated, budget = config.tags, s.titles.complete, s.titles.stated, s.budget
     # A further title of one token, and its head and closing tag.
     title_cost = tags.title_start_cost + 1 + tags.title_end_cost
-    another = title_cost + len(tags.branch_start) + 1 + len(config.separator) + tags.branch_end_cost
-    smallest = 2 * title_cost + _close_cost(jnp.asarray(2), jnp.asarray(2), config)
+    another = title_cost + len(tags.branch_start) + 1 + len(config.form.separator) + tags.branch_end_cost
+    number_cost = title_cost * config.form.leads  # a number of one digit, with tags
+    smallest = number_cost + 2 * title_cost + _close_cost(jnp.asarray(2), jnp.asarray(2), config)
+    every = tags.title_end_cost + stated * title_cost + _close_cost(stated, stated, config)
 
     # In a title: one more token, its copy in the head, and then everything that has to follow. Tokens that may turn
     # out to begin a tag count as text until they do.
-    missing = jnp.where(count + 1 < 2, another, 0)
+    missing = jnp.maximum(jnp.where(stated > 0, stated, 2) - (count + 1), 0) * another
     after_token = 1 + tags.title_end_cost + _close_cost(count + 1, complete + length + 1, config) + missing
     # Between titles, the tokens of the next tag that are there already have been reserved with it.
     reserved = budget.tokens + s.cursor.chain
     return Room(
         block=(budget.tokens >= smallest) & (budget.content >= 1),
+        stated=budget.tokens >= every,
         title=(count < 2) | (reserved >= another + _close_cost(count, complete, config)),
         title_token=(length == 0) | (budget.tokens >= after_token),
     )

@@ -13,9 +13,10 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from infer.decode.derived import Derived
-from infer.decode.grammar import LaneTokens
+from infer.decode.grammar import LaneTokens, extended_number
 from infer.decode.inputs import Lanes
 from infer.decode.state import (
+    COUNT,
     FORK,
     HELD,
     LENGTH,
@@ -37,7 +38,8 @@ from infer.decode.state import (
     SequenceState,
     Titles,
 )
-from infer.decode.tag_automaton import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START
+from infer.decode.tag_automaton import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START, TagAutomaton
+from infer.decode.title_rules import fed_cost
 
 
 class Taken(NamedTuple):
@@ -113,21 +115,27 @@ class SerialEvents(NamedTuple):
 
     Attributes:
         ends: ends the answer.
-        opens_title: completes `<|title|>`.
-        opens_block: completes the `<|title|>` of the first title.
+        opens_block: completes the first `<|title|>` of a block.
+        counts: is a digit of the number of leads.
+        closes_count: completes `<|/title|>` behind this number.
+        opens_title: completes `<|title|>`, or leads to it: between leads, it is known.
         extends_title: is part of a title.
         closes_title: completes `<|/title|>`.
+        completes: completes the last lead that was stated: `<|para|>` is known.
         discards: completes `<|/title|>` of a title that repeats another: the list ends.
-        forks: completes `<|para|>`, or `discards`.
+        forks: completes `<|para|>`, or `completes`, or `discards`.
         stays_titled: is part of a tag behind a title.
         is_content: is plain text.
     """
 
     ends: Bool[Array, " B"]
-    opens_title: Bool[Array, " B"]
     opens_block: Bool[Array, " B"]
+    counts: Bool[Array, " B"]
+    closes_count: Bool[Array, " B"]
+    opens_title: Bool[Array, " B"]
     extends_title: Bool[Array, " B"]
     closes_title: Bool[Array, " B"]
+    completes: Bool[Array, " B"]
     discards: Bool[Array, " B"]
     forks: Bool[Array, " B"]
     stays_titled: Bool[Array, " B"]
@@ -136,23 +144,30 @@ class SerialEvents(NamedTuple):
 
 def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kind: jax.Array) -> SerialEvents:
     """Return what tokens that complete something of class `kind`, int32 [B], do."""
-    phase = s.cursor.phase
+    phase, leads = s.cursor.phase, config.form.leads
     rule = jnp.where((phase == MERGE) | (phase == PROMPT), SERIAL, phase)
-    opens_title = kind == TITLE_START
-    closes_title = (rule == TITLE) & (kind == TITLE_END)
+    starts, closes = kind == TITLE_START, kind == TITLE_END
+    closes_title = (rule == TITLE) & closes
     discards = closes_title & (s.titles.complete >= 2) & derived.repeats_title & config.distinct_titles
-    forks = ((rule == TITLED) & (kind == PARALLEL_START)) | discards
+    closes_title &= ~discards
+    closes_count = (rule == COUNT) & closes
+    completes = closes_title & leads & (s.titles.complete + 1 >= s.titles.stated)
+    opens_title = closes_count | (closes_title & ~completes) if leads else starts
+    forks = ((rule == TITLED) & (kind == PARALLEL_START)) | completes | discards
     ends = (rule == SERIAL) & (kind == END)
     return SerialEvents(
         ends=ends,
+        opens_block=starts & (rule == SERIAL),
+        counts=(rule == COUNT) & ~closes,
+        closes_count=closes_count,
         opens_title=opens_title,
-        opens_block=opens_title & (rule == SERIAL),
-        extends_title=(rule == TITLE) & ~closes_title,
-        closes_title=closes_title & ~discards,
+        extends_title=(rule == TITLE) & ~closes,
+        closes_title=closes_title,
+        completes=completes,
         discards=discards,
         forks=forks,
-        stays_titled=(rule == TITLED) & ~opens_title & ~forks,
-        is_content=(rule == SERIAL) & ~opens_title & ~ends,
+        stays_titled=(rule == TITLED) & ~starts & ~forks,
+        is_content=(rule == SERIAL) & ~starts & ~ends,
     )
 
 
@@ -163,9 +178,10 @@ def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, 
     # A discarded title ends the list: `<|para|>` stands where the title began.
     token = jnp.where(event.discards, config.special.parallel_start, taken.token)
     discarded = jnp.where(event.discards, 1 + derived.title_length, 0)
-    titles = _advance_titles(s.titles, event, s.cursor.chain, token)
-    budget = _spend_serial(s.budget, derived, event)
-    cursor = _advance_cursor(s, derived, event, budget, discarded)
+    sampled = jnp.where(event.discards, derived.title_length + (not config.form.leads), 0)
+    titles = _advance_titles(s.titles, state.automaton, event, s.cursor.chain, token)
+    budget = _spend_serial(s.budget, titles, derived, event, config)
+    cursor = _advance_cursor(s, derived, event, budget, discarded, config)
     chain = jnp.where(taken.node == 0, 0, jnp.where(taken.continues, s.cursor.chain + 1, 1))
     live = (jnp.arange(config.max_branches)[None] < titles.complete[:, None]) & event.forks[:, None]
     return SequenceState(
@@ -175,8 +191,8 @@ def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, 
         titles=titles,
         budget=budget,
         counters=s.counters._replace(
-            discarded=s.counters.discarded + discarded,
-            critical_path=s.counters.critical_path + 1 - discarded,
+            discarded=s.counters.discarded + sampled,
+            critical_path=s.counters.critical_path + 1 - sampled,
             blocks=s.counters.blocks + event.forks,
             branches=s.counters.branches + jnp.where(event.forks, titles.complete, 0),
         ),
@@ -184,7 +200,9 @@ def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, 
     )
 
 
-def _advance_titles(titles: Titles, event: SerialEvents, chain: jax.Array, token: jax.Array) -> Titles:
+def _advance_titles(
+    titles: Titles, automaton: TagAutomaton, event: SerialEvents, chain: jax.Array, token: jax.Array
+) -> Titles:
     """Return the titles after a token of the serial segment; a block that opens begins with none."""
     number, place = jnp.arange(titles.length.shape[1])[None], jnp.arange(titles.tokens.shape[2])
     count = jnp.where(event.opens_block, 0, titles.complete) + event.closes_title
@@ -196,23 +214,39 @@ def _advance_titles(titles: Titles, event: SerialEvents, chain: jax.Array, token
     tokens = jnp.where(writes, token[:, None, None], titles.tokens)
     # The beginning of the tag that closes a title was taken for a part of the title.
     tag = jnp.where(event.closes_title, chain, 0)[:, None] * is_current
-    return Titles(count, length + extends - tag, tokens)
+    stated = jnp.where(event.opens_block, 0, titles.stated)
+    stated = jnp.where(event.counts, extended_number(stated, token, automaton), stated)
+    return Titles(count, length + extends - tag, tokens, stated)
 
 
-def _spend_serial(budget: Budget, derived: Derived, event: SerialEvents) -> Budget:
-    """Return the budget after a token of the serial segment; a fork reserves the tokens that the engine feeds."""
-    tokens = budget.tokens - 1 - jnp.where(event.forks, derived.fork_cost, 0)
+def _spend_serial(
+    budget: Budget, titles: Titles, derived: Derived, event: SerialEvents, config: EngineConfig
+) -> Budget:
+    """Return the budget after a token of the serial segment, and tags that are known behind it.
+
+    A fork reserves the tokens that the engine feeds, and the leads, which are plain text.
+    """
+    known = event.opens_title | event.completes if config.form.leads else jnp.zeros_like(event.forks)
+    number = jnp.arange(titles.length.shape[1])[None]
+    lengths = jnp.sum(jnp.where(number < titles.complete[:, None], titles.length, 0), axis=1)
+    cost = fed_cost(titles.complete, lengths, config)
+    tokens = budget.tokens - 1 - known - jnp.where(event.forks, cost, 0)
     content = budget.content - event.is_content
     return budget._replace(
         tokens=tokens,
-        content=content,
+        content=content - jnp.where(event.forks, lengths * config.form.leads, 0),
         block_tokens=jnp.where(event.forks, tokens, budget.block_tokens),
         block_content=jnp.where(event.forks, content, budget.block_content),
     )
 
 
 def _advance_cursor(
-    s: SequenceState, derived: Derived, event: SerialEvents, budget: Budget, discarded: jax.Array
+    s: SequenceState,
+    derived: Derived,
+    event: SerialEvents,
+    budget: Budget,
+    discarded: jax.Array,
+    config: EngineConfig,
 ) -> Cursor:
     """Return the cursor after a token of the serial segment.
 
@@ -221,12 +255,15 @@ def _advance_cursor(
     cursor, room = s.cursor, derived.room
     no_room = (event.opens_block & ~room.block) | (event.extends_title & ~room.title_token)
     no_room |= (cursor.phase == TITLED) & event.opens_title & ~room.title
+    no_room |= event.closes_count & ~room.stated
     first = jnp.where(cursor.phase == MERGE, derived.merge_position, cursor.position)
-    position = first + jnp.where(cursor.phase == PROMPT, 1, derived.due[:, 0]) - discarded
+    position = first + jnp.where(cursor.phase == PROMPT, 1, derived.due[:, 0]) - discarded + event.completes
     spent = (budget.tokens <= 0) | (event.is_content & (budget.content <= 0)) | no_room
+    counts = (event.opens_block & config.form.leads) | event.counts
     in_title, titled = event.opens_title | event.extends_title, event.closes_title | event.stays_titled
+    conditions = [event.forks, counts, in_title, titled]
     return cursor._replace(
-        phase=jnp.select([in_title, titled, event.forks], [TITLE, TITLED, FORK], SERIAL),
+        phase=jnp.select(conditions, [FORK, COUNT, TITLE, TITLED], SERIAL),
         finish=jnp.select([event.ends, spent & ~event.forks], [STOP, LENGTH], RUNNING),
         position=position,
         block=cursor.block + event.forks,
@@ -238,34 +275,37 @@ def _serial_segments(
     segments: Segments, titles: Titles, token: jax.Array, node: jax.Array, event: SerialEvents, config: EngineConfig
 ) -> Segments:
     """Return the segments after a token of the serial one: it is pending, and in a fork the heads are."""
-    queue, queued = fork_queue(titles, token, config)
+    tags = config.special
+    behind = jnp.where(event.completes, tags.parallel_start, tags.title_start)  # the known tag behind the token
+    serial = jnp.stack([token, behind], axis=1)
+    counts = 1 + (event.opens_title | event.completes if config.form.leads else jnp.zeros_like(event.forks))
+    queue, heads = fork_queue(titles, serial, config)
     is_serial = jnp.arange(segments.queued.shape[1])[None] == 0
     return Segments(
         queue=queue,
-        queued=jnp.where(event.forks[:, None], queued, is_serial.astype(jnp.int32)),
+        queued=jnp.where(is_serial, counts[:, None], jnp.where(event.forks[:, None], heads, 0)),
         node=jnp.where(is_serial, node[:, None], 0),
         sampled=jnp.where(is_serial, segments.sampled + 1, 0),
     )
 
 
-def fork_queue(titles: Titles, start: jax.Array, config: EngineConfig) -> tuple[jax.Array, jax.Array]:
-    """Return `Segments.queue` and `queued` of a fork: the token that opens the block, and the heads of the branches.
+def fork_queue(titles: Titles, serial: jax.Array, config: EngineConfig) -> tuple[jax.Array, jax.Array]:
+    """Return `Segments.queue` and `queued` of a fork: serial tokens, and the heads of the branches.
 
     Args:
-        start: token that opens the block, int32 [B].
+        serial: the last tokens before the branches, int32 [B, 2]; `queued` counts none of them.
     """
     size, opening = config.max_queued, len(config.tags.branch_start)
     place, length = jnp.arange(size), titles.length[..., None]
     opened = jnp.asarray(config.tags.branch_start, jnp.int32)[jnp.minimum(place, opening - 1)]
     title = titles.tokens[:, :, jnp.clip(place - opening, 0, config.max_title_tokens - 1)]
-    separator = jnp.asarray(config.separator or (0,), jnp.int32)
+    separator = jnp.asarray(config.form.separator or (0,), jnp.int32)
     separated = separator[jnp.clip(place - opening - length, 0, separator.size - 1)]
     heads = jnp.where(place < opening, opened, jnp.where(place < opening + length, title, separated))
     exists = jnp.arange(config.max_branches)[None] < titles.complete[:, None]
-    counts = jnp.where(exists, opening + titles.length + len(config.separator), 0)
-    serial = jnp.broadcast_to(start[:, None, None], (start.size, 1, size))
-    queue = jnp.concatenate([serial, heads], axis=1)
-    return queue, jnp.concatenate([jnp.ones_like(counts[:, :1]), counts], axis=1)
+    counts = jnp.where(exists, opening + titles.length + len(config.form.separator), 0)
+    first = jnp.pad(serial[:, None], ((0, 0), (0, 0), (0, size - 2)))
+    return jnp.concatenate([first, heads], axis=1), jnp.pad(counts, ((0, 0), (1, 0)))
 
 
 def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, taken: Taken) -> SequenceState:

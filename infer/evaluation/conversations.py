@@ -113,7 +113,7 @@ def turn_record(engine: Engine, result: Result, context: str) -> dict[str, Any]:
     Args:
         context: all earlier messages of the conversation.
     """
-    encode = engine.lm.codec.text.encode
+    encode, titles = engine.lm.codec.text.encode, engine.lm.config.titles
 
     def count(text: str) -> int:
         return len(encode(text))
@@ -123,7 +123,7 @@ def turn_record(engine: Engine, result: Result, context: str) -> dict[str, Any]:
         "structure": to_json(result.structure),
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_json(),
-        "health": asdict(health(context, result.structure, result.finish_reason == "stop", count)),
+        "health": asdict(health(context, result.structure, result.finish_reason == "stop", count, titles)),
         "timeline": [list(span) for span in timeline(engine.config, result)],
     }
 

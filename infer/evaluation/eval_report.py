@@ -238,7 +238,7 @@ def _speed_table(systems: dict[str, Any]) -> list[str]:
 def _structure_table(systems: dict[str, Any]) -> list[str]:
     head = [
         "system", "trigger rate", "well-formed", "finish", "branches per block", "dependent blocks",
-        "numbers wrong", "repeated between branches", "chains forked", "parallel forked", "DP", "PE", "content tokens",
+        "numbers wrong", "joined items", "mixed bold", "repeated between branches", "chains forked", "parallel forked", "DP", "PE", "content tokens",
         "ideal", "ideal, answers that fork", "best",
     ]  # fmt: skip
     rows = []
@@ -253,6 +253,8 @@ def _structure_table(systems: dict[str, Any]) -> list[str]:
                 _number(s["branches_per_block"]),
                 against,
                 f"{s['misnumbered']} of {s['numbered']}" if s["numbered"] else "",
+                str(s["joined"]) if s["blocks"] else "",
+                f"{s['mixed']} of {s['blocks']}" if s["blocks"] else "",
                 _percent(s["repeated"]),
                 _percent(s["wrongly_forked"]),
                 _percent(s["rightly_forked"]),

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from aspd_jax.pipeline.checks import find_dependence
-from aspd_jax.pipeline.markers import marker_of
+from aspd_jax.layout import Titles
+from aspd_jax.pipeline.checks import find_dependence, shared_words
+from aspd_jax.pipeline.markers import BOLD, marker_of
 from aspd_jax.pipeline.measures import Count, measure
 from aspd_jax.pipeline.spans import spans_of
-from aspd_jax.structure import Parallel, Structure, plain_text
-
-GRAM = 5  # words in a row
+from aspd_jax.structure import Parallel, Serial, Structure, plain_text
 
 
 @dataclass(frozen=True)
@@ -27,6 +24,8 @@ class Health:
         dependent: number of blocks whose words indicate dependence (`aspd_jax.pipeline.checks`).
         numbered: number of branches that begin with a number such as `3.`.
         misnumbered: number of those whose number does not follow that of the previous branch.
+        joined: number of parts, and of texts behind a block, that begin on the line on which the part before ends.
+        mixed: number of blocks in which some branches begin with bold words and others do not.
         repeated: share of five-word sequences of a branch that also occur in a sibling, mean over branches; None: no
             branch has five words.
         tokens, branch_tokens, title_tokens: token counts of the answer (protocol, section 7).
@@ -38,13 +37,15 @@ class Health:
     dependent: int
     numbered: int
     misnumbered: int
+    joined: int
+    mixed: int
     repeated: float | None
     tokens: int
     branch_tokens: int
     title_tokens: int
 
 
-def health(question: str, structure: Structure, finished: bool, count: Count) -> Health:
+def health(question: str, structure: Structure, finished: bool, count: Count, titles: Titles = "leads") -> Health:
     """Measure the structure of an answer.
 
     Args:
@@ -52,12 +53,14 @@ def health(question: str, structure: Structure, finished: bool, count: Count) ->
         structure: structure of the answer.
         finished: whether the answer ended by itself; a truncated answer is not well formed.
         count: returns the number of tokens of a text.
+        titles: form of the titles.
     """
     blocks = [item for item in structure if isinstance(item, Parallel)]
     text = plain_text(structure)
-    spans = spans_of(structure)
+    spans = spans_of(structure, titles)
     counts = measure(text, spans, count)
-    shares = [share for block in blocks for share in _repeated([branch.text for branch in block.branches])]
+    found = [share for block in blocks for share in shared_words([branch.text for branch in block.branches])]
+    shares = [share for share in found if share is not None]
     numbers = [number for block in blocks for number in _numbers([branch.text for branch in block.branches])]
     whole = all(len(block.branches) > 1 and all(b.title.strip() for b in block.branches) for block in blocks)
     return Health(
@@ -67,11 +70,32 @@ def health(question: str, structure: Structure, finished: bool, count: Count) ->
         dependent=sum(find_dependence(question, text, span) is not None for span in spans),
         numbered=len(numbers),
         misnumbered=sum(not right for right in numbers),
+        joined=sum(_joined(structure)),
+        mixed=sum(len({is_bold(branch.text) for branch in block.branches}) > 1 for block in blocks),
         repeated=sum(shares) / len(shares) if shares else None,
         tokens=counts.tokens,
         branch_tokens=counts.branch_tokens,
         title_tokens=counts.title_tokens,
     )
+
+
+def _joined(structure: Structure) -> Iterator[bool]:
+    """Yield, for every part behind the first of its block and every text behind a block, whether it is joined."""
+    before, in_block = "", False
+    for item in structure:
+        parts = [item.text] if isinstance(item, Serial) else [branch.text for branch in item.branches]
+        for number, part in enumerate(parts):
+            if (in_block or number) and before.strip() and part.strip():
+                yield "\n" not in before[len(before.rstrip()) :] + part[: len(part) - len(part.lstrip())]
+            before = part
+        in_block = not isinstance(item, Serial)
+
+
+def is_bold(text: str) -> bool:
+    """Return whether a part begins with bold words, its marker aside."""
+    text = text.strip()
+    marker = marker_of(text)
+    return bool(BOLD.match(text) or BOLD.match(text[marker.length if marker else 0 :].lstrip()))
 
 
 def _numbers(texts: Sequence[str]) -> list[bool]:
@@ -84,20 +108,3 @@ def _numbers(texts: Sequence[str]) -> list[bool]:
             right.append(before is None or number == before + 1)
         before = number if before is None or number is None else before + 1
     return right
-
-
-def _repeated(texts: Sequence[str]) -> list[float]:
-    """Return, for every branch of at least `GRAM` words, the share of its n-grams that occur in a sibling."""
-    counters = [Counter(_grams(text)) for text in texts]
-    shares = []
-    for counter in counters:
-        if not counter:
-            continue
-        others = set().union(*(other for other in counters if other is not counter))
-        shares.append(sum(n for gram, n in counter.items() if gram in others) / counter.total())
-    return shares
-
-
-def _grams(text: str) -> list[tuple[str, ...]]:
-    words = re.findall(r"\w+", text.lower())
-    return [tuple(words[i : i + GRAM]) for i in range(len(words) - GRAM + 1)]

@@ -141,7 +141,7 @@ class Answering:
             yield Event("merge", block=block)
             for title, parts in zip(titles, branch_pieces, strict=True):
                 text = encode("".join(parts))
-                prefix += [special.branch_start, *encode(title), *self._codec.separator_ids, *text, special.branch_end]
+                prefix += [special.branch_start, *encode(title), *self._codec.form.separator, *text, special.branch_end]
             prefix.append(special.parallel_end)
             left = left_behind
             if left <= 0 or len(final) < len(titles):
@@ -224,7 +224,7 @@ class Answering:
         sizes = [0] * len(titles)
 
         async def grow(number: int, title: str) -> None:
-            head, within = [special.branch_start, *encode(title), *self._codec.separator_ids], True
+            head, within = [special.branch_start, *encode(title), *self._codec.form.separator], True
             pieces = self._ask(answer, [*prefix, *head], left, [BRANCH_END], forbidden, sampling)
             async with aclosing(pieces):
                 async for piece, reason in pieces:

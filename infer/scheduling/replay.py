@@ -16,12 +16,12 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power
-from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, split
+from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TitleForm, split
 from infer.decode.decode_step import count_step, forward
 from infer.decode.derived import Derived, derive
 from infer.decode.grammar import LaneTokens, lane_node, recognise
 from infer.decode.inputs import Inputs, next_inputs, widths
-from infer.decode.state import FORK, PROMPT, RUNNING, DecodeState, EngineConfig, Titles
+from infer.decode.state import FORK, PROMPT, RUNNING, TITLE, DecodeState, EngineConfig, Titles
 from infer.decode.transition import advance, fork_queue
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import admit_request, new_state
@@ -58,10 +58,13 @@ class _Script:
             if isinstance(item, SerialIds):
                 serial.extend(item.ids)
                 continue
+            if config.form.leads:  # between leads, tags are known
+                serial += (special.title_start, *item.number, special.title_end)
             for title in item.titles:
-                serial.extend((special.title_start, *title, special.title_end))
-            serial.append(special.parallel_start)
-            heads = [len(title) + len(config.separator) for title in _own_titles(item)]
+                serial += [special.title_start] * (not config.form.leads)
+                serial += (*title, special.title_end)
+            serial += [special.parallel_start] * (not config.form.leads)
+            heads = [len(title) + len(config.form.separator) for title in _own_titles(item)]
             block = zip(heads, item.branches, strict=True)
             self._branches.append([[*branch[head:], special.branch_end][::-1] for head, branch in block])
         self._serial = [*serial, *end][::-1]
@@ -104,11 +107,11 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     if not answer:
         raise StructureError("the answer is empty")
     ended = answer[-1] in config.end
-    items = split(answer[:-1] if ended else answer, config.special, paired=False)
+    items = split(answer[:-1] if ended else answer, config.special, config.form, paired=False)
     blocks = [item for item in items if isinstance(item, BlockIds)]
     config = replace(
         config,
-        separator=_separator(blocks, config.separator),
+        form=replace(config.form, separator=_separator(blocks, config.form)),
         max_branches=_room(config.max_branches, *(len(block.branches) for block in blocks)),
         distinct_titles=False,
         max_title_tokens=_room(config.max_title_tokens, *(len(t) for block in blocks for t in block.titles)),
@@ -142,7 +145,10 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
         lanes = np.where(there, np.asarray(inputs.lanes.branch), -1).tolist()
         sampled = np.asarray([script.next(block, lane) for lane in lanes], np.int32)
         state = replay_advance(state, derived, config, inputs, jnp.asarray(sampled))
-        if int(state.sequence.cursor.phase[0]) == FORK:
+        phase = int(state.sequence.cursor.phase[0])
+        if phase == TITLE and config.form.leads:  # a list that a repeated lead has ended is shorter than stated
+            state = _state_leads(state, len(blocks[block + 1].titles))
+        if phase == FORK:
             block += 1
             state = _set_branches(state, config, blocks[block])
         cursor = state.sequence.cursor
@@ -162,8 +168,17 @@ def _keys(layout: Layout) -> list[tuple[int, ...]]:
     return list(zip(*(np.asarray(field)[0].tolist() for field in fields), strict=True))
 
 
-def _separator(blocks: Sequence[BlockIds], known: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the separator of an answer: `known` if all heads have it, else what follows the title in all branches."""
+def _state_leads(state: DecodeState, count: int) -> DecodeState:
+    titles = state.sequence.titles
+    titles = titles._replace(stated=jnp.full_like(titles.stated, count))
+    return state._replace(sequence=state.sequence._replace(titles=titles))
+
+
+def _separator(blocks: Sequence[BlockIds], form: TitleForm) -> tuple[int, ...]:
+    """Return the separator of an answer: that of `form` if all heads have it, else what follows all titles."""
+    known = form.separator
+    if form.leads:
+        return known
     rests = [
         branch[len(title) :].tolist()
         for block in blocks
@@ -201,8 +216,9 @@ def _set_branches(state: DecodeState, config: EngineConfig, block: BlockIds) -> 
         tokens[:, number, : len(title)] = title
     count = len(block.branches)
     longest = max(len(branch) for branch in block.branches) + 2  # with its tags
-    titles = Titles(jnp.full_like(s.titles.complete, count), jnp.asarray(lengths), jnp.asarray(tokens))
-    queue, queued = fork_queue(titles, s.segments.queue[:, 0, 0], config)
+    titles = Titles(jnp.full_like(s.titles.complete, count), jnp.asarray(lengths), jnp.asarray(tokens), s.titles.stated)
+    queue, queued = fork_queue(titles, s.segments.queue[:, 0, :2], config)
+    queued = queued.at[:, 0].set(s.segments.queued[:, 0])
     sequence = s._replace(
         cursor=s.cursor._replace(stride=jnp.full_like(s.cursor.stride, longest)),
         segments=s.segments._replace(queue=queue, queued=queued),

@@ -108,7 +108,7 @@ class Scheduler:
     def submit(self, request: Request) -> Handle:
         """Queue a request; calls of `step` run it."""
         stop = request.params.stop
-        reader = FilledReader(stop) if request.template else EventReader(self._codec, len(self._config.separator), stop)
+        reader = FilledReader(stop) if request.template else EventReader(self._codec, stop)
         state = RequestState(request, reader, self.runner.clock(), request.stream)
         self._adapters.acquire(request.adapter)
         if request.budget:

@@ -202,7 +202,7 @@ class Constraint:
             grown = {(number, 0): last.ids} if self._serial else {}
         elif self._branch:
             self._in_block = True
-            texts = enumerate(last.texts(len(self._config.separator)), 1)
+            texts = enumerate(last.texts, 1)
             grown = {(number, branch): text.ids for branch, text in texts if branch in output.open_branches}
         known: dict[int, list[int]] = {}
         for key, ids in grown.items():

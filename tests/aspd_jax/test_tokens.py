@@ -127,8 +127,8 @@ def test_linearisation_follows_the_protocol(tokenizer: PreTrainedTokenizerFast) 
     answer = [Serial("a"), Parallel([Branch("T", "b"), Branch("U", "c")]), Serial("d")]
     linear = codec.linearise(answer)
     words = [tokenizer.convert_ids_to_tokens(int(i)) for i in linear.tokens]
-    head = [codec.text.spell([i]) for i in codec.separator_ids]
-    assert codec.text.decode(codec.separator_ids) == SEPARATOR
+    head = [codec.text.spell([i]) for i in codec.form.separator]
+    assert codec.text.decode(codec.form.separator) == SEPARATOR
     assert words == [
         "a", "<|title|>", "T", "<|/title|>", "<|title|>", "U", "<|/title|>", "<|para|>",
         "<|branch|>", "T", *head, "b", "<|/branch|>", "<|branch|>", "U", *head, "c", "<|/branch|>", "<|/para|>", "d",

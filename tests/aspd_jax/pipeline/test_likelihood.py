@@ -17,7 +17,7 @@ CUTS = (11, 28, 46)
 
 @pytest.fixture(scope="module")
 def row(lm: LanguageModel) -> Row:
-    block = BlockSpan((BranchSpan("go", CUTS[0], CUTS[1]), BranchSpan("stay", CUTS[1], CUTS[2])))
+    block = BlockSpan((BranchSpan("go", CUTS[0], CUTS[1], lead=5), BranchSpan("stay", CUTS[1], CUTS[2], lead=6)))
     return encode(lm, "What now?", ANSWER, [block])
 
 
@@ -63,7 +63,7 @@ def test_rises_are_what_hiding_costs(lm: LanguageModel, row: Row) -> None:
     np.testing.assert_allclose(again, [first, second], atol=1e-4)
 
 
-def test_titles_do_not_count(row: Row) -> None:
+def test_leads_do_not_count(row: Row) -> None:
     counted, branch = row.branch, row.hidden.branch
     assert ((counted == 0) | (counted == branch)).all()
     assert ((branch > 0) & (counted == 0)).any()

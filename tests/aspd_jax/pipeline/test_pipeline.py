@@ -17,13 +17,15 @@ import pytest
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.configuration import read_config
 from aspd_jax.errors import AspdError
+from aspd_jax.layout import Titles
 from aspd_jax.pipeline.build import build
 from aspd_jax.pipeline.data_config import DataConfig, LikelihoodSection, SelectSection, TeacherSection
 from aspd_jax.pipeline.likelihood import Rise
 from aspd_jax.pipeline.measures import estimate_tokens, measure, saved
 from aspd_jax.pipeline.spans import spans_of
 from aspd_jax.pipeline.work import Shard
-from aspd_jax.structure import from_json, plain_text
+from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
+from aspd_jax.tokens import Codec
 from tests.conftest import ROOT
 from tests.helpers.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE, SMALL, faithful, lines
 from tests.helpers.teacher_server import TeacherServer
@@ -40,7 +42,9 @@ def test_answers_are_kept_and_dependent_ones_stay_serial(source: Path, tmp_path:
     assert [plain_text(structure) for structure in found] == answers
     assert [m["content"] for row in plain for m in row["messages"] if m["role"] == "assistant"] == answers
     assert [bool(spans_of(structure)) for structure in found] == [True, False, False, False, True, False]
-    assert [b.title for b in spans_of(found[0])[0].branches] == ["1/3 Sleep", "2/3 Food", "3/3 Sport"]
+    assert [b.title for b in spans_of(found[0])[0].branches] == ["Sleep", "Food", "Sport"]
+    leads = [branch.title for item in found[0] if isinstance(item, Parallel) for branch in item.branches]
+    assert leads == [f"\n\n{number}. {name}:" for number, name in enumerate(("Sleep", "Food", "Sport"), 1)]
     rejected = lines(tmp_path / "out" / "rejected.jsonl")
     assert {(row["id"], row["stage"]) for row in rejected} == {
         ("chain", "check"), ("short", "short"), ("6", "read"), ("7", "read")
@@ -60,12 +64,20 @@ def test_training_reads_what_is_left(source: Path, tmp_path: Path, lm: LanguageM
         assert forks == ([True, False] if name == "structured" else [False, False])
 
 
-def test_measures_are_those_of_the_linearisation(lm: LanguageModel) -> None:
+@pytest.mark.parametrize("titles", ["names", "leads"])
+def test_measures_are_those_of_the_linearisation(lm: LanguageModel, titles: Titles) -> None:
     """Against tokens counted one by one off the sequence that is trained on."""
-    structure = problem(1, True, "orders", "conclusion").structure
-    answer, special = plain_text(structure), lm.codec.special
-    found = measure(answer, spans_of(structure), lambda text: len(lm.codec.text.encode(text)))
-    sequence = lm.codec.linearise(structure)
+    codec = Codec(lm.tokenizer, titles=titles)
+    structure, special = problem(1, True, "orders", "conclusion").structure, codec.special
+    if titles == "leads":
+        block = Parallel([Branch(f"\n{n}. {n * 'a'}:", f"\n{n}. {n * 'a'}: {n * 'b c '}") for n in range(1, 13)])
+        structure = (Serial("So:"), block, Serial("\nEnd"))
+
+    def count(text: str) -> int:
+        return len(codec.text.encode(text))
+
+    answer, found = plain_text(structure), measure(plain_text(structure), spans_of(structure, titles), count)
+    sequence = codec.linearise(structure)
     serial, branches, inside = 0, [], False
     for token, fed in zip(sequence.tokens, sequence.fed, strict=True):
         if token == special.branch_start:
@@ -76,11 +88,13 @@ def test_measures_are_those_of_the_linearisation(lm: LanguageModel) -> None:
         elif not fed:
             serial += 1
         inside = inside and token != special.branch_end
-    assert found.critical_path == serial + 1 + max(branches)
-    assert found.branch_tokens == sum(branches) - len(branches)
-    (block,) = spans_of(structure)
-    plain = measure(answer, (), lambda text: len(lm.codec.text.encode(text)))
-    assert plain.critical_path - found.critical_path == saved(answer, block, lambda t: len(lm.codec.text.encode(t)))
+    (block,) = spans_of(structure, titles)
+    leads = sum(count(answer[branch.start : branch.start + branch.lead]) for branch in block.branches if branch.lead)
+    known = len(branches) + 1 if titles == "leads" else 0  # `<|title|>` before each lead, and `<|para|>`
+    assert found.critical_path == serial - known + 1 + max(branches)
+    assert found.branch_tokens == leads + sum(branches) - len(branches)
+    plain = measure(answer, (), count)
+    assert plain.critical_path - found.critical_path == saved(answer, block, count)
 
 
 def test_shards_make_the_whole(source: Path, tmp_path: Path) -> None:

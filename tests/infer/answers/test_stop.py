@@ -82,14 +82,14 @@ def answer(random: Random) -> tuple[Serial | Parallel, ...]:
 def written(lm: LanguageModel, structure: Sequence[Serial | Parallel]) -> SamplingParams:
     """Parameters with which an engine writes a structure of one block."""
     special, serial, branches = lm.codec.special, list[int](), list[list[int]]()
-    for item in split(lm.codec.linearise(structure).tokens, special):
+    for item in split(lm.codec.linearise(structure).tokens, special, lm.codec.form):
         if isinstance(item, SerialIds):
             serial += item.ids.tolist()
             continue
         for title in item.titles:
             serial += [special.title_start, *title.tolist(), special.title_end]
         serial.append(special.parallel_start)
-        branches = [[*text.ids.tolist(), special.branch_end] for text in item.texts(len(lm.codec.separator_ids))]
+        branches = [[*text.ids.tolist(), special.branch_end] for text in item.texts]
     return SamplingParams(max_new_tokens=400, script=[[*serial, lm.end_ids[0]], *branches])
 
 

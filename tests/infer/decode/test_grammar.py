@@ -29,7 +29,7 @@ def well_formed(engine: Engine, ids: list[int]) -> bool:
         if len(titles) != len(branches) or len(titles) > engine.config.max_branches:
             return False
         for own, branch in zip(titles, branches, strict=True):
-            head = [*own, *engine.config.separator]
+            head = [*own, *engine.config.form.separator]
             if branch[: len(head)] != head or len(own) > engine.config.max_title_tokens:
                 return False
     return True
@@ -53,7 +53,7 @@ def path_of(engine: Engine, ids: list[int]) -> int:
         if token == special.branch_start:
             inside, size = 1, 0
         elif token == special.branch_end:
-            head = titles.pop(0) + len(engine.config.separator)
+            head = titles.pop(0) + len(engine.config.form.separator)
             longest, inside = max(longest, size - head + 1), 0
         elif token == special.parallel_end:
             path, longest, blocks = path + longest, 0, blocks + 1

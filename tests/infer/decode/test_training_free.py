@@ -117,7 +117,7 @@ def test_mask_and_positions_are_those_of_blocks(
     row = next(r for r in (0, 1) if np.asarray(shot.layout.block)[r].any())
     decode, encode = lm.codec.text.decode, lm.codec.text.encode
     ids = result.prompt_token_ids + result.token_ids
-    head = [len(encode(b)) + len(title) + len(free.config.separator) for title in titles]
+    head = [len(encode(b)) + len(title) + len(free.config.form.separator) for title in titles]
     opened = next(n for n in range(len(ids)) if decode(ids[len(result.prompt_token_ids) : n]).endswith(p))
     expected, place = [(n, 0) for n in range(opened)], opened
     for number in range(2):

@@ -137,7 +137,7 @@ def test_an_answer_is_put_together(proxy: str, upstream: Upstream, demo: Languag
     assert last["prompt"] == [*first["prompt"], *linear]
     shared = linear[: linear.index(special.parallel_start) + 1]
     for body, title in ((one, "1/2 A"), (two, "2/2 B")):
-        head = [special.branch_start, *demo.codec.text.encode(title), *demo.codec.separator_ids]
+        head = [special.branch_start, *demo.codec.text.encode(title), *demo.codec.form.separator]
         assert body["prompt"] == [*first["prompt"], *shared, *head] and body["stop"] == [
             "<|/branch|>",
             demo.tokenizer.eos_token,

@@ -1,0 +1,69 @@
+r"""Leads: the beginnings of the parts of an answer, which a model writes before the block (protocol, section 7).
+
+A lead has the white space before its part, the marker, and the words that tell the part from others, with the
+punctuation and the marks of emphasis behind them: `\n\n2. **Eat well**:`. The parts of an answer that are cut in this
+way join to its text, whatever the branches write.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from aspd_jax.errors import StructureError
+from aspd_jax.pipeline.markers import BOLD, SPACELESS, marker_of
+from aspd_jax.pipeline.spans import BlockSpan, BranchSpan
+
+FAR = 8  # maximum characters of emphasis and blanks between a marker and its title
+MAX_BOLD = 120  # maximum characters of a bold lead
+WORDS = 5  # words of a lead without a title
+# What may follow the words of a lead: emphasis, punctuation, emphasis, a dash.
+_CLOSING = re.compile(r"[*_`\"”’」)\]]*[:：.!?。！？]?[*_`\"”’」)\]]*(?:[ \t]*[-–—](?=\s))?")
+_WORD = re.compile(rf"[{SPACELESS}]|[^\s{SPACELESS}]+")
+
+
+def with_leads(answer: str, block: BlockSpan) -> BlockSpan:
+    """Return a block whose branches begin with the white space before them, and have leads.
+
+    Raises:
+        StructureError: a lead is no longer than the white space and the marker of its part.
+    """
+    starts = [len(answer[: branch.start].rstrip()) for branch in block.branches]
+    ends = [*starts[1:], len(answer[: block.end].rstrip())]
+    branches = []
+    for branch, start, end in zip(block.branches, starts, ends, strict=True):
+        lead = lead_length(answer[start:end], branch.title)
+        branches.append(replace(branch, start=start, end=end, lead=lead))
+    return BlockSpan(tuple(branches))
+
+
+def lead_length(part: str, title: str) -> int:
+    """Return the number of characters of the lead of a part.
+
+    Args:
+        part: text of the part, with the white space before it.
+        title: its title, which the lead ends with if the part begins with it.
+
+    Raises:
+        StructureError: the part has no words.
+    """
+    blank = len(part) - len(part.lstrip())
+    marker = marker_of(part[blank:])
+    behind = blank + (marker.length if marker else 0)  # marks of emphasis before a marker belong to it
+    bold = BOLD.search(part, blank, behind + FAR + MAX_BOLD)
+    found = part.find(title, blank, behind + FAR + len(title))
+    if bold and bold.start() <= max(behind, found):
+        end = bold.end()
+    elif found >= 0:
+        end = found + len(title)
+    else:
+        words = list(_WORD.finditer(part, behind))[:WORDS]
+        if not words:
+            raise StructureError(f"the part {part[:40]!r} has no words for a lead")
+        end = words[-1].end()
+    return _CLOSING.match(part, end).end()  # type: ignore[union-attr]  # it matches nothing, too
+
+
+def lead_of(answer: str, branch: BranchSpan) -> str:
+    """Return the lead of a branch."""
+    return answer[branch.start : branch.start + branch.lead]

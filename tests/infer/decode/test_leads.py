@@ -1,0 +1,244 @@
+"""Titles that are leads: the number is stated first, tags between leads take no step, and leads are plain text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from aspd_jax import LanguageModel
+from aspd_jax.errors import RequestError
+from aspd_jax.model.transformer import Transformer
+from aspd_jax.structure import Branch, Item, Parallel, Serial, plain_text
+from aspd_jax.tokens import BlockIds, SerialIds, split
+from infer import Engine, SamplingParams
+from infer.decode import grammar
+from infer.scheduling.admission import new_state
+from tests.helpers.answers import full_pass
+
+LEADS = ("\n\n1. One:", "\n\n2. Two, of two:", "\n3. Three")
+EXAMPLE: tuple[Item, ...] = (
+    Serial("Well:"),
+    Parallel([Branch(lead, f"{lead} some text.{'.' * number}") for number, lead in enumerate(LEADS)]),
+    Serial("\n\nAnd:"),
+    Parallel([Branch("\n- a", "\n- a"), Branch("\n- b", "\n- b is longer than a")]),
+    Serial("\n\nEnd"),
+)
+
+
+@pytest.fixture(scope="module")
+def leads_lm(lm: LanguageModel) -> LanguageModel:
+    config = replace(lm.config, titles="leads")
+    return LanguageModel(**(vars(lm) | {"config": config, "model": Transformer(config)}))
+
+
+@pytest.fixture(scope="module")
+def engine(leads_lm: LanguageModel) -> Engine:
+    return Engine(leads_lm, max_length=512, max_batch=8, max_branches=12, max_title_tokens=20)
+
+
+def path_of(engine: Engine, ids: Sequence[int]) -> int:
+    """The critical path, from the tokens of an answer alone: no tag between leads and no `<|para|>` takes a step."""
+    special, path, ended = engine.config.special, 0, bool(ids) and ids[-1] in engine.config.end
+    for item in split(ids[:-1] if ended else ids, special, engine.config.form):
+        if isinstance(item, SerialIds):
+            path += len(item.ids)
+        else:
+            path += 2 + len(item.number) + sum(len(title) + 1 for title in item.titles)
+            path += max(len(text.ids) for text in item.texts) + 1
+    return path + ended
+
+
+@pytest.mark.parametrize("after_block", [False, True])
+def test_stepwise_logits_equal_the_full_pass(engine: Engine, after_block: bool) -> None:
+    special, codec = engine.config.special, engine.lm.codec
+    prompt = codec.linearise(EXAMPLE[:3] if after_block else EXAMPLE[:1]).tokens.tolist()
+    answer = [*codec.linearise(EXAMPLE).tokens.tolist(), engine.config.end[0]]
+    trace = engine.replay(prompt, answer)
+    np.testing.assert_allclose(trace.logits, full_pass(engine.lm, special, prompt, answer), atol=1e-4)
+    assert trace.passes == path_of(engine, answer) - 1
+    assert sum(trace.widths) == len(answer) - 1, "every token is fed once"
+
+
+def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
+    random = np.random.default_rng(0)
+    special, codec = engine.config.special, engine.lm.codec
+    blocks, shorter, reasons, numbers = 0, 0, set(), set()
+    biased = (special.title_start, special.title_end, special.branch_end)
+    for seed in range(6):
+        budgets = [int(b) for b in random.integers(1, 400, 48)]
+        params = [
+            SamplingParams(
+                temperature=float(random.choice([1.0, 3.0, 100.0])),
+                max_new_tokens=budget,
+                max_branch_tokens=int(random.choice([1, 2, 6, 50])),
+                logit_bias=dict.fromkeys(map(str, biased), 100.0 if number % 2 else 4.0),
+                seed=seed * 48 + number,
+            )
+            for number, budget in enumerate(budgets)
+        ]
+        for budget, result in zip(budgets, engine.generate([[1, 2, 3]] * 48, params), strict=True):
+            ids = result.token_ids
+            assert len(ids) <= budget
+            ended = bool(ids) and ids[-1] in engine.config.end
+            whole = ids[:-1] if ended else ids
+            items = split(whole, special, engine.config.form)
+            structure = codec.parse(whole)
+            if result.finish_reason != "length":
+                assert plain_text(structure) == result.text
+            assert result.stats.passes == max(0, result.stats.critical_path + result.stats.discarded_tokens - 1)
+            path = path_of(engine, ids)
+            assert (
+                path == result.stats.critical_path
+                if result.finish_reason == "stop"
+                else path <= (result.stats.critical_path)
+            )
+            for item in items:
+                if not isinstance(item, BlockIds):
+                    continue
+                blocks += 1
+                number = int(codec.text.decode(item.number))
+                assert 2 <= number <= 12 and codec.text.decode(item.number) == str(number)
+                assert len(item.titles) <= number
+                assert len({tuple(title.tolist()) for title in item.titles}) == len(item.titles)
+                assert all(0 < len(title) <= 20 for title in item.titles)
+                shorter += len(item.titles) < number
+                numbers.add(number)
+            reasons.add(result.finish_reason)
+    assert blocks > 100 and reasons == {"stop", "length"} and len(numbers) > 5 and max(numbers) > 9
+    assert shorter, "a repeated lead has ended a list"
+
+
+@pytest.mark.parametrize("limit", [3, 9, 12, 150])
+def test_numbers_of_leads_are_those_that_the_engine_can_decode(engine: Engine, limit: int) -> None:
+    """Compared with all strings of digits: none begins with 0, none exceeds the limit, and 1 has to continue."""
+    codec, vocabulary = engine.lm.codec.text, engine.lm.config.vocab_size
+    before = codec.encode("a")
+    texts = [codec.decode([*before, token])[1:] for token in range(vocabulary)]
+    possible = {str(number) for number in range(2, limit + 1)}
+    prefixes = {number[:size] for number in possible for size in range(1, len(number) + 1)}
+    config = replace(engine.config, max_branches=limit)
+    state = new_state(engine.lm, config, 1, 64)
+    for written in ["", *sorted(prefixes)[:40]]:
+        titles = state.sequence.titles._replace(stated=jnp.asarray([int(written or "0")]))
+        legal = grammar._number_tokens(state._replace(sequence=state.sequence._replace(titles=titles)), config)
+        allowed = {text for text, fits in zip(texts, np.asarray(legal[0]), strict=False) if fits}
+        assert allowed == {text for text in texts if text and written + text in prefixes}
+
+
+def written(engine: Engine, structure: Sequence[Item], number: int | None = None) -> SamplingParams:
+    """Parameters with which an engine writes a structure of one block."""
+    codec, special = engine.lm.codec, engine.config.special
+    serial, branches = list[int](), list[list[int]]()
+    for item in split(codec.linearise(structure).tokens, special, codec.form):
+        if isinstance(item, SerialIds):
+            serial += item.ids.tolist()
+            continue
+        stated = item.number.tolist() if number is None else codec.text.encode(str(number))
+        serial += [special.title_start, *stated, special.title_end]
+        for title in item.titles:
+            serial += [*title.tolist(), special.title_end]
+        branches = [[*text.ids.tolist(), special.branch_end] for text in item.texts]
+    return SamplingParams(max_new_tokens=200, script=[[*serial, engine.lm.end_ids[0]], *branches])
+
+
+def test_text_is_lead_and_body_of_every_part(engine: Engine) -> None:
+    structure = EXAMPLE[:3]
+    events = list(engine.submit([1, 2], written(engine, structure), stream="branches"))
+    result = events[-1].result
+    assert result is not None and result.structure == structure and result.text == plain_text(structure)
+    assert result.text == "Well:\n\n1. One: some text.\n\n2. Two, of two: some text..\n3. Three some text...\n\nAnd:"
+    streamed = {n: "".join(e.text for e in events if e.kind == "token" and e.branch == n) for n in range(4)}
+    assert [streamed[n] for n in (1, 2, 3)] == [branch.text for branch in structure[1].branches]  # type: ignore[union-attr]
+    fork = next(event for event in events if event.kind == "fork")
+    assert fork.titles == LEADS
+    text = "".join(
+        e.text for e in engine.submit([1, 2], written(engine, structure), stream="text") if e.kind == "token"
+    )
+    assert text == result.text
+    encode = engine.lm.codec.text.encode
+    content = sum(len(encode(text)) for text in ("Well:", *LEADS, "\n\nAnd:"))
+    content += sum(len(encode(b.text.removeprefix(b.title))) for b in structure[1].branches)  # type: ignore[union-attr]
+    assert result.stats.content_tokens == content
+
+
+def test_budget_of_text_counts_leads_in_reading_order(engine: Engine) -> None:
+    asked = written(engine, EXAMPLE[:3])
+    whole = engine.generate([[1, 2]], asked)[0]
+    sizes = []
+    for limit in range(1, whole.stats.content_tokens + 2):
+        result = engine.generate([[1, 2]], replace(asked, max_content_tokens=limit))[0]
+        assert whole.text.startswith(result.text)
+        assert result.stats.content_tokens == min(limit, whole.stats.content_tokens)
+        assert (result.finish_reason == "stop") == (limit > whole.stats.content_tokens)
+        sizes.append(len(result.text))
+    assert sizes == sorted(sizes) and sizes[-1] == len(whole.text)
+
+
+@pytest.mark.parametrize("stop", ["1. O", "One: so", "text.\n", ":\n\n1", "\n3", "\n\nAnd"])
+def test_stop_strings_are_found_in_leads_and_across_them(engine: Engine, stop: str) -> None:
+    asked = replace(written(engine, EXAMPLE[:3]), stop=[stop])
+    whole = plain_text(EXAMPLE[:3])
+    for stream in ("text", "branches"):
+        events = list(engine.submit([1, 2], asked, stream=stream))  # type: ignore[arg-type]
+        result = events[-1].result
+        assert result is not None and result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
+
+
+def test_a_repeated_lead_ends_the_list(engine: Engine) -> None:
+    """The number said more; the hidden lead is no part of the answer, and changes nothing behind it."""
+    two = (EXAMPLE[0], Parallel(EXAMPLE[1].branches[:2]), EXAMPLE[2])  # type: ignore[union-attr]
+    asked = written(engine, two, number=4)
+    codec, special = engine.lm.codec, engine.config.special
+    serial = list(asked.script[0])
+    ends = [place for place, token in enumerate(serial) if token == special.title_end]
+    behind = ends[2] + 1  # the second lead
+    repeated = [*codec.text.encode(LEADS[0]), special.title_end]
+    script = [[*serial[:behind], *repeated, *serial[behind:]], *asked.script[1:]]
+    result = engine.generate([[1, 2]], replace(asked, script=script))[0]
+    assert result.structure == two and result.stats.discarded_tokens == len(repeated) - 1
+    assert result.stats.passes == result.stats.critical_path + result.stats.discarded_tokens - 1
+    logits = engine.replay([1, 2], result.token_ids).logits
+    np.testing.assert_allclose(logits, full_pass(engine.lm, special, [1, 2], result.token_ids), atol=1e-4)
+    assert codec.text.decode(split(result.token_ids[:-1], special, codec.form)[1].number) == "4"  # type: ignore[union-attr]
+
+
+def test_penalties_take_leads_for_text(engine: Engine) -> None:
+    """All leads count once for the first token of a branch, as in serial text; the copy in its head does not."""
+    codec, special, end = engine.lm.codec, engine.config.special, engine.config.end
+    asked = written(engine, EXAMPLE[:2])
+    script = [asked.script[0], [], *asked.script[2:]]  # the first branch is free
+    free = replace(asked, script=script, max_branch_tokens=2, logit_bias={str(special.branch_end): -100.0})
+    head = [special.branch_start, *codec.text.encode(LEADS[0])]
+
+    def first_token(penalty: float) -> tuple[int, np.ndarray]:
+        ids = engine.generate([[1, 2]], replace(free, frequency_penalty=penalty))[0].token_ids
+        at = ids.index(special.branch_start) + len(head)
+        return ids[at], engine.replay([1, 2], ids).logits[at - 1]
+
+    plain, logits = first_token(0.0)
+    seen = Counter(token for text in ("Well:", *LEADS) for token in codec.text.encode(text))
+    for penalty in (0.5, -0.5, 2.0, -2.0):
+        expected = logits.copy()
+        for token, times in seen.items():
+            expected[token] -= penalty * times
+        expected[[*special.ids, *end]] = -np.inf
+        assert first_token(penalty)[0] == expected.argmax()
+    assert plain == np.where(np.isin(np.arange(logits.size), [*special.ids, *end]), -np.inf, logits).argmax()
+
+
+def test_a_text_that_does_not_begin_with_its_lead_is_refused(engine: Engine) -> None:
+    block = Parallel([Branch("one", "one: x"), Branch("two", "x")])
+    with pytest.raises(Exception, match=r"must begin with its title 'two'"):
+        engine.lm.codec.linearise([block])
+
+
+def test_tags_as_text_are_refused(leads_lm: LanguageModel) -> None:
+    from infer import TextTags
+
+    with pytest.raises(RequestError, match="titles of this model are leads"):
+        Engine(leads_lm, max_length=64, text_tags=TextTags())
