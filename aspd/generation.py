@@ -38,6 +38,7 @@ def add(commands: Any) -> None:
         "--mesh", metavar="AXIS=N,…", help="devices of each axis, such as data=2,tensor=4; default: one device"
     )
     generate.add_argument("--batch", type=int, default=8, help="maximum requests of --input in a batch")
+    generate.add_argument("--samples", type=int, default=1, metavar="N", help="answers to every prompt of --input")
     generate.add_argument(
         "--branch-policy",
         default="all",
@@ -97,7 +98,9 @@ def run_generate(options: argparse.Namespace) -> None:
         raise RequestError("--input and --output go together")
     if options.continue_final_message and options.messages is None:
         raise RequestError("--continue-final-message goes with --messages")
-    positive(options, "batch")
+    positive(options, "batch", "samples")
+    if options.samples > 1 and (options.input is None or not options.temperature):
+        raise RequestError("--samples goes with --input, and with a --temperature above 0: greedy answers are equal")
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
     mesh = mesh_of(options.mesh)
     lm = load_model(model_name(options), options.dtype, mesh, options.weights, adapter=options.adapter)
@@ -114,7 +117,9 @@ def run_generate(options: argparse.Namespace) -> None:
     if options.input is not None:
         from infer.offline.batch import generate_file
 
-        outcome = generate_file(engine, options.input, options.output, params, options.mode, chat)
+        outcome = generate_file(
+            engine, options.input, options.output, params, options.mode, chat, samples=options.samples
+        )
         resumed = f", {outcome.resumed} of them there already" if outcome.resumed else ""
         errors = f"; {outcome.errors} hold an error" if outcome.errors else ""
         print(f"{outcome.records} records written to {options.output}{resumed}{errors}")

@@ -125,7 +125,8 @@ def run_proxy(options: argparse.Namespace) -> None:
     if not checkpoint.end_ids or tokenizer.chat_template is None:
         raise RequestError(f"{options.tokenizer} needs a chat template and an end of text; see --chat-template")
     add_special_tokens(tokenizer)
-    app = make_app(config, tokenizer, checkpoint.end_ids, options.name or options.model, options.max_new_tokens)
+    name = options.name or options.model
+    app = make_app(config, tokenizer, checkpoint.end_ids, name, options.max_new_tokens, checkpoint.titles)
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning", server_header=False)
 
 

@@ -101,7 +101,9 @@ class AblationConfig:
 def run_config(config: AblationConfig, variant: Variant, file: Path) -> TrainConfig:
     """Return the training configuration of a variant on a file of `write_conversations`."""
     return TrainConfig(
-        model=ModelSection(checkpoint=config.base, positions=variant.positions, siblings=variant.siblings),
+        model=ModelSection(
+            checkpoint=config.base, positions=variant.positions, siblings=variant.siblings, titles="names"
+        ),
         data=DataSection(train=(str(file),), structured=variant.structured, rows=config.rows, length=config.length),
         optimiser=OptimiserSection(learning_rate=config.learning_rate, warmup=0.1),
         steps=config.steps,

@@ -72,7 +72,7 @@ def branched_batch(special: SpecialTokens, vocabulary: int, rows: int, length: i
 def step_times(shape: str, dtype: str, rows: int, length: int, repeats: int) -> list[StepTime]:
     """Time steps with both kinds of attention alternately, so that other load on the machine affects both."""
     config = TrainConfig(
-        model=ModelSection(scan=True, remat=True),
+        model=ModelSection(titles="names", scan=True, remat=True),
         data=DataSection(rows=rows, length=length, short_steps=0),
         steps=100,
     )

@@ -46,7 +46,7 @@ class ModelSection:
     feed_forward: int = 384
     positions: PositionScheme = "sequential"
     siblings: Siblings = "invisible"
-    titles: Titles = "names"
+    titles: Titles = "leads"
     dtype: str = "float32"
     parameters: str = "float32"
     weights: Weights = "float"

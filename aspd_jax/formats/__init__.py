@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aspd_jax.errors import CheckpointError
+from aspd_jax.layout import Titles
 
 # Pairs of a Hugging Face name and a tensor, read one at a time.
 Tensors = Iterator[tuple[str, np.ndarray]]
@@ -59,6 +60,15 @@ class Checkpoint:
     tensors: Callable[[], Tensors]
     adapter: Path | None = None
     generation: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def titles(self) -> Titles:
+        """Return the form of the titles, of the adapter if there is one."""
+        from aspd_jax.formats.adapter import open_adapter
+
+        stored = self.hf_config.get("aspd") if self.adapter is None else open_adapter(self.adapter).settings
+        titles: Titles = (stored or {}).get("titles", "names")
+        return titles
 
 
 def find_model(path: str | os.PathLike[str]) -> Path:

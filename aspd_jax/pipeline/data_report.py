@@ -43,8 +43,8 @@ class Report:
         account: use of the teacher.
         left_out: source, line and reason of each record that cannot be read.
         records: number of records read.
-        unanswered, unfit, spared: numbers of records in neither set, because they lack a reply of the teacher, are
-            refused, or exceed `select.serial_ratio`.
+        unanswered, unfit, samples, spared: numbers of records in neither set, because they lack a reply of the teacher,
+            are refused, answer a question that another answer is better for, or exceed `select.serial_ratio`.
         answers: measures of all answers, including plain ones.
         proposed: number of answers with a proposed block, by kind of source.
         blocks: number of proposed blocks over all candidates.
@@ -58,6 +58,7 @@ class Report:
     records: int = 0
     unanswered: int = 0
     unfit: int = 0
+    samples: int = 0
     spared: int = 0
     answers: list[Measures] = field(default_factory=list)
     proposed: Counter[str] = field(default_factory=Counter)
@@ -94,6 +95,7 @@ class Report:
             "unreadable": len(self.left_out),
             "unanswered": self.unanswered,
             "unfit": self.unfit,
+            "samples": self.samples,
             "spared": self.spared,
             "proposed": dict(self.proposed),
             "blocks": self.blocks,
@@ -118,7 +120,8 @@ class Report:
         lines = ["# Report of `aspd data build`", "", "| stage | |", "|---|---|"]
         lines += [f"| records read | {self.records} |", f"| not readable | {len(self.left_out)} |"]
         lines += [f"| without a reply of the teacher, left for the next run | {self.unanswered} |"]
-        lines += [f"| left out of both sets: repetitive, or not as asked | {self.unfit} |"]
+        lines += [f"| left out of both sets: repetitive, not as asked, or a list with a defect | {self.unfit} |"]
+        lines += [f"| left out of both sets: another answer to the question is better | {self.samples} |"]
         lines += [f"| left out of both sets: more records without a block than wanted | {self.spared} |"]
         lines += [f"| answers | {len(self.answers)} |"]
         names = {"form": "by their form", "teacher": "by the teacher"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,6 +29,7 @@ def write(work: Work, output: Path, account: Account) -> Report:
 class _Sets:
     def __init__(self, work: Work, output: Path, report: Report) -> None:
         self.work, self.output, self.report = work, output, report
+        self._others: set[int] = set()
 
     def write(self) -> Report:
         work, report = self.work, self.report
@@ -39,6 +41,7 @@ class _Sets:
             def put(name: str, value: dict[str, Any]) -> None:
                 handles[name].write(json.dumps(value, ensure_ascii=False) + "\n")
 
+            self._others = self._other_samples()
             kept = self._share_of_serial()
             for record in self.work.records():
                 report.records += 1
@@ -51,11 +54,38 @@ class _Sets:
             write_whole(self.output / work.shard.name("report", suffix), text)
         return report
 
+    def _other_samples(self) -> set[int]:
+        """Return the numbers of the records that another answer to the same question is better than.
+
+        The best one has the best block; of answers without a block, the first is kept.
+        """
+        groups: dict[str, list[tuple[int, Measures]]] = defaultdict(list)
+        for record in self.work.records():
+            if not isinstance(record, Conversation) or self._unfit(record) or self._is_missing(record):
+                continue
+            answers = [answer for _, answer in answers_of(record)]
+            if not answers:
+                continue
+            answer, before = answers[-1], record.messages[:-1]
+            blocks, _ = self._select(answer, Report(Account()))
+            key = hashlib.sha256(json.dumps(before).encode()).hexdigest()
+            groups[key].append((record.number, measure(answer.text, blocks, self.work.count)))
+        others: set[int] = set()
+        for samples in groups.values():
+            first = best([measures for _, measures in samples]) or 0
+            others |= {number for place, (number, _) in enumerate(samples) if place != first}
+        return others
+
+    def _is_missing(self, record: Conversation) -> bool:
+        """Return whether the teacher has not replied for an answer."""
+        return any(answer.key in self.work.unanswered for _, answer in answers_of(record))
+
     def _share_of_serial(self) -> float:
         """Return the share of records without a block that `select.serial_ratio` keeps."""
         if not self.work.config.select.serial_ratio:
             return 1.0
-        records = (r for r in self.work.records() if isinstance(r, Conversation) and not self._unfit(r))
+        fit = (r for r in self.work.records() if isinstance(r, Conversation) and not self._unfit(r))
+        records = (record for record in fit if record.number not in self._others)
         forked = Counter(
             any(self._select(answer, Report(Account()))[0] for _, answer in answers_of(record)) for record in records
         )
@@ -72,6 +102,9 @@ class _Sets:
         if unfit := self._unfit(record):
             report.unfit += 1
             put("rejected", base | {"stage": "record", "reason": unfit})
+            return
+        if record.number in self._others:
+            report.samples += 1
             return
         if record.unanswered:
             put("rejected", base | {"message": len(record.messages), "stage": "read", "reason": "no answer follows"})

@@ -238,7 +238,8 @@ def _speed_table(systems: dict[str, Any]) -> list[str]:
 def _structure_table(systems: dict[str, Any]) -> list[str]:
     head = [
         "system", "trigger rate", "well-formed", "finish", "branches per block", "dependent blocks",
-        "numbers wrong", "joined items", "mixed bold", "repeated between branches", "chains forked", "parallel forked", "DP", "PE", "content tokens",
+        "numbers wrong", "joined items", "mixed bold", "repeated between branches", "chains forked", "parallel forked",
+        "DP", "PE", "content tokens",
         "ideal", "ideal, answers that fork", "best",
     ]  # fmt: skip
     rows = []

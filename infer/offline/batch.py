@@ -26,6 +26,7 @@ from infer.offline.journal import append, read_journal
 from infer.request import Mode, SamplingParams
 from infer.scheduling.handle import Handle
 
+SAMPLE_SEEDS = 1_000_003  # between the seeds of two samples of a line
 STEPS = 256  # engine steps between two checks for finished answers
 
 
@@ -34,6 +35,7 @@ class Item(NamedTuple):
 
     Attributes:
         line: number of the line.
+        sample: number of the sample, from 0.
         id: identifier in the record; the number of the line if it has none.
         prompt: text or messages; None: the line is invalid.
         source: fields of the line that the record of the answer repeats.
@@ -41,6 +43,7 @@ class Item(NamedTuple):
     """
 
     line: int
+    sample: int
     id: str | int
     prompt: Prompt | None
     source: dict[str, Any]
@@ -74,27 +77,34 @@ def read_prompts(file: Path, chat: bool) -> list[Item]:
 def _item(line: Line, chat: bool) -> Item:
     number, record, reason = line
     if reason:
-        return Item(number, number, None, {}, reason)
+        return Item(number, 0, number, None, {}, reason)
     if not isinstance(record, dict):
-        return Item(number, number, None, {}, "not a JSON object")
+        return Item(number, 0, number, None, {}, "not a JSON object")
     identifier = record.get("id")
     name = identifier if isinstance(identifier, (str, int)) else number
     prompt, messages = record.get("prompt"), record.get("messages")
     if isinstance(prompt, str) and messages is None:
         whole: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
-        return Item(number, name, whole, {"prompt": prompt})
+        return Item(number, 0, name, whole, {"prompt": prompt})
     if messages is None or messages == [] or prompt is not None:
         reason = 'expected "prompt", a string, or "messages", a list of messages'
-        return Item(number, name, None, {}, reason)
+        return Item(number, 0, name, None, {}, reason)
     try:
         parsed = [{"role": role, "content": content} for role, content, _ in parse_messages(messages, "messages")]
     except AspdError as error:
-        return Item(number, name, None, {}, str(error))
-    return Item(number, name, parsed, {"messages": parsed})
+        return Item(number, 0, name, None, {}, str(error))
+    return Item(number, 0, name, parsed, {"messages": parsed})
 
 
 def generate_file(
-    engine: Engine, source: Path, output: Path, params: SamplingParams, mode: Mode, chat: bool, progress: bool = True
+    engine: Engine,
+    source: Path,
+    output: Path,
+    params: SamplingParams,
+    mode: Mode,
+    chat: bool,
+    progress: bool = True,
+    samples: int = 1,
 ) -> Outcome:
     """Answer every prompt of a file. The record of an invalid line or of a refused prompt has an `error`.
 
@@ -102,26 +112,27 @@ def generate_file(
         engine: engine.
         source: JSONL file of prompts, see `read_prompts`.
         output: JSONL file of records; must not exist.
-        params: sampling parameters. The seed of a line is `params.seed` (default 0) plus its number, so that answers do
-            not depend on interruptions.
+        params: sampling parameters. The seed of a line is `params.seed` (default 0) plus its number, and different for
+            every sample, so that answers do not depend on interruptions.
         mode: decoding mode.
         chat: see `read_prompts`.
         progress: whether to show a progress bar.
+        samples: answers to every prompt, one record each, with the number of the `sample` if there are several.
 
     Raises:
         DataError: the input cannot be read, or is empty.
         RequestError: the output exists, or its journal has answers to another input or with other settings.
     """
-    items = read_prompts(source, chat)
+    items = [item._replace(sample=number) for item in read_prompts(source, chat) for number in range(samples)]
     settings = {"input": hashlib.sha256(source.read_bytes()).hexdigest(), "mode": mode, "chat": chat}
-    settings |= {"params": json.loads(json.dumps(asdict(params)))}
+    settings |= {"params": json.loads(json.dumps(asdict(params)))} | ({"samples": samples} if samples > 1 else {})
     journal = output.with_name(f"{output.name}.journal")
     if output.exists():
         raise RequestError(f"{output} exists; delete it, or choose another file")
     done = _read_answers(journal, settings)
     resumed = len(done)
     seed = params.seed or 0
-    waiting = [item for item in items if item.line not in done][::-1]
+    waiting = [item for item in items if (item.line, item.sample) not in done][::-1]
     running: list[tuple[Item, Handle]] = []
     with (
         Log(journal) as log,
@@ -131,8 +142,10 @@ def generate_file(
             append(log, settings)
 
         def note(item: Item, record: dict[str, Any]) -> None:
+            if samples > 1:
+                record["sample"] = item.sample
             append(log, {"line": item.line} | record)
-            done[item.line] = record
+            done[item.line, item.sample] = record
             bar.update()
 
         while waiting or running:
@@ -141,7 +154,7 @@ def generate_file(
                 try:
                     if item.prompt is None:
                         raise DataError(item.error)
-                    line_params = replace(params, seed=(seed + item.line) % (1 << 32))
+                    line_params = replace(params, seed=(seed + item.line + item.sample * SAMPLE_SEEDS) % (1 << 32))
                     running.append((item, engine.submit(item.prompt, line_params, mode)))
                 except AspdError as error:
                     note(item, {"id": item.id, "error": f"{source}, line {item.line}: {error}"})
@@ -152,7 +165,7 @@ def generate_file(
             running = [(item, handle) for item, handle in running if handle.result is None]
     with replacing(output) as file:
         for item in items:
-            file.write(json.dumps(done[item.line], ensure_ascii=False) + "\n")
+            file.write(json.dumps(done[item.line, item.sample], ensure_ascii=False) + "\n")
     journal.unlink()
     return Outcome(len(items), resumed, sum("error" in record for record in done.values()))
 
@@ -171,8 +184,8 @@ def _record(item: Item, result: Result) -> dict[str, Any]:
     }
 
 
-def _read_answers(journal: Path, settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the records of the journal by line.
+def _read_answers(journal: Path, settings: dict[str, Any]) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return the records of the journal by line and sample.
 
     Raises:
         RequestError: the journal was written with other settings.
@@ -186,7 +199,7 @@ def _read_answers(journal: Path, settings: dict[str, Any]) -> dict[int, dict[str
         raise RequestError(
             f"{journal} holds answers with another {', '.join(different)}; delete it, or choose another output"
         )
-    return {record.pop("line"): record for record in records}
+    return {(record.pop("line"), record.get("sample", 0)): record for record in records}
 
 
 def _different(old: dict[str, Any], new: dict[str, Any]) -> Sequence[str]:

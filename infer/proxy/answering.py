@@ -116,16 +116,17 @@ class Answering:
             if left <= 0 or not announces:
                 answer.finish_reason = "length" if left <= 0 or ended == "length" else "stop"
                 return
-            titles = await self._titles(answer, prefix, sampling)
+            number, titles = await self._titles(answer, prefix, sampling)
             if len(titles) < 2:
                 may_fork = False  # one title makes no block; the rest of the answer is serial
                 continue
             block += 1
             yield Event("fork", block=block, titles=tuple(titles))
-            announced = [i for t in titles for i in (special.title_start, *encode(t), special.title_end)]
+            written_titles = [number, *titles] if self._codec.form.leads else titles
+            announced = [i for t in written_titles for i in (special.title_start, *encode(t), special.title_end)]
             prefix = [*prefix, *announced, special.parallel_start]
             answer.items.append(Parallel([Branch(title, "") for title in titles]))
-            branch_pieces: list[list[str]] = [[] for _ in titles]
+            branch_pieces = [[title] * self._codec.form.leads for title in titles]  # a lead is part of the text
             final, shown = set[int](), 0
             async with aclosing(self._branches(prefix, titles, left, sampling, answer, branch_pieces, final)) as events:
                 async for event in events:
@@ -140,7 +141,7 @@ class Answering:
                         shown += len(new)
             yield Event("merge", block=block)
             for title, parts in zip(titles, branch_pieces, strict=True):
-                text = encode("".join(parts))
+                text = encode("".join(parts[self._codec.form.leads :]))
                 prefix += [special.branch_start, *encode(title), *self._codec.form.separator, *text, special.branch_end]
             prefix.append(special.parallel_end)
             left = left_behind
@@ -161,25 +162,29 @@ class Answering:
         answer.requests += 1
         return self._upstream.complete(prompt, limit, [*stop, *self._ends], forbidden, sampling, answer.requests - 1)
 
-    async def _titles(self, answer: Proxied, prefix: Sequence[int], sampling: SamplingParams) -> list[str]:
-        """Decode the titles of a block.
+    async def _titles(self, answer: Proxied, prefix: Sequence[int], sampling: SamplingParams) -> tuple[str, list[str]]:
+        """Decode the titles of a block; return the stated number of leads, empty for names, and the titles.
 
         There is no repetition penalty, because it would also apply to the tags between titles and end the list early.
-        A line break ends the list: without its closing tag, a title would run into the text of the item.
+        A line break ends a list of names: without its closing tag, a name would run into the text of the item.
         """
         special = self._codec.special
         forbidden = [special.parallel_end, special.branch_start, special.branch_end]
         free, limit = replace(sampling, repetition_penalty=1.0), MAX_TITLE_TOKENS * self._max_branches
-        written, titles = "", list[str]()
-        pieces = self._ask(answer, [*prefix, special.title_start], limit, [FORK, "\n"], forbidden, free)
+        written, number, titles = "", "", list[str]()
+        stops = [FORK] if self._codec.form.leads else [FORK, "\n"]
+        pieces = self._ask(answer, [*prefix, special.title_start], limit, stops, forbidden, free)
         async with aclosing(pieces):
             async for piece, _ in pieces:
                 written += piece
-                titles, more = _read_titles(written)
+                if self._codec.form.leads:
+                    number, titles, more = _read_leads(written, self._max_branches)
+                else:
+                    titles, more = _read_titles(written)
                 begun = self._codec.text.encode(written.rpartition(TITLE_END)[2])
                 if not more or len(titles) == self._max_branches or len(begun) > MAX_TITLE_TOKENS:
                     break
-        return titles
+        return number, titles
 
     def _within(self, texts: Sequence[Sequence[str]], left: int) -> tuple[list[str], int]:
         """Join the pieces of texts up to `left` tokens in all, and return the texts and the remaining tokens."""
@@ -221,10 +226,12 @@ class Answering:
         special, encode = self._codec.special, self._codec.text.encode
         news: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         forbidden = [tag for tag in self._tags if tag != special.branch_end]
-        sizes = [0] * len(titles)
+        sizes = [sum(map(self._count, pieces)) for pieces in branch_pieces]
 
         async def grow(number: int, title: str) -> None:
             head, within = [special.branch_start, *encode(title), *self._codec.form.separator], True
+            for piece in branch_pieces[number]:
+                news.put_nowait(Event("token", 1, number + 1, piece))
             pieces = self._ask(answer, [*prefix, *head], left, [BRANCH_END], forbidden, sampling)
             async with aclosing(pieces):
                 async for piece, reason in pieces:
@@ -283,6 +290,30 @@ def _read_titles(written: str) -> tuple[list[str], bool]:
         if (plan := _PLAN.match(title)) and plan[1] == plan[2]:
             return titles, False
     return titles, rest.startswith(TITLE_START) or TITLE_START.startswith(rest)
+
+
+def _read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
+    """Parse a number and the leads written so far, and return them with whether further leads may follow.
+
+    The list ends when the number of leads is reached, at an empty or repeated lead, and at any text that is not a lead.
+
+    Args:
+        written: text after the first opening tag of a title.
+        limit: maximum number of leads.
+    """
+    number, closed, rest = written.partition(TITLE_END)
+    if not (number or "0").isdecimal() or (closed and not 2 <= int(number or "0") <= limit):
+        return number, [], False
+    leads: list[str] = []
+    *ended, rest = rest.split(TITLE_END)
+    for part in ended:
+        lead = part.removeprefix(TITLE_START)
+        if not part.startswith(TITLE_START) or _ANY_TAG.search(lead) or lead in ["", *leads]:
+            return number, leads, False
+        leads.append(lead)
+        if len(leads) == int(number):
+            return number, leads, False
+    return number, leads, rest.startswith(TITLE_START) or TITLE_START.startswith(rest)
 
 
 def _before(tag: str, written: str) -> int:

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 from aspd_jax.chat import encode_history
+from aspd_jax.layout import Titles
 from aspd_jax.structure import canonical, to_json
 from aspd_jax.tokens import Codec
 from aspd_jax.tool_format import uses_tools
@@ -31,7 +32,12 @@ MAX_BYTES, BODY_SECONDS = 1 << 20, 20.0  # maximum size of a request body, and s
 
 
 def make_app(
-    config: UpstreamConfig, tokenizer: Any, end_ids: tuple[int, ...], name: str, max_new_tokens: int
+    config: UpstreamConfig,
+    tokenizer: Any,
+    end_ids: tuple[int, ...],
+    name: str,
+    max_new_tokens: int,
+    titles: Titles = "names",
 ) -> FastAPI:
     """Create the application of a proxy.
 
@@ -41,8 +47,9 @@ def make_app(
         end_ids: ids of the tokens that end an answer.
         name: name of the model in requests.
         max_new_tokens: default and maximum tokens of an answer.
+        titles: form of the titles.
     """
-    codec = Codec(tokenizer)
+    codec = Codec(tokenizer, titles=titles)
     upstream = Upstream(config)
     ends = [str(tokenizer.convert_ids_to_tokens(end)) for end in end_ids]
     proxy = _Proxy(Answering(upstream, codec, ends), codec, tokenizer, end_ids, name, max_new_tokens)

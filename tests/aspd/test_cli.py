@@ -154,7 +154,7 @@ def test_plan_prints_and_allocates_nothing(capsys: Any, monkeypatch: Any) -> Non
 def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(
-        "model: {layers: 1, hidden_size: 32, heads: 2, kv_heads: 1, head_dim: 16, feed_forward: 32}\n"
+        "model: {titles: names, layers: 1, hidden_size: 32, heads: 2, kv_heads: 1, head_dim: 16, feed_forward: 32}\n"
         "data: {rows: 2, short_rows: 2, short_length: 96, short_steps: 1}\nsteps: 2\nsave_every: 1\n"
     )
     run_folder = str(tmp_path / "run")

@@ -15,7 +15,7 @@ from train.tasks import problem
 from train.train_config import DataSection, ModelSection, TrainConfig
 
 SMALL = TrainConfig(
-    model=ModelSection(layers=1, hidden_size=32, heads=2, kv_heads=1, head_dim=16, feed_forward=32),
+    model=ModelSection(titles="names", layers=1, hidden_size=32, heads=2, kv_heads=1, head_dim=16, feed_forward=32),
     data=DataSection(rows=2, short_rows=3, short_length=96, short_steps=2, plain_every=0),
     steps=4,
     save_every=2,

@@ -12,8 +12,10 @@ from flax.traverse_util import flatten_dict
 
 import train.batches
 import train.loop
-from aspd_jax import LanguageModel, build_layout, load_model
+from aspd_jax import LanguageModel, build_layout, load_model, save_model
+from aspd_jax.errors import DataError
 from aspd_jax.sharding import make_mesh
+from infer import Engine, SamplingParams
 from tests.helpers.training import SMALL, changed, losses, on_records, prepared
 from train.checkpoints import Checkpoints
 from train.loop import export
@@ -40,6 +42,45 @@ def test_fine_tuning_on_records(fine_tuning: TrainConfig, tmp_path: Path) -> Non
     with Checkpoints(tmp_path / "run" / "checkpoints", read_only=True) as checkpoints:
         assert checkpoints.steps == [6]
     assert load_model(tmp_path / "run" / "model").config.vocab_size == 768
+
+
+def leads_file(folder: Path) -> Path:
+    """Write records whose titles are leads."""
+    rows = []
+    for number in range(12):
+        parts = [f"\n{n}. {word}:" for n, word in enumerate(("One", "Two", "Three"), 1)]
+        branches = [{"title": lead, "text": f"{lead} {'go on ' * (number + 1)}"} for lead in parts]
+        structure = [{"type": "serial", "text": "So:"}, {"type": "parallel", "branches": branches}]
+        rows.append({"messages": [{"role": "user", "content": f"What {number}?"}], "structure": structure})
+    file = folder / "leads.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_titles_are_stored_with_what_was_trained(rank: int, fine_tuning: TrainConfig, tmp_path: Path) -> None:
+    file = str(leads_file(tmp_path))
+    leads = changed(fine_tuning, model__titles="leads", data__train=(file,), data__held_out=(), evaluate_batches=0)
+    run_training(changed(leads, steps=2, model__lora_rank=rank), tmp_path / "run", progress=False)
+    base = leads.model.checkpoint
+    if rank:
+        assert load_model(base, adapter=tmp_path / "run" / "adapter").config.titles == "leads"
+        export(tmp_path / "run", tmp_path / "merged")
+    folder = tmp_path / "merged" if rank else tmp_path / "run" / "model"
+    assert load_model(folder).config.titles == "leads" and load_model(base).config.titles == "names"
+    lm = load_model(folder)
+    save_model(lm, tmp_path / "model.gguf")
+    assert load_model(tmp_path / "model.gguf").config.titles == "leads"
+    engine = Engine(lm, max_length=256, max_batch=1)
+    start = lm.codec.special.title_start
+    assert engine.config.form.leads
+    result = engine.generate(["So:"], SamplingParams(max_new_tokens=200, script=[[start]]))[0]
+    assert result.stats.blocks == 0 or result.text.startswith(result.structure[0].branches[0].title)  # type: ignore[union-attr]
+
+
+def test_other_titles_than_those_of_the_records_are_refused(fine_tuning: TrainConfig, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="must begin with its title"):
+        run_training(changed(fine_tuning, model__titles="leads", data__strict=True), tmp_path / "run", progress=False)
 
 
 def test_epochs_end_by_themselves(fine_tuning: TrainConfig, tmp_path: Path) -> None:

@@ -23,7 +23,15 @@ from train.train_step import train_step
 
 SMALL = TrainConfig(
     model=ModelSection(
-        layers=4, hidden_size=128, feed_forward=512, heads=4, kv_heads=4, head_dim=32, scan=True, remat=True
+        titles="names",
+        layers=4,
+        hidden_size=128,
+        feed_forward=512,
+        heads=4,
+        kv_heads=4,
+        head_dim=32,
+        scan=True,
+        remat=True,
     ),
     data=DataSection(rows=8, length=512, short_steps=0),
     steps=4,

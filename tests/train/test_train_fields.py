@@ -18,7 +18,7 @@ from train.train_config import TrainConfig
 CHANGED: dict[str, Any] = {
     "model.checkpoint": None, "model.vocab_size": 800, "model.layers": 2, "model.hidden_size": 48,
     "model.heads": 1, "model.kv_heads": 2, "model.head_dim": 8, "model.feed_forward": 48, "model.positions": "max",
-    "model.siblings": "shared", "model.dtype": "bfloat16", "model.parameters": "bfloat16",
+    "model.siblings": "shared", "model.titles": None, "model.dtype": "bfloat16", "model.parameters": "bfloat16",
     "model.weights": None, "model.lora_rank": 2, "model.lora_alpha": None, "model.scan": True, "model.remat": True,
     "model.attention": "reference",
     "data.train": None, "data.held_out": None,
@@ -33,7 +33,8 @@ CHANGED: dict[str, Any] = {
 }  # fmt: skip
 
 ELSEWHERE = {
-    "model.checkpoint", "model.weights", "model.lora_alpha", "data.train", "data.held_out", "data.cache",
+    "model.checkpoint", "model.titles", "model.weights", "model.lora_alpha", "data.train", "data.held_out",
+    "data.cache",
     "data.strict", "data.chat_template", "data.bins", "optimiser.accumulate", "mesh.data", "mesh.fsdp",
     "mesh.tensor", "epochs",
 }  # fields that only mean something for a fine-tuning or a mesh, and are tested with one elsewhere  # fmt: skip

@@ -97,6 +97,26 @@ def test_measures_are_those_of_the_linearisation(lm: LanguageModel, titles: Titl
     assert plain.critical_path - found.critical_path == saved(answer, block, count)
 
 
+def test_the_best_of_several_answers_is_kept(tmp_path: Path) -> None:
+    """Of a question's answers, that with the best block; without one, the first."""
+    file = tmp_path / "in.jsonl"
+    plain = "Nothing in particular helps, but sleep does, and so do long walks by the sea with a good friend. " * 3
+    rows = [
+        {"id": "prose", "question": "How?", "answer": plain},
+        {"id": "list", "question": "How?", "answer": LIST},
+        {"id": "again", "question": "How?", "answer": plain + "Good luck."},
+        {"id": "one", "question": "Why?", "answer": plain},
+        {"id": "two", "question": "Why?", "answer": plain + "Yes."},
+        {"id": "defect", "question": "When?", "answer": LIST.replace("\n\n2.", "\n2.")},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = build(DataConfig(select=SMALL), str(file), tmp_path / "out", progress=False).report
+    assert [row["id"] for row in lines(tmp_path / "out" / "structured.jsonl")] == ["list", "one"]
+    assert (report.samples, report.unfit) == (3, 1)
+    (defect,) = (row for row in lines(tmp_path / "out" / "rejected.jsonl") if row.get("stage") == "record")
+    assert defect["id"] == "defect" and "unequal gaps" in defect["reason"]
+
+
 def test_shards_make_the_whole(source: Path, tmp_path: Path) -> None:
     build(NO_TEACHER, str(source), tmp_path / "whole", progress=False)
     for number in range(3):

@@ -59,6 +59,28 @@ def test_answers_come_in_the_order_of_the_input(own: Engine, source: Path, tmp_p
         generate_file(own, source, tmp_path / "out.jsonl", PARAMS, "adaptive", False)
 
 
+def test_samples_of_a_question_differ_and_are_resumed(
+    own: Engine, source: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    once = generate_file(own, source, tmp_path / "out.jsonl", PARAMS, "adaptive", False, progress=False)
+    outcome = generate_file(own, source, tmp_path / "three.jsonl", PARAMS, "adaptive", False, False, samples=3)
+    assert outcome == (3 * once.records, 0, 3 * once.errors)
+    found, single = records(tmp_path / "three.jsonl"), records(tmp_path / "out.jsonl")
+    assert [record.pop("sample") for record in found] == [0, 1, 2] * once.records
+    assert found[::3] == single and [record["id"] for record in found[1::3]] == [record["id"] for record in single]
+    assert len({record["text"] for record in found[:3]}) == 3
+    settings = {"samples": 3}
+    journal = tmp_path / "cut.jsonl.journal"
+    append, lines = infer.offline.batch.append, list[Any]()
+    monkeypatch.setattr(infer.offline.batch, "append", lambda log, value: lines.append(value) or append(log, value))
+    generate_file(own, source, tmp_path / "cut.jsonl", PARAMS, "adaptive", False, False, samples=3)
+    assert lines[0]["samples"] == settings["samples"]
+    (tmp_path / "cut.jsonl").unlink()
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines[:8]))
+    assert generate_file(own, source, tmp_path / "cut.jsonl", PARAMS, "adaptive", False, False, samples=3).resumed == 7
+    assert [record | {"sample": n % 3} for n, record in enumerate(found)] == records(tmp_path / "cut.jsonl")
+
+
 def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, monkeypatch: Any) -> None:
     generate_file(own, source, tmp_path / "whole.jsonl", PARAMS, "adaptive", False, progress=False)
     append, written = infer.offline.batch.append, []

@@ -19,6 +19,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
+from aspd_jax.tokens import Codec
+from infer.proxy.answering import _read_leads
 from infer.proxy.routes import make_app
 from infer.proxy.upstream import UpstreamConfig
 from tests.helpers.serving import wait_for
@@ -149,6 +151,65 @@ def test_an_answer_is_put_together(proxy: str, upstream: Upstream, demo: Languag
     assert set(first["logit_bias"]) == {str(tag) for tag in special.ids if tag != special.title_start}
     assert announced["prompt"] == [*first["prompt"], *linear[: linear.index(special.title_start) + 1]]
     assert first["repetition_penalty"] == 1.25 and "repetition_penalty" not in announced
+
+
+LEADS = {
+    "": "So:<|title|>never shown",
+    "So:<|title|>": "2<|/title|><|title|>\n\n1. A:<|/title|><|title|>\n\n2. B:<|/title|><|para|><|branch|>never shown",
+    "1. A:": " alpha <b><|/branch|>more",
+    "2. B:": " beta is a longer one<|/branch|>",
+    "<|/para|>": "\n\nBye.END",
+}
+PARTS = [Branch("\n\n1. A:", "\n\n1. A: alpha <b>"), Branch("\n\n2. B:", "\n\n2. B: beta is a longer one")]
+IN_LEADS = (Serial("So:"), Parallel(PARTS), Serial("\n\nBye."))
+
+
+def test_leads_are_part_of_the_answer(demo: LanguageModel, upstream: Upstream) -> None:
+    """The number stands in the prompt of every branch, and the text of a branch begins with its lead."""
+    upstream.script = dict(LEADS)
+    codec = Codec(demo.tokenizer, titles="leads")
+    more = {"temperature": 0.0, "seed": 1}
+    with Served(upstream.app) as behind:
+        app = make_app(
+            UpstreamConfig(behind.url, "m", retries=2), demo.tokenizer, demo.end_ids, "proxied", 512, "leads"
+        )
+        with Served(app) as before:
+            answer = ask(before.url, **more, **STATISTICS).json()
+            asked = sorted(upstream.bodies, key=lambda body: body["seed"])
+            client = openai.OpenAI(base_url=before.url, api_key="none")
+            pieces = client.chat.completions.create(
+                model="proxied", messages=[{"role": "user", "content": "?"}], stream=True,
+                extra_body={"aspd": {"stream": "branches"}},
+            )  # fmt: skip
+            streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+            cut = [ask(before.url, max_tokens=n).json()["choices"][0]["message"]["content"] for n in range(1, 40, 6)]
+    assert from_json(answer["aspd"][0]["structure"]) == IN_LEADS
+    assert answer["choices"][0]["message"]["content"] == plain_text(IN_LEADS)
+    assert sorted(streamed) == sorted(plain_text(IN_LEADS))
+    assert all(plain_text(IN_LEADS).startswith(text) for text in cut) and cut == sorted(cut, key=len)
+    linear, special = codec.linearise(IN_LEADS[:2]).tokens.tolist(), codec.special
+    assert asked[-1]["prompt"] == [*asked[0]["prompt"], *linear]
+    shared = linear[: linear.index(special.parallel_start) + 1]
+    for body, part in zip(asked[2:4], PARTS, strict=True):
+        head = [special.branch_start, *codec.text.encode(part.title)]
+        assert body["prompt"] == [*asked[0]["prompt"], *shared, *head]
+
+
+@pytest.mark.parametrize(
+    ("written", "leads"),
+    [
+        ("3<|/title|><|title|>a<|/title|><|title|>b<|/title|><|title|>a<|/title|>", ["a", "b"]),
+        ("2<|/title|><|title|>a<|/title|><|title|>\nb<|/title|><|title|>c<|/title|>", ["a", "\nb"]),
+        ("2<|/title|>x<|title|>a<|/title|>", []),
+        ("two<|/title|><|title|>a<|/title|><|title|>b<|/title|>", []),
+        ("99<|/title|><|title|>a<|/title|><|title|>b<|/title|>", []),
+    ],
+)
+def test_lists_of_leads_end(written: str, leads: list[str]) -> None:
+    number, found, more = _read_leads(written, 16)
+    assert found == leads and not more and written.startswith(number)
+    for size in range(len(written)):
+        assert leads[: len(_read_leads(written[:size], 16)[1])] == _read_leads(written[:size], 16)[1]
 
 
 LISTS = {
