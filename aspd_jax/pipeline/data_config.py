@@ -74,6 +74,8 @@ class SelectSection:
             it are left out of both sets.
         as_asked: whether records are left out of both sets if their question asks for a number of parts that no block
             of the answer has.
+        serial_kinds: kinds of questions (the field `kind` of records) whose answers are kept without a block; empty:
+            all. A model does not learn prose then where lists are asked for.
         serial_ratio: maximum records without a block per record with one, chosen by a hash of the text; 0: no limit.
     """
 
@@ -83,6 +85,7 @@ class SelectSection:
     min_saved: int = 1
     max_repetition: float = 1.0
     as_asked: bool = False
+    serial_kinds: tuple[str, ...] = ()
     serial_ratio: float = 0.0
 
     def __post_init__(self) -> None:

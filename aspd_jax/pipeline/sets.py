@@ -85,10 +85,11 @@ class _Sets:
         if not self.work.config.select.serial_ratio:
             return 1.0
         fit = (r for r in self.work.records() if isinstance(r, Conversation) and not self._unfit(r))
-        records = (record for record in fit if record.number not in self._others)
-        forked = Counter(
-            any(self._select(answer, Report(Account()))[0] for _, answer in answers_of(record)) for record in records
-        )
+        forked: Counter[bool] = Counter()
+        for record in fit:
+            if record.number not in self._others:
+                forks = any(self._select(answer, Report(Account()))[0] for _, answer in answers_of(record))
+                forked[forks] += forks or self._may_be_serial(record)
         return self.work.config.select.serial_ratio * forked[True] / max(1, forked[False])
 
     def _write_record(self, record: Conversation, put: Callable[[str, dict[str, Any]], None], kept: float) -> None:
@@ -129,11 +130,15 @@ class _Sets:
             report.unfit += 1
             put("rejected", base | {"stage": "record", "reason": defects[0]})
             return
-        if not forked and crc32(json.dumps(plain).encode()) >= kept * (1 << 32):
+        if not forked and (not self._may_be_serial(record) or crc32(json.dumps(plain).encode()) >= kept * (1 << 32)):
             report.spared += 1
             return
         put("plain", base | {"messages": plain})
         put("structured", base | {"messages": structured, "pipeline": details})
+
+    def _may_be_serial(self, record: Conversation) -> bool:
+        kinds = self.work.config.select.serial_kinds
+        return not kinds or record.kind in kinds
 
     def _unfit(self, record: Conversation) -> str | None:
         """Return the reason why a record belongs to neither set, whatever its structure, or None."""

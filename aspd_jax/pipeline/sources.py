@@ -54,6 +54,7 @@ class Conversation:
         messages: pairs of role and content.
         structures: structures of answers, by index of the message.
         unanswered: number of dropped messages after the last answer.
+        kind: kind of its question, from the field `kind`; empty: none.
     """
 
     number: int
@@ -61,6 +62,7 @@ class Conversation:
     messages: tuple[tuple[str, str], ...]
     structures: Mapping[int, Structure] = field(default_factory=dict, compare=False)
     unanswered: int = 0
+    kind: str = ""
 
     @property
     def answers(self) -> list[int]:
@@ -222,7 +224,9 @@ def conversation(row: Any, number: int) -> Conversation | Unreadable:
         return Unreadable(number, name, str(error)[:LONGEST_REASON])
     structures = {place: message.structure for place, message in enumerate(kept) if message.structure is not None}
     texts = tuple((message.role, message.content) for message in kept)
-    return Conversation(number, name, texts, structures, len(messages) - len(kept))
+    kind = row.get("kind")
+    kind = kind if isinstance(kind, str) else ""
+    return Conversation(number, name, texts, structures, len(messages) - len(kept), kind)
 
 
 def _with_structure(messages: list[Message], value: Any) -> list[Message]:

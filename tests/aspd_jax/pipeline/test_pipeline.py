@@ -117,6 +117,24 @@ def test_the_best_of_several_answers_is_kept(tmp_path: Path) -> None:
     assert defect["id"] == "defect" and "unequal gaps" in defect["reason"]
 
 
+def test_prose_is_kept_for_some_kinds_of_questions_only(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    rows = [
+        {"id": f"{kind} {name}", "kind": kind, "question": f"{kind} {name}?", "answer": text}
+        for kind in ("list", "story")
+        for name, text in (("a", LIST), ("b", PROSE))
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for kinds, expected in (
+        ((), {"list a", "list b", "story a", "story b"}),
+        (("story",), {"list a", "story a", "story b"}),
+    ):
+        config = DataConfig(select=replace(SMALL, serial_kinds=kinds))
+        out = tmp_path / f"out{len(kinds)}"
+        build(config, str(file), out, progress=False)
+        assert {row["id"] for row in lines(out / "structured.jsonl")} == expected
+
+
 def test_shards_make_the_whole(source: Path, tmp_path: Path) -> None:
     build(NO_TEACHER, str(source), tmp_path / "whole", progress=False)
     for number in range(3):
