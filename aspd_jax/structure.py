@@ -1,7 +1,7 @@
 """Structured answers: serial and parallel items, and the plain text that they represent (protocol, section 1).
 
-A structured answer is a sequence of items, each `Serial(text)` or `Parallel(branches)`. Titles are not part of the
-plain text, which is the concatenation of serial texts and branch texts in order.
+A structured answer is a sequence of items, each `Serial(text)` or `Parallel(branches)`. The plain text is the
+concatenation of serial texts and branch texts in order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Branch:
     """One independent part of a block.
 
     Attributes:
-        title: short name of the branch; not empty.
+        title: name of the branch, or its lead, with which the text begins (protocol, section 2); not empty.
         text: text of the branch; may be empty.
     """
 
@@ -35,6 +35,11 @@ class Branch:
     def __post_init__(self) -> None:
         if not self.title:
             raise StructureError(f"a branch needs a title; the branch with text {self.text[:40]!r} has none")
+
+    @property
+    def caption(self) -> str:
+        """Return the title, or nothing if the text begins with it, as it does with a lead."""
+        return "" if self.text.startswith(self.title) else self.title
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ Structure: TypeAlias = tuple[Item, ...]
 
 
 def plain_text(items: Iterable[Item]) -> str:
-    """Return the text that a reader sees: all serial and branch texts in order, without titles."""
+    """Return the text that a reader sees: all serial and branch texts in order."""
     parts: list[str] = []
     for item in items:
         if isinstance(item, Serial):

@@ -97,9 +97,8 @@ def draw_timeline(spans: Sequence[Span], title: str = "") -> Figure:
         if span.label:
             text = f" {span.label[:40]}"
             axes.text(span.start, span.lane, text, va="center", fontsize=7, color="white", clip_on=True)
-        content = 0 if span.kind == "titles" else length - (span.kind == "branch")  # without its closing tag
-        axes.barh(below, content, left=serially, height=0.8, color=colour)
-        serially += content
+        axes.barh(below, span.content, left=serially, height=0.8, color=colour)
+        serially += span.content
     axes.set(title=title, xlabel="steps", xlim=(0, 1.02 * max(serially, spans[-1].end)))
     axes.invert_yaxis()
     names = ["serial", *(f"branch {lane}" for lane in range(1, lanes + 1)), "serial mode"]

@@ -78,7 +78,7 @@ def _answer(structure: Structure) -> RenderableType:
         for number, branch in enumerate(item.branches):
             colour = branch_colour(number)
             text = Text(branch.text.strip("\n"))
-            parts.append(Panel(text, title=Text(branch.title, style=colour), title_align="left", border_style=colour))
+            parts.append(Panel(text, title=Text(branch.caption, style=colour), title_align="left", border_style=colour))
     return Group(*parts)
 
 

@@ -17,6 +17,7 @@ class Span(NamedTuple):
         lane: 0 for serial segments and titles; 1, 2, … for the branches of a block.
         start, end: steps, from 0 for the one that samples the first token; `end` is not included.
         label: title of the branch.
+        content: number of tokens of plain text.
     """
 
     kind: Literal["serial", "titles", "branch"]
@@ -24,6 +25,7 @@ class Span(NamedTuple):
     start: int
     end: int
     label: str
+    content: int = 0
 
 
 def timeline(config: EngineConfig, result: Result) -> list[Span]:
@@ -41,19 +43,19 @@ def timeline(config: EngineConfig, result: Result) -> list[Span]:
     items = split(ids[:-1] if ended else ids, config.special, config.form)
     for item in items:
         if isinstance(item, SerialIds):
-            spans.append(Span("serial", 0, at, at + len(item.ids), ""))
+            spans.append(Span("serial", 0, at, at + len(item.ids), "", len(item.ids)))
             at += len(item.ids)
             continue
         if item.number.size:  # tags between leads are known, and take no step
             size = 2 + len(item.number) + sum(1 + len(title) for title in item.titles)
         else:
             size = 1 + sum(2 + len(title) for title in item.titles)
-        spans.append(Span("titles", 0, at, at + size, ""))
+        spans.append(Span("titles", 0, at, at + size, "", sum(len(text.lead) for text in item.texts)))
         at += size
         lengths = [1 + len(text.ids) for text in item.texts]
         for lane, length in enumerate(lengths, 1):
-            label = titles[branches] if branches < len(titles) else ""
-            spans.append(Span("branch", lane, at, at + length, label))
+            label = " ".join(titles[branches].split()) if branches < len(titles) else ""
+            spans.append(Span("branch", lane, at, at + length, label, length - 1))
             branches += 1
         at += max(lengths)
-    return [*spans, Span("serial", 0, at, at + 1, "")] if ended else spans
+    return [*spans, Span("serial", 0, at, at + 1, "", 1)] if ended else spans

@@ -58,7 +58,7 @@ def picture(result: Result) -> RenderableType:
             panels = [
                 Panel(
                     Text(branch.text.strip().removeprefix(",").strip()),
-                    title=Text(branch.title),
+                    title=Text(branch.caption),
                     title_align="left",
                     width=36,
                     border_style="cyan",

@@ -43,20 +43,21 @@ def test_the_matrix_is_the_mask() -> None:
     assert (shared > 0).sum() > (shown > 0).sum(), "negative control: siblings that see each other are drawn"
 
 
-def test_the_timeline_is_that_of_the_spans() -> None:
+@pytest.mark.parametrize("leads", [0, 5])
+def test_the_timeline_is_that_of_the_spans(leads: int) -> None:
     spans = [
-        Span("serial", 0, 0, 4, ""),
-        Span("titles", 0, 4, 12, ""),
-        Span("branch", 1, 12, 20, "pens"),
-        Span("branch", 2, 12, 17, "maps <&>"),
-        Span("serial", 0, 20, 23, ""),
+        Span("serial", 0, 0, 4, "", 4),
+        Span("titles", 0, 4, 12, "", leads),
+        Span("branch", 1, 12, 20, "pens", 7),
+        Span("branch", 2, 12, 17, "maps <&>", 4),
+        Span("serial", 0, 20, 23, "", 3),
     ]
     figure = draw_timeline(spans, "an answer")
     bars = [(bar.get_x(), bar.get_width(), bar.get_y() + 0.4) for bar in figure.axes[0].patches]
     for span in spans:
         assert (span.start, span.end - span.start, pytest.approx(span.lane)) in bars
     below = [bar for bar in bars if bar[2] == pytest.approx(3.5)]
-    assert sum(bar[1] for bar in below) == 4 + 7 + 4 + 3, "serial mode writes no titles and no closing tags"
+    assert sum(bar[1] for bar in below) == 4 + leads + 7 + 4 + 3, "serial mode writes no names and no closing tags"
     drawn = svg(figure)
     assert drawn == svg(draw_timeline(spans, "an answer")), "the same figure is the same text"
     assert ElementTree.fromstring(drawn).tag.endswith("svg") and "http-equiv" not in drawn

@@ -16,6 +16,7 @@ from aspd_jax.model.transformer import Transformer
 from aspd_jax.structure import Branch, Item, Parallel, Serial, plain_text
 from aspd_jax.tokens import BlockIds, SerialIds, split
 from infer import Engine, SamplingParams
+from infer.answers.timeline import timeline
 from infer.decode import grammar
 from infer.scheduling.admission import new_state
 from tests.helpers.answers import full_pass
@@ -161,6 +162,10 @@ def test_text_is_lead_and_body_of_every_part(engine: Engine) -> None:
     )
     assert text == result.text
     encode = engine.lm.codec.text.encode
+    spans = timeline(engine.config, result)
+    assert max(span.end for span in spans) == result.stats.critical_path
+    assert sum(span.content for span in spans) == result.stats.content_tokens + 1, "with the end of text"
+    assert [span.label for span in spans if span.kind == "branch"] == [" ".join(lead.split()) for lead in LEADS]
     content = sum(len(encode(text)) for text in ("Well:", *LEADS, "\n\nAnd:"))
     content += sum(len(encode(b.text.removeprefix(b.title))) for b in structure[1].branches)  # type: ignore[union-attr]
     assert result.stats.content_tokens == content

@@ -137,6 +137,8 @@ def test_timeline_ends_at_the_critical_path(demo_engine: Engine) -> None:
     for result in demo_engine.generate(messages, SamplingParams(max_new_tokens=400)):
         spans = timeline(demo_engine.config, result)
         assert max(span.end for span in spans) == result.stats.critical_path
+        ended = result.finish_reason == "stop"
+        assert sum(span.content for span in spans) == result.stats.content_tokens + ended
         branches = [span for span in spans if span.kind == "branch"]
         assert len(branches) == result.stats.branches
         assert [span.label for span in branches] == [

@@ -166,6 +166,19 @@ def test_fields_in_parallel(page: Any) -> None:
     assert page.evaluate("sent.at(-1).aspd.fields") == "serial" and page.evaluate("sent.length") == 5
 
 
+def test_leads_are_shown_with_their_text_only(page: Any) -> None:
+    """A lead is the beginning of its branch: it is not shown twice, and the whole is one list."""
+    titles, texts = ["\n\n1. **A**:", "\n\n2. **B**:"], ["\n\n1. **A**: a", "\n\n2. **B**: b"]
+    whole = "So:" + "".join(texts) + "\n\nEnd"
+    stream = sse(delta("token", "So:")) + block(titles, texts) + sse(delta("token", "\n\nEnd")) + closing(9)
+    play(page, {"stream": stream, "ends": True}, serial(whole))
+    put(page)
+    assert page.locator(".run:first-child .branch .title:visible").count() == 0
+    shown = page.locator(".run:first-child .branch .text").all_inner_texts()
+    assert ["A" in shown[0], "B" in shown[1], len(shown)] == [True, True, 2] and "**" not in "".join(shown)
+    assert page.evaluate("said[1].content") == whole and page.evaluate("sent[1].aspd.content") == whole
+
+
 def test_text_around_blocks(page: Any) -> None:
     """The page joins two blocks in reading order, sends the text to serial mode, and the tokens with the next turn."""
     text = ["Intro: ", "* a\n* b\n", "then ", "1. c\n2. d", " end"]
