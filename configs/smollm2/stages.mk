@@ -7,7 +7,8 @@ STAGE := configs/smollm2
 ADAPTER := adapter/adapter_model.safetensors
 EVALUATE = $(BIN)/aspd eval run --output $(@D) $(STAGE)/eval.yaml $(foreach name,vicuna mt,\
 	benchmarks.$(name).file=$(BENCHMARKS)/$(name)_bench/question.jsonl \
-	benchmarks.$(name).references=$(BENCHMARKS)/$(name)_bench/reference_gpt-4.jsonl)
+	benchmarks.$(name).references=$(BENCHMARKS)/$(name)_bench/reference_gpt-4.jsonl) \
+	benchmarks.vicuna.suitable=$(wildcard $(BENCHMARKS)/vicuna_bench/suitable_for_parallel.csv)
 
 .PHONY: smollm2
 smollm2: $(SMOLLM2)/greedy/report.md $(SMOLLM2)/sampled/report.md

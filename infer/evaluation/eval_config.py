@@ -56,12 +56,15 @@ class BenchmarkSection:
             GSM8K and MATH), `choice` (with `choices`), `exact` (the whole text is compared), `synthetic` (held-out
             problems of the project's tasks), `synthetic-long` (those with long parts).
         references: FastChat's model_answer file with reference answers for the same question ids; empty: none.
+        suitable: CSV file of Skeleton-of-Thought, with `label;request` in each row: 1 if a question is suitable for
+            parallel parts, else 0; empty: none.
         limit: maximum number of questions, spread evenly over the categories; 0: all (240 for the synthetic kinds).
     """
 
     file: str = ""
     kind: Kind = "chat"
     references: str = ""
+    suitable: str = ""
     limit: int = 0
 
     def __post_init__(self) -> None:

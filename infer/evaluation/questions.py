@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -31,7 +32,7 @@ class Question:
         scoring: how the last answer is compared with its reference; `chat`: not compared.
         choices: letters of a multiple choice.
         temperature: temperature that the file requires; None: none.
-        forks: whether the right answer has a block; None: unknown.
+        forks: whether the right answer has a block, or the question is suitable for one; None: unknown.
     """
 
     id: str | int
@@ -56,6 +57,7 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
     """
     file = Path(section.file)
     references = read_references(Path(section.references), left_out) if section.references else {}
+    suitable = read_suitable(Path(section.suitable), left_out) if section.suitable else {}
     questions: dict[str | int, Question] = {}
     before = len(left_out)
     for number, record, reason in read_lines(file):
@@ -63,7 +65,7 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
             question = _question(_object(record, reason), number, section.kind, references)
             if question.id in questions:
                 raise DataError(f"question {question.id!r} occurs twice")
-            questions[question.id] = question
+            questions[question.id] = replace(question, forks=suitable.get(question.turns[0], question.forks))
         except DataError as error:
             left_out.append(f"{file}, line {number}: {error}")
     if not questions:
@@ -89,6 +91,30 @@ def read_references(file: Path, left_out: list[str]) -> dict[str | int, tuple[st
         except (KeyError, IndexError, TypeError):
             left_out.append(f'{file}, line {number}: no "question_id" and "choices" with "turns"')
     return answers
+
+
+def read_suitable(file: Path, left_out: list[str]) -> dict[str, bool]:
+    """Read whether questions are suitable for parallel parts, by question, from rows of `label;request`.
+
+    Args:
+        file: CSV file.
+        left_out: list to which file, line and reason are appended for each invalid row.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    found: dict[str, bool] = {}
+    try:
+        with file.open(newline="", encoding="utf-8") as lines:
+            rows = csv.reader(lines, delimiter=";")
+            for row in rows:
+                if len(row) == 2 and row[0] in ("0", "1"):
+                    found[row[1]] = row[0] == "1"
+                elif row != ["label", "request"] and row:
+                    left_out.append(f"{file}, line {rows.line_num}: expected 0 or 1, and a question, got {row!r:.80}")
+    except (OSError, ValueError, csv.Error) as error:
+        raise DataError(f"{file}: {error}") from None
+    return found
 
 
 def _object(value: Any, reason: str) -> dict[str, Any]:

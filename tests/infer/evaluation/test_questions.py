@@ -42,6 +42,28 @@ def test_fastchat_files(tmp_path: Path) -> None:
     assert second.references == ("3",) and is_correct(second, "3") is None
 
 
+def test_suitable_questions_are_marked(tmp_path: Path) -> None:
+    file, marks = tmp_path / "questions.jsonl", tmp_path / "suitable.csv"
+    texts = ["How?", 'Say "a; b".', "Why?"]
+    rows = [{"question_id": n, "category": "x", "turns": [text]} for n, text in enumerate(texts)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    marks.write_text('label;request\n1;How?\n0;"Say ""a; b""."\nmaybe;Why?\n')
+    left_out: list[str] = []
+    questions = read_questions(BenchmarkSection(file=str(file), suitable=str(marks)), left_out)
+    assert [question.forks for question in questions] == [True, False, None]
+    assert len(left_out) == 1 and f"{marks}, line 4: expected 0 or 1" in left_out[0]
+    with pytest.raises(DataError, match=r"none\.csv"):
+        read_questions(BenchmarkSection(file=str(file), suitable=str(tmp_path / "none.csv")), left_out)
+
+
+def test_vicuna_bench_has_37_suitable_questions() -> None:
+    folder = shared("data", "vicuna_bench")
+    section = BenchmarkSection(file=str(folder / "question.jsonl"), suitable=str(folder / "suitable_for_parallel.csv"))
+    left_out: list[str] = []
+    marks = [question.forks for question in read_questions(section, left_out)]
+    assert (len(marks), marks.count(True), marks.count(None), left_out) == (80, 37, 0, [])
+
+
 def test_documents_stand_before_the_question(tmp_path: Path) -> None:
     file = written(tmp_path, {"question": "Who?", "documents": ["Ada wrote.", {"text": "Bob read."}]})
     (question,) = asked(file=file)
