@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 import train.batches
 import train.loop
-from aspd_jax import LanguageModel, build_layout, load_model, save_model
+from aspd_jax import LanguageModel, build_layout, load_model
 from aspd_jax.errors import DataError
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
@@ -69,8 +69,6 @@ def test_titles_are_stored_with_what_was_trained(rank: int, fine_tuning: TrainCo
     folder = tmp_path / "merged" if rank else tmp_path / "run" / "model"
     assert load_model(folder).config.titles == "leads" and load_model(base).config.titles == "names"
     lm = load_model(folder)
-    save_model(lm, tmp_path / "model.gguf")
-    assert load_model(tmp_path / "model.gguf").config.titles == "leads"
     engine = Engine(lm, max_length=256, max_batch=1)
     start = lm.codec.special.title_start
     assert engine.config.form.leads
@@ -79,8 +77,11 @@ def test_titles_are_stored_with_what_was_trained(rank: int, fine_tuning: TrainCo
 
 
 def test_other_titles_than_those_of_the_records_are_refused(fine_tuning: TrainConfig, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="must begin with its title"):
-        run_training(changed(fine_tuning, model__titles="leads", data__strict=True), tmp_path / "run", progress=False)
+    file = leads_file(tmp_path)
+    file.write_text(file.read_text().replace('"title": "\\n1. One:"', '"title": "One"'))
+    config = changed(fine_tuning, model__titles="leads", data__train=(str(file),), data__strict=True)
+    with pytest.raises(DataError, match=r"leads.jsonl, line 1: .* must begin with its title 'One'"):
+        run_training(config, tmp_path / "run", progress=False)
 
 
 def test_epochs_end_by_themselves(fine_tuning: TrainConfig, tmp_path: Path) -> None:

@@ -66,11 +66,11 @@ def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
         save_model(lm, tmp_path / "model.gguf")
 
 
-def test_positions_and_mask_are_kept(tmp_path: Path) -> None:
-    config = CASES["tied"] | {"aspd": {"positions": "max", "siblings": "shared"}}
+def test_positions_mask_and_titles_are_kept(tmp_path: Path) -> None:
+    config = CASES["tied"] | {"aspd": {"positions": "max", "siblings": "shared", "titles": "leads"}}
     save_model(load_model(base(tmp_path / "base", config, gguf_ready())), tmp_path / "model.gguf")
     back = load_model(tmp_path / "model.gguf").config
-    assert (back.positions, back.siblings) == ("max", "shared")
+    assert (back.positions, back.siblings, back.titles) == ("max", "shared", "leads")
 
 
 def test_bfloat16_and_adapters(tmp_path: Path) -> None:
