@@ -71,6 +71,7 @@ FORMATS = {
     "npr": TagFormat("step", announcement="guideline", title="plan", conclusion="takeaway"),
     "parallel-r1": TagFormat("Path", "Parallel", conclusion="Summary"),
 }
+DEEPEST = 64  # maximum tags around a tag
 _NAMES = "|".join(sorted({re.escape(name.strip("|")) for form in FORMATS.values() for name in form.names}))
 # Tags of all formats, also with blanks or in another case, which no format has.
 _TAG = re.compile(rf"<(\|?)[ \t]*(/?)[ \t]*({_NAMES})[ \t]*/?[ \t]*\1>", re.IGNORECASE)
@@ -188,6 +189,8 @@ def parse_tags(text: str, form: TagFormat) -> tuple[Element, list[tuple[int, int
         elif parent.name not in form.parents(name) or (name == form.title and not form.named):
             inside = spelled(parent.name) if parent.name else "serial text"
             raise StructureError(f"{where}: expected no {found[0]} in {inside}")
+        elif len(stack) > DEEPEST:
+            raise StructureError(f"{where}: expected at most {DEEPEST} tags around {found[0]}")
         else:
             parent.children.append(Element(name, found.start(), found.end()))
             stack.append(parent.children[-1])

@@ -97,6 +97,23 @@ def test_round_trip(form: str, answer: list[str | list[str]]) -> None:
     check_round_trip(form, answer)
 
 
+FLAT = "<Parallel>\n<Path>\n1: one\n</Path>\n<Path>\n2: two\n</Path>\n</Parallel>\n<Summary>\nso\n</Summary>"
+FLAT_TAGS = re.findall("<.*?>", FLAT)
+pieces = st.sampled_from([*FLAT_TAGS, "\n", " ", "1: a", "2: b c", "**x**", "<"])
+
+
+@given(
+    st.lists(st.one_of(pieces, st.just(FLAT)), max_size=12).map("".join), st.sampled_from(["parallel-r1", "multiverse"])
+)
+def test_any_text_is_kept_or_refused(text: str, form: str) -> None:
+    """No other error than of structure, and no character but white space and tags is lost."""
+    try:
+        found = import_answer(text, form)
+    except StructureError:
+        return
+    assert "".join(plain_text(found.structure).split()) == "".join(without_tags(text).split())
+
+
 def test_round_trip_finds_a_lost_line(monkeypatch: Any) -> None:
     """Negative control: removal of tags without their lines, and removal of one character more."""
     original = tag_formats._with_lines
@@ -127,7 +144,6 @@ def test_names(answer: list[Serial | Parallel]) -> None:
 
 
 NAMED = "<|title|>A<|/title|><|title|>B<|/title|><|para|><|branch|>A: x<|/branch|><|branch|>B: y<|/branch|><|/para|>"
-FLAT = "<Parallel>\n<Path>\n1: one\n</Path>\n<Path>\n2: two\n</Path>\n</Parallel>\n<Summary>\nso\n</Summary>"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +169,7 @@ FLAT = "<Parallel>\n<Path>\n1: one\n</Path>\n<Path>\n2: two\n</Path>\n</Parallel
         ("parallel-r1", "<Path>1: a</Path>", "expected no <Path> in serial text"),
         ("multiverse", "<Parallel><Goal><Path>a</Path></Goal></Parallel>", "expected no <Path> in <Goal>"),
         ("multiverse", "<Outline>a</Outline>", "expected no <Outline> in serial text"),
+        ("multiverse", "<Parallel><Path>" * 9999, "expected at most 64 tags around <Parallel>"),
         ("npr", "<step>\n1: a\n</step>", "character 0: expected <guideline> before <step>"),
     ],
 )
