@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import AspdError, DataError
-from aspd_jax.jsonl import BOM, parse_json, read_lines
+from aspd_jax.jsonl import BOM, Line, parse_json, read_lines
 from aspd_jax.structure import Serial, Structure, from_json, plain_text
 
 ROLES = {
@@ -95,17 +95,30 @@ def read_records(source: str) -> Iterator[Conversation | Unreadable]:
     Raises:
         DataError: the file or dataset does not exist or cannot be read.
     """
+    for number, row, reason in read_rows(source):
+        yield Unreadable(number, str(number), reason) if reason else conversation(row, number)
+
+
+def read_rows(source: str) -> Iterator[Line]:
+    """Yield the records of a source of `read_records` as they are, or the reasons why they cannot be read.
+
+    Yields:
+        For each record, its number in the file from 1 (the line number for JSONL), its value and the reason.
+
+    Raises:
+        DataError: the file or dataset does not exist or cannot be read.
+    """
     path = Path(source)
     if path.suffix in (".jsonl", ".ndjson"):
-        yield from _read_jsonl(path)
+        yield from read_lines(path)
     elif path.suffix == ".json" and (texts := _json_texts(path)) is not None:
         for number, text in enumerate(texts, 1):
             try:
-                yield conversation(parse_json(text), number)
+                yield Line(number, parse_json(text))
             except DataError as error:
-                yield Unreadable(number, str(number), str(error))
+                yield Line(number, None, str(error))
     elif path.suffix == ".json":
-        yield from _read_jsonl(path)
+        yield from read_lines(path)
     elif path.suffix == ".csv":
         yield from _read_csv(path)
     else:
@@ -114,14 +127,9 @@ def read_records(source: str) -> Iterator[Conversation | Unreadable]:
             try:
                 row = rows[number - 1]
             except Exception as error:  # a column of this row may not be decodable
-                yield Unreadable(number, str(number), f"the row cannot be read: {error}"[:LONGEST_REASON])
+                yield Line(number, None, f"the row cannot be read: {error}"[:LONGEST_REASON])
             else:
-                yield conversation(row, number)
-
-
-def _read_jsonl(path: Path) -> Iterator[Conversation | Unreadable]:
-    for number, value, reason in read_lines(path):
-        yield Unreadable(number, str(number), reason) if reason else conversation(value, number)
+                yield Line(number, row)
 
 
 def _json_texts(path: Path) -> list[bytes] | None:
@@ -156,7 +164,7 @@ def _json_texts(path: Path) -> list[bytes] | None:
     return [] if not b"".join(texts).strip() else texts
 
 
-def _read_csv(path: Path) -> Iterator[Conversation | Unreadable]:
+def _read_csv(path: Path) -> Iterator[Line]:
     csv.field_size_limit(1 << 30)
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -164,9 +172,9 @@ def _read_csv(path: Path) -> Iterator[Conversation | Unreadable]:
             for number, row in enumerate(_csv_rows(rows), 1):
                 if isinstance(row, str) or None in row:
                     reason = row if isinstance(row, str) else f"expected {len(rows.fieldnames or ())} fields, got more"
-                    yield Unreadable(number, str(number), reason)
+                    yield Line(number, None, reason)
                 else:
-                    yield conversation(row, number)
+                    yield Line(number, row)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
 
