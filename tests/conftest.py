@@ -97,6 +97,9 @@ COUNTERPARTS = {
     "aspd_jax/pipeline/test_compose.py::test_fingerprints_are_those_of_the_benchmarks": (
         "aspd_jax/pipeline/test_compose.py::test_our_own_are_enough_and_in_no_benchmark",
     ),
+    "infer/evaluation/test_questions.py::test_vicuna_bench_has_37_suitable_questions": (
+        "infer/evaluation/test_questions.py::test_suitable_questions_are_marked",
+    ),
     "infer/evaluation/test_questions.py::test_real_files": (
         "infer/evaluation/test_questions.py::test_fastchat_files",
         "infer/evaluation/test_questions.py::test_maths_and_choice",
