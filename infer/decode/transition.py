@@ -122,7 +122,7 @@ class SerialEvents(NamedTuple):
         extends_title: is part of a title.
         closes_title: completes `<|/title|>`.
         completes: completes the last lead that was stated: `<|para|>` is known.
-        discards: completes `<|/title|>` of a title that repeats another: the list ends.
+        discards: completes `<|/title|>` of a name that repeats another, or follows a lead that does: the list ends.
         forks: completes `<|para|>`, or `completes`, or `discards`.
         stays_titled: is part of a tag behind a title.
         is_content: is plain text.
@@ -148,7 +148,9 @@ def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kin
     rule = jnp.where((phase == MERGE) | (phase == PROMPT), SERIAL, phase)
     starts, closes = kind == TITLE_START, kind == TITLE_END
     closes_title = (rule == TITLE) & closes
-    discards = closes_title & (s.titles.complete >= 2) & derived.repeats_title & config.distinct_titles
+    # A lead that begins with an earlier one would go on with its text; a name may begin with another.
+    repeats = (s.titles.complete >= 2) & derived.repeats_title & config.distinct_titles
+    discards = ((rule == TITLE) if leads else closes_title) & repeats
     closes_title &= ~discards
     closes_count = (rule == COUNT) & closes
     completes = closes_title & leads & (s.titles.complete + 1 >= s.titles.stated)
@@ -161,7 +163,7 @@ def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kin
         counts=(rule == COUNT) & ~closes,
         closes_count=closes_count,
         opens_title=opens_title,
-        extends_title=(rule == TITLE) & ~closes,
+        extends_title=(rule == TITLE) & ~closes & ~discards,
         closes_title=closes_title,
         completes=completes,
         discards=discards,

@@ -194,15 +194,19 @@ def test_stop_strings_are_found_in_leads_and_across_them(engine: Engine, stop: s
         assert result is not None and result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
 
 
-def test_a_repeated_lead_ends_the_list(engine: Engine) -> None:
-    """The number said more; the hidden lead is no part of the answer, and changes nothing behind it."""
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_repeated_lead_ends_the_list(engine: Engine, goes_on: bool) -> None:
+    """The number said more; the hidden lead is no part of the answer, and changes nothing behind it.
+
+    A lead also ends the list if it would go on behind the words of an earlier one.
+    """
     two = (EXAMPLE[0], Parallel(EXAMPLE[1].branches[:2]), EXAMPLE[2])  # type: ignore[union-attr]
     asked = written(engine, two, number=4)
     codec, special = engine.lm.codec, engine.config.special
     serial = list(asked.script[0])
     ends = [place for place, token in enumerate(serial) if token == special.title_end]
     behind = ends[2] + 1  # the second lead
-    repeated = [*codec.text.encode(LEADS[0]), special.title_end]
+    repeated = [*codec.text.encode(LEADS[0]), codec.text.encode(" so")[0] if goes_on else special.title_end]
     script = [[*serial[:behind], *repeated, *serial[behind:]], *asked.script[1:]]
     result = engine.generate([[1, 2]], replace(asked, script=script))[0]
     assert result.structure == two and result.stats.discarded_tokens == len(repeated) - 1
