@@ -302,7 +302,10 @@ def _read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
         limit: maximum number of leads.
     """
     number, closed, rest = written.partition(TITLE_END)
-    if not (number or "0").isdecimal() or (closed and not 2 <= int(number or "0") <= limit):
+    if not closed:
+        digits = number[: _before(TITLE_END, number)]
+        return digits, [], digits.isdecimal() or not digits
+    if not number.isdecimal() or not 2 <= int(number) <= limit:
         return number, [], False
     leads: list[str] = []
     *ended, rest = rest.split(TITLE_END)

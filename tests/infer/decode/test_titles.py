@@ -196,7 +196,7 @@ def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> Non
     for number, title in enumerate(titles):
         tokens[0, number, : len(title)] = title
     length = np.asarray([[len(title) for title in titles] + [0] * (3 - len(titles))])
-    arrays = Titles(*map(jnp.asarray, ([len(titles)], length, tokens)))
+    arrays = Titles(*map(jnp.asarray, ([len(titles)], length, tokens, [0])))
     automaton: Any = SimpleNamespace(number=jnp.asarray(NUMBERS))
     assert bool(completes_plan(arrays, automaton)[0]) == says_it_is_last(titles[-1])
 

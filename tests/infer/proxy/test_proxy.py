@@ -155,7 +155,7 @@ def test_an_answer_is_put_together(proxy: str, upstream: Upstream, demo: Languag
 
 LEADS = {
     "": "So:<|title|>never shown",
-    "So:<|title|>": "2<|/title|><|title|>\n\n1. A:<|/title|><|title|>\n\n2. B:<|/title|><|para|><|branch|>never shown",
+    "<|title|>": "2<|/title|><|title|>\n\n1. A:<|/title|><|title|>\n\n2. B:<|/title|><|para|><|branch|>never shown",
     "1. A:": " alpha <b><|/branch|>more",
     "2. B:": " beta is a longer one<|/branch|>",
     "<|/para|>": "\n\nBye.END",
@@ -208,6 +208,9 @@ def test_leads_are_part_of_the_answer(demo: LanguageModel, upstream: Upstream) -
 def test_lists_of_leads_end(written: str, leads: list[str]) -> None:
     number, found, more = _read_leads(written, 16)
     assert found == leads and not more and written.startswith(number)
+    if number in ("2", "3") and leads:
+        whole = written.index(leads[-1] + "<|/title|>") + len(leads[-1])
+        assert all(_read_leads(written[:size], 16)[2] for size in range(whole)), "more may follow"
     for size in range(len(written)):
         assert leads[: len(_read_leads(written[:size], 16)[1])] == _read_leads(written[:size], 16)[1]
 
