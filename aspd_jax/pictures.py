@@ -42,7 +42,7 @@ def answer_html(structure: Structure) -> str:
         branches = []
         for number, branch in enumerate(item.branches):
             colour = branch_colour(number)
-            name = f'<b style="color:{colour}">{escape(branch.caption)}</b>'
+            name = f'<b style="color:{colour}">{escape(branch.caption)}</b>' if branch.caption else ""
             text = escape(branch.text.strip("\n"))
             branches.append(f'<div class="branch" style="border-color:{colour}">{name}<pre>{text}</pre></div>')
         parts.append(f'<div class="block">{"".join(branches)}</div>')
