@@ -84,11 +84,11 @@ def test_the_shipped_adapter() -> None:
     blocks = [[item for item in result.structure if isinstance(item, Parallel)] for result in results]
     assert any(blocks[: len(LISTS)]) and not any(blocks[len(LISTS) :])
     for block in (block for of_answer in blocks for block in of_answer):
-        titles = [branch.title for branch in block.branches]
-        size = titles[0].partition(" ")[0].partition("/")[2]
-        assert titles == [f"{number}/{size} {title.partition(' ')[2]}" for number, title in enumerate(titles, 1)]
-        assert len(titles) <= int(size)
-        assert len({title.partition(" ")[2].lower() for title in titles}) == len(titles)
+        leads = [branch.title for branch in block.branches]
+        assert all(branch.text.startswith(branch.title) for branch in block.branches)
+        assert [f"{number}." for number in range(1, len(leads) + 1)] == [lead.split()[0] for lead in leads]
+        assert len({lead.partition(". ")[2].lower() for lead in leads}) == len(leads)
+        assert all(lead.startswith("\n") for lead in leads[1:]), "no part is joined to the one before"
 
 
 def prompt(lm: LanguageModel, question: str) -> str | list[dict[str, str]]:

@@ -34,7 +34,7 @@ EXAMPLE: tuple[Item, ...] = (
 @pytest.fixture(scope="module")
 def leads_lm(lm: LanguageModel) -> LanguageModel:
     config = replace(lm.config, titles="leads")
-    return LanguageModel(**(vars(lm) | {"config": config, "model": Transformer(config)}))
+    return replace(lm, config=config, model=Transformer(config))
 
 
 @pytest.fixture(scope="module")

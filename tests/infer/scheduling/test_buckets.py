@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from aspd_jax import SpecialTokens
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power, powers
+from aspd_jax.tokens import TitleForm
 from infer.decode.decode_step import StepSummary
 from infer.decode.inputs import Widths, max_lanes, share_tokens, widest
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, STOP, EngineConfig
@@ -23,7 +24,8 @@ from infer.scheduling.buckets import MAX_TOKENS, PROMPT_BESIDE, SPACING, Buckets
 def config_for(branches: int, title_tokens: int = 24) -> EngineConfig:
     """Of an engine whose model is never asked."""
     no_model: Any = None
-    return EngineConfig(no_model, SpecialTokens(1, 2, 3, 4, 5, 6), (7, 8), (0,), (), branches, title_tokens)
+    form = TitleForm(separator=(7, 8))
+    return EngineConfig(no_model, SpecialTokens(1, 2, 3, 4, 5, 6), form, (0,), (), branches, title_tokens)
 
 
 def buckets_for(rows: int, capacity: int, config: EngineConfig) -> Buckets:
