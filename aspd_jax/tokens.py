@@ -26,7 +26,7 @@ EMPTY_IDS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class TitleForm:
-    """What the titles of a block are; a property of a checkpoint (protocol, section 2).
+    """Form of the titles of a block (protocol, section 2). Every checkpoint has one.
 
     Attributes:
         leads: titles are the beginnings of their branches' texts, and their number is stated before them. Otherwise
@@ -259,6 +259,11 @@ class BlockIds(NamedTuple):
     texts: tuple[SerialIds, ...]
     number: np.ndarray = EMPTY_IDS
 
+    @property
+    def announced(self) -> tuple[np.ndarray, ...]:
+        """Return what stands between the tags of titles before the block: the number of leads, and the titles."""
+        return (self.number, *self.titles) if self.number.size else self.titles
+
 
 ItemIds: TypeAlias = SerialIds | BlockIds
 
@@ -362,7 +367,7 @@ def join(items: Iterable[ItemIds], special: SpecialTokens) -> np.ndarray:
         if isinstance(item, SerialIds):
             tokens.extend(item.ids)
             continue
-        for title in (item.number, *item.titles) if item.number.size else item.titles:
+        for title in item.announced:
             tokens += (special.title_start, *title, special.title_end)
         tokens.append(special.parallel_start)
         for branch in item.branches:

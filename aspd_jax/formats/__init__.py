@@ -64,9 +64,9 @@ class Checkpoint:
     @property
     def titles(self) -> Titles:
         """Return the form of the titles, of the adapter if there is one."""
-        from aspd_jax.formats.adapter import open_adapter
+        from aspd_jax.formats.adapter import read_settings
 
-        stored = self.hf_config.get("aspd") if self.adapter is None else open_adapter(self.adapter).settings
+        stored = self.hf_config.get("aspd") if self.adapter is None else read_settings(self.adapter)
         titles: Titles = (stored or {}).get("titles", "names")
         return titles
 

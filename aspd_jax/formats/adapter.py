@@ -142,6 +142,20 @@ class Adapter:
             )
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return what an adapter folder stores of the protocol that it was trained with (`SETTINGS`).
+
+    Raises:
+        CheckpointError: a setting is unknown.
+    """
+    settings = read_object(folder / OURS) if (folder / OURS).exists() else {}
+    for name, value in settings.items():
+        if name not in SETTINGS or value not in SETTINGS[name]:
+            expected = {key: " or ".join(values) for key, values in SETTINGS.items()}
+            raise CheckpointError(f"{folder / OURS}: expected {expected}, got {name} {value!r}")
+    return settings
+
+
 def open_adapter(path: str | os.PathLike[str]) -> Adapter:
     """Read an adapter folder.
 
@@ -153,11 +167,7 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
         raise CheckpointError(f"{folder}: expected an adapter folder with {CONFIG} and {WEIGHTS}")
     config = read_object(folder / CONFIG)
     _check_fields(folder / CONFIG, config)
-    settings = read_object(folder / OURS) if (folder / OURS).exists() else {}
-    for name, value in settings.items():
-        if name not in SETTINGS or value not in SETTINGS[name]:
-            expected = {key: " or ".join(values) for key, values in SETTINGS.items()}
-            raise CheckpointError(f"{folder / OURS}: expected {expected}, got {name} {value!r}")
+    settings = read_settings(folder)
     tensors = dict(read_stored(list_tensors(folder / WEIGHTS)))
     factors, rows = {}, {}
     for name, tensor in tensors.items():

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from aspd_jax.errors import StructureError
 from aspd_jax.pipeline.markers import BOLD, SPACELESS, marker_of
-from aspd_jax.pipeline.spans import BlockSpan, BranchSpan
+from aspd_jax.pipeline.spans import BlockSpan
 
 FAR = 8  # maximum characters of emphasis and blanks between a marker and its title
 MAX_BOLD = 120  # maximum characters of a bold lead
@@ -62,8 +62,3 @@ def lead_length(part: str, title: str) -> int:
             raise StructureError(f"the part {part[:40]!r} has no words for a lead")
         end = words[-1].end()
     return _CLOSING.match(part, end).end()  # type: ignore[union-attr]  # it matches nothing, too
-
-
-def lead_of(answer: str, branch: BranchSpan) -> str:
-    """Return the lead of a branch."""
-    return answer[branch.start : branch.start + branch.lead]

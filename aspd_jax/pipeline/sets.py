@@ -41,8 +41,7 @@ class _Sets:
             def put(name: str, value: dict[str, Any]) -> None:
                 handles[name].write(json.dumps(value, ensure_ascii=False) + "\n")
 
-            self._others = self._other_samples()
-            kept = self._share_of_serial()
+            self._others, kept = self._survey()
             for record in self.work.records():
                 report.records += 1
                 if isinstance(record, Unreadable):
@@ -54,43 +53,32 @@ class _Sets:
             write_whole(self.output / work.shard.name("report", suffix), text)
         return report
 
-    def _other_samples(self) -> set[int]:
+    def _survey(self) -> tuple[set[int], float]:
         """Return the numbers of the records that another answer to the same question is better than.
 
-        The best one has the best block; of answers without a block, the first is kept.
+        The best one has the best block; of answers without a block, the first is kept. Also return the share of records
+        without a block that `select.serial_ratio` keeps.
         """
         groups: dict[str, list[tuple[int, Measures]]] = defaultdict(list)
+        forks: dict[int, bool] = {}  # of records that may be kept
         for record in self.work.records():
-            if not isinstance(record, Conversation) or self._unfit(record) or self._is_missing(record):
+            if not isinstance(record, Conversation) or self._unfit(record):
                 continue
-            answers = [answer for _, answer in answers_of(record)]
-            if not answers:
-                continue
-            answer, before = answers[-1], record.messages[:-1]
-            blocks, _ = self._select(answer, Report(Account()))
-            key = hashlib.sha256(json.dumps(before).encode()).hexdigest()
-            groups[key].append((record.number, measure(answer.text, blocks, self.work.count)))
+            selected = [(answer, self._select(answer, Report(Account()))[0]) for _, answer in answers_of(record)]
+            forked = any(blocks for _, blocks in selected)
+            if forked or self._may_be_serial(record):
+                forks[record.number] = forked
+            if selected and not any(answer.key in self.work.unanswered for answer, _ in selected):
+                answer, blocks = selected[-1]
+                key = hashlib.sha256(json.dumps(record.messages[:-1]).encode()).hexdigest()
+                groups[key].append((record.number, measure(answer.text, blocks, self.work.count)))
         others: set[int] = set()
         for samples in groups.values():
             first = best([measures for _, measures in samples]) or 0
             others |= {number for place, (number, _) in enumerate(samples) if place != first}
-        return others
-
-    def _is_missing(self, record: Conversation) -> bool:
-        """Return whether the teacher has not replied for an answer."""
-        return any(answer.key in self.work.unanswered for _, answer in answers_of(record))
-
-    def _share_of_serial(self) -> float:
-        """Return the share of records without a block that `select.serial_ratio` keeps."""
-        if not self.work.config.select.serial_ratio:
-            return 1.0
-        fit = (r for r in self.work.records() if isinstance(r, Conversation) and not self._unfit(r))
-        forked: Counter[bool] = Counter()
-        for record in fit:
-            if record.number not in self._others:
-                forks = any(self._select(answer, Report(Account()))[0] for _, answer in answers_of(record))
-                forked[forks] += forks or self._may_be_serial(record)
-        return self.work.config.select.serial_ratio * forked[True] / max(1, forked[False])
+        forked_or_not = Counter(forked for number, forked in forks.items() if number not in others)
+        ratio = self.work.config.select.serial_ratio
+        return others, ratio * forked_or_not[True] / max(1, forked_or_not[False]) if ratio else 1.0
 
     def _write_record(self, record: Conversation, put: Callable[[str, dict[str, Any]], None], kept: float) -> None:
         report = self.report

@@ -11,7 +11,7 @@ import numpy as np
 from aspd_jax.layout import Layout
 from aspd_jax.sizes import next_power
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, beginning, plain_text
-from aspd_jax.tokens import BlockIds, Codec, ItemIds, SerialIds, join, split
+from aspd_jax.tokens import EMPTY_IDS, BlockIds, Codec, ItemIds, SerialIds, join, split
 from infer.answers.filled import Filled
 from infer.answers.stop import first_match
 from infer.decode.packed import Packed
@@ -97,7 +97,6 @@ class Result:
     prompt_token_ids: list[int]
 
 
-EMPTY_IDS = np.zeros(0, np.int32)
 EMPTY_LAYOUT = Layout(*[EMPTY_IDS] * len(Layout._fields))
 
 
@@ -402,7 +401,7 @@ def content_segments(config: EngineConfig, ids: list[int]) -> list[range]:
             places.append(range(at, at + len(item.ids)))
             at += len(item.ids)
             continue
-        at += 1 + sum(2 + len(title) for title in item.titles) + (2 + len(item.number) if item.number.size else 0)
+        at += 1 + sum(2 + len(title) for title in item.announced)
         for branch, text in zip(item.branches, item.texts, strict=True):
             at += 1 + len(branch)
             places.append(range(at - text.size, at))

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int32
 
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, EngineConfig, SequenceState
 from infer.decode.tag_automaton import TagAutomaton
-from infer.decode.title_rules import Room, barred_token, budget_room, completes_plan, repeats_title
+from infer.decode.title_rules import Room, barred_token, budget_room, complete_tokens, completes_plan, repeats_title
 
 
 class BranchBudget(NamedTuple):
@@ -73,14 +73,13 @@ def derive(s: SequenceState, automaton: TagAutomaton, config: EngineConfig) -> D
     in_block = (phase == FORK) | (phase == PARALLEL)
     number, count = jnp.arange(config.max_branches)[None], s.titles.complete[:, None]
     length = jnp.sum(jnp.where(number == count, s.titles.length, 0), axis=1)
-    complete_length = jnp.sum(jnp.where(number < count, s.titles.length, 0), axis=1)
     return Derived(
         due=due,
         samples=(due > 0) & (is_branch == in_block) & (in_block | ~s.cursor.templated[:, None]),
         grows=((phase != FORK) & (phase != MERGE) & (phase != PROMPT))[:, 0] & jnp.all(due <= 1, axis=1),
         budget=budget,
         merge_position=merge_position(s, config),
-        room=budget_room(s, length, complete_length, config),
+        room=budget_room(s, length, complete_tokens(s.titles), config),
         title_length=length,
         repeats_title=repeats_title(s.titles, automaton),
         completes_plan=completes_plan(s.titles, automaton),

@@ -49,8 +49,12 @@ def legal_tokens(state: DecodeState, derived: Derived, config: EngineConfig, lan
     legal = (state.automaton.bits[lane_node(state, lanes)] & bits[:, None]) > 0
     if config.form.leads:
         counts = (lanes.branch == 0) & (state.sequence.cursor.phase == COUNT)[lanes.row]
-        tag = jnp.arange(legal.shape[1]) == config.special.title_end
-        legal &= ~counts[:, None] | tag | _number_tokens(state, config)[lanes.row]
+
+        def number_tokens() -> jax.Array:
+            tag = jnp.arange(legal.shape[1]) == config.special.title_end
+            return ~counts[:, None] | tag | _number_tokens(state, config)[lanes.row]
+
+        legal = jax.lax.cond(jnp.any(counts), lambda every: every & number_tokens(), lambda every: every, legal)
     else:
         in_title = (lanes.branch == 0) & (state.sequence.cursor.phase == TITLE)[lanes.row]
         legal &= ~(in_title[:, None] & state.automaton.line_break)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool
+from jaxtyping import Bool, Int32
 
 from infer.decode.state import TITLE, EngineConfig, SequenceState, Titles
 from infer.decode.tag_automaton import NO_NUMBER, SLASH, TagAutomaton
@@ -77,6 +77,12 @@ def barred_token(titles: Titles, phase: jax.Array, automaton: TagAutomaton) -> j
     completes = (length - skipped == size - 1) & jnp.all(alike, axis=1)
     last = jnp.take_along_axis(first, jnp.maximum(size - 1, 0)[:, None], axis=1)[:, 0]
     return jnp.where((phase == TITLE) & (titles.complete == 1) & completes, last, -1)
+
+
+def complete_tokens(titles: Titles) -> Int32[Array, " B"]:
+    """Return the tokens of all complete titles of the block."""
+    number = jnp.arange(titles.length.shape[1])[None]
+    return jnp.sum(jnp.where(number < titles.complete[:, None], titles.length, 0), axis=1)
 
 
 def fed_cost(titles: jax.Array, title_tokens: jax.Array, config: EngineConfig) -> jax.Array:

@@ -39,7 +39,7 @@ from infer.decode.state import (
     Titles,
 )
 from infer.decode.tag_automaton import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START, TagAutomaton
-from infer.decode.title_rules import fed_cost
+from infer.decode.title_rules import complete_tokens, fed_cost
 
 
 class Taken(NamedTuple):
@@ -123,6 +123,7 @@ class SerialEvents(NamedTuple):
         closes_title: completes `<|/title|>`.
         completes: completes the last lead that was stated: `<|para|>` is known.
         discards: completes `<|/title|>` of a name that repeats another, or follows a lead that does: the list ends.
+        knows_tag: a tag is known behind the token, and pending with it: `<|title|>` between leads, or `<|para|>`.
         forks: completes `<|para|>`, or `completes`, or `discards`.
         stays_titled: is part of a tag behind a title.
         is_content: is plain text.
@@ -137,6 +138,7 @@ class SerialEvents(NamedTuple):
     closes_title: Bool[Array, " B"]
     completes: Bool[Array, " B"]
     discards: Bool[Array, " B"]
+    knows_tag: Bool[Array, " B"]
     forks: Bool[Array, " B"]
     stays_titled: Bool[Array, " B"]
     is_content: Bool[Array, " B"]
@@ -167,6 +169,7 @@ def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kin
         closes_title=closes_title,
         completes=completes,
         discards=discards,
+        knows_tag=(opens_title | completes) & leads,
         forks=forks,
         stays_titled=(rule == TITLED) & ~starts & ~forks,
         is_content=(rule == SERIAL) & ~starts & ~ends,
@@ -182,7 +185,7 @@ def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, 
     discarded = jnp.where(event.discards, 1 + derived.title_length, 0)
     sampled = jnp.where(event.discards, derived.title_length + (not config.form.leads), 0)
     titles = _advance_titles(s.titles, state.automaton, event, s.cursor.chain, token)
-    budget = _spend_serial(s.budget, titles, derived, event, config)
+    budget = _spend_serial(s.budget, titles, event, config)
     cursor = _advance_cursor(s, derived, event, budget, discarded, config)
     chain = jnp.where(taken.node == 0, 0, jnp.where(taken.continues, s.cursor.chain + 1, 1))
     live = (jnp.arange(config.max_branches)[None] < titles.complete[:, None]) & event.forks[:, None]
@@ -221,18 +224,14 @@ def _advance_titles(
     return Titles(count, length + extends - tag, tokens, stated)
 
 
-def _spend_serial(
-    budget: Budget, titles: Titles, derived: Derived, event: SerialEvents, config: EngineConfig
-) -> Budget:
+def _spend_serial(budget: Budget, titles: Titles, event: SerialEvents, config: EngineConfig) -> Budget:
     """Return the budget after a token of the serial segment, and tags that are known behind it.
 
     A fork reserves the tokens that the engine feeds, and the leads, which are plain text.
     """
-    known = event.opens_title | event.completes if config.form.leads else jnp.zeros_like(event.forks)
-    number = jnp.arange(titles.length.shape[1])[None]
-    lengths = jnp.sum(jnp.where(number < titles.complete[:, None], titles.length, 0), axis=1)
+    lengths = complete_tokens(titles)
     cost = fed_cost(titles.complete, lengths, config)
-    tokens = budget.tokens - 1 - known - jnp.where(event.forks, cost, 0)
+    tokens = budget.tokens - 1 - event.knows_tag - jnp.where(event.forks, cost, 0)
     content = budget.content - event.is_content
     return budget._replace(
         tokens=tokens,
@@ -280,12 +279,11 @@ def _serial_segments(
     tags = config.special
     behind = jnp.where(event.completes, tags.parallel_start, tags.title_start)  # the known tag behind the token
     serial = jnp.stack([token, behind], axis=1)
-    counts = 1 + (event.opens_title | event.completes if config.form.leads else jnp.zeros_like(event.forks))
     queue, heads = fork_queue(titles, serial, config)
     is_serial = jnp.arange(segments.queued.shape[1])[None] == 0
     return Segments(
         queue=queue,
-        queued=jnp.where(is_serial, counts[:, None], jnp.where(event.forks[:, None], heads, 0)),
+        queued=jnp.where(is_serial, 1 + event.knows_tag[:, None], jnp.where(event.forks[:, None], heads, 0)),
         node=jnp.where(is_serial, node[:, None], 0),
         sampled=jnp.where(is_serial, segments.sampled + 1, 0),
     )

@@ -35,19 +35,19 @@ class Item(NamedTuple):
 
     Attributes:
         line: number of the line.
-        sample: number of the sample, from 0.
         id: identifier in the record; the number of the line if it has none.
         prompt: text or messages; None: the line is invalid.
         source: fields of the line that the record of the answer repeats.
         error: why the line is invalid.
+        sample: number of the sample, from 0.
     """
 
     line: int
-    sample: int
     id: str | int
     prompt: Prompt | None
     source: dict[str, Any]
     error: str = ""
+    sample: int = 0
 
 
 class Outcome(NamedTuple):
@@ -77,23 +77,23 @@ def read_prompts(file: Path, chat: bool) -> list[Item]:
 def _item(line: Line, chat: bool) -> Item:
     number, record, reason = line
     if reason:
-        return Item(number, 0, number, None, {}, reason)
+        return Item(number, number, None, {}, reason)
     if not isinstance(record, dict):
-        return Item(number, 0, number, None, {}, "not a JSON object")
+        return Item(number, number, None, {}, "not a JSON object")
     identifier = record.get("id")
     name = identifier if isinstance(identifier, (str, int)) else number
     prompt, messages = record.get("prompt"), record.get("messages")
     if isinstance(prompt, str) and messages is None:
         whole: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
-        return Item(number, 0, name, whole, {"prompt": prompt})
+        return Item(number, name, whole, {"prompt": prompt})
     if messages is None or messages == [] or prompt is not None:
         reason = 'expected "prompt", a string, or "messages", a list of messages'
-        return Item(number, 0, name, None, {}, reason)
+        return Item(number, name, None, {}, reason)
     try:
         parsed = [{"role": role, "content": content} for role, content, _ in parse_messages(messages, "messages")]
     except AspdError as error:
-        return Item(number, 0, name, None, {}, str(error))
-    return Item(number, 0, name, parsed, {"messages": parsed})
+        return Item(number, name, None, {}, str(error))
+    return Item(number, name, parsed, {"messages": parsed})
 
 
 def generate_file(

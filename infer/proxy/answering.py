@@ -180,7 +180,7 @@ class Answering:
                 if self._codec.form.leads:
                     number, titles, more = _read_leads(written, self._max_branches)
                 else:
-                    titles, more = _read_titles(written)
+                    titles, more = _read_titles(TITLE_START + written)
                 begun = self._codec.text.encode(written.rpartition(TITLE_END)[2])
                 if not more or len(titles) == self._max_branches or len(begun) > MAX_TITLE_TOKENS:
                     break
@@ -268,34 +268,34 @@ class Answering:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _read_titles(written: str) -> tuple[list[str], bool]:
+def _read_titles(written: str, number: int = 0) -> tuple[list[str], bool]:
     """Parse the titles written so far, and return them with whether further titles may follow.
 
     The list ends when the announced number of titles is reached, at an empty or repeated title, and at any text that is
     not a title.
 
     Args:
-        written: text after the first opening tag of a title.
+        written: text from the first opening tag of a title on.
+        number: number of leads; 0: titles are names, which may announce their number themselves.
     """
     titles: list[str] = []
     earlier = {""}
-    *ended, rest = f"{TITLE_START}{written}".split(TITLE_END)
+    *ended, rest = written.split(TITLE_END)
     for part in ended:
         title = part.removeprefix(TITLE_START)
-        plain = _PLAN.sub("", title).strip()
+        plain = title if number else _PLAN.sub("", title).strip()
         if not part.startswith(TITLE_START) or _ANY_TAG.search(title) or plain in earlier:
             return titles, False
         titles.append(title)
         earlier.add(plain)
-        if (plan := _PLAN.match(title)) and plan[1] == plan[2]:
+        plan = None if number else _PLAN.match(title)
+        if len(titles) == number or (plan and plan[1] == plan[2]):
             return titles, False
     return titles, rest.startswith(TITLE_START) or TITLE_START.startswith(rest)
 
 
 def _read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
     """Parse a number and the leads written so far, and return them with whether further leads may follow.
-
-    The list ends when the number of leads is reached, at an empty or repeated lead, and at any text that is not a lead.
 
     Args:
         written: text after the first opening tag of a title.
@@ -307,16 +307,7 @@ def _read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
         return digits, [], digits.isdecimal() or not digits
     if not number.isdecimal() or not 2 <= int(number) <= limit:
         return number, [], False
-    leads: list[str] = []
-    *ended, rest = rest.split(TITLE_END)
-    for part in ended:
-        lead = part.removeprefix(TITLE_START)
-        if not part.startswith(TITLE_START) or _ANY_TAG.search(lead) or lead in ["", *leads]:
-            return number, leads, False
-        leads.append(lead)
-        if len(leads) == int(number):
-            return number, leads, False
-    return number, leads, rest.startswith(TITLE_START) or TITLE_START.startswith(rest)
+    return (number, *_read_titles(rest, int(number)))
 
 
 def _before(tag: str, written: str) -> int:

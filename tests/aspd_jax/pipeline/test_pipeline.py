@@ -98,7 +98,7 @@ def test_measures_are_those_of_the_linearisation(lm: LanguageModel, titles: Titl
 
 
 def test_the_best_of_several_answers_is_kept(tmp_path: Path) -> None:
-    """Of a question's answers, that with the best block; without one, the first."""
+    """Each question keeps the answer with the best block, or the first one if none has a block."""
     file = tmp_path / "in.jsonl"
     plain = "Nothing in particular helps, but sleep does, and so do long walks by the sea with a good friend. " * 3
     rows = [
