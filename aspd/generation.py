@@ -9,7 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, mesh_of, model_name, model_options, positive, sampling_options, sampling_params
+from aspd.options import (
+    command,
+    draft_options,
+    mesh_of,
+    model_name,
+    model_options,
+    positive,
+    sampling_options,
+    sampling_params,
+)
 from aspd_jax.errors import DataError, RequestError
 
 # Questions of the demo for a chat model; none is among its training questions.
@@ -45,9 +54,7 @@ def add(commands: Any) -> None:
         metavar="POLICY",
         help="branches that decode in a step: all, cap:N branches, or slo:MS milliseconds",
     )
-    generate.add_argument(
-        "--draft-tokens", type=int, default=0, help="draft tokens per segment and step, looked up in the text so far"
-    )
+    draft_options(generate)
     generate.add_argument(
         "--training-free", action="store_true", help="prompt a model without the special tokens to write tags as text"
     )
@@ -110,6 +117,7 @@ def run_generate(options: argparse.Namespace) -> None:
         max_length=options.max_length,
         max_batch=rows,
         branch_policy=options.branch_policy,
+        drafts=options.drafts,
         draft_tokens=options.draft_tokens,
         text_tags=TextTags() if options.training_free else None,
     )

@@ -46,6 +46,15 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-length", type=int, default=2048, help="maximum tokens of prompt and answer")
 
 
+def draft_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of speculation."""
+    parser.add_argument(
+        "--drafts", choices=("none", "lookup", "heads"), default="none",
+        help="source of draft tokens: the text so far, or draft heads of the model",
+    )  # fmt: skip
+    parser.add_argument("--draft-tokens", type=int, default=4, help="maximum draft tokens of a segment in a step")
+
+
 def model_name(options: argparse.Namespace) -> str:
     """Return the model of the options, or the best installed model; print a notice if that is the demo model."""
     from aspd_jax.formats import find_model

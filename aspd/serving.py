@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, join_processes, mesh_of, model_name, model_options, process_options
+from aspd.options import command, draft_options, join_processes, mesh_of, model_name, model_options, process_options
 from aspd_jax.errors import RequestError
 
 
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         default="all",
         help="branches that decode in a step: all, cap:N branches, or slo:MS milliseconds",
     )
-    serve.add_argument("--draft-tokens", type=int, default=0, help="draft tokens per segment and step")
+    draft_options(serve)
     serve.add_argument(
         "--key-file", type=Path, metavar="FILE", help="file of API keys, one per line; also: ASPD_API_KEY"
     )
@@ -177,7 +177,7 @@ def run_serve(options: argparse.Namespace) -> None:
     for_conversations(lm, model, options.chat_template)
     engine = Engine(
         lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,
-        draft_tokens=options.draft_tokens,
+        drafts=options.drafts, draft_tokens=options.draft_tokens,
     )  # fmt: skip
     for name, folder in adapters.items():
         if name == config.name:

@@ -34,8 +34,8 @@ def run_train(options: argparse.Namespace) -> None:
     import jax
 
     join_processes(options)
-    from train.loop import result_folder, train
+    from train.loop import result_name, train
 
     train(config, options.output)
     if jax.process_index() == 0:
-        print(f"{result_folder(config)} written to {options.output / result_folder(config)}")
+        print(f"{result_name(config)} written to {options.output / result_name(config)}")

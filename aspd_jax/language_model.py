@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,20 @@ from jax.sharding import Mesh
 
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
-from aspd_jax.formats import open_checkpoint
+from aspd_jax.formats import find_model, open_checkpoint
 from aspd_jax.formats.adapter import HEAD, SETTINGS, Adapter, Factors, Rows, open_adapter, write_adapter
+from aspd_jax.formats.draft_file import (
+    FILE,
+    DraftTensors,
+    fresh_draft_heads,
+    read_draft_heads,
+    write_draft_heads,
+)
 from aspd_jax.formats.folder import write_settings, write_tensors
 from aspd_jax.formats.gguf_writer import write_gguf
 from aspd_jax.formats.hf_config import make_config
 from aspd_jax.layout import Layout
+from aspd_jax.model.draft_heads import DRAFT_HEADS
 from aspd_jax.model.lora import adapter_parameters, adapter_tensors, merge_adapters
 from aspd_jax.model.model_config import ModelConfig, Weights, from_hugging_face, padded
 from aspd_jax.model.transformer import Transformer
@@ -104,6 +113,7 @@ def load_model(
     lora_alpha: float = 16.0,
     adapter: str | os.PathLike[str] | None = None,
     adapters: int = 0,
+    draft_heads: int | None = None,
 ) -> LanguageModel:
     """Load a Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, or a named model.
 
@@ -121,6 +131,7 @@ def load_model(
             tokens, for training.
         adapter: folder of an adapter in PEFT's format that was trained on this model; it is merged into the kernels.
         adapters: number of adapters, of rank `lora_rank` each, that requests select (`put_adapter`).
+        draft_heads: number of fresh draft heads, for training; None: those in the folder of the adapter or the model.
 
     Raises:
         CheckpointError: a part is missing, unknown or not supported, or the adapter is for another model.
@@ -160,6 +171,11 @@ def load_model(
         tensors = opened.applied(tensors, checkpoint.source)
         if opened.tokens and opened.tokens[-1] >= old_length:  # the adapter has the rows of the special tokens
             new_rows, stored = {}, max(stored, opened.tokens[-1] + 1)
+    if draft_heads is None:
+        drafter = read_draft_heads(Path(adapter or find_model(path)), config.hidden_size)
+    else:
+        drafter = fresh_draft_heads(draft_heads, config.hidden_size)
+    config, tensors = replace(config, draft_heads=drafter.heads), chain(tensors, drafter.tensors.items())
     model = Transformer(config)
     return LanguageModel(
         model=model,
@@ -216,7 +232,8 @@ def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None
 def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | None = None) -> None:
     """Write a Hugging Face folder or a GGUF file, atomically; adapters are merged into their kernels.
 
-    `transformers` and `load_model` load the folder; llama.cpp and `load_model` load the GGUF file.
+    `transformers` and `load_model` load the folder; llama.cpp and `load_model` load the GGUF file. Draft heads are a
+    file of the folder; a GGUF file has none.
 
     Args:
         lm: the model.
@@ -231,7 +248,8 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
     aspd: dict[str, Any] = _settings(lm)
     hf_config = {**lm.hf_config, "vocab_size": lm.config.vocab_size, "aspd": aspd}
     target, kept = Path(path), dtype or lm.config.dtype
-    tensors = tensors_from(lm.config, merge_adapters(lm.config, lm.params), dtype)
+    params = {name: value for name, value in lm.params.items() if name != DRAFT_HEADS}
+    tensors = tensors_from(lm.config, merge_adapters(lm.config, params), dtype)
     if target.suffix == ".gguf":
         hf = make_config({key: value for key, value in hf_config.items() if key != "aspd"}, str(target))
         write_gguf(target, hf, lm.tokenizer, lm.end_ids, tensors, kept, aspd, lm.config.unused_tokens)
@@ -242,6 +260,8 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
     with write_folder(target) as folder:
         write_settings(folder, hf_config, kept, lm.end_ids, lm.tokenizer, lm.generation)
         write_tensors(folder, tensors)
+        if lm.config.draft_heads:
+            save_draft_heads(lm, folder / FILE)
 
 
 def _settings(lm: LanguageModel) -> dict[str, Any]:
@@ -269,6 +289,12 @@ def save_adapter(lm: LanguageModel, path: str | os.PathLike[str], base: str) -> 
     of_tokens = {name: Rows(lm.config.new_tokens, values) for name, values in rows.items()}
     adapter = Adapter(str(path), of_layers, of_tokens, settings)
     write_adapter(adapter, path, base, alpha, jnp.bfloat16, lm.tokenizer)
+
+
+def save_draft_heads(lm: LanguageModel, file: str | os.PathLike[str]) -> None:
+    """Write the draft heads of a model to a file, in bfloat16. Models and adapters read it from their folders."""
+    tensors = {f"{DRAFT_HEADS}.{name}": np.asarray(value) for name, value in lm.params[DRAFT_HEADS].items()}
+    write_draft_heads(Path(file), DraftTensors(lm.config.draft_heads, tensors), jnp.bfloat16)
 
 
 def as_int8(lm: LanguageModel) -> LanguageModel:

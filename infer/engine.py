@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from aspd_jax.structure import plain_text
 from aspd_jax.tokens import NAMES, SpecialTokens
 from aspd_jax.tool_format import tool_conversation
 from infer.answers.answer import Result
-from infer.decode.state import MAX_BRANCHES, EngineConfig, Tags
+from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig, Tags
 from infer.decode.tag_automaton import TextReader, TextTags, text_automaton
 from infer.request import Mode, Request, SamplingParams, Stream
 from infer.scheduling.adapter_slots import AdapterSlots
@@ -47,8 +47,9 @@ class Engine:
         separator_ids: token ids between the title and the text of a branch; default: the tokenizer's ids of `": "`.
         branch_policy: `all`, `cap:N` or `slo:MS` (`infer.scheduling.policy.Policy`).
         reuse: reuse the part of a prompt that the cache holds: an earlier turn, or a shared prefix.
-        draft_tokens: draft tokens of a segment in a step, looked up in prompt and answer, and verified; 0: none. They
-            change no token, and are left out where they cost more time than they save.
+        drafts: source of draft tokens, which are verified, change no token, and are left out where they cost more time
+            than they save: `heads` (draft heads of the model), `lookup` (the text so far) or `none`.
+        draft_tokens: maximum draft tokens of a segment in a step; of draft heads, at most as many as there are.
         text_tags: tags that the model writes as text, and the instruction that asks for them; None: special tokens.
 
     Attributes:
@@ -66,7 +67,8 @@ class Engine:
         separator_ids: Sequence[int] | None = None,
         branch_policy: str = "all",
         reuse: bool = True,
-        draft_tokens: int = 0,
+        drafts: DraftSource = "none",
+        draft_tokens: int = 4,
         text_tags: TextTags | None = None,
     ) -> None:
         for name, value, least in (
@@ -74,14 +76,13 @@ class Engine:
             ("max_batch", max_batch, 1),
             ("max_branches", max_branches, 2),
             ("max_title_tokens", max_title_tokens, 1),
-            ("draft_tokens", draft_tokens, 0),
+            ("draft_tokens", draft_tokens, 1),
         ):
             if value < least:
                 raise RequestError(f"{name} must be at least {least}, got {value}")
         if max_branches >= MAX_BRANCHES:
             raise RequestError(f"max_branches must be below {MAX_BRANCHES}, got {max_branches}")
-        if draft_tokens and lm.config.siblings == "shared":
-            raise RequestError("draft_tokens must be 0 for this model: its branches would see each other's guesses")
+        draft_tokens = _draft_tokens(lm, drafts, draft_tokens)
         self.lm, self.text_tags = lm, text_tags
         self.max_length = min(max_length, lm.context_length)
         self.max_batch = max_batch
@@ -105,6 +106,7 @@ class Engine:
             max_branches=max_branches,
             max_title_tokens=max_title_tokens,
             draft_tokens=draft_tokens,
+            drafts=drafts,
             distinct_titles=text_tags is None,
             text_tags=written,
             mesh=lm.mesh,
@@ -452,6 +454,25 @@ class Engine:
             raise RequestError(f"script has {tokens} tokens, the answer may have {budget}")
         for segment in script:
             self._check_ids(segment, "script: ")
+
+
+def _draft_tokens(lm: LanguageModel, drafts: DraftSource, most: int) -> int:
+    """Return the draft tokens of a segment in a step.
+
+    Raises:
+        RequestError: the source is unknown, or this model cannot use it.
+    """
+    if drafts not in get_args(DraftSource):
+        raise RequestError(f"drafts: expected {', '.join(get_args(DraftSource))}, got {drafts!r}")
+    if drafts == "none":
+        return 0
+    if lm.config.siblings == "shared":
+        raise RequestError("drafts must be none for this model: its branches would see each other's guesses")
+    if drafts == "lookup":
+        return most
+    if not lm.config.draft_heads:
+        raise RequestError("drafts: heads: this model has no draft heads; train them (docs/training.md)")
+    return min(most, lm.config.draft_heads)
 
 
 def _make_text_tags(

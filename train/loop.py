@@ -14,7 +14,8 @@ from tqdm import tqdm
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_whole, writing
-from aspd_jax.language_model import LanguageModel, save_adapter, save_model
+from aspd_jax.formats import draft_file
+from aspd_jax.language_model import LanguageModel, save_adapter, save_draft_heads, save_model
 from aspd_jax.sharding import make_mesh
 from train.batches import (
     Batch,
@@ -48,9 +49,9 @@ class Data(NamedTuple):
 def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageModel:
     """Train a model and return it.
 
-    `output` then holds model/ (Hugging Face layout) or, with LoRA, adapter/ (PEFT's layout), and metrics.jsonl,
-    config.json and checkpoints/. Starting a run again with the same configuration resumes from its last checkpoint, on
-    any mesh.
+    `output` then holds model/ (Hugging Face layout) or, with LoRA, adapter/ (PEFT's layout), or the file of the draft
+    heads; and metrics.jsonl, config.json and checkpoints/. Starting a run again with the same configuration resumes
+    from its last checkpoint, on any mesh.
 
     Args:
         config: configuration.
@@ -74,16 +75,20 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
     with Checkpoints(output / "checkpoints", config.keep, best=bool(data.held_out)) as checkpoints:
         state = _run(config, setup, data, checkpoints, output, progress and first_process)
     trained = setup.language_model(state)
-    if first_process and not (result := output / result_folder(config)).exists():
-        if config.model.lora_rank:
+    if first_process and not (result := output / result_name(config)).exists():
+        if config.draft.heads:
+            save_draft_heads(trained, result)
+        elif config.model.lora_rank:
             save_adapter(trained, result, config.model.checkpoint)
         else:
             save_model(trained, result)
     return trained
 
 
-def result_folder(config: TrainConfig) -> str:
-    """Return the name of the folder of the trained model or adapter within the folder of a run."""
+def result_name(config: TrainConfig) -> str:
+    """Return the name of the trained model, adapter or file of draft heads within the folder of a run."""
+    if config.draft.heads:
+        return draft_file.FILE
     return "adapter" if config.model.lora_rank else "model"
 
 

@@ -86,7 +86,7 @@ def plan(config: TrainConfig) -> Plan:
         sizes = leaf.value.shape
         local = _local(leaf.names, sizes, mesh)
         counted["parameters"] += prod(sizes)
-        if is_trained(path, section.lora_rank):
+        if is_trained(path, shape):
             counted["trained"] += prod(sizes)
             counted["weights"] += item * local
             # Gradients have the dtype of the parameters and are summed over parts in float32.

@@ -89,7 +89,8 @@ def load(config: TrainConfig, mesh: Mesh) -> LanguageModel:
     if not section.checkpoint:
         return initial_model(config)
     lm = load_model(
-        section.checkpoint, section.dtype, mesh, section.weights, section.lora_rank, section.lora_alpha
+        section.checkpoint, section.dtype, mesh, section.weights, section.lora_rank, section.lora_alpha,
+        draft_heads=config.draft.heads,
     )  # fmt: skip
     for_conversations(lm, section.checkpoint, config.data.chat_template)
     shape = as_configured(lm.config, config)
@@ -108,7 +109,7 @@ def set_up(config: TrainConfig, lm: LanguageModel, mesh: Mesh, steps: int) -> Se
     places = flatten_dict(shardings(abstract_parameters(model), mesh))
     trained, frozen = {}, {}
     for path, leaf in flatten_dict(params).items():
-        if is_trained(path, section.lora_rank):
+        if is_trained(path, model.config):
             trained[path] = jax.device_put(jnp.asarray(leaf, section.parameters), places[path])
         else:
             frozen[path] = jax.device_put(leaf, places[path])
@@ -199,4 +200,5 @@ def as_configured(shape: ModelConfig, config: TrainConfig) -> ModelConfig:
         weights=section.weights,
         lora_rank=section.lora_rank,
         lora_alpha=section.lora_alpha,
+        draft_heads=config.draft.heads,
     )

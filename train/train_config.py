@@ -148,6 +148,20 @@ class OptimiserSection:
 
 
 @dataclass(frozen=True)
+class DraftSection:
+    """Draft heads (docs/training.md).
+
+    Attributes:
+        heads: number of draft heads to train on a model that stays as it is; 0: the model is trained.
+    """
+
+    heads: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("draft.heads", self.heads, 0)
+
+
+@dataclass(frozen=True)
 class MeshSection:
     """Devices along each mesh axis.
 
@@ -171,7 +185,7 @@ class TrainConfig:
     """Training run.
 
     Attributes:
-        model, data, optimiser, mesh: sections of the configuration.
+        model, data, optimiser, draft, mesh: sections of the configuration.
         steps: total number of steps; 0: determined by `epochs`.
         epochs: epochs over the records if `steps` is 0.
         seed: seed of the weights and of the data order.
@@ -185,6 +199,7 @@ class TrainConfig:
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     optimiser: OptimiserSection = field(default_factory=OptimiserSection)
+    draft: DraftSection = field(default_factory=DraftSection)
     mesh: MeshSection = field(default_factory=MeshSection)
     steps: int = 8500
     epochs: int = 0
@@ -213,6 +228,8 @@ class TrainConfig:
             raise ConfigError("evaluate_batches needs data.held_out")
         if self.data.reread and (self.model.positions, self.model.siblings) != ("sequential", "invisible"):
             raise ConfigError("data.reread needs model.positions: sequential and model.siblings: invisible")
+        if self.draft.heads and (self.model.lora_rank or not self.model.checkpoint):
+            raise ConfigError("draft.heads needs model.checkpoint, and model.lora_rank: 0: the model is not trained")
         if self.model.checkpoint and not self.data.train:
             raise ConfigError("model.checkpoint needs data.train, because the synthetic tasks have their own tokenizer")
 

@@ -15,6 +15,8 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
+from aspd_jax.model.draft_heads import DRAFT_HEADS
+from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import NEW_TOKENS, head_of, lm_head
 from aspd_jax.model.weights import ADAPTERS, abstract_parameters
@@ -62,9 +64,14 @@ def make_optimiser(section: OptimiserSection, steps: int) -> optax.GradientTrans
     )
 
 
-def is_trained(path: tuple[str, ...], lora_rank: int) -> bool:
-    """Return whether a parameter is trained; with LoRA only adapters and the rows of the special tokens are."""
-    return not lora_rank or path[-1] in ADAPTERS or path[0] == NEW_TOKENS
+def is_trained(path: tuple[str, ...], config: ModelConfig) -> bool:
+    """Return whether a parameter of a model is trained.
+
+    With draft heads, only these are; with LoRA, only adapters and the rows of the special tokens are.
+    """
+    if config.draft_heads:
+        return path[0] == DRAFT_HEADS
+    return not config.lora_rank or path[-1] in ADAPTERS or path[0] == NEW_TOKENS
 
 
 def abstract_state(model: Transformer, optimiser: optax.GradientTransformation, dtype: Any = jnp.float32) -> TrainState:
@@ -86,7 +93,7 @@ def abstract_state(model: Transformer, optimiser: optax.GradientTransformation, 
         {
             path: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=places[path])
             for path, leaf in flatten_dict(nn.meta.unbox(boxed)).items()
-            if is_trained(path, model.config.lora_rank)
+            if is_trained(path, model.config)
         }
     )
     moments = jax.eval_shape(lambda params: optimiser.init(in_float32(params)), params)
@@ -129,13 +136,29 @@ def rounded(new: Any, old: Any, key: jax.Array) -> Any:
 
 
 def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
-    """Return the loss of a batch by part."""
+    """Return the loss of a batch by part: of the next tokens, or of the guesses of all draft heads together."""
     hidden: Any = model.apply({"params": params}, batch.tokens, batch.layout, head=False)
     head, logits = head_of(model.config, params), partial(lm_head, model.config)
-    targets = batch.tokens, batch.loss, batch.part, len(PARTS)
-    if model.mesh is None:
-        return next_token_loss(hidden, partial(logits, head), *targets)
-    return loss_over_mesh(model.mesh, hidden, head, logits, *targets)
+
+    def sums(hidden: jax.Array, tokens: Any, weight: Any, part: Any) -> Sums:
+        if model.mesh is None:
+            return next_token_loss(hidden, partial(logits, head), tokens, weight, part, len(PARTS))
+        return loss_over_mesh(model.mesh, hidden, head, logits, tokens, weight, part, len(PARTS))
+
+    if not model.config.draft_heads:
+        return sums(hidden, batch.tokens, batch.loss, batch.part)
+    states = model.apply({"params": params}, hidden, batch.tokens, method="draft_states")
+    of_heads, weight = [], jnp.asarray(batch.loss)
+    for number, state in enumerate(states, 1):
+        weight = weight * ahead(batch.loss, number)  # all tokens up to the guess are sampled, so in one segment
+        of_heads.append(sums(state, ahead(batch.tokens, number), weight, ahead(batch.part, number)))
+    total: Sums = jax.tree.map(lambda *values: sum(values[1:], values[0]), *of_heads)
+    return total
+
+
+def ahead(values: Any, count: int) -> jax.Array:
+    """Return the values `count` tokens ahead in each row [B, S]; 0 behind the end."""
+    return jnp.pad(jnp.asarray(values)[:, count:], ((0, 0), (0, min(count, values.shape[1]))))
 
 
 @cache

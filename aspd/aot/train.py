@@ -31,7 +31,7 @@ def trace_step(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Any:
     frozen = {
         path: leaf
         for path, leaf in flatten_dict(placed(nn.meta.unbox(boxed), shardings(boxed, mesh))).items()
-        if not is_trained(path, config.model.lora_rank)
+        if not is_trained(path, model.config)
     }
     optimiser = make_optimiser(config.optimiser, max(1, config.steps))
     state = abstract_state(model, optimiser, config.model.parameters)

@@ -89,6 +89,7 @@ class ModelConfig:
         adapters: number of adapters that share `lora_rank`, in consecutive ranges of ranks. In a pass over the cache,
             every token uses one of them or none. 0: one adapter for all tokens.
         new_tokens: token ids with separate rows of embedding and head. LoRA trains these rows; all others are frozen.
+        draft_heads: number of draft heads (`model.draft_heads`); 0: none.
         vocab_padding: rows added to embedding and head so that a mesh can split both. Checkpoints do not contain them,
             and their logits are `HIDDEN`.
         unused_tokens: ranges [first, last + 1) of ids without a name in the tokenizer or without a trained row in the
@@ -128,6 +129,7 @@ class ModelConfig:
     lora_alpha: float = 16.0
     adapters: int = 0
     new_tokens: tuple[int, ...] = ()
+    draft_heads: int = 0
     vocab_padding: int = 0
     unused_tokens: tuple[tuple[int, int], ...] = ()
 

@@ -22,6 +22,7 @@ from aspd_jax.layout import NO_WINDOW, Layout
 from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, ByRow, Cache, LayerCache, TokenBatch, by_row, record, write
 from aspd_jax.model.cpu import einsum, letters, materialise
+from aspd_jax.model.draft_heads import DRAFT_HEADS, DraftHeads
 from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.rope import Rope, rotate, rotation
 from aspd_jax.model.vocabulary import NEW_TOKENS, NewTokens, completed
@@ -308,6 +309,8 @@ class Transformer(nn.Module):
             self.head = Projection(c, "...D,VD->...V", adapted=False, dtype=jnp.float32)
         if c.new_tokens:
             setattr(self, NEW_TOKENS, NewTokens(c))
+        if c.draft_heads:
+            setattr(self, DRAFT_HEADS, DraftHeads(c))
 
     def __call__(
         self, tokens: jax.Array, layout: Layout, *, head: bool = True, adapter: jax.Array | None = None
@@ -339,9 +342,11 @@ class Transformer(nn.Module):
                 x, _ = self._layer(number)(x, LayerInputs(rope, view, window, ranks=ranks))
                 x = self.constrain_activations(x)
         x = self.norm(x)
+        if self.is_initializing() and c.draft_heads:
+            self.draft_states(x, jnp.asarray(tokens))
         return self.logits(x, adapter) if head or self.is_initializing() else x
 
-    def decode(self, batch: TokenBatch, cache: Cache, bucket: Bucket) -> tuple[jax.Array, Cache]:
+    def decode(self, batch: TokenBatch, cache: Cache, bucket: Bucket, *, head: bool = True) -> tuple[jax.Array, Cache]:
         """Return the logits of new tokens over a cache, and the cache with these tokens added.
 
         Linear layers receive the flat tokens of all rows; attention receives them by row.
@@ -350,9 +355,10 @@ class Transformer(nn.Module):
             batch: the new tokens and their slots.
             cache: the tokens of earlier steps.
             bucket: sizes that hold `batch` and the used slots.
+            head: false: return the input of the head in place of logits.
 
         Returns:
-            Logits float32 [L, V], and the cache.
+            Logits float32 [L, V], or without the head [L, D]; and the cache.
 
         Raises:
             ConfigError: the layers are scanned.
@@ -381,8 +387,40 @@ class Transformer(nn.Module):
             rope, window = ropes[c.layer_rope(number)], c.layer_window(number)
             x, layer = self._layer(number)(x, LayerInputs(rope, context, window, layer, ranks))
             layers.append(layer)
-        adapter = None if adapter is None else adapter[batch.logits_at]
-        return self.logits(self.norm(x[batch.logits_at]), adapter), cache._replace(layers=tuple(layers))
+        adapter, x = None if adapter is None else adapter[batch.logits_at], self.norm(x[batch.logits_at])
+        return self.logits(x, adapter) if head else x, cache._replace(layers=tuple(layers))
+
+    def draft_states(self, x: jax.Array, tokens: jax.Array) -> list[jax.Array]:
+        """Return the states of the draft heads in a full pass, [B, S, D] each.
+
+        Head k guesses token s + k + 1 from the state at s and tokens s + 1 to s + k.
+
+        Args:
+            x: input of the head, [B, S, D].
+            tokens: token ids, int32 [B, S].
+        """
+        states = []
+        for number in range(self.config.draft_heads):
+            ahead = jnp.pad(tokens[:, 1 + number :], ((0, 0), (0, min(1 + number, tokens.shape[1]))))
+            x = getattr(self, DRAFT_HEADS)(x, self.embedded(ahead))
+            states.append(x)
+        return states
+
+    def draft(self, x: jax.Array, tokens: jax.Array, count: int, adapter: jax.Array | None = None) -> jax.Array:
+        """Return the guesses of the first draft heads, int32 [L, count], behind tokens [L].
+
+        Args:
+            x: input of the head from which each token was sampled, [L, D].
+            tokens: token ids, int32 [L].
+            count: number of heads.
+            adapter: index of the adapter of each token, if the model has several.
+        """
+        guesses = []
+        for _ in range(count):
+            x = getattr(self, DRAFT_HEADS)(x, self.embedded(tokens, adapter))
+            tokens = jnp.argmax(self.logits(x, adapter), axis=-1).astype(jnp.int32)
+            guesses.append(tokens)
+        return jnp.stack(guesses, axis=-1)
 
     def ropes(self, position: jax.Array) -> tuple[Rope, ...]:
         """Return cosine and sine of positions [...] for each of `config.ropes`."""

@@ -133,7 +133,8 @@ def answer_times(
             max_title_tokens=TITLE,
             separator_ids=SEPARATOR,
             reuse=False,
-            draft_tokens=drafts,
+            drafts="lookup" if drafts else "none",
+            draft_tokens=max(1, drafts),
         )
         for drafts in sorted({0, draft_tokens})
     }

@@ -19,7 +19,7 @@ from infer.decode.grammar import LaneTokens, legal_tokens, read_tokens
 from infer.decode.inputs import Inputs, Lanes, next_inputs, rows_of_step, widths
 from infer.decode.packed import Packed
 from infer.decode.sampling import sample, scripted
-from infer.decode.speculation import continues, hide_rejected, look_up
+from infer.decode.speculation import continues, guess, hide_rejected, look_up
 from infer.decode.state import (
     FORK,
     MERGE,
@@ -35,10 +35,17 @@ from infer.decode.transition import advance, hide_discarded, hold_templated
 
 
 def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
-    """Run the model (`Transformer.decode`) and return the logits of all lanes, [L, V], and the cache."""
+    """Run the model over the cache; return the input of the head for all lanes, [L, hidden size], and the cache."""
     model = cast(Any, config.model).clone(mesh=config.mesh)
-    logits, cache = model.apply({"params": params}, inputs.batch, state.cache, bucket, method="decode")
-    return logits, cache
+    hidden, cache = model.apply({"params": params}, inputs.batch, state.cache, bucket, head=False, method="decode")
+    return hidden, cache
+
+
+def logits_of(params: Any, config: EngineConfig, inputs: Inputs, hidden: jax.Array) -> jax.Array:
+    """Return the logits of all lanes, float32 [L, V]."""
+    adapter = inputs.batch.adapter[inputs.batch.logits_at] if config.model.config.adapters else None
+    logits: jax.Array = cast(Any, config.model).apply({"params": params}, hidden, adapter, method="logits")
+    return logits
 
 
 def step(
@@ -48,11 +55,12 @@ def step(
 
     Args:
         derived: derived from `state`.
-        drafting: also feed the draft tokens of the state, and look up those of the next step; otherwise there must be
+        drafting: also feed the draft tokens of the state, and guess those of the next step; otherwise there must be
             none.
     """
     inputs = next_inputs(state, derived, config, bucket, drafting)
-    logits, cache = forward(params, state, config, inputs, bucket)
+    hidden, cache = forward(params, state, config, inputs, bucket)
+    logits = logits_of(params, config, inputs, hidden)
     state = state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
     state = hold_templated(state, derived, inputs.fed)
     if not drafting:
@@ -61,7 +69,10 @@ def step(
         return hide_discarded(state)
     state, derived, count = _verify(state, derived, config, inputs, logits)
     state = hide_discarded(hide_rejected(state, inputs, count))
-    draft = look_up(state, derived, config, bucket.slots)
+    if config.drafts == "heads":
+        draft = guess(params, state, config, inputs, hidden, count)
+    else:
+        draft = look_up(state, derived, config, bucket.slots)
     return state._replace(sequence=state.sequence._replace(draft=draft))
 
 

@@ -1,4 +1,6 @@
-"""Speculation by prompt lookup: what followed the last tokens of a segment before is fed with them, and verified.
+"""Speculation: guesses of the tokens behind the pending one of a segment are fed with it, and verified.
+
+Guesses come from the draft heads of the model, or from the text: what followed the last tokens of a segment before.
 
 B sequences, N branches at most, T tokens of a pass, L lanes, D draft tokens of a segment, C cache slots.
 
@@ -9,6 +11,8 @@ a token in its segment, so sampled answers too are the same with and without dra
 """
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +71,33 @@ def look_up(state: DecodeState, derived: Derived, config: EngineConfig, used: in
 
     known = found[..., None] & (follow < used) & gathered(written)
     return jnp.where(jnp.cumprod(known, axis=2) > 0, gathered(tokens), -1)
+
+
+def guess(
+    params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, hidden: jax.Array, taken: jax.Array
+) -> jax.Array:
+    """Return the draft tokens behind the pending token of each segment by draft heads, int32 [B, N, D].
+
+    Segments that took no token in the step keep theirs.
+
+    Args:
+        params: parameters of the model.
+        state: state after the step.
+        inputs: inputs of the step.
+        hidden: input of the head for all lanes, and behind them for all draft tokens.
+        taken: tokens that each lane took, int32 [L].
+    """
+    s, lanes, size = state.sequence, inputs.lanes, inputs.lanes.row.size
+    first, ahead = hidden[:size, None], hidden[size:].reshape(size, config.draft_tokens, -1)
+    last = jnp.maximum(taken - 1, 0)[:, None, None]
+    behind = jnp.take_along_axis(jnp.concatenate([first, ahead], axis=1), last, axis=1)[:, 0]
+    own = jnp.minimum(lanes.row, s.draft.shape[0] - 1)
+    adapter = state.request.adapter[own] if config.model.config.adapters else None
+    pending = s.segments.queue[own, lanes.branch, 0]
+    tokens = cast(Any, config.model).apply(
+        {"params": params}, behind, pending, config.draft_tokens, adapter, method="draft"
+    )
+    return s.draft.at[lanes.row, jnp.maximum(lanes.branch - 1, 0)].set(tokens, mode="drop")
 
 
 def continues(state: DecodeState, derived: Derived, lanes: Lanes) -> jax.Array:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,9 @@ COUNT = 8  # `<|title|>` before the number of leads, or a digit of it
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of `Cursor.finish`
 NOTHING = 1 << 30  # `Cursor.hide_from` without a hidden title
 MAX_BRANCHES = 1 << 12  # limit of N; blocks and branches share one number in random streams
+
+
+DraftSource = Literal["none", "lookup", "heads"]  # of draft tokens: the text so far, or draft heads of the model
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class EngineConfig:
         max_branches: N.
         max_title_tokens: E.
         draft_tokens: D, guessed tokens that a segment may be fed with its pending one; 0: no speculation.
+        drafts: source of the guesses.
         distinct_titles: a title that repeats an earlier one of its block ends the list, and is discarded.
         text_tags: of a model whose tags are strings; None: they are the special tokens.
         mesh: that parameters and cache are spread over.
@@ -87,6 +91,7 @@ class EngineConfig:
     max_branches: int
     max_title_tokens: int
     draft_tokens: int = 0
+    drafts: DraftSource = "none"
     distinct_titles: bool = True
     text_tags: Tags | None = None
     mesh: Mesh | None = None

@@ -17,7 +17,7 @@ from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TitleForm, split
-from infer.decode.decode_step import count_step, forward
+from infer.decode.decode_step import count_step, forward, logits_of
 from infer.decode.derived import Derived, derive
 from infer.decode.grammar import LaneTokens, lane_node, recognise
 from infer.decode.inputs import Inputs, next_inputs, widths
@@ -88,7 +88,8 @@ def replay_pass(
     derived = derive(state.sequence, state.automaton, config)
     inputs = next_inputs(state, derived, config, bucket, drafting=False)
     every = inputs._replace(batch=inputs.batch._replace(logits_at=jnp.arange(bucket.tokens)))
-    logits, cache = forward(params, state, config, every, bucket)
+    hidden, cache = forward(params, state, config, every, bucket)
+    logits = logits_of(params, config, every, hidden)
     return logits, inputs, derived, state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
 
 

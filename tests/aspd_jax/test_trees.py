@@ -42,7 +42,7 @@ def test_zeros_are_as_annotated() -> None:
 def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, draft_tokens: int) -> None:
     own = Engine(
         bare_lm, max_length=128, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
-        draft_tokens=draft_tokens,
+        drafts="lookup" if draft_tokens else "none", draft_tokens=max(1, draft_tokens),
     )  # fmt: skip
     params = [SamplingParams(temperature=100.0, max_new_tokens=40, seed=seed) for seed in range(4)]
     assert any(result.stats.blocks for result in own.generate([[1, 2]] * 4, params))

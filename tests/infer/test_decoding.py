@@ -118,7 +118,7 @@ def test_rounding_to_int8_changes_answers() -> None:
 def test_drafts_change_no_answer(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", 1 << 30)
     name = FAMILY_CASES[family]
-    engine = engine_for(loaded(tmp_path, name), draft_tokens=3)
+    engine = engine_for(loaded(tmp_path, name), drafts="lookup", draft_tokens=3)
     assert_equal(answers(engine, VECTORS[name]), VECTORS[name])
     drafted = engine.generate([prompt_ids(0)], SamplingParams(max_new_tokens=60), "serial")[0]
     assert drafted.stats.drafted_tokens > 0

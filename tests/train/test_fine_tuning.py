@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file
 
 import train.batches
 import train.loop
@@ -17,11 +19,13 @@ from aspd_jax.errors import DataError
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
 from tests.helpers.training import SMALL, changed, losses, on_records, prepared
+from train.batches import Batch
 from train.checkpoints import Checkpoints
 from train.loop import export
 from train.loop import train as run_training
-from train.setup import initial_model, load
+from train.setup import Setup, initial_model, load
 from train.train_config import TrainConfig
+from train.train_step import evaluation_sums
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +122,63 @@ def test_adapters(weights: Any, fine_tuning: TrainConfig, tmp_path: Path) -> Non
     exported = flatten_dict(load_model(merged).params)
     for path, leaf in flatten_dict(tuned.params).items():
         np.testing.assert_allclose(exported[path], leaf, atol=2e-2)  # the adapter is kept in bfloat16
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_draft_heads(scan: bool, fine_tuning: TrainConfig, tmp_path: Path) -> None:
+    """Only they are trained; their loss is that of a full pass, target by target; a resumed run is the same run."""
+    config = changed(fine_tuning, draft__heads=2, model__scan=scan, optimiser__learning_rate=3e-3, steps=6)
+    setup = prepared(config)
+    assert {path[0] for path in flatten_dict(setup.state.params)} == {"draft_heads"}
+    (batch, *_), first = setup_batches(config, setup, tmp_path)
+    lm = setup.language_model(setup.state)
+    run = {"params": lm.params}
+    hidden = lm.model.apply(run, batch.tokens, batch.layout, head=False)
+    states = lm.model.apply(run, hidden, batch.tokens, method="draft_states")
+    total, targets = 0.0, 0
+    for depth, state in enumerate(states, 1):
+        logits = np.asarray(lm.model.apply(run, state, method="logits"), np.float64)
+        for row, place in np.ndindex(batch.tokens.shape):
+            ahead = slice(place + 1, place + depth + 2)
+            if batch.loss[row, ahead].shape == (depth + 1,) and batch.loss[row, ahead].all():
+                scores = logits[row, place]
+                total += np.log(np.exp(scores).sum()) - scores[batch.tokens[row, place + depth + 1]]
+                targets += 1
+    assert targets > 50 and first == pytest.approx(total / targets, rel=1e-4)
+
+    run_training(config, tmp_path / "run", progress=False)
+    after = losses(tmp_path / "run")
+    assert after[-1] < after[0] == pytest.approx(first, rel=1e-5)
+    whole = load_file(tmp_path / "run" / "draft_heads.safetensors")
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    for step in (tmp_path / "again" / "checkpoints").iterdir():
+        if step.name == "6":
+            shutil.rmtree(step)
+    (tmp_path / "again" / "draft_heads.safetensors").unlink()
+    run_training(config, tmp_path / "again", progress=False)
+    for name, tensor in load_file(tmp_path / "again" / "draft_heads.safetensors").items():
+        np.testing.assert_array_equal(tensor, whole[name])
+
+    folder = tmp_path / "model"
+    shutil.copytree(config.model.checkpoint, folder)
+    shutil.copy(tmp_path / "run" / "draft_heads.safetensors", folder)
+    trained, base = load_model(folder), load_model(config.model.checkpoint)
+    for path, leaf in flatten_dict(base.params).items():
+        np.testing.assert_array_equal(leaf, flatten_dict(trained.params)[path])
+    prompts, params = ["One and", "What is"], SamplingParams(max_new_tokens=20)
+    drafted = Engine(trained, max_length=128, drafts="heads").generate(prompts, params)
+    assert [r.token_ids for r in drafted] == [
+        r.token_ids for r in Engine(base, max_length=128).generate(prompts, params)
+    ]
+    assert all(r.stats.drafted_tokens for r in drafted)
+
+
+def setup_batches(config: TrainConfig, setup: Setup, folder: Path) -> tuple[list[Batch], float]:
+    """The first batch, and its loss."""
+    data = train.loop.read_data(config, setup.lm, folder, False)
+    batch = next(data.batches)
+    sums = evaluation_sums(setup.state.params, setup.frozen, setup.place(batch), setup.model)
+    return [batch], float(sums.mean())
 
 
 def test_fresh_adapters_change_nothing_and_int8_little(fine_tuning: TrainConfig) -> None:

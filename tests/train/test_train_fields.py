@@ -28,14 +28,15 @@ CHANGED: dict[str, Any] = {
     "data.short_steps": 0, "data.short_rows": 1, "data.short_length": 120, "data.recital_every": 3,
     "optimiser.learning_rate": 1e-2, "optimiser.warmup": 1.0, "optimiser.final": 0.5, "optimiser.weight_decay": 0.5,
     "optimiser.beta1": 0.5, "optimiser.beta2": 0.5, "optimiser.clip": 1e-4, "optimiser.accumulate": None,
-    "mesh.data": None, "mesh.fsdp": None, "mesh.tensor": None, "steps": 3, "epochs": None, "seed": 1,
-    "save_every": 3, "keep": 1, "evaluate_batches": 1, "log_every": 2, "tensorboard": True,
+    "draft.heads": None, "mesh.data": None, "mesh.fsdp": None, "mesh.tensor": None, "steps": 3, "epochs": None,
+    "seed": 1, "save_every": 3, "keep": 1, "evaluate_batches": 1, "log_every": 2, "tensorboard": True,
 }  # fmt: skip
 
 ELSEWHERE = {
     "model.checkpoint", "model.titles", "model.weights", "model.lora_alpha", "data.train", "data.held_out",
     "data.cache",
-    "data.strict", "data.chat_template", "data.bins", "optimiser.accumulate", "mesh.data", "mesh.fsdp",
+    "data.strict", "data.chat_template", "data.bins", "optimiser.accumulate", "draft.heads",
+    "mesh.data", "mesh.fsdp",
     "mesh.tensor", "epochs",
 }  # fields that only mean something for a fine-tuning or a mesh, and are tested with one elsewhere  # fmt: skip
 

@@ -130,7 +130,7 @@ def test_only_adapters_and_new_rows_get_gradients(tmp_path: Path) -> None:
     from train.train_step import is_trained
 
     lm = as_if_trained(base_folder(tmp_path / "base", CASES["tied"]))
-    trained = {path for path in flatten_dict(lm.params) if is_trained(path, RANK)}
+    trained = {path for path in flatten_dict(lm.params) if is_trained(path, lm.config)}
     assert {path[-1] for path in trained} == {*ADAPTERS, "embedding"}
     assert ("new_tokens", "embedding") in trained and ("embedding", "embedding") not in trained
     merged = merge_adapters(lm.config, lm.params)["embedding"]["embedding"]

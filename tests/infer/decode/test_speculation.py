@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,21 @@ from infer import Engine, SamplingParams
 from infer.answers.answer import Result
 from infer.decode.derived import Derived, derive
 from infer.decode.speculation import look_up
-from infer.decode.state import PARALLEL, SERIAL, DecodeState, EngineConfig
+from infer.decode.state import PARALLEL, SERIAL, DecodeState, DraftSource, EngineConfig
 from infer.request import Mode, Request
 from infer.scheduling.policy import DRAFTING_PASSES, PLAIN_PASSES, DraftControl, StepCost
 from tests.conftest import laid_out, patched
 from tests.helpers.answers import SEPARATOR, critical_path, linearise
+from tests.helpers.draft_heads import with_draft_heads
 
 DRAFT = 3
 HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
 
 
-def drafting_engine(lm: LanguageModel, draft_tokens: int = DRAFT) -> Engine:
+def drafting_engine(lm: LanguageModel, draft_tokens: int = DRAFT, drafts: DraftSource = "lookup") -> Engine:
     return Engine(
         lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
-        draft_tokens=draft_tokens,
+        drafts=drafts, draft_tokens=draft_tokens,
     )  # fmt: skip
 
 
@@ -144,6 +145,42 @@ def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine
         assert a.stats.critical_path == b.stats.critical_path and a.stats.passes <= b.stats.passes
 
 
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_answers_are_the_same_with_draft_heads(bare_lm: LanguageModel, engine: Engine, scale: float) -> None:
+    """Token by token, greedy and sampled, whatever the heads guess."""
+    expected = engine.generate(*mixed())
+    results = drafting_engine(with_draft_heads(bare_lm, DRAFT, scale), drafts="heads").generate(*mixed())
+    assert the_same(results, expected)
+    assert sum(result.stats.accepted_tokens for result in results) > 0
+    assert sum(result.stats.drafted_tokens for result in results) > 100
+    for a, b in zip(results, expected, strict=True):
+        assert a.stats.critical_path == b.stats.critical_path and a.stats.passes <= b.stats.passes
+
+
+@pytest.mark.parametrize("draft_tokens", [1, DRAFT, DRAFT + 5])
+def test_heads_without_effect_guess_repetition(bare_lm: LanguageModel, draft_tokens: int) -> None:
+    """Greedy serial answers: the likeliest next token, tags included, is guessed again and again; counted by hand."""
+    own = drafting_engine(with_draft_heads(bare_lm, DRAFT, scale=0.0), draft_tokens, "heads")
+    depth, accepted = min(draft_tokens, DRAFT), 0
+    assert own.config.draft_tokens == depth
+    for seed in range(4):
+        prompt = [1 + seed, 2, 3]
+        (result,) = own.generate([prompt], SamplingParams(max_new_tokens=60), "serial")
+        tokens, place, passes = result.token_ids, 0, 0
+        whole = np.asarray([[*prompt, *tokens]])
+        layout = build_layout(whole, own.config.special, bare_lm.config.positions)
+        logits = np.asarray(bare_lm.model.apply({"params": bare_lm.params}, whole, layout))[0]
+        likeliest = logits[len(prompt) - 1 :].argmax(axis=-1)
+        while place < len(tokens) - 1:
+            run = 1
+            while run <= depth and place + run < len(tokens) and tokens[place + run] == likeliest[place]:
+                run += 1
+            place, passes = place + run, passes + 1
+        assert result.stats.passes == passes
+        accepted += result.stats.accepted_tokens
+    assert accepted > 10
+
+
 @pytest.mark.slow
 def test_rejected_guesses_that_stay_visible_change_answers(bare_lm: LanguageModel, engine: Engine) -> None:
     """Negative control."""
@@ -160,7 +197,9 @@ def test_rejected_guesses_that_stay_visible_change_answers(bare_lm: LanguageMode
 def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
     """The fourth token of an answer, against its exact distribution; the third is guessed, as the likeliest."""
     prompt, words = [1, 2, 3], 24
-    own = Engine(bare_lm, max_length=128, max_batch=32, max_branches=2, max_title_tokens=1, draft_tokens=1)
+    own = Engine(
+        bare_lm, max_length=128, max_batch=32, max_branches=2, max_title_tokens=1, drafts="lookup", draft_tokens=1
+    )
     every = np.stack(np.meshgrid(*[np.arange(words)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
     tokens = np.concatenate([np.tile(prompt, (len(every), 1)), every], axis=1)
     layout = build_layout(tokens, own.config.special, bare_lm.config.positions)
@@ -249,10 +288,14 @@ def test_guesses_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_drafts_have_limits(bare_lm: LanguageModel) -> None:
-    with pytest.raises(RequestError, match="draft_tokens must be at least 0"):
-        drafting_engine(bare_lm, -1)
+    with pytest.raises(RequestError, match="draft_tokens must be at least 1"):
+        drafting_engine(bare_lm, 0)
+    with pytest.raises(RequestError, match="this model has no draft heads"):
+        drafting_engine(bare_lm, drafts="heads")
+    with pytest.raises(RequestError, match="drafts: expected none, lookup, heads, got 'medusa'"):
+        drafting_engine(bare_lm, drafts=cast(Any, "medusa"))
     config = replace(bare_lm.config, siblings="shared")
     shared = replace(bare_lm, config=config, model=bare_lm.model.clone(config=config))
     with pytest.raises(RequestError, match="see each other's guesses"):
         drafting_engine(shared)
-    assert drafting_engine(shared, 0).generate([[1]], SamplingParams(max_new_tokens=2))
+    assert drafting_engine(shared, drafts="none").generate([[1]], SamplingParams(max_new_tokens=2))

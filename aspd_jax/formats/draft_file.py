@@ -1,0 +1,77 @@
+"""The file of the draft heads of a model, beside its tensors or in the folder of an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from aspd_jax.errors import CheckpointError
+from aspd_jax.formats.shards import list_tensors, read_stored
+from aspd_jax.model.draft_heads import DRAFT_HEADS, draft_shapes
+
+FILE = f"{DRAFT_HEADS}.safetensors"
+HEADS = "heads"  # key of the file's metadata
+
+
+class DraftTensors(NamedTuple):
+    """Draft heads: their number, and the tensors of their layer by name."""
+
+    heads: int
+    tensors: Mapping[str, np.ndarray]
+
+
+NO_DRAFT_HEADS = DraftTensors(0, {})
+
+
+def read_draft_heads(folder: Path, hidden_size: int) -> DraftTensors:
+    """Return the draft heads in a folder; none if it has no such file.
+
+    Args:
+        folder: folder of a model or an adapter.
+        hidden_size: hidden size of the model.
+
+    Raises:
+        CheckpointError: the number of heads is not stated; tensors are missing, unknown or of another shape.
+    """
+    file = folder / FILE
+    if not file.exists():
+        return NO_DRAFT_HEADS
+    tensors = dict(read_stored(list_tensors(file)))
+    with safe_open(file, "numpy") as opened:
+        heads = (opened.metadata() or {}).get(HEADS, "")
+    if not heads.isdecimal() or not int(heads):
+        raise CheckpointError(f"{file}: metadata: {HEADS}: expected a number of draft heads, got {heads!r}")
+    expected = {f"{DRAFT_HEADS}.{name}": shape for name, shape in draft_shapes(hidden_size).items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    if found != expected:
+        raise CheckpointError(
+            f"{file}: expected {_listed(expected)} (hidden size {hidden_size}), got {_listed(found)}. "
+            "Draft heads belong to the model that they were trained on."
+        )
+    return DraftTensors(int(heads), tensors)
+
+
+def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items()))
+
+
+def fresh_draft_heads(heads: int, hidden_size: int) -> DraftTensors:
+    """Return draft heads for training, which have no effect yet: each guesses the next token again."""
+    if not heads:
+        return NO_DRAFT_HEADS
+    random, tensors = np.random.default_rng(0), {}
+    for name, shape in draft_shapes(hidden_size).items():
+        normal = random.standard_normal(shape) * shape[-1] ** -0.5
+        tensors[f"{DRAFT_HEADS}.{name}"] = (normal if name == "gate_up" else np.zeros(shape)).astype(np.float32)
+    return DraftTensors(heads, tensors)
+
+
+def write_draft_heads(file: Path, draft_heads: DraftTensors, dtype: Any) -> None:
+    """Write draft heads to a file."""
+    tensors = {name: np.ascontiguousarray(tensor.astype(dtype)) for name, tensor in draft_heads.tensors.items()}
+    save_file(tensors, file, metadata={"format": "pt", HEADS: str(draft_heads.heads)})
