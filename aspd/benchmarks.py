@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -51,10 +52,6 @@ def add(commands: Any) -> None:
         metavar="NxT",
         help="number of branches x tokens of a branch",
     )
-    decode.add_argument(
-        "--draft-tokens", type=int, default=0,
-        help="also time answers with draft tokens; all answers then copy the prompt",
-    )  # fmt: skip
     decode.add_argument("--plot", type=Path, metavar="FILE", help="file of a plot (.svg, .png, .pdf)")
 
     served = kinds.add_parser("serve", help="a server under load, in serial and in adaptive mode")
@@ -102,6 +99,24 @@ def add(commands: Any) -> None:
     fields.add_argument("--limit", type=int, metavar="N", help="maximum tasks; default: all")
     fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
     fields.add_argument("--output", type=Path, metavar="FILE", help="JSONL file of the answers, and a table beside it")
+
+    drafts = kinds.add_parser("drafts", help="steps of real answers, with draft tokens and without")
+    drafts.set_defaults(run=run_bench_drafts)
+    drafts.add_argument("--model", default="smollm2-aspd", metavar="MODEL", help="checkpoint with draft heads")
+    drafts.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
+    drafts.add_argument("--dtype", default="float32", help="dtype of the parameters")
+    drafts.add_argument(
+        "--questions", type=Path, required=True, metavar="FILE", help="questions in FastChat's JSONL; first turns"
+    )
+    drafts.add_argument("--limit", type=int, default=0, metavar="N", help="maximum questions; 0: all")
+    drafts.add_argument(
+        "--sources", nargs="+", choices=("heads", "lookup"), default=["heads"], help="sources of draft tokens"
+    )
+    drafts.add_argument("--draft-tokens", type=int, default=4, help="maximum draft tokens of a segment in a step")
+    drafts.add_argument("--batch", type=int, default=4, help="simultaneous requests")
+    drafts.add_argument("--max-new-tokens", type=int, default=640, help="maximum tokens of an answer")
+    drafts.add_argument("--repetition-penalty", type=float, default=1.1)
+    drafts.add_argument("--output", type=Path, metavar="FILE", help="Markdown file of the table")
 
     steps = kinds.add_parser("train", help="training steps against plain causal attention")
     steps.set_defaults(run=run_bench_train)
@@ -169,7 +184,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         pairs = []
         kinds = list(product(options.batch, answers))
         for batch, (branches, length) in tqdm(kinds, unit="answer", disable=None):
-            pair = answer_times(lm, branches, length, context, batch, options.repeats, options.draft_tokens)
+            pair = answer_times(lm, branches, length, context, batch, options.repeats)
             torch = transformers_time(lm, pair[0].content, context, batch, options.repeats)
             pairs.append([*pair, torch] if torch else pair)
             if len(pairs) == 1:
@@ -223,6 +238,33 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         lines = [json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in decoded]
         write_whole(options.output, "".join(lines))
         write_whole(options.output.with_suffix(".md"), table)
+
+
+def run_bench_drafts(options: argparse.Namespace) -> None:
+    """Run `aspd bench drafts`."""
+    from aspd_jax import load_model
+    from infer.bench.drafting import draft_figures, draft_table
+    from infer.evaluation.eval_config import BenchmarkSection
+    from infer.evaluation.questions import read_questions
+    from infer.request import SamplingParams
+
+    positive(options, "batch", "draft_tokens", "max_new_tokens")
+    left_out: list[str] = []
+    questions = read_questions(BenchmarkSection(str(options.questions), limit=options.limit), left_out)
+    for line in left_out:
+        print(line, file=sys.stderr)
+    lm = load_model(options.model, options.dtype, adapter=options.adapter)
+    params = SamplingParams(max_new_tokens=options.max_new_tokens, repetition_penalty=options.repetition_penalty)
+    prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]
+    figures = draft_figures(lm, prompts, options.sources, params, options.batch, options.draft_tokens)
+    title = (
+        f"{options.model}, {options.dtype}, greedy, {options.draft_tokens} draft tokens in every step, "
+        f"{options.questions.name}; {where()}"
+    )
+    table = f"{title}\n\n{draft_table(figures)}\n"
+    print(table)
+    if options.output is not None:
+        write_whole(options.output, table)
 
 
 def run_bench_train(options: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import Buckets, capacity_for
 from infer.scheduling.filling import check_template
 from infer.scheduling.handle import DebugState, Handle
-from infer.scheduling.policy import Policy
+from infer.scheduling.policy import DraftControl, Policy
 from infer.scheduling.replay import Trace, replay
 from infer.scheduling.scheduler import Scheduler, StepStats
 from infer.scheduling.structured import Schemas
@@ -50,6 +50,7 @@ class Engine:
         drafts: source of draft tokens, which are verified, change no token, and are left out where they cost more time
             than they save: `heads` (draft heads of the model), `lookup` (the text so far) or `none`.
         draft_tokens: maximum draft tokens of a segment in a step; of draft heads, at most as many as there are.
+        force_drafts: whether every step feeds draft tokens, whatever they cost.
         text_tags: tags that the model writes as text, and the instruction that asks for them; None: special tokens.
 
     Attributes:
@@ -69,6 +70,7 @@ class Engine:
         reuse: bool = True,
         drafts: DraftSource = "none",
         draft_tokens: int = 4,
+        force_drafts: bool = False,
         text_tags: TextTags | None = None,
     ) -> None:
         for name, value, least in (
@@ -119,6 +121,7 @@ class Engine:
             rows=max_batch,
             capacity=capacity_for(self.max_length),
             policy=Policy.parse(branch_policy),
+            drafts=DraftControl(self.config.draft_tokens, force_drafts),
             reuse=reuse,
             adapters=self.adapters,
             schemas=self._schemas,

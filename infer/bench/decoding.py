@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
 from statistics import median
 from typing import Any
 
@@ -37,7 +36,6 @@ class AnswerTime:
 
     Attributes:
         name: `adaptive`, `serial` or `transformers`.
-        draft_tokens: draft tokens per segment and step; 0: none.
         batch: number of simultaneous requests.
         branches: number of branches of the block; 0: no block.
         length: tokens of a branch, with head and closing tag.
@@ -52,7 +50,6 @@ class AnswerTime:
     """
 
     name: str
-    draft_tokens: int
     batch: int
     branches: int
     length: int
@@ -68,9 +65,7 @@ class AnswerTime:
     compile_seconds: float
 
 
-def scripted_answer(
-    lm: LanguageModel, branches: int, length: int, text: int, copied: Sequence[int] = ()
-) -> list[list[int]]:
+def scripted_answer(lm: LanguageModel, branches: int, length: int, text: int) -> list[list[int]]:
     """Return the forced tokens of an answer in the form of `SamplingParams.script`.
 
     Args:
@@ -78,10 +73,9 @@ def scripted_answer(
         branches: number of branches; 0: no block.
         length: tokens of a branch, with head and closing tag.
         text: tokens of serial text, half of them before the block.
-        copied: tokens that the answer repeats; empty: random tokens.
     """
     special = lm.special_tokens or NO_TOKENS
-    tokens = cycle(copied) if copied else iter(random_prompt(lm, text + branches * (TITLE + length), seed=1))
+    tokens = iter(random_prompt(lm, text + branches * (TITLE + length), seed=1))
     serial = [next(tokens) for _ in range(text // 2 if branches else text)]
     for _ in range(branches):
         serial += [special.title_start, *(next(tokens) for _ in range(TITLE)), special.title_end]
@@ -100,7 +94,6 @@ def answer_times(
     context: int,
     batch: int = 1,
     repeats: int = 5,
-    draft_tokens: int = 0,
 ) -> list[AnswerTime]:
     """Time answers with a block and serial answers with as many content tokens, alternately.
 
@@ -111,8 +104,6 @@ def answer_times(
         context: tokens of the prompt.
         batch: number of simultaneous requests.
         repeats: timed runs.
-        draft_tokens: if positive, both modes are also timed with this many draft tokens. Answers then copy the prompt,
-            which is the best case of prompt lookup.
 
     Raises:
         RequestError: there are fewer than two branches, or a branch is too short for its head.
@@ -120,51 +111,43 @@ def answer_times(
     head = 1 + TITLE + len(SEPARATOR)
     if branches < 2 or length < head + 2:
         raise RequestError(f"expected at least 2 branches of at least {head + 2} tokens, got {branches} of {length}")
-    copied = random_prompt(lm, context) if draft_tokens else ()
-    adaptive = scripted_answer(lm, branches, length, SERIAL_TEXT, copied)
+    adaptive = scripted_answer(lm, branches, length, SERIAL_TEXT)
     content = SERIAL_TEXT + branches * (length - head - 1)
     raw = len(adaptive[0]) + branches * length + 1
-    engines = {
-        drafts: Engine(
-            lm,
-            max_length=context + raw + 4 * branches + 8,  # reserve for tags that the grammar requires
-            max_batch=batch,
-            max_branches=branches,
-            max_title_tokens=TITLE,
-            separator_ids=SEPARATOR,
-            reuse=False,
-            drafts="lookup" if drafts else "none",
-            draft_tokens=max(1, drafts),
-        )
-        for drafts in sorted({0, draft_tokens})
-    }
+    engine = Engine(
+        lm,
+        max_length=context + raw + 4 * branches + 8,  # reserve for tags that the grammar requires
+        max_batch=batch,
+        max_branches=branches,
+        max_title_tokens=TITLE,
+        separator_ids=SEPARATOR,
+        reuse=False,
+    )
     scripts: dict[Mode, Sequence[Sequence[int]]] = {
         "adaptive": adaptive,
-        "serial": scripted_answer(lm, 0, length, content, copied),
+        "serial": scripted_answer(lm, 0, length, content),
     }
-    prompts = [random_prompt(lm, context, 0 if copied else seed) for seed in range(batch)]
+    prompts = [random_prompt(lm, context, seed) for seed in range(batch)]
     params = SamplingParams(max_new_tokens=raw + 4 * branches + 8, max_branch_tokens=length)
-    kinds = [(mode, drafts) for mode in scripts for drafts in engines]
-    seconds: dict[tuple[Mode, int], list[float]] = {kind: [] for kind in kinds}
-    results: dict[tuple[Mode, int], list[Result]] = {kind: [] for kind in kinds}
+    seconds: dict[Mode, list[float]] = {mode: [] for mode in scripts}
+    results: dict[Mode, list[Result]] = {mode: [] for mode in scripts}
     for repeat in range(repeats + 1):
-        for mode, drafts in kinds:
+        for mode in scripts:
             scripted = replace(params, script=scripts[mode])
             start = time.perf_counter()
-            answers = engines[drafts].generate(prompts, scripted, mode)
-            seconds[mode, drafts].append(time.perf_counter() - start)
-            results[mode, drafts] += answers if repeat else []
+            answers = engine.generate(prompts, scripted, mode)
+            seconds[mode].append(time.perf_counter() - start)
+            results[mode] += answers if repeat else []
             if any(answer.stats.content_tokens != content for answer in answers):
                 counts = sorted({answer.stats.content_tokens for answer in answers})
                 raise RequestError(f"{mode} mode: expected {content} content tokens, got {counts}. Please report this.")
     times = []
-    for mode, drafts in kinds:
-        first, *measured = seconds[mode, drafts]
-        stats = [result.stats for result in results[mode, drafts]]
+    for mode in scripts:
+        first, *measured = seconds[mode]
+        stats = [result.stats for result in results[mode]]
         times.append(
             AnswerTime(
                 name=mode,
-                draft_tokens=drafts,
                 batch=batch,
                 branches=branches if mode == "adaptive" else 0,
                 length=length if mode == "adaptive" else 0,
@@ -232,7 +215,7 @@ def transformers_time(lm: LanguageModel, content: int, context: int, batch: int,
     first, *measured = times
     middle = median(measured)
     return AnswerTime(
-        "transformers", 0, batch, 0, 0, content, content, content - 1, middle, min(measured), max(measured), middle,
+        "transformers", batch, 0, 0, content, content, content - 1, middle, min(measured), max(measured), middle,
         float("nan"), 1.0, max(0.0, first - middle),
     )  # fmt: skip
 
@@ -246,11 +229,10 @@ ANSWER_HEAD = (
 def answer_rows(pair: Sequence[AnswerTime]) -> str:
     """Return the Markdown rows below `ANSWER_HEAD` for answers with equal content; serial mode is the baseline."""
     lines = []
-    serial = next(r for r in pair if r.name == "serial" and not r.draft_tokens)
+    serial = next(r for r in pair if r.name == "serial")
     for r in pair:
         realised = serial.seconds / r.seconds
         label = f"{r.branches} branches of {r.length}" if r.branches else r.name
-        label += f", {r.draft_tokens} draft tokens" if r.draft_tokens else ""
         cells = [
             str(r.batch),
             label,

@@ -115,10 +115,11 @@ class DraftControl:
 
     Args:
         draft_tokens: D; 0: no draft tokens.
+        always: whether steps feed them whatever they cost.
     """
 
-    def __init__(self, draft_tokens: int) -> None:
-        self._possible = draft_tokens > 0
+    def __init__(self, draft_tokens: int, always: bool = False) -> None:
+        self._possible, self.always = draft_tokens > 0, always
         self._begin(0)
 
     def _begin(self, wait: int) -> None:
@@ -132,7 +133,7 @@ class DraftControl:
     @property
     def passes(self) -> int:
         """Return the steps until draft tokens are judged or tried again."""
-        if not self._possible:
+        if not self._possible or self.always:
             return NO_LIMIT
         return DRAFTING_PASSES - self._passes if self.on else self._wait
 
@@ -156,6 +157,8 @@ class DraftControl:
         without = cost.milliseconds(max(1, round(segments / max(1, passes))), context)
         drafting = cost.milliseconds(fed, context) + cost.per_drafting_row * rows
         self._wider += passes * drafting / max(without, 1e-9)
+        if self.always:
+            return
         self._passes += passes
         self._segments += segments
         self._accepted += accepted

@@ -54,10 +54,10 @@ class Runner:
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
-    def __init__(self, lm: LanguageModel, config: EngineConfig, rows: int, capacity: int) -> None:
+    def __init__(self, lm: LanguageModel, config: EngineConfig, rows: int, capacity: int, drafts: DraftControl) -> None:
         self._lm, self._config = lm, config
         self.buckets = Buckets(config, rows, capacity, widest(config))
-        self.drafts = DraftControl(config.draft_tokens)
+        self.drafts = drafts
 
     def start(
         self,

@@ -33,7 +33,7 @@ from infer.scheduling.admission import admit_request, new_state
 from infer.scheduling.buckets import MIN_CAPACITY
 from infer.scheduling.filling import Filling
 from infer.scheduling.handle import DebugState, Handle
-from infer.scheduling.policy import NO_LIMIT, Policy, StepCost
+from infer.scheduling.policy import NO_LIMIT, DraftControl, Policy, StepCost
 from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory
 from infer.scheduling.request_state import RequestState
 from infer.scheduling.runner import InFlightSteps, Runner
@@ -77,14 +77,15 @@ class Scheduler:
         rows: int,
         capacity: int,
         policy: Policy,
+        drafts: DraftControl,
         reuse: bool,
         adapters: AdapterSlots,
         schemas: Schemas,
         reader: TextReader | None = None,
     ) -> None:
         # Slots for the draft tokens of one step, and for as many rejected ones that are not overwritten yet.
-        drafts = 2 * config.max_branches * config.draft_tokens
-        reserve = -(-drafts // MIN_CAPACITY) * MIN_CAPACITY
+        drafted = 2 * config.max_branches * config.draft_tokens
+        reserve = -(-drafted // MIN_CAPACITY) * MIN_CAPACITY
         self._lm, self._config, self._capacity, self._max_length = lm, config, capacity + reserve, capacity
         self._policy, self._reader = policy, reader
         self._adapters, self._schemas = adapters, schemas
@@ -103,7 +104,7 @@ class Scheduler:
         self._cap: int | None = None
         self._lock = threading.RLock()
         self.last_chunk = StepStats()
-        self.runner = Runner(lm, config, rows, self._capacity)
+        self.runner = Runner(lm, config, rows, self._capacity, drafts)
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; calls of `step` run it."""
@@ -226,7 +227,8 @@ class Scheduler:
         if self._state is None:
             automaton = None if self._reader is None else self._reader.automaton
             self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, automaton)
-            costly = self._policy.milliseconds is not None or self.runner.drafts.on
+            judged = self.runner.drafts.on and not self.runner.drafts.always
+            costly = self._policy.milliseconds is not None or judged
             if costly and self._cost is None:
                 self._state, self._cost = measure_cost(self._lm, self._config, self._state, self.runner.buckets)
         return self._state

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import infer.scheduling.policy
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.model.cache import Bucket
 from aspd_jax.model.model_config import FAMILIES, RopeConfig
@@ -115,10 +114,9 @@ def test_rounding_to_int8_changes_answers() -> None:
 
 @pytest.mark.usefixtures("one_program")
 @families
-def test_drafts_change_no_answer(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", 1 << 30)
+def test_drafts_change_no_answer(family: str, tmp_path: Path) -> None:
     name = FAMILY_CASES[family]
-    engine = engine_for(loaded(tmp_path, name), drafts="lookup", draft_tokens=3)
+    engine = engine_for(loaded(tmp_path, name), drafts="lookup", draft_tokens=3, force_drafts=True)
     assert_equal(answers(engine, VECTORS[name]), VECTORS[name])
     drafted = engine.generate([prompt_ids(0)], SamplingParams(max_new_tokens=60), "serial")[0]
     assert drafted.stats.drafted_tokens > 0

@@ -154,7 +154,7 @@ def test_the_rest_is_cancelled(lm: LanguageModel, answers: Answers) -> None:
     assert result.stats.content_tokens == len(lm.codec.text.encode(result.text)) + len(lm.codec.text.encode("XX"))
 
 
-@pytest.mark.parametrize("changes", [{"draft_tokens": 2}, {"branch_policy": "cap:1"}], ids=str)
+@pytest.mark.parametrize("changes", [{"drafts": "lookup", "draft_tokens": 2}, {"branch_policy": "cap:1"}], ids=str)
 def test_every_engine(lm: LanguageModel, answers: Answers, changes: dict[str, object]) -> None:
     engine, random = Engine(lm, max_length=512, max_batch=4, **changes), Random(1)  # type: ignore[arg-type]
     for params, whole in answers[1][:4]:

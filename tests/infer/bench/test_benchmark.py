@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 
 import aspd
-import infer.scheduling.policy
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import as_int8
 from aspd_jax.shapes import SHAPES, benchmark_model
 from infer.bench import decoding, passes
 from infer.bench.decoding import answer_rows, answer_times, published_speeds
+from infer.bench.drafting import draft_figures, draft_table
 from infer.bench.passes import copy_bandwidth, logit_error, pass_table, pass_times
+from infer.request import SamplingParams
 from tests.conftest import tiny_config, write_checkpoint
+from tests.helpers.draft_heads import with_draft_heads
 from train.throughput import step_times
 from train.throughput import table as steps_table
 
@@ -71,18 +73,23 @@ def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
         answer_times(tiny, branches=3, length=5, context=16)
 
 
-@pytest.mark.slow
-def test_guesses_are_timed_beside_answers_without(tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", 1 << 30)  # never switched off
-    times = answer_times(tiny, branches=3, length=10, context=16, repeats=1, draft_tokens=2)
-    assert [(time.name, time.draft_tokens) for time in times] == [
-        ("adaptive", 0), ("adaptive", 2), ("serial", 0), ("serial", 2)
+def test_drafts_are_compared_with_steps_without(bare_lm: LanguageModel) -> None:
+    """Heads without effect guess repetition; answers are the same, and the factors are those of the steps."""
+    prompts, params = [[1, 2, 3], [2, 2], [3, 1]], SamplingParams(max_new_tokens=40)
+    lm = with_draft_heads(bare_lm, 2, scale=0.0)
+    figures = draft_figures(lm, prompts, ["heads", "lookup"], params, batch=2, draft_tokens=4)
+    assert [(of.mode, of.drafts) for of in figures[:4]] == [
+        ("serial", "none"), ("adaptive", "none"), ("serial", "heads"), ("adaptive", "heads")
     ]  # fmt: skip
-    assert times[3].passes < 0.6 * times[2].passes, "the answer copies the prompt"
-    assert times[1].passes <= times[0].passes
-    text = answer_rows(times)
-    for name in ("serial", "serial, 2 draft tokens", "3 branches of 10, 2 draft tokens"):
-        assert f"| {name} |" in text
+    every = range(3)
+    base, heads = figures[0].steps(every), figures[2].steps(every)
+    assert base == sum(len(result.token_ids) - 1 for result in figures[0].results) and heads < base
+    table = draft_table(figures)
+    accepted, fed = figures[2].accepted(every)
+    assert (
+        f"| serial, heads | {heads} | {base / heads:.2f}x | {accepted} of {fed} ({accepted / fed:.0%}) | 0 |" in table
+    )
+    assert table.count("| 0 |") >= 6, "no answer differs"
 
 
 def test_the_command_prints_writes_and_draws(tiny: LanguageModel, capsys: Any, tmp_path: Path) -> None:

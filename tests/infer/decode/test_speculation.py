@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import infer.decode.decode_step
-import infer.scheduling.policy
 from aspd_jax import LanguageModel, build_layout
 from aspd_jax.errors import RequestError, StructureError
 from infer import Engine, SamplingParams
@@ -35,13 +33,8 @@ HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
 def drafting_engine(lm: LanguageModel, draft_tokens: int = DRAFT, drafts: DraftSource = "lookup") -> Engine:
     return Engine(
         lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
-        drafts=drafts, draft_tokens=draft_tokens,
+        drafts=drafts, draft_tokens=draft_tokens, force_drafts=True,
     )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def never_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", 1 << 30)
 
 
 def script_of(engine: Engine, parts: list) -> tuple[list[list[int]], list[int]]:
@@ -269,8 +262,7 @@ def state_after(state: DecodeState, prompt: tuple[int, ...], pending: int) -> De
     return state._replace(cache=cache, sequence=sequence)
 
 
-def test_guesses_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", DRAFTING_PASSES)
+def test_guesses_that_do_not_pay_are_left_out() -> None:
     cost = StepCost(base=1.0, per_token=0.25, per_slot=0.0)  # 1.25 ms with one token, 2.0 ms with four: 1.6 times
     looking = StepCost(base=1.0, per_token=0.25, per_slot=0.0, per_drafting_row=0.25)  # 2.25 ms: 1.8 times
     for of, accepted, pays in ((cost, 24, True), (cost, 16, False), (looking, 24, False)):  # 1.75, 1.5 tokens a pass
@@ -282,6 +274,9 @@ def test_guesses_that_do_not_pay_are_left_out(monkeypatch: pytest.MonkeyPatch) -
             assert control.passes == PLAIN_PASSES
             control.note_plain(PLAIN_PASSES)
             assert control.on, "they are tried again"
+        forced = DraftControl(3, always=True)
+        forced.note(of, DRAFTING_PASSES, 4, 1, 0, DRAFTING_PASSES, accepted)
+        assert forced.on and forced.passes > 1 << 20
     never = DraftControl(0)
     never.note_plain(10)
     assert not never.on

@@ -31,7 +31,7 @@ PARTS: list[Any] = [[3, 4], [FIRST, SECOND], [7, 7]]
 def engine_of(lm: LanguageModel, draft_tokens: int = 0) -> Engine:
     return Engine(
         lm, max_length=256, max_batch=2, max_branches=4, max_title_tokens=3, separator_ids=SEPARATOR,
-        draft_tokens=draft_tokens,
+        drafts="lookup" if draft_tokens else "none", draft_tokens=max(1, draft_tokens), force_drafts=True,
     )  # fmt: skip
 
 
@@ -48,10 +48,7 @@ def serial_tokens(engine: Engine, titles: list[list[int]], after: list[int]) -> 
 
 @pytest.mark.parametrize("draft_tokens", [0, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("again", [[5], [9, 2]])
-def test_a_repeated_title_ends_the_list(
-    again: list[int], draft_tokens: int, bare_lm: LanguageModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(infer.scheduling.policy, "DRAFTING_PASSES", 1 << 30)
+def test_a_repeated_title_ends_the_list(again: list[int], draft_tokens: int, bare_lm: LanguageModel) -> None:
     engine = engine_of(bare_lm, draft_tokens)
     special = engine.config.special
     titles = [FIRST[0], SECOND[0], again]

@@ -205,7 +205,8 @@ def test_end_of_text_in_a_branch_closes_it(free: Engine, spellings: dict[str, li
 @pytest.mark.slow
 def test_guesses_change_nothing(lm: LanguageModel, free: Engine, spellings: dict[str, list[int]]) -> None:
     own = Engine(
-        lm, max_length=512, max_batch=2, max_branches=3, max_title_tokens=6, text_tags=TAGS, draft_tokens=3
+        lm, max_length=512, max_batch=2, max_branches=3, max_title_tokens=6, text_tags=TAGS,
+        drafts="lookup", draft_tokens=3
     )  # fmt: skip
     for structure in STRUCTURES:
         script, _ = script_of(structure, spellings, Random(1), free.config.end[0])
