@@ -24,7 +24,7 @@ ELSEWHERE = {
     "aspd convert": "test_gguf.py",
     "aspd generate --model DIR --adapter": "test_peft_adapters.py",
     "aspd generate --model smollm2": "test_batch.py",
-    "aspd generate --model DIR --draft-tokens": "test_speculation.py",
+    "aspd generate --model smollm2-aspd --drafts": "test_speculation.py",
     "aspd generate --model DIR --mesh": "test_engine.py",
     "aspd generate --model DIR --training-free": "test_training_free.py",
     "aspd ablate": "test_cli.py",
