@@ -19,6 +19,7 @@ from infer.proxy.upstream import Upstream, UpstreamError
 from infer.request import SamplingParams
 
 END_ROOM = 2  # tokens of a hole that have to be left in a budget: one more, and its end
+MAX_BLANKS = 16  # characters of white space before a JSON value
 MAX_COMPILED = 256  # compiled schemas that are kept
 
 
@@ -47,7 +48,7 @@ class HoleRequest(NamedTuple):
         text: text around the hole.
         prompt: token ids, lead included.
         room: maximum tokens.
-        number: number of the hole in the order of the stages.
+        number: number of the hole in the order of the text.
     """
 
     text: HoleText
@@ -120,17 +121,18 @@ class TemplateFilling:
         reader, filled = FilledReader(()), Filled(template, {})
         context, left, waiting = list(prompt), limit, [hole for stage in template.stages for hole in stage]
         for stage in template.stages:
-            texts, waiting = [hole_text(template, hole) for hole in stage], waiting[len(stage) :]
-            room, used = left - self._needed(template, waiting), 0
-            first = len(template.holes) - len(waiting) - len(stage)
+            waiting, used = waiting[len(stage) :], 0
+            room = left - self._needed(template, waiting)
             filled = replace(filled, blocks=(*filled.blocks, FilledBlock(stage, frozenset(h.name for h in stage))))
+            texts = [hole_text(template, hole) for hole in stage]
             prompts = [[*context, *self._codec.encode(text.lead)] for text in texts]
             least = sum(len(ids) - len(context) for ids in prompts)
-            requests = [
-                HoleRequest(text, ids, room - least, number)
-                for number, (text, ids) in enumerate(zip(texts, prompts, strict=True), first)
+            sources = [
+                self._fill(
+                    HoleRequest(text, ids, room - least, template.holes.index(text.hole)), sampling, answer, constrained
+                )
+                for text, ids in zip(texts, prompts, strict=True)
             ]
-            sources = [self._fill(request, sampling, answer, constrained) for request in requests]
             async with aclosing(_fill_block(filled, sources, least, room)) as states:
                 async for filled, used in states:
                     answer.items, answer.tokens = list(filled.structure), limit - left + used
@@ -147,7 +149,8 @@ class TemplateFilling:
 
     def _needed(self, template: Template, holes: Sequence[Hole]) -> int:
         """Return the tokens that holes need at least."""
-        return sum(len(self._codec.encode(hole_text(template, hole).lead)) + END_ROOM for hole in holes)
+        leads = (self._codec.encode(hole_text(template, hole).lead) for hole in holes)
+        return sum(len(lead) + END_ROOM for lead in leads if lead)
 
     def _encode_branch(self, text: HoleText, value: str) -> list[int]:
         """Return the tokens of a filled hole in the prompt of later holes; objects that its lead opens are closed."""
@@ -171,7 +174,8 @@ class TemplateFilling:
             async for piece, reason in pieces:
                 ended, written, tokens = reason or ended, written + piece, tokens + len(self._codec.encode(piece))
                 value, complete = request.text.read(written, ended == "stop")
-                fits = check.follow(value, complete)
+                begins = constrained or hole.schema is None or bool(value) or len(written) <= MAX_BLANKS
+                fits = begins and check.follow(value, complete)
                 if not fits:
                     break
                 final = complete or constrained or hole.schema is None or ended == "length"

@@ -32,7 +32,7 @@ SCHEMAS = {
     "pair": PAIR,
     "later": LATER,
     "kinds": record(kind={"enum": ["order", "bill", 3]}, rush={"type": "boolean"}, fixed={"const": "x"}, no=WORD),
-    "numbers": record(n={"type": "integer", "minimum": 0, "maximum": 99999}, x={"type": "number", "maximum": 1}),
+    "numbers": record(n={"type": "integer", "minimum": 0, "maximum": 99999}, x={"enum": [0.5, 2, -100.0]}),
     "nested": record(name=WORD, at=record(street=WORD, zip={"type": "string", "pattern": "^[0-9]{4}$"})),
     "arrays": record(tags={"type": "array", "items": WORD, "maxItems": 2}, title=WORD),
     "choices": record(more={"anyOf": [{"type": "null"}, {"type": "integer", "maximum": 9}]}, other={"type": "null"}),
