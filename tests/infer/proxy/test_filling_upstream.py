@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -13,13 +14,16 @@ import openai
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from transformers import PreTrainedTokenizerFast
 
+from aspd import main
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.fields import fields_template
 from aspd_jax.structure import Parallel, from_json, plain_text
 from infer.proxy.filling_upstream import ValueCheck
 from infer.proxy.routes import make_app
 from infer.proxy.upstream import UpstreamConfig
+from tests.conftest import tiny_config, write_checkpoint
 from tests.helpers.serving import Running, wait_for
 from tests.infer.proxy.test_proxy import Served
 from tests.infer.scheduling.test_structured_output import record, valid
@@ -418,3 +422,22 @@ def test_values_are_checked_as_they_grow(schema: Any, fitting: list[str], others
         return all(beginnings) and check.follow(value, True)
 
     assert all(map(fits, fitting)) and not any(map(fits, others))
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_the_command_reads_whether_the_checkpoint_forks(
+    forks: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    folder = write_checkpoint(tmp_path, config)
+    tokenizer.save_pretrained(folder)
+    if not forks:
+        for file in folder.glob("tokenizer*.json"):
+            file.write_text(file.read_text().replace("<|para|>", "<|other|>"))
+    made: list[Any] = []
+    monkeypatch.setattr("infer.proxy.routes.make_app", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr("uvicorn.run", lambda *_, **__: None)
+    (tmp_path / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    words = ["proxy", "--upstream", "http://127.0.0.1:9/v1", "--model", "m", "--tokenizer", str(folder)]
+    assert main([*words, "--chat-template", str(tmp_path / "chat.jinja")]) == 0
+    assert made[0][-1] is forks
