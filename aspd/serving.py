@@ -110,7 +110,7 @@ def run_proxy(options: argparse.Namespace) -> None:
     from aspd_jax.configuration import at_least
     from aspd_jax.formats import open_checkpoint
     from aspd_jax.language_model import read_template
-    from aspd_jax.tokens import add_special_tokens
+    from aspd_jax.tokens import TAGS, add_special_tokens
     from infer.proxy.routes import make_app
     from infer.proxy.upstream import UpstreamConfig
 
@@ -124,9 +124,10 @@ def run_proxy(options: argparse.Namespace) -> None:
     read_template(tokenizer, options.tokenizer, options.chat_template)
     if not checkpoint.end_ids or tokenizer.chat_template is None:
         raise RequestError(f"{options.tokenizer} needs a chat template and an end of text; see --chat-template")
+    forks = set(TAGS.values()) <= set(tokenizer.get_vocab())
     add_special_tokens(tokenizer)
     name = options.name or options.model
-    app = make_app(config, tokenizer, checkpoint.end_ids, name, options.max_new_tokens, checkpoint.titles)
+    app = make_app(config, tokenizer, checkpoint.end_ids, name, options.max_new_tokens, checkpoint.titles, forks)
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning", server_header=False)
 
 

@@ -211,20 +211,25 @@ class FilledReader:
 
     def collect_events(self, output: RequestOutput, result: Result | None, in_order: bool) -> list[Event]:
         """Return the new events (`EventReader.collect_events`)."""
-        filled = output.filled
         events: list[Event] = []
-        if filled is not None and (in_order or self._stop):
-            text = filled.text if result is None or self._stop else result.text
-            events, self._text = [Event("token", text=text[len(self._text) :])], text
-            events = [event for event in events if event.text]
-        elif filled is not None:
-            events = self._block_events(filled)
+        if output.filled is not None:
+            text = output.filled.text if result is None or self._stop else result.text
+            events = self.read(output.filled, text) if in_order or self._stop else self.read(output.filled)
         if result is not None:
             events.append(Event("done", result=result))
         return self._filter.take(events, result is not None) if self._stop else events
 
-    def _block_events(self, filled: Filled) -> list[Event]:
+    def read(self, filled: Filled, text: str | None = None) -> list[Event]:
+        """Return the new events of a template.
+
+        Args:
+            filled: the template as far as it is filled.
+            text: its text so far, for events in reading order; None: events of all branches as they grow.
+        """
         events: list[Event] = []
+        if text is not None:
+            new, self._text = text[len(self._text) :], text
+            return [Event("token", text=new)] if new else []
         if filled.blocks and not self._shown and filled.template.opening:
             events.append(Event("token", text=filled.template.opening))
         for number, block in enumerate(filled.blocks, 1):

@@ -1,13 +1,59 @@
-"""Answers of templates while they are filled: their text and structure."""
+"""Answers of templates while they are filled: their values, text and structure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
+from aspd_jax.fields import value_length
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
 from aspd_jax.template import Hole, Template
+from infer.answers.stop import undecided
+
+WHITE = " \t\r\n"
+
+
+class HoleText(NamedTuple):
+    """Text around a hole in the model's context.
+
+    Attributes:
+        hole: the hole.
+        lead: text before the value.
+        stop: text that ends free text; empty: end of text alone does.
+        spaced: whether the literal text before the value ends with a space, which the model writes with the value.
+    """
+
+    hole: Hole
+    lead: str
+    stop: str
+    spaced: bool
+
+    def read(self, text: str, ended: bool) -> tuple[str, bool]:
+        """Read the value from what the model has written behind the lead.
+
+        Args:
+            text: the text so far.
+            ended: whether no text follows.
+
+        Returns:
+            The value, of a growing one the part that later text cannot change, and whether it is complete.
+        """
+        if self.hole.schema is not None:
+            size = value_length(text + " " * ended)
+            return text[:size].strip(WHITE), size is not None
+        text = text.removeprefix(" ") if self.spaced else text
+        if self.stop and (at := text.find(self.stop)) >= 0:
+            return text[:at], True
+        return text[: len(text) - (0 if ended else undecided(text, [self.stop]))], ended
+
+
+def hole_text(template: Template, hole: Hole) -> HoleText:
+    """Return the text around a hole of a template."""
+    context = template.lead(hole) if hole.context is None else hole.context
+    lead = context.rstrip(" ") or context
+    return HoleText(hole, lead, template.following(hole).rstrip(), lead != context)
 
 
 @dataclass(frozen=True)
@@ -55,8 +101,8 @@ class Filled:
     def text(self) -> str:
         """Return the text in reading order, up to the part that is not known yet."""
         complete = {name: value for name, value in self.values.items() if name not in self.growing}
-        first = next((hole.name for hole in self.template.holes if hole.name not in complete), "")
-        return self.template.fill(complete) + self.values.get(first, "")
+        first = next((hole.name for hole in self.template.holes if hole.name not in complete), None)
+        return self.template.fill(complete) + ("" if first is None else self.values.get(first, ""))
 
     @property
     def structure(self) -> Structure:

@@ -7,18 +7,19 @@ import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from aspd_jax.structure import Branch, Item, Parallel, Serial, beginning, canonical, plain_text
 from aspd_jax.tokens import TAGS, Codec
 from infer.answers.events import Event
 from infer.answers.stop import first_match
-from infer.proxy.upstream import Upstream
+from infer.proxy.upstream import WRITE_TAGS, Upstream
 from infer.request import SamplingParams
 
 TITLE_START, TITLE_END = TAGS["title_start"], TAGS["title_end"]
 FORK, BRANCH_END = TAGS["parallel_start"], TAGS["branch_end"]
 MAX_TITLE_TOKENS = 32
+T = TypeVar("T")
 _ANY_TAG = re.compile("|".join(map(re.escape, TAGS.values())))
 _PLAN = re.compile(r"(\d+)/(\d+) ")  # prefix of a title: its number and the number of titles
 
@@ -31,11 +32,13 @@ class Proxied:
         items: structure so far.
         finish_reason: `stop` or `length`; empty until the answer has ended.
         requests: number of requests sent to the upstream.
+        tokens: tokens of the leads and values of a template; None: those of the text.
     """
 
     items: list[Item] = field(default_factory=list)
     finish_reason: str = ""
     requests: int = 0
+    tokens: int | None = None
 
     @property
     def text(self) -> str:
@@ -46,6 +49,7 @@ class Proxied:
         """Truncate the answer before its first stop string, if it has one."""
         if (match := first_match(self.text, stop)) is not None:
             self.items, self.finish_reason = list(beginning(canonical(self.items), match.start)), "stop"
+            self.tokens = None
 
 
 class Answering:
@@ -59,12 +63,15 @@ class Answering:
         upstream: server of a checkpoint with special tokens.
         codec: codec of the checkpoint's tokenizer.
         ends: texts of the tokens that end an answer.
+        tags: ids of the special tokens; none: the checkpoint has none, and all answers are serial.
         max_branches: maximum branches of a block; further titles are dropped.
     """
 
-    def __init__(self, upstream: Upstream, codec: Codec, ends: Sequence[str], max_branches: int = 16) -> None:
+    def __init__(
+        self, upstream: Upstream, codec: Codec, ends: Sequence[str], tags: Sequence[int], max_branches: int = 16
+    ) -> None:
         self._upstream, self._codec, self._ends, self._max_branches = upstream, codec, ends, max_branches
-        self._tags = codec.special.ids
+        self._tags = tags
 
     async def events(
         self,
@@ -90,7 +97,7 @@ class Answering:
         """
         special, encode = self._codec.special, self._codec.text.encode
         prefix, left = list(prompt), limit
-        may_fork, block = adaptive, 0
+        may_fork, block = adaptive and bool(self._tags), 0
         while True:
             written, shown, announces = "", 0, False
             answer.items.append(Serial(""))
@@ -160,7 +167,8 @@ class Answering:
     ) -> AsyncGenerator[tuple[str, str | None], None]:
         """Count and send a request of an answer."""
         answer.requests += 1
-        return self._upstream.complete(prompt, limit, [*stop, *self._ends], forbidden, sampling, answer.requests - 1)
+        number, stops = answer.requests - 1, [*stop, *self._ends]
+        return self._upstream.complete(prompt, limit, stops, forbidden, sampling, number, WRITE_TAGS)
 
     async def _titles(self, answer: Proxied, prefix: Sequence[int], sampling: SamplingParams) -> tuple[str, list[str]]:
         """Decode the titles of a block; return the stated number of leads, empty for names, and the titles.
@@ -224,14 +232,13 @@ class Answering:
             final: set to which the numbers of branches that were not cut off are added.
         """
         special, encode = self._codec.special, self._codec.text.encode
-        news: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         forbidden = [tag for tag in self._tags if tag != special.branch_end]
         sizes = [sum(map(self._count, pieces)) for pieces in branch_pieces]
 
-        async def grow(number: int, title: str) -> None:
+        async def grow(number: int, title: str) -> AsyncGenerator[Event, None]:
             head, within = [special.branch_start, *encode(title), *self._codec.form.separator], True
             for piece in branch_pieces[number]:
-                news.put_nowait(Event("token", 1, number + 1, piece))
+                yield Event("token", 1, number + 1, piece)
             pieces = self._ask(answer, [*prefix, *head], left, [BRANCH_END], forbidden, sampling)
             async with aclosing(pieces):
                 async for piece, reason in pieces:
@@ -239,33 +246,46 @@ class Answering:
                     if piece := _ANY_TAG.sub("", piece):
                         branch_pieces[number].append(piece)
                         sizes[number] += self._count(piece)
-                        news.put_nowait(Event("token", 1, number + 1, piece))
+                        yield Event("token", 1, number + 1, piece)
                         if sum(sizes[: number + 1]) >= left:
                             break
             if within:
                 final.add(number + 1)
-            news.put_nowait(Event("branch", 1, number + 1, "".join(branch_pieces[number])))
+            yield Event("branch", 1, number + 1, "".join(branch_pieces[number]))
 
-        async def guarded(number: int, title: str) -> None:
-            try:
-                await grow(number, title)
-            except BaseException as error:
-                news.put_nowait(error)
-                raise
-
-        tasks = [asyncio.create_task(guarded(number, title)) for number, title in enumerate(titles)]
-        try:
-            growing = len(tasks)
-            while growing:
-                event = await news.get()
-                if isinstance(event, BaseException):
-                    raise event
-                growing -= event.kind == "branch"
+        async with aclosing(merged([grow(number, title) for number, title in enumerate(titles)])) as events:
+            async for event in events:
                 yield event
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Run generators concurrently and yield their items as they come; an error of one, or closing, closes them all."""
+    news: asyncio.Queue[tuple[T, ...] | BaseException] = asyncio.Queue()
+
+    async def read(source: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    news.put_nowait((item,))
+            news.put_nowait(())
+        except BaseException as error:
+            news.put_nowait(error)
+            raise
+
+    tasks = [asyncio.create_task(read(source)) for source in sources]
+    try:
+        growing = len(tasks)
+        while growing:
+            item = await news.get()
+            if isinstance(item, BaseException):
+                raise item
+            growing -= not item
+            for one in item:
+                yield one
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _read_titles(written: str, number: int = 0) -> tuple[list[str], bool]:
@@ -321,8 +341,10 @@ def _before(tag: str, written: str) -> int:
 
 
 def usage(prompt: Sequence[int], answer: Proxied, codec: Codec) -> dict[str, Any]:
-    """Return the numbers of tokens of the prompt and of the text, under OpenAI's names."""
-    generated = len(codec.text.encode(answer.text)) if answer.text else 0
+    """Return the numbers of tokens of the prompt and of the answer, under OpenAI's names."""
+    generated = answer.tokens
+    if generated is None:
+        generated = len(codec.text.encode(answer.text)) if answer.text else 0
     return {
         "prompt_tokens": len(prompt),
         "completion_tokens": generated,

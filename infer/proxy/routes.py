@@ -9,16 +9,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from aspd_jax.chat import encode_history
+from aspd_jax.errors import RequestError
 from aspd_jax.layout import Titles
 from aspd_jax.structure import canonical, to_json
+from aspd_jax.template import Hole, Template
 from aspd_jax.tokens import Codec
 from aspd_jax.tool_format import uses_tools
 from infer.answers.events import Event, StopFilter
 from infer.proxy.answering import Answering, Proxied, usage
+from infer.proxy.filling_upstream import TemplateFilling
 from infer.proxy.upstream import Upstream, UpstreamConfig, UpstreamError
 from infer.request import PARAMETERS, SamplingParams
 from infer.server.deltas import Delta, branch_deltas, text_deltas
@@ -29,6 +32,7 @@ from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import ResponsesRequest, reply_response
 
 MAX_BYTES, BODY_SECONDS = 1 << 20, 20.0  # maximum size of a request body, and seconds within which it must arrive
+DISCONNECT_SECONDS = 0.1  # interval of checking whether a client that does not stream has disconnected
 
 
 def make_app(
@@ -38,6 +42,7 @@ def make_app(
     name: str,
     max_new_tokens: int,
     titles: Titles = "names",
+    forks: bool = True,
 ) -> FastAPI:
     """Create the application of a proxy.
 
@@ -48,11 +53,15 @@ def make_app(
         name: name of the model in requests.
         max_new_tokens: default and maximum tokens of an answer.
         titles: form of the titles.
+        forks: whether the checkpoint has the special tokens; without them, only fields and templates have branches.
     """
     codec = Codec(tokenizer, titles=titles)
     upstream = Upstream(config)
     ends = [str(tokenizer.convert_ids_to_tokens(end)) for end in end_ids]
-    proxy = _Proxy(Answering(upstream, codec, ends), codec, tokenizer, end_ids, name, max_new_tokens)
+    tags = codec.special.ids if forks else ()
+    answering = Answering(upstream, codec, ends, tags)
+    filling = TemplateFilling(upstream, codec.text, ends, tags)
+    proxy = _Proxy(answering, filling, codec, tokenizer, end_ids, name, max_new_tokens)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -75,13 +84,15 @@ class _Proxy:
     def __init__(
         self,
         answering: Answering,
+        filling: TemplateFilling,
         codec: Codec,
         tokenizer: Any,
         end_ids: tuple[int, ...],
         name: str,
         max_new_tokens: int,
     ) -> None:
-        self._answering, self._codec, self._tokenizer, self._ends = answering, codec, tokenizer, end_ids
+        self._answering, self._filling = answering, filling
+        self._codec, self._tokenizer, self._ends = codec, tokenizer, end_ids
         self._name, self._max_new_tokens, self._started = name, max_new_tokens, int(time.time())
 
     async def health(self) -> dict[str, str]:
@@ -99,54 +110,61 @@ class _Proxy:
             raise Refused(404, message, INVALID, "model_not_found", "model")
         return {"id": self._name, "object": "model", "created": self._started, "owned_by": "aspd"}
 
-    async def chat(self, body: ChatRequest) -> Response:
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""
-        return reply(await self._answer(body, [message.plain for message in body.messages]))
+        return reply(await self._answer(request, body, [message.plain for message in body.messages]))
 
-    async def respond(self, body: ResponsesRequest) -> Response:
+    async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
-        return reply_response(body, await self._answer(body, body.messages))
+        return reply_response(body, await self._answer(request, body, body.messages))
 
-    async def _answer(self, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]) -> Answer:
+    async def _answer(
+        self, request: Request, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]
+    ) -> Answer:
         await self.model(body.model)
-        values = body.sampling_values()
-        for field, is_set in (
-            ("tools", bool(body.functions)),
-            ("tool_calls", uses_tools(messages, ())),
-            ("n", body.choices > 1),
-            ("logprobs", body.alternatives is not None),
-            ("response_format", bool(body.grammar)),
-            *((name, values[name] != PARAMETERS[name].default) for name in values if PARAMETERS[name].proxy is None),
-            ("ignore_eos", body.ignore_eos),
-            ("continue_final_message", isinstance(body, ChatRequest) and body.continue_final_message),
-            ("aspd.branch_format", body.aspd.branch_format is not None),
-            ("aspd.content", body.aspd.content is not None),
-            ("aspd.fields", body.aspd.fields == "parallel"),
-            ("aspd.template", body.aspd.template is not None),
-            ("stream_options.continuous_usage_stats", body.with_growing_usage),
-        ):
-            if is_set:
-                raise Refused(400, f"{field}: not supported by the proxy", param=field)
-        prompt = await asyncio.to_thread(self._encode, messages, body.chat_template_kwargs)
-        forwarded = {name: value for name, value in values.items() if PARAMETERS[name].proxy is not None}
-        sampling = SamplingParams(**forwarded)
+        _check_support(body, messages)
         answer = Proxied()
-        limit = min(body.limit or self._max_new_tokens, self._max_new_tokens)
-        stop, adaptive = body.stop_strings, body.aspd.mode == "adaptive"
-        in_order = bool(stop) or body.aspd.stream == "text"
-        events = _until(self._answering.events(prompt, limit, sampling, adaptive, answer, in_order), stop, answer)
+        try:
+            prompt, events = await asyncio.to_thread(self._read, body, messages, answer)
+        except RequestError as error:
+            raise Refused(400, str(error)) from None
+        events = _until(events, body.stop_strings, answer)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._name}
         if body.stream:
             return self._stream(body, prompt, events, answer, head | {"object": "chat.completion.chunk"})
         try:
-            async for _ in events:
-                pass
+            await _exhaust(events, request)
         except UpstreamError as error:
             raise Refused(502, str(error), "upstream_error") from None
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
         whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(prompt, answer, self._codec)}
         return whole | ({"aspd": [self._statistics(answer)]} if body.aspd.statistics else {})
+
+    def _read(
+        self, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]], answer: Proxied
+    ) -> tuple[list[int], AsyncGenerator[Event, None]]:
+        """Return the token ids of a prompt, and the events of the answer to a request.
+
+        Raises:
+            Refused: the messages cannot be encoded.
+            RequestError: the schema or the template cannot be filled.
+        """
+        prompt = self._encode(messages, body.chat_template_kwargs)
+        values = {name: value for name, value in body.sampling_values().items() if PARAMETERS[name].proxy is not None}
+        fields = body.aspd.fields or "serial"
+        sampling = SamplingParams(**values, **body.grammar, fields=fields, template=body.aspd.template)
+        limit = min(body.limit or self._max_new_tokens, self._max_new_tokens)
+        in_order = bool(sampling.stop) or body.aspd.stream == "text"
+        template = sampling.known_text
+        if constrained := template is None and sampling.json_schema is not None:
+            template, in_order = Template([Hole("", context="", schema=str(sampling.json_schema))]), True
+        if template is None:
+            adaptive = body.aspd.mode == "adaptive"
+            return prompt, self._answering.events(prompt, limit, sampling, adaptive, answer, in_order)
+        self._filling.check(template, limit)
+        prompt = [*prompt, *self._codec.text.encode(template.opening)]
+        return prompt, self._filling.events(prompt, template, limit, sampling, answer, in_order, constrained)
 
     def _encode(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
         if messages[-1]["role"] == "assistant":
@@ -189,6 +207,53 @@ class _Proxy:
         yield [last | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]
         if body.with_usage:
             yield [{**head, "choices": [], "usage": usage(prompt, answer, self._codec)}]
+
+
+def _check_support(body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]) -> None:
+    """Check that a request needs nothing that the proxy does not have.
+
+    Raises:
+        Refused: it does; the message names the field.
+    """
+    values = body.sampling_values()
+    for field, is_set in (
+        ("tools", bool(body.functions)),
+        ("tool_calls", uses_tools(messages, ())),
+        ("n", body.choices > 1),
+        ("logprobs", body.alternatives is not None),
+        ("structured_outputs", bool(set(body.grammar) - {"json_schema"})),
+        *((name, values[name] != PARAMETERS[name].default) for name in values if PARAMETERS[name].proxy is None),
+        ("ignore_eos", body.ignore_eos),
+        ("continue_final_message", isinstance(body, ChatRequest) and body.continue_final_message),
+        ("aspd.branch_format", body.aspd.branch_format is not None),
+        ("aspd.content", body.aspd.content is not None),
+        ("stream_options.continuous_usage_stats", body.with_growing_usage),
+    ):
+        if is_set:
+            raise Refused(400, f"{field}: not supported by the proxy", param=field)
+
+
+async def _exhaust(events: AsyncGenerator[Event, None], request: Request) -> None:
+    """Run an answer to its end.
+
+    Raises:
+        UpstreamError: the upstream refuses a request or fails.
+        Refused: the client has disconnected; the requests to the upstream are cancelled.
+    """
+
+    async def read() -> None:
+        async with aclosing(events):
+            async for _ in events:
+                pass
+
+    task = asyncio.create_task(read())
+    try:
+        while not (await asyncio.wait([task], timeout=DISCONNECT_SECONDS))[0]:
+            if await request.is_disconnected():
+                raise Refused(499, "the client has disconnected", "client_closed_request")
+        task.result()
+    finally:
+        task.cancel()
 
 
 async def _until(

@@ -50,13 +50,13 @@ class UpstreamConfig:
 
 
 def sampling_arguments(params: SamplingParams, number: int) -> dict[str, object]:
-    """Return the fields of a request to the upstream that hold sampling parameters, and those that make tags visible.
+    """Return the fields of a request to the upstream that hold sampling parameters.
 
     Args:
         params: sampling parameters of the answer.
         number: number of the request among those of its answer; each has its own random stream.
     """
-    arguments: dict[str, object] = {**WRITE_TAGS}
+    arguments: dict[str, object] = {}
     for name, parameter in PARAMETERS.items():
         value = getattr(params, name)
         if parameter.proxy is not None and (parameter.proxy.always or value != parameter.default):
@@ -86,6 +86,7 @@ class Upstream:
         forbidden: Sequence[int],
         sampling: SamplingParams,
         number: int,
+        more: Mapping[str, object],
     ) -> AsyncGenerator[tuple[str, str | None], None]:
         """Request a completion and yield pieces of text, each with the finish reason or None.
 
@@ -96,6 +97,7 @@ class Upstream:
             forbidden: ids of tokens that must not be sampled.
             sampling: sampling parameters.
             number: index of the request within its answer.
+            more: further fields of the request.
 
         Raises:
             UpstreamError: the upstream refuses the request, or fails after all retries.
@@ -105,7 +107,7 @@ class Upstream:
             async with self._semaphore:
                 stream = await self._client.completions.create(
                     model=self.config.model, prompt=list(prompt), max_tokens=limit, stop=list(stop), stream=True,
-                    logit_bias=dict(bias), extra_body=sampling_arguments(sampling, number),
+                    logit_bias=dict(bias), extra_body={**more, **sampling_arguments(sampling, number)},
                 )  # fmt: skip
                 async with stream as pieces:  # closing this generator cancels the request
                     async for piece in pieces:

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aspd_jax.errors import RequestError
-from aspd_jax.fields import value_length
-from aspd_jax.template import Hole, Template
+from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import RequestOutput
-from infer.answers.filled import Filled, FilledBlock
-from infer.answers.stop import undecided
+from infer.answers.filled import Filled, FilledBlock, HoleText, hole_text
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
 from infer.request import Request
@@ -31,24 +29,24 @@ start: BLANK? value TAIL?
 BLANK: " "
 TAIL: /[ \t\r\n]*[,}\]](.|\n)*|[ \t\r\n]+/
 value: """
-WHITE = " \t\r\n"
 END_ROOM = 2  # tokens of a branch that have to be left in a budget: one more, and its end
 
 
 class BranchStart(NamedTuple):
-    """Lead of a branch, and text that ends it.
+    """Beginning of a branch: its lead, as text and as tokens.
 
     Attributes:
-        hole: the hole.
+        text: text around the hole.
         lead: tokens before the value, in the model's context.
-        stop: text that ends free text; empty: end of text alone does.
-        spaced: whether the literal text before the value ends with a space, which the model writes with the value.
     """
 
-    hole: Hole
+    text: HoleText
     lead: list[int]
-    stop: str
-    spaced: bool
+
+    @property
+    def hole(self) -> Hole:
+        """Return the hole."""
+        return self.text.hole
 
 
 class HoleState:
@@ -74,7 +72,7 @@ class HoleState:
     def __init__(
         self, start: BranchStart, schemas: Schemas, codec: TextCodec, ends: frozenset[int], limit: int
     ) -> None:
-        self.hole, self._lead, self._stop, self._spaced = start.hole, list(start.lead), start.stop, start.spaced
+        self.hole, self._text, self._lead = start.hole, start.text, list(start.lead)
         self._ends, self._limit = ends, limit
         schema = start.hole.schema
         self._matcher = None if schema is None else schemas.matcher("grammar", value_grammar(schema))
@@ -125,16 +123,7 @@ class HoleState:
 
     def _read(self, ended: bool) -> None:
         """Read the value from the text so far."""
-        text = self._stream.text
-        if self.hole.schema is None:
-            text = text.removeprefix(" ") if self._spaced else text
-            at = text.find(self._stop) if self._stop else -1
-            self.complete = at >= 0 or ended
-            self.value = text[:at] if at >= 0 else text[: len(text) - (0 if ended else undecided(text, [self._stop]))]
-        else:
-            size = value_length(text + " " * ended)
-            self.complete = size is not None
-            self.value = text[:size].strip(WHITE)
+        self.value, self.complete = self._text.read(self._stream.text, ended)
         self.growing = not (self.complete or ended)
 
 
@@ -232,11 +221,8 @@ def template_blocks(template: Template, codec: TextCodec, max_branches: int) -> 
     """Return the branches of each block: one block or, with more holes than branches, several for each stage."""
     blocks = []
     for stage in template.stages:
-        starts = []
-        for hole in stage:
-            context = template.lead(hole) if hole.context is None else hole.context
-            lead = context.rstrip(" ") or context
-            starts.append(BranchStart(hole, codec.encode(lead), template.following(hole).rstrip(), lead != context))
+        texts = [hole_text(template, hole) for hole in stage]
+        starts = [BranchStart(text, codec.encode(text.lead)) for text in texts]
         blocks += [starts[first : first + max_branches] for first in range(0, len(starts), max_branches)]
     return blocks
 
@@ -263,18 +249,8 @@ def check_template(
         RequestError: the literal text spells a special token, a schema is malformed, or the budgets have no room for
             the leads.
     """
-    place = ""
-    for part in template.parts:
-        text = part if isinstance(part, str) else f"{{{part.name}}}"
-        if isinstance(part, str) and (found := codec.special.search(part)):
-            before = place + part[: found.start()]
-            line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
-            where = f"template: line {line}, column {column}"
-            raise RequestError(f"{where}: expected text, got the special token {found[0]!r}")
-        place += text
+    check_literals(template, codec.special)
     for hole in template.holes:
-        if hole.context is None and not template.lead(hole):
-            raise RequestError(f"template: hole {hole.name!r}: expected literal text before it, got none")
         if hole.schema is not None:
             try:
                 schemas.matcher("grammar", value_grammar(hole.schema))

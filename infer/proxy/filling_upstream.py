@@ -1,0 +1,264 @@
+"""Templates on an upstream server: one request for each hole, those of a stage concurrently (protocol, section 5)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from aspd_jax.errors import RequestError
+from aspd_jax.template import Hole, Template, check_literals
+from aspd_jax.tokens import TextCodec
+from infer.answers.events import Event, FilledReader
+from infer.answers.filled import Filled, FilledBlock, HoleText, hole_text
+from infer.proxy.answering import Proxied, merged
+from infer.proxy.upstream import Upstream, UpstreamError
+from infer.request import SamplingParams
+
+END_ROOM = 2  # tokens of a hole that have to be left in a budget: one more, and its end
+MAX_BLANKS = 16  # characters of white space before a JSON value
+MAX_COMPILED = 256  # compiled schemas that are kept
+
+
+class Progress(NamedTuple):
+    """State of a hole that is being filled.
+
+    Attributes:
+        name: name of the hole.
+        value: its value so far.
+        tokens: tokens of the value so far, and of what the model has written behind it.
+        complete: whether the value has ended.
+        final: whether no further request replaces this part of the value.
+    """
+
+    name: str
+    value: str
+    tokens: int
+    complete: bool
+    final: bool
+
+
+class HoleRequest(NamedTuple):
+    """Request of a hole.
+
+    Attributes:
+        text: text around the hole.
+        prompt: token ids, lead included.
+        room: maximum tokens.
+        number: number of the hole in the order of the text.
+    """
+
+    text: HoleText
+    prompt: list[int]
+    room: int
+    number: int
+
+
+class TemplateFilling:
+    """Fills templates on an upstream server.
+
+    A JSON value is first requested without a constraint, because the token that ends it may hold what follows it, too:
+    under a constraint of the value alone, a model cannot end it so, and runs on. The stream is closed where the value
+    ends. Only a value that does not fit its schema is requested again with the constraint, as `response_format`.
+
+    Args:
+        upstream: the server.
+        codec: codec of the checkpoint's tokenizer.
+        ends: texts of the tokens that end an answer.
+        forbidden: ids of tokens that must not be sampled.
+    """
+
+    def __init__(self, upstream: Upstream, codec: TextCodec, ends: Sequence[str], forbidden: Sequence[int]) -> None:
+        self._upstream, self._codec, self._ends, self._forbidden = upstream, codec, ends, forbidden
+
+    def check(self, template: Template, limit: int) -> None:
+        """Check that a template can be filled.
+
+        Args:
+            template: the template.
+            limit: maximum tokens of the answer, leads included.
+
+        Raises:
+            RequestError: the literal text spells a special token, a schema is malformed, or the leads do not fit.
+        """
+        check_literals(template, self._codec.special)
+        for hole in template.holes:
+            if hole.schema is not None:
+                try:
+                    _compiled(hole.schema)
+                except RequestError as error:
+                    raise RequestError(": ".join(filter(None, ["json_schema", hole.name, str(error)]))) from None
+        if (needed := self._needed(template, template.holes)) > limit:
+            raise RequestError(f"the template needs {needed} tokens at least; the answer may have {limit}")
+
+    async def events(
+        self,
+        prompt: Sequence[int],
+        template: Template,
+        limit: int,
+        sampling: SamplingParams,
+        answer: Proxied,
+        in_order: bool,
+        constrained: bool = False,
+    ) -> AsyncGenerator[Event, None]:
+        """Fill a template and yield its events (`infer.answers.events`) without `done`.
+
+        Args:
+            prompt: token ids, those of the literal text before the first block included.
+            template: the template.
+            limit: maximum tokens of leads and values.
+            sampling: sampling parameters.
+            answer: state that is updated.
+            in_order: whether the text is yielded in reading order.
+            constrained: whether values are requested with their constraint at once.
+
+        Raises:
+            UpstreamError: the upstream refuses a request, fails, or does not keep to a constraint.
+        """
+        reader, filled = FilledReader(()), Filled(template, {})
+        context, left, waiting = list(prompt), limit, [hole for stage in template.stages for hole in stage]
+        for stage in template.stages:
+            waiting, used = waiting[len(stage) :], 0
+            room = left - self._needed(template, waiting)
+            filled = replace(filled, blocks=(*filled.blocks, FilledBlock(stage, frozenset(h.name for h in stage))))
+            texts = [hole_text(template, hole) for hole in stage]
+            prompts = [[*context, *self._codec.encode(text.lead)] for text in texts]
+            least = sum(len(ids) - len(context) for ids in prompts)
+            sources = [
+                self._fill(
+                    HoleRequest(text, ids, room - least, template.holes.index(text.hole)), sampling, answer, constrained
+                )
+                for text, ids in zip(texts, prompts, strict=True)
+            ]
+            async with aclosing(_fill_block(filled, sources, least, room)) as states:
+                async for filled, used in states:
+                    answer.items, answer.tokens = list(filled.structure), limit - left + used
+                    for event in reader.read(filled, filled.text if in_order else None):
+                        yield event
+            if filled.growing:
+                break
+            left -= used
+            context += [i for text in texts for i in self._encode_branch(text, filled.values[text.hole.name])]
+        filled = replace(filled, ended=True)
+        answer.items, answer.finish_reason = list(filled.structure), "length" if filled.growing else "stop"
+        for event in reader.read(filled, filled.text if in_order else None):
+            yield event
+
+    def _needed(self, template: Template, holes: Sequence[Hole]) -> int:
+        """Return the tokens that holes need at least."""
+        leads = (self._codec.encode(hole_text(template, hole).lead) for hole in holes)
+        return sum(len(lead) + END_ROOM for lead in leads if lead)
+
+    def _encode_branch(self, text: HoleText, value: str) -> list[int]:
+        """Return the tokens of a filled hole in the prompt of later holes; objects that its lead opens are closed."""
+        space = " " * (text.spaced or text.hole.schema is not None)
+        closed = "}" * len(text.hole.path)
+        return [*self._codec.encode(text.lead), *self._codec.encode(space + value + closed)]
+
+    async def _fill(
+        self, request: HoleRequest, sampling: SamplingParams, answer: Proxied, constrained: bool
+    ) -> AsyncGenerator[Progress, None]:
+        """Request the value of a hole, with its constraint if `constrained`, and yield its progress."""
+        hole, written, tokens, value = request.text.hole, "", 0, ""
+        check, ended, fits = ValueCheck(hole.schema), "", True
+        more = {"response_format": response_format(hole.schema)} if constrained and hole.schema is not None else {}
+        number = 2 * request.number + constrained
+        pieces = self._upstream.complete(
+            request.prompt, request.room, self._ends, self._forbidden, sampling, number, more
+        )
+        answer.requests += 1
+        async with aclosing(pieces):
+            async for piece, reason in pieces:
+                ended, written, tokens = reason or ended, written + piece, tokens + len(self._codec.encode(piece))
+                value, complete = request.text.read(written, ended == "stop")
+                begins = constrained or hole.schema is None or bool(value) or len(written) <= MAX_BLANKS
+                fits = begins and check.follow(value, complete)
+                if not fits:
+                    break
+                final = complete or constrained or hole.schema is None or ended == "length"
+                yield Progress(hole.name, value, tokens, complete, final)
+                if complete or ended == "length":
+                    return
+        if constrained or (fits and not ended):
+            got = f"{value[:40]!r}" if ended or not fits else "a stream without a finish_reason"
+            raise UpstreamError(f"{self._upstream.config.url}: expected a value of {hole.name!r}, got {got}")
+        async with aclosing(self._fill(request, sampling, answer, constrained=True)) as again:
+            async for progress in again:
+                yield progress
+
+
+class ValueCheck:
+    """Follows a growing JSON value, and tells whether it can become a value of a schema.
+
+    Args:
+        schema: the schema as text; None: any text is permitted.
+    """
+
+    def __init__(self, schema: str | None) -> None:
+        self._matcher = None if schema is None else _compiled(schema).deep_copy()
+        self._size = 0
+
+    def follow(self, value: str, complete: bool) -> bool:
+        """Return whether the value so far can become one of the schema, or is one if it is complete."""
+        if self._matcher is None:
+            return True
+        new, self._size = value[self._size :], max(self._size, len(value))
+        fits = not new or self._matcher.consume_tokens(list(new.encode(errors="replace")))
+        return bool(fits and (not complete or self._matcher.is_accepting()))
+
+
+@lru_cache(MAX_COMPILED)
+def _compiled(schema: str) -> Any:
+    """Return llguidance's matcher of a schema over bytes.
+
+    Raises:
+        RequestError: the schema is malformed, or a keyword is not supported.
+    """
+    from llguidance import LLMatcher, LLTokenizer
+
+    try:
+        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema), log_level=0)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    if matcher.is_error():
+        raise RequestError(matcher.get_error().strip().splitlines()[0])
+    return matcher
+
+
+def response_format(schema: str) -> dict[str, Any]:
+    """Return the constraint of a request in OpenAI's form, which vLLM, SGLang and `aspd serve` accept."""
+    value = json.loads(schema)
+    return {"type": "json_schema", "json_schema": {"name": "value", "schema": {} if value is True else value}}
+
+
+async def _fill_block(
+    filled: Filled, sources: Sequence[AsyncGenerator[Progress, None]], least: int, room: int
+) -> AsyncGenerator[tuple[Filled, int], None]:
+    """Yield a template whenever the values of its last block have grown, and the tokens of this block.
+
+    Args:
+        filled: the template at the beginning of the block.
+        sources: progress of each hole.
+        least: tokens of the leads.
+        room: maximum tokens; values that reach it are cut.
+    """
+    block, latest = filled.blocks[-1], dict[str, Progress]()
+    yield filled, least
+    async with aclosing(merged(sources)) as news:
+        async for progress in news:
+            tokens = least + sum(p.tokens for p in {**latest, progress.name: progress}.values())
+            if tokens <= room:
+                latest[progress.name] = progress
+            growing = block.growing - {p.name for p in latest.values() if p.complete}
+            cut = tokens > room or (tokens == room and bool(growing))
+            values = {p.name: p.value for p in latest.values() if p.final or cut}
+            blocks = (*filled.blocks[:-1], replace(block, growing=growing))
+            yield (
+                replace(filled, values={**filled.values, **values}, blocks=blocks),
+                least + sum(p.tokens for p in latest.values()),
+            )
+            if cut:
+                return
