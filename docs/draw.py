@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.panel import Panel
@@ -15,34 +17,41 @@ from aspd_jax import Branch, Layout, Parallel, Serial, build_layout, load_model
 from infer import Engine, Result, SamplingParams
 from infer.answers.answer import content_ids
 from infer.answers.timeline import timeline
-from infer.offline.terminal import picture
+from infer.engine import Prompt
+from infer.offline.terminal import RECORD_SCHEMA, picture, record_prompt
 from infer.plots import draw_timeline, draw_visibility, svg
+from infer.request import Fields, Mode
 
 HERE = Path(__file__).parent / "pictures"
 QUESTION = "How can I make my home office more comfortable?"
 PARAMS = SamplingParams(max_new_tokens=640, repetition_penalty=1.1)
-PASSES = 8  # between two frames
 SECONDS = 0.22  # of a frame
 HOLD = 14  # frames that the last one stays
 WIDTH = 138
-HEIGHT = 32
 FRAME = """<g class="frame" style="animation-delay:{{delay:.2f}}s{{last}}">
 <style>.{unique_id}-matrix {{ font: {char_height}px ui-monospace, Menlo, Consolas, monospace; }} {styles}</style>
 {backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g>
 """
 
 
-def record(engine: Engine, answer: Result) -> str:
-    """Both modes writing the same answer, pass by pass, as one animated SVG."""
-    messages = [{"role": "user", "content": QUESTION}]
-    told = PARAMS.saying(content_ids(engine.config, answer))
-    grown = [list(engine.stream(messages, PARAMS, "adaptive", PASSES))]
-    grown.append(list(engine.stream(messages, told, "serial", PASSES)))
+def record(
+    engine: Engine, prompt: Prompt, sides: Mapping[str, tuple[SamplingParams, Mode]], steps: int, height: int
+) -> str:
+    """Answers of two sides growing beside each other, as one animated SVG.
+
+    Args:
+        engine: engine.
+        prompt: messages.
+        sides: sampling parameters and mode by the name of the side.
+        steps: steps between two frames.
+        height: lines of a frame.
+    """
+    grown = [list(engine.stream(prompt, params, mode, steps)) for params, mode in sides.values()]
     count = max(map(len, grown))
     frames = []
     for number in range(count):
         now = [results[min(number, len(results) - 1)] for results in grown]
-        frames.append(_frame(number, now))
+        frames.append(_frame(number, dict(zip(sides, now, strict=True)), height))
     total = SECONDS * (count + HOLD)
     text, size = [], (0.0, 0.0)
     for number, (frame, (width, height)) in enumerate(frames):
@@ -66,22 +75,21 @@ def _for(share: float) -> str:
     return f"{{ 0%, {share:.3f}% {{ visibility: visible }} {share + 0.001:.3f}%, 100% {{ visibility: hidden }} }}"
 
 
-def _frame(number: int, results: list[Result]) -> tuple[str, tuple[float, float]]:
+def _frame(number: int, results: Mapping[str, Result], height: int) -> tuple[str, tuple[float, float]]:
     """One moment: both answers side by side; and its size."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     table = Table.grid(expand=True, padding=(0, 1))
     table.add_column(ratio=3)
     table.add_column(ratio=2)
-    done = ["[green]done[/]" if result.finish_reason else "" for result in results]
-    panels = [
-        Panel(picture(result), title=f"{mode}, pass {result.stats.passes} {end}", title_align="left", height=HEIGHT)
-        for mode, result, end in zip(("adaptive", "serial"), results, done, strict=True)
-    ]
+    panels = []
+    for name, result in results.items():
+        title = f"{name}, step {result.stats.passes} {'[green]done[/]' if result.finish_reason else ''}"
+        panels.append(Panel(picture(result), title=title, title_align="left", height=height))
     table.add_row(*panels)
     console.print(table)
     frame = console.export_svg(title="", code_format=FRAME, unique_id=f"f{number}")
     frame = re.sub(r' clip-path="[^"]*"', "", frame)  # nothing is longer than its line
-    return frame, (WIDTH * 12.2, (HEIGHT + 1) * 24.4)
+    return frame, (WIDTH * 12.2, (height + 1) * 24.4)
 
 
 def main() -> None:
@@ -92,12 +100,22 @@ def main() -> None:
     (answer,) = engine.generate([[{"role": "user", "content": QUESTION}]], PARAMS)
     lanes = draw_timeline(timeline(engine.config, answer), "one answer of SmolLM2-135M, pass by pass")
     (HERE / "lanes.svg").write_text(svg(lanes))
-    parts = Parallel((Branch("pens", "$60.\n"), Branch("maps", "$40.\n"), Branch("cups", "$80.\n")))
-    ids = lm.codec.linearise((Serial("Prices.\n"), parts, Serial("Sum: $180."))).tokens
+    prices = {"\nPens:": " $60.", "\nMaps:": " $40.", "\nCups:": " $80."}
+    parts = Parallel(tuple(Branch(lead, lead + rest) for lead, rest in prices.items()))
+    ids = lm.codec.linearise((Serial("Prices."), parts, Serial("\nSum: $180."))).tokens
     layout = Layout(*(field[0] for field in build_layout(ids[None], lm.codec.special)))
     names = [lm.tokenizer.decode(int(token)).replace("\n", "⏎") for token in ids]
     (HERE / "visibility.svg").write_text(svg(draw_visibility(layout, names, title="who sees whom")))
-    (HERE / "demo.svg").write_text(record(engine, answer))
+    told = PARAMS.saying(content_ids(engine.config, answer))
+    messages = [{"role": "user", "content": QUESTION}]
+    (HERE / "demo.svg").write_text(
+        record(engine, messages, {"adaptive": (PARAMS, "adaptive"), "serial": (told, "serial")}, 8, 32)
+    )
+    sides: dict[str, tuple[SamplingParams, Mode]] = {
+        f"fields {order}": (SamplingParams(max_new_tokens=256, json_schema=RECORD_SCHEMA, fields=order), "serial")
+        for order in get_args(Fields)[::-1]
+    }
+    (HERE / "fields.svg").write_text(record(engine, record_prompt(), sides, 1, 14))
     for file in sorted(HERE.glob("*.svg")):
         print(f"{file.relative_to(HERE.parent.parent)}: {file.stat().st_size // 1024} KB")
 

@@ -71,12 +71,17 @@ def picture(result: Result) -> RenderableType:
     return Group(*parts)
 
 
+def record_prompt() -> list[dict[str, str]]:
+    """Return the messages that ask for the fields of the record."""
+    fields = ", ".join(RECORD_SCHEMA["properties"])  # type: ignore[arg-type]
+    return [{"role": "user", "content": f"Write the fields {fields} of this message as JSON.\n\n{RECORD}"}]
+
+
 def demonstrate_fields(lm: LanguageModel, max_length: int) -> None:
     """Decode the fields of a record in parallel and in serial mode, and compare."""
     console = Console()
     engine = Engine(lm, max_length=max_length, max_batch=1, reuse=False)
-    fields = ", ".join(RECORD_SCHEMA["properties"])  # type: ignore[arg-type]
-    messages = [{"role": "user", "content": f"Write the fields {fields} of this message as JSON.\n\n{RECORD}"}]
+    messages = record_prompt()
     console.rule("one record: its fields are known beforehand")
     console.print(Text(RECORD, style="bold"))
     params = SamplingParams(max_new_tokens=256, json_schema=RECORD_SCHEMA)
