@@ -1,9 +1,8 @@
 """Adaptive Serial-Parallel Decoding: structured answers, their layout and mask, and the model."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from aspd_jax.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from aspd_jax.language_model import LanguageModel, load_model, save_model
@@ -26,17 +25,12 @@ __all__ = [
     "visible",
 ]
 
-# The module of each name. Names are imported at their first use: the data pipeline needs no JAX, which takes seconds.
-_MODULES = {
-    **dict.fromkeys(("LanguageModel", "load_model", "save_model"), "language_model"),
-    **dict.fromkeys(("Layout", "build_layout", "visible"), "layout"),
-    **dict.fromkeys(("Branch", "Parallel", "Serial", "plain_text"), "structure"),
-    **dict.fromkeys(("Codec", "SpecialTokens"), "tokens"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "language_model": ("LanguageModel", "load_model", "save_model"),
+        "layout": ("Layout", "build_layout", "visible"),
+        "structure": ("Branch", "Parallel", "Serial", "plain_text"),
+        "tokens": ("Codec", "SpecialTokens"),
+    },
+)
