@@ -130,7 +130,7 @@ def _results(work: Work, answer: Answer) -> tuple[dict[str, Any], list[Any]]:
 def _unfit(work: Work, answer: Answer, candidates: Sequence[Candidate]) -> str | None:
     """Return the reason why the record of an answer belongs to neither set, whatever its structure, or None."""
     select = work.config.select
-    if (repeated := repetition(answer.text)) > select.max_repetition:
+    if select.max_repetition < 1 and (repeated := repetition(answer.text)) > select.max_repetition:
         return f"{repeated:.0%} of its words repeat what it said before, at most {select.max_repetition:.0%} may"
     if select.as_asked and (asked := asked_for(answer.question)):
         sizes = {len(block.branches) for candidate in candidates for block in candidate.blocks}
