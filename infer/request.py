@@ -397,5 +397,5 @@ class Request:
 
     @property
     def stepwise(self) -> bool:
-        """Return whether the host has to read every token: it finds stop strings and follows schemas."""
+        """Return whether the host has to read the tokens of every step: it finds stop strings and follows schemas."""
         return bool(self.params.stop) or self.constrained

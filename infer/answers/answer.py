@@ -97,6 +97,7 @@ class Result:
     prompt_token_ids: list[int]
 
 
+NO_DRAFTS = np.zeros((0, 0), np.int32)
 EMPTY_LAYOUT = Layout(*[EMPTY_IDS] * len(Layout._fields))
 
 
@@ -116,6 +117,7 @@ class RequestOutput:
         discarded: number of tokens of titles that repeated another.
         cut: whether the budget ended a branch.
         branch_ids: of a template: tokens of each branch of the current block, leads included.
+        drafts: draft tokens of each branch, [N, D]; the first are those of the serial segment outside blocks; -1: none.
         held: of a template: whether the next block may begin.
         filled: of a template: what these tokens fill.
     """
@@ -133,8 +135,14 @@ class RequestOutput:
     discarded: int = 0
     cut: bool = False
     branch_ids: tuple[np.ndarray, ...] = ()
+    drafts: np.ndarray = field(default_factory=lambda: NO_DRAFTS)
     held: bool = False
     filled: Filled | None = None
+
+    def drafts_of(self, segment: int) -> list[int]:
+        """Return the draft tokens of a segment: 0 is serial, k is branch k."""
+        drafts = self.drafts[max(segment - 1, 0)].tolist() if len(self.drafts) else []
+        return drafts[: drafts.index(-1)] if -1 in drafts else drafts
 
     def linearised_cache(self) -> tuple[np.ndarray, int]:
         """Return the tokens in the cache in the order of the linearisation.
@@ -225,6 +233,7 @@ def _output(
         discarded=int(s.counters.discarded[index]),
         cut=bool(s.budget.cut[index]),
         branch_ids=branch_ids,
+        drafts=np.asarray(s.draft[index]),
         held=phase == HELD,
     )
     return _within(output, config, limit, int(s.budget.cut_branch[index]), reader is None)

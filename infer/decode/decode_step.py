@@ -106,7 +106,8 @@ def _verify(
         carry: tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array],
     ) -> tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array]:
         sequence, derived, nth, active, taken = carry
-        now = state._replace(sequence=sequence)
+        mask = jax.lax.dynamic_slice_in_dim(state.token_mask, nth, 1, axis=2)
+        now = state._replace(sequence=sequence, token_mask=mask)
         at = jnp.take(after, nth, axis=1)
         moved = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
         tokens = sample_lanes(at, now, derived, config, moved)

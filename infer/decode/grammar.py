@@ -87,7 +87,7 @@ def apply_token_mask(legal: jax.Array, state: DecodeState, lanes: Lanes) -> jax.
 
     Where it allows none of them, a budget has ended the segment before its value was complete; all are returned then.
     """
-    bits = state.token_mask[lanes.row, lanes.branch]
+    bits = state.token_mask[lanes.row, lanes.branch, 0]
     each = (bits[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     both = legal & (each.reshape(len(bits), -1)[:, : legal.shape[1]] > 0)
     bound = state.request.constrained[lanes.row] & both.any(axis=1)

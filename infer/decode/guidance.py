@@ -1,12 +1,12 @@
 """Decisions of the host for constrained sequences between steps: token masks, known tokens and blocks of templates.
 
-B rows, N maximum branches, M = N + 1 segments, Q maximum pending tokens of a segment, P segments that are changed, W
-words of 32 tokens of the vocabulary.
+B rows, N maximum branches, M = N + 1 segments, Q maximum pending tokens of a segment, D draft tokens of a segment, P
+segments that are changed, W words of 32 tokens of the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +29,9 @@ class RowGuidance:
     """Decisions for one sequence.
 
     Attributes:
-        masks: tokens that may come next, uint32 [W], by segment: 0 is serial, k is branch k.
+        masks: tokens that may come next, and behind each draft token, uint32 [W] each, by segment: 0 is serial, k is
+            branch k.
+        drafts: draft tokens of segments that have masks; the others keep theirs.
         known: tokens that follow the pending ones, by segment; they are fed together with these.
         branches: number of branches of a block that begins with the known tokens as leads; 0: none begins.
         closed: numbers, from 1, of branches that end; their pending tokens are fed by the merge.
@@ -38,7 +40,8 @@ class RowGuidance:
         finish: STOP or LENGTH to end the answer; RUNNING: it goes on.
     """
 
-    masks: Mapping[int, np.ndarray] = field(default_factory=dict)
+    masks: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
+    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     known: Mapping[int, list[int]] = field(default_factory=dict)
     branches: int = 0
     closed: frozenset[int] = frozenset()
@@ -56,6 +59,8 @@ class Guidance(NamedTuple):
     Attributes:
         row, segment: segments that are changed; a row out of range: none.
         bits: token masks.
+        drafts: draft tokens; -1: none.
+        drafted: branch, from 0, whose draft tokens are replaced; 0 also serves the serial segment; N: none are.
         known: known tokens.
         size: number of known tokens.
         branches: branches of a block that begins.
@@ -66,7 +71,9 @@ class Guidance(NamedTuple):
 
     row: Int32[Array, " P"]
     segment: Int32[Array, " P"]
-    bits: UInt32[Array, "P W"]
+    bits: UInt32[Array, "P 1+D W"]
+    drafts: Int32[Array, "P D"]
+    drafted: Int32[Array, " P"]
     known: Int32[Array, "P Q"]
     size: Int32[Array, " P"]
     branches: Int32[Array, " B"]
@@ -93,7 +100,9 @@ def guidance_arrays(
     arrays: dict[str, Any] = {
         "row": np.full(size, batch, np.int32),
         "segment": np.zeros(size, np.int32),
-        "bits": np.zeros((size, words), np.uint32),
+        "bits": np.zeros((size, 1 + config.draft_tokens, words), np.uint32),
+        "drafts": np.full((size, config.draft_tokens), -1, np.int32),
+        "drafted": np.full(size, config.max_branches, np.int32),
         "known": np.zeros((size, config.max_queued), np.int32),
         "size": np.zeros(size, np.int32),
         "branches": np.zeros(batch, np.int32),
@@ -105,7 +114,11 @@ def guidance_arrays(
     made: Any = Guidance(**arrays)
     for number, (row, segment) in enumerate(entries):
         tokens = rows[row].known.get(segment, [])
-        made.row[number], made.segment[number], made.bits[number] = row, segment, rows[row].masks[segment]
+        made.row[number], made.segment[number] = row, segment
+        masks, drafts = rows[row].masks[segment], rows[row].drafts.get(segment)
+        made.bits[number, : len(masks)] = masks
+        if drafts is not None:
+            made.drafts[number, : len(drafts)], made.drafted[number] = drafts, max(segment - 1, 0)
         made.known[number, : len(tokens)], made.size[number] = tokens, len(tokens)
     for row, guidance in rows.items():
         made.branches[row], made.merges[row], made.finish[row] = guidance.branches, guidance.merges, guidance.finish
@@ -119,7 +132,8 @@ def guidance_arrays(
 def guide(state: DecodeState, guidance: Guidance, config: EngineConfig) -> tuple[DecodeState, Packed[StepSummary]]:
     """Apply decisions of the host; return the state and its summary."""
     token_mask = state.token_mask.at[guidance.row, guidance.segment].set(guidance.bits, mode="drop")
-    sequence = _close_branches(state.sequence, guidance)
+    draft = state.sequence.draft.at[guidance.row, guidance.drafted].set(guidance.drafts, mode="drop")
+    sequence = _close_branches(state.sequence._replace(draft=draft), guidance)
     sequence = _open_blocks(sequence, guidance)
     sequence = _begin_merges(_queue_known(sequence, guidance), guidance, config)
     cursor = sequence.cursor

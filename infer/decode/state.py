@@ -290,8 +290,8 @@ class DecodeState(NamedTuple):
     Attributes:
         automaton: tag automaton; constant.
         request: parameters of the requests; changes when a row is assigned to another request.
-        token_mask: tokens allowed next in each segment of a constrained row, one bit each. Changes between steps, when
-            the host advances the grammars.
+        token_mask: tokens allowed in each segment of a constrained row, next and behind each draft token, one bit each.
+            Changes between steps, when the host advances the grammars.
         bias: bias of the logits in rows that are `biased`, of V tokens. Changes as `request` does.
         sequence: progress; changes in every step.
         cache: KV cache; every step appends to it.
@@ -299,7 +299,7 @@ class DecodeState(NamedTuple):
 
     automaton: TagAutomaton
     request: RequestArrays
-    token_mask: UInt32[Array, "B M W"]
+    token_mask: UInt32[Array, "B M 1+D W"]
     bias: Float32[Array, "B V"]
     sequence: SequenceState
     cache: Cache
@@ -321,7 +321,7 @@ def empty_state(config: EngineConfig, cache: Cache, automaton: TagAutomaton) -> 
     cursor = cursor._replace(finish=cursor.finish + STOP, hide_from=cursor.hide_from + NOTHING)
     sequence = sequence._replace(cursor=cursor)
     vocabulary = automaton.marker.size
-    token_mask = jnp.zeros((sizes["B"], sizes["M"], -(-vocabulary // 32)), jnp.uint32)
+    token_mask = jnp.zeros((sizes["B"], sizes["M"], 1 + sizes["D"], -(-vocabulary // 32)), jnp.uint32)
     bias = jnp.zeros((sizes["B"], vocabulary), jnp.float32)
     automaton = jax.tree.map(jnp.asarray, automaton)
     return DecodeState(automaton, zeros(RequestArrays, sizes), token_mask, bias, sequence, cache)

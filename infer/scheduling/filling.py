@@ -20,7 +20,7 @@ from infer.answers.filled import Filled, FilledBlock, HoleText, hole_text
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
 from infer.request import Request
-from infer.scheduling.structured import Schemas, json_rule, known_limit, only_token
+from infer.scheduling.structured import Schemas, json_rule, known_limit, only_token, permits
 
 # The model continues behind a value as in a JSON object, with tokens that may hold the end of the value, too. The text
 # ends with the value.
@@ -77,7 +77,7 @@ class HoleState:
         schema = start.hole.schema
         self._matcher = None if schema is None else schemas.matcher("grammar", value_grammar(schema))
         self._ids: list[int] = []
-        self._stream = codec.stream()
+        self._codec, self._stream = codec, codec.stream()
         self.length, self.sampled = 0, 0
         self.value, self.growing, self.complete, self.emptied, self.cut = "", True, False, False, False
 
@@ -108,6 +108,28 @@ class HoleState:
         if known := self._known():
             return only_token(known[0], words)
         return np.full(words, ~np.uint32(0)) if self._matcher is None else self._matcher.mask()
+
+    def ahead(self, drafts: Sequence[int], words: int) -> tuple[list[int], list[np.ndarray]]:
+        """Return the draft tokens that may follow, and the token masks before and behind each, uint32 [W].
+
+        The token that completes the value is none of them, because nothing may follow it.
+        """
+        masks, kept = [self.mask(words)], list[int]()
+        matcher = self._matcher and self._matcher.copy()
+        for token in () if self._lead else drafts:
+            if token in self._ends or not permits(masks[-1], token) or self._completes([*kept, token]):
+                break
+            kept.append(token)
+            if matcher is not None:
+                matcher.take([token])
+            masks.append(masks[-1] if matcher is None else matcher.mask())
+        return kept, masks
+
+    def _completes(self, tokens: Sequence[int]) -> bool:
+        """Return whether the value is complete with further tokens."""
+        stream = self._codec.stream()
+        stream.extend([*self._ids, *tokens])
+        return self._text.read(stream.text, False)[1]
 
     def _known(self) -> list[int]:
         return self._lead or ([] if self._matcher is None else self._matcher.known())
@@ -176,13 +198,16 @@ class Filling:
         grown = {number: state for number, state in states.items() if state.growing}
         left = self._left(output) // max(1, len(grown)) - END_ROOM
         known = {number: state.queue(self._room(state, left)) for number, state in grown.items()}
-        masks = {number: state.mask(self._schemas.words) for number, state in grown.items()}
+        words, drafts, masks = self._schemas.words, dict[int, list[int]](), dict[int, list[np.ndarray]]()
+        for number, state in grown.items():  # draft tokens follow the pending token, not known ones
+            guessed = [] if known[number] else output.drafts_of(number)
+            drafts[number], masks[number] = state.ahead(guessed, words)
         closed = frozenset(number for number, state in states.items() if not state.growing)
         emptied = frozenset(number for number in closed if states[number].emptied)
         finish = self._finish(output) if len(closed) == len(states) else RUNNING
         merges = len(closed) == len(states) and finish == RUNNING
         self._merges += merges and not all(state.emptied for state in self._begun[-1])
-        return RowGuidance(masks, known, closed=closed, emptied=emptied, merges=merges, finish=finish)
+        return RowGuidance(masks, drafts, known, closed=closed, emptied=emptied, merges=merges, finish=finish)
 
     def _begin_block(self) -> RowGuidance:
         limit = self._request.params.max_branch_tokens
@@ -190,8 +215,8 @@ class Filling:
         states = [HoleState(start, self._schemas, self._codec, self._ends, limit) for start in starts]
         self._begun.append(states)
         known = {number: state.queue(self._config.longest_head) for number, state in enumerate(states, 1)}
-        masks = {number: state.mask(self._schemas.words) for number, state in enumerate(states, 1)}
-        return RowGuidance(masks, known, branches=len(states))
+        masks = {number: [state.mask(self._schemas.words)] for number, state in enumerate(states, 1)}
+        return RowGuidance(masks, {}, known, branches=len(states))
 
     def _finish(self, output: RequestOutput) -> int:
         """Return whether and how the answer ends behind a block."""

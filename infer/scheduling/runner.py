@@ -66,7 +66,7 @@ class Runner:
         steps: int,
         join: bool,
         listened: bool,
-        stepwise: bool,
+        one_token: bool,
     ) -> InFlightSteps:
         """Start steps without waiting for them; `state` is donated.
 
@@ -76,11 +76,11 @@ class Runner:
             steps: maximum number of steps. Fewer are run if the next one needs another program.
             join: whether the steps end when a sequence finishes.
             listened: see `Buckets.need`.
-            stepwise: whether a step takes one token per segment, because the host has to see each: it searches stop
-                strings or follows a grammar.
+            one_token: whether a step takes one token per segment, because the host has to see each: it searches stop
+                strings.
         """
         since = self.clock()
-        drafting = self.drafts.on and not stepwise
+        drafting = self.drafts.on and not one_token
         steps = min(steps, self.drafts.passes)
         bucket, smaller, larger = self.buckets.select(report, listened)
         smaller = -1 if drafting else smaller  # drafts come and go

@@ -326,7 +326,8 @@ class Scheduler:
     def _start(self, report: StepSummary, max_steps: int, join: bool) -> InFlightSteps:
         """Start the steps that a report asks for."""
         streamed = any(state.stream for state in self._decoding.values())
-        started = self.runner.start(self._state_now(), report, max_steps, join, streamed, self._stepwise)
+        one_token = any(state.request.params.stop for state in self._running.values())
+        started = self.runner.start(self._state_now(), report, max_steps, join, streamed, one_token)
         self._state, self._report, self._changed = started.state, None, False
         return started
 

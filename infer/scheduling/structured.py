@@ -175,6 +175,7 @@ class Constraint:
     ) -> None:
         self._serial, self._branch, self._words, self._config = serial, branch, words, config
         self._params, self._budget = params, budget
+        self._ends = frozenset((*config.end, *config.special.ids))
         self._matchers: dict[tuple[int, int], Matcher] = {}  # (item, branch)
         self._followed: dict[tuple[int, int], int] = {}  # number of tokens
         self._in_block = False
@@ -186,16 +187,17 @@ class Constraint:
     def start(self) -> RowGuidance:
         """Return the token masks before the answer begins."""
         everything = np.full(self._words, ~np.uint32(0))
-        serial = _next_mask(self._serial, self._words) if self._serial else everything
+        free = [everything] * (1 + self._config.draft_tokens)
+        serial = [_next_mask(self._serial, self._words)] if self._serial else free
         return RowGuidance({0: serial, **self._fresh()})
 
     def follow(self, output: RequestOutput) -> RowGuidance:
-        """Return the token masks of the segments that have grown, and the known tokens of these."""
+        """Return token masks, known tokens and draft tokens of the constrained segments."""
         if not output.items:
             return RowGuidance()
         number, last = len(output.items) - 1, output.items[-1]
         grown: dict[tuple[int, int], np.ndarray] = {}
-        masks: dict[int, np.ndarray] = {}
+        masks: dict[int, Sequence[np.ndarray]] = {}
         if isinstance(last, SerialIds):
             masks = self._fresh() if self._in_block else {}
             self._in_block = False
@@ -205,16 +207,23 @@ class Constraint:
             texts = enumerate(last.texts, 1)
             grown = {(number, branch): text.ids for branch, text in texts if branch in output.open_branches}
         known: dict[int, list[int]] = {}
+        drafts: dict[int, list[int]] = {}
         for key, ids in grown.items():
+            segment = key[1]
             if len(ids) > self._followed.get(key, 0):
-                masks[key[1]], known[key[1]] = self._grown(key, ids, self._room(output, len(ids)))
-        return RowGuidance(masks, known)
+                known[segment] = self._grown(key, ids, self._room(output, len(ids)))
+            elif not output.drafts_of(segment):
+                continue
+            guessed = [] if known.get(segment) else output.drafts_of(segment)
+            drafts[segment], masks[segment] = self._ahead(key, guessed)
+        return RowGuidance(masks, drafts, known)
 
-    def _fresh(self) -> dict[int, np.ndarray]:
+    def _fresh(self) -> dict[int, Sequence[np.ndarray]]:
         """Return the token masks of branches that have not begun."""
         if not self._branch:
             return {}
-        return dict.fromkeys(range(1, self._config.max_branches + 1), self._branch_mask(self._branch))
+        mask = self._branch_mask(self._branch)
+        return {number: [mask] for number in range(1, self._config.max_branches + 1)}
 
     def _room(self, output: RequestOutput, length: int) -> int:
         """Return how many known tokens may be fed with the pending token of a segment that has `length` tokens."""
@@ -224,19 +233,37 @@ class Constraint:
         within = self._params.max_branch_tokens - length if output.open_branches else left
         return known_limit(min(left // open_branches, within) - RESERVE, self._config)
 
-    def _grown(self, key: tuple[int, int], ids: np.ndarray, room: int) -> tuple[np.ndarray, list[int]]:
-        """Follow a segment; return its token mask and known tokens, which count as followed."""
+    def _matcher(self, key: tuple[int, int]) -> Matcher:
+        """Return the matcher of a segment."""
         fresh = self._branch if key[1] else self._serial
         assert fresh is not None
-        if key not in self._matchers:
-            self._matchers[key] = fresh.copy()
-        matcher = self._matchers[key]
+        return self._matchers.setdefault(key, fresh.copy())
+
+    def _grown(self, key: tuple[int, int], ids: np.ndarray, room: int) -> list[int]:
+        """Follow a segment; return its known tokens, which count as followed."""
+        matcher = self._matcher(key)
         matcher.take(ids[self._followed.get(key, 0) :])
         queued = matcher.known()[:room]
         if queued:
             matcher.take(queued)
         self._followed[key] = len(ids) + len(queued)
-        return (self._branch_mask(matcher) if key[1] else _next_mask(matcher, self._words)), queued
+        return queued
+
+    def _ahead(self, key: tuple[int, int], drafts: Sequence[int]) -> tuple[list[int], list[np.ndarray]]:
+        """Return the draft tokens of a segment that its grammar permits, and the token masks before and behind each."""
+        matcher, kept = self._matcher(key).copy(), list[int]()
+
+        def mask() -> np.ndarray:
+            return self._branch_mask(matcher) if key[1] else _next_mask(matcher, self._words)
+
+        masks = [mask()]
+        for token in drafts:
+            if token in self._ends or not permits(masks[-1], token):
+                break
+            matcher.take([token])
+            kept.append(token)
+            masks.append(mask())
+        return kept, masks
 
     def _branch_mask(self, matcher: Matcher) -> np.ndarray:
         bits = _next_mask(matcher, self._words)
@@ -261,6 +288,11 @@ def json_rule(schema: Mapping[str, Any], lenient: bool = False) -> str:
     """
     settings = {"whitespace_pattern": BLANKS} | ({"lenient": True} if lenient else {})
     return f"%json {json.dumps({**schema, 'x-guidance': settings})}"
+
+
+def permits(mask: np.ndarray, token: int) -> bool:
+    """Return whether a token mask, uint32 [W], has a token."""
+    return bool(mask[token // 32] >> np.uint32(token % 32) & 1)
 
 
 def only_token(token: int, words: int) -> np.ndarray:

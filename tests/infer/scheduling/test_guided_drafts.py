@@ -1,0 +1,131 @@
+"""Draft tokens of constrained answers: the same tokens, fewer steps, and nothing behind the end of a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import infer.scheduling.filling
+import infer.scheduling.structured
+from aspd_jax import LanguageModel
+from aspd_jax.template import Template
+from infer import Engine, Result, SamplingParams
+from infer.answers.answer import RequestOutput
+from infer.decode.derived import Derived
+from infer.decode.state import PARALLEL, DecodeState, EngineConfig
+from infer.scheduling.filling import Filling
+from tests.conftest import patched
+from tests.helpers.draft_heads import with_draft_heads
+from tests.infer.scheduling.test_filling import LATER, SCHEMA
+from tests.infer.scheduling.test_structured_output import ADVICE, SCHEMAS, valid
+
+PROMPT = "Say it in JSON:"
+DRAFT = 3
+SIZE: dict[str, Any] = {"max_length": 512, "max_branches": 8}
+
+
+@pytest.fixture(scope="module")
+def plain(lm: LanguageModel) -> Engine:
+    return Engine(lm, max_batch=3, **SIZE)
+
+
+def requests(engine: Engine) -> list[SamplingParams]:
+    """Serial values, fields in one block and in two, free text, branches with a schema, and free answers."""
+    special, encode = engine.config.special, engine.lm.codec.text.encode
+    titles = [t for name in ("sun", "rain") for t in (special.title_start, *encode(name), special.title_end)]
+    forked: dict[str, Any] = {"branch_schema": ADVICE, "script": [[*titles, special.parallel_start]]}
+    kinds: list[dict[str, Any]] = [{"json_schema": schema} for schema in SCHEMAS.values()]
+    kinds += [{"json_schema": schema, "fields": "parallel"} for schema in (SCHEMA, LATER)]
+    kinds += [{"template": Template("Pros:{pros}\nCons:{cons}\nSum:{sum after pros, cons}"), "max_branch_tokens": 20}]
+    kinds += [forked, {"max_new_tokens": 40}]
+    return [
+        SamplingParams(**{"max_new_tokens": 200, "temperature": temperature, "seed": 2} | kind)
+        for temperature in (0.0, 1.0)
+        for kind in kinds
+    ]
+
+
+def same(results: Sequence[Result], expected: Sequence[Result]) -> bool:
+    pairs = zip(results, expected, strict=True)
+    return all((a.text, a.token_ids, a.finish_reason) == (b.text, b.token_ids, b.finish_reason) for a, b in pairs)
+
+
+@pytest.mark.parametrize("drafts", ["heads", pytest.param("lookup", marks=pytest.mark.slow)])
+def test_answers_are_the_same_with_drafts(drafts: Any, plain: Engine) -> None:
+    """In a batch, greedy and sampled, whatever is guessed."""
+    asked = requests(plain)
+    expected = plain.generate([PROMPT] * len(asked), asked)
+    lm = with_draft_heads(plain.lm, DRAFT, scale=0.0)
+    own = Engine(lm, max_batch=3, drafts=drafts, draft_tokens=DRAFT, force_drafts=True, **SIZE)
+    results = own.generate([PROMPT] * len(asked), asked)
+    assert same(results, expected)
+    constrained = [result for params, result in zip(asked, results, strict=True) if params.json_schema]
+    assert sum(result.stats.drafted_tokens > 0 for result in constrained) >= 6
+    assert sum(result.stats.accepted_tokens for result in results) > 0
+    assert sum(r.stats.passes for r in results) <= sum(r.stats.passes for r in expected)
+
+
+def recorded(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> tuple[Result, list[list[int]]]:
+    """An answer, and the tokens of each of its segments: the serial one, or the branches of its only block."""
+    seen: list[RequestOutput] = []
+    read = Filling.read
+
+    def watched(self: Filling, output: RequestOutput) -> RequestOutput:
+        seen.append(output)
+        return read(self, output)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(infer.scheduling.filling.Filling, "read", watched)
+        (result,) = engine.generate([PROMPT], params)
+    branches = next((output.branch_ids for output in reversed(seen) if output.branch_ids), ())
+    return result, [result.token_ids, *[ids.tolist() for ids in branches]]
+
+
+def knowing(segments: Sequence[Sequence[int]]) -> Callable[..., jax.Array]:
+    """A `look_up` that knows what follows in each segment."""
+    size = max(map(len, segments)) + DRAFT
+    known = jnp.asarray([[*segment, *[-1] * (size - len(segment))] for segment in segments], jnp.int32)
+
+    def guess(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
+        s, ahead = state.sequence, jnp.arange(DRAFT)
+        in_block = (s.cursor.phase == PARALLEL)[:, None, None]
+        number = jnp.where(in_block[..., 0], 1 + jnp.arange(config.max_branches), 0)
+        place = jnp.take_along_axis(s.segments.sampled, number, axis=1)[..., None] + ahead
+        return known[jnp.minimum(number, len(segments) - 1)[..., None], jnp.minimum(place, size - 1)]
+
+    return guess
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param({"json_schema": SCHEMAS["list"]}, marks=pytest.mark.slow),
+        {"json_schema": SCHEMA, "fields": "parallel"},
+    ],
+)
+def test_right_guesses_save_steps(kind: Any, plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=4, **kind)
+    expected, segments = recorded(plain, params, monkeypatch)
+    own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=DRAFT, force_drafts=True, **SIZE)
+    with patched(look_up=knowing(segments)):
+        (result,) = own.generate([PROMPT], params)
+    assert same([result], [expected]) and valid(result.text, kind["json_schema"])
+    assert result.stats.accepted_tokens > 0.5 * result.stats.drafted_tokens > 0
+    assert result.stats.passes < 0.75 * expected.stats.passes
+
+
+@pytest.mark.slow
+def test_drafts_that_the_host_does_not_check_change_answers(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: without the cut at the end of a value, tokens behind it are taken."""
+    params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=4, json_schema=SCHEMA, fields="parallel")
+    expected, segments = recorded(plain, params, monkeypatch)
+    longer = [[*segment, *segment] for segment in segments]
+    monkeypatch.setattr(infer.scheduling.filling.HoleState, "_completes", lambda self, tokens: False)
+    own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=DRAFT, force_drafts=True, **SIZE)
+    with patched(look_up=knowing(longer)):
+        (result,) = own.generate([PROMPT], params)
+    assert len(result.token_ids) > len(expected.token_ids)
