@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aspd_jax.errors import CheckpointError, RequestError
+from aspd_jax.ray_pool import RayOptions, require_ray
 from infer.request import BIASES, PARAMETERS, STRINGS, SamplingParams
 
 LEFT_OUT = 10  # lines of an input that are listed
@@ -108,6 +109,43 @@ def join_processes(options: argparse.Namespace) -> None:
         jax.distributed.initialize(*together)
     elif options.distributed:
         jax.distributed.initialize()
+
+
+def add_ray_options(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add the options of a run on a Ray cluster.
+
+    Args:
+        parser: parser of the command.
+        about: what the workers do.
+    """
+    parser.add_argument(
+        "--ray", metavar="ADDRESS",
+        help=f"{about} on a Ray cluster: auto, HOST:PORT, ray://HOST:PORT, or local, which starts one on this machine",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ray-workers", type=int, default=0, metavar="N",
+        help="workers on the cluster; 0: as many as its resources suffice for",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ray-resources", default="CPU=1", metavar="NAME=N,…", help="resources of a worker, such as CPU=4,GPU=1"
+    )
+
+
+def ray_options(options: argparse.Namespace) -> RayOptions | None:
+    """Return the values of `add_ray_options`; None: the command runs in this process.
+
+    Raises:
+        RequestError: a value is not valid, or Ray is not installed.
+    """
+    resources = RayOptions.parse_resources(options.ray_resources)
+    if options.ray_workers < 0:
+        raise RequestError(f"--ray-workers: expected at least 0, got {options.ray_workers}")
+    if options.ray is None:
+        if options.ray_workers:
+            raise RequestError("--ray-workers goes with --ray")
+        return None
+    require_ray()
+    return RayOptions(options.ray, options.ray_workers, resources)
 
 
 def sampling_options(parser: argparse.ArgumentParser) -> None:

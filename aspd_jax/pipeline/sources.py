@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from aspd_jax.errors import AspdError, DataError
 from aspd_jax.jsonl import BOM, Line, parse_json, read_lines
+from aspd_jax.partitions import is_url, partitions
 from aspd_jax.structure import Serial, Structure, from_json, plain_text
 
 ROLES = {
@@ -92,6 +94,8 @@ class Unreadable:
 def read_records(source: str) -> Iterator[Conversation | Unreadable]:
     """Yield the records of a JSONL, JSON or CSV file, or of a source that `datasets` reads (Parquet, folder, name).
 
+    JSONL and Parquet may be a glob or a URL that fsspec opens; numbers run on through the files of a glob.
+
     Raises:
         DataError: the file or dataset does not exist or cannot be read.
     """
@@ -110,7 +114,7 @@ def read_rows(source: str) -> Iterator[Line]:
     """
     path = Path(source)
     if path.suffix in (".jsonl", ".ndjson"):
-        yield from read_lines(path)
+        yield from read_lines(source)
     elif path.suffix == ".json" and (texts := _json_texts(path)) is not None:
         for number, text in enumerate(texts, 1):
             try:
@@ -196,11 +200,11 @@ def _dataset(source: str) -> Any:
     path = Path(source)
     kinds = {".parquet": "parquet", ".arrow": "arrow"}
     try:
-        if path.is_file():
+        if path.is_file() or is_url(source) or (glob.has_magic(source) and path.suffix in kinds):
             kind = kinds.get(path.suffix)
             if kind is None:
                 raise DataError(f"{source}: files may be .jsonl, .ndjson, .json, .csv, {', '.join(kinds)}")
-            return datasets.load_dataset(kind, data_files=source, split="train")
+            return datasets.load_dataset(kind, data_files=partitions(source), split="train")
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(source)
         return datasets.load_dataset(source, split="train")
