@@ -25,6 +25,13 @@ def add(commands: Any) -> None:
     build.add_argument(
         "--shard", default="0/1", metavar="I/N", help="process every N-th record only, starting at the I-th"
     )
+    build.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes for reading, rules and selection; the output is the same. Calls and models stay in one process",
+    )
     build.add_argument("--dry-run", action="store_true", help="print the estimated calls and tokens, and stop")
 
     imports = command(
@@ -116,11 +123,12 @@ def run_build(options: argparse.Namespace) -> None:
     from aspd_jax.pipeline.work import Shard
 
     config = read_config(DataConfig, options.config, options.overrides)
+    positive(options, "workers")
     shard = Shard.parse(options.shard)
     if options.dry_run:
         print(estimate(config, options.source, shard))
         return
-    outcome = build(config, options.source, options.output, shard)
+    outcome = build(config, options.source, options.output, shard, workers=options.workers)
     left_out = outcome.report.left_out
     if len(left_out) == outcome.report.records and (left_out or shard.of == 1):
         raise no_record(options.source, left_out)

@@ -1,9 +1,14 @@
 """Adaptive Serial-Parallel Decoding: structured answers, their layout and mask, and the model."""
 
-from aspd_jax.language_model import LanguageModel, load_model, save_model
-from aspd_jax.layout import Layout, build_layout, visible
-from aspd_jax.structure import Branch, Parallel, Serial, plain_text
-from aspd_jax.tokens import Codec, SpecialTokens
+from typing import TYPE_CHECKING
+
+from aspd_jax.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from aspd_jax.language_model import LanguageModel, load_model, save_model
+    from aspd_jax.layout import Layout, build_layout, visible
+    from aspd_jax.structure import Branch, Parallel, Serial, plain_text
+    from aspd_jax.tokens import Codec, SpecialTokens
 
 __all__ = [
     "Branch",
@@ -19,3 +24,13 @@ __all__ = [
     "save_model",
     "visible",
 ]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "language_model": ("LanguageModel", "load_model", "save_model"),
+        "layout": ("Layout", "build_layout", "visible"),
+        "structure": ("Branch", "Parallel", "Serial", "plain_text"),
+        "tokens": ("Codec", "SpecialTokens"),
+    },
+)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-import jax
 import numpy as np
 
 from aspd_jax.errors import ConfigError
@@ -181,8 +180,8 @@ def visible(
         key_slot: cache slots of the keys, int [B, K].
     """
     check_choice("siblings", siblings, Siblings)
-    q = jax.tree.map(lambda field: field[..., :, None], query)
-    k = jax.tree.map(lambda field: field[..., None, :], key)
+    q = Layout(*(field[..., :, None] for field in query))
+    k = Layout(*(field[..., None, :] for field in key))
     same = (q.sequence == k.sequence) & (k.sequence > 0)
     sibling = (q.block == k.block) & (q.block > 0) & (q.branch != k.branch)
     seen = same & (k.position <= q.position) & ~sibling

@@ -6,30 +6,30 @@ Every stage processes all answers that it has not processed before with the same
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryFile
+from typing import IO, Any, NamedTuple
 
 from tqdm import tqdm
 
 from aspd_jax.endpoint import Unanswered, outside_event_loop
-from aspd_jax.errors import DataError, StructureError
+from aspd_jax.errors import DataError
+from aspd_jax.files import writing
 from aspd_jax.pipeline.annotate import annotate, independence
-from aspd_jax.pipeline.checks import find_defect, find_dependence
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.data_report import Account, Report
-from aspd_jax.pipeline.extract import propose
-from aspd_jax.pipeline.leads import with_leads
-from aspd_jax.pipeline.likelihood import encode, nll_increases
-from aspd_jax.pipeline.measures import saved
-from aspd_jax.pipeline.sets import write
-from aspd_jax.pipeline.spans import BlockSpan, blocks_to_json, structure_of
+from aspd_jax.pipeline.entries import Entry
+from aspd_jax.pipeline.rule_stages import by_form, check, propose_by_rules, too_short, well_formed
+from aspd_jax.pipeline.sets import Survey, write
 from aspd_jax.pipeline.teacher import Teacher
 from aspd_jax.pipeline.work import WHOLE, Answer, Candidate, Shard, Work
+from aspd_jax.pipeline.worker_pool import process_all
 from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
-from aspd_jax.structure import plain_text
 
 MIN_ROW = 256  # minimum padded length of a scored row in tokens
 
@@ -47,7 +47,9 @@ class Outcome(NamedTuple):
 
 
 @outside_event_loop
-def build(config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, progress: bool = True) -> Outcome:
+def build(
+    config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, progress: bool = True, workers: int = 1
+) -> Outcome:
     """Run all stages and write `structured.jsonl`, `plain.jsonl`, `rejected.jsonl`, `report.md` and `report.json`.
 
     Args:
@@ -56,22 +58,64 @@ def build(config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, p
         output: folder of the results and of the store of the run.
         shard: part of the records to process.
         progress: whether to show progress bars.
+        workers: processes for reading, rules and selection; results do not depend on it. Calls of a teacher and a
+            likelihood model stay in this process. Processes are spawned, so a script with more than one worker needs
+            `if __name__ == "__main__":`.
 
     Raises:
-        AspdError: the source cannot be read, the endpoint refuses, or a setting is not valid.
+        AspdError: the source cannot be read, the endpoint refuses, a worker was killed, or a setting is not valid.
     """
     store = Store(output / shard.name("work", ".sqlite"))
     try:
         teacher = Teacher(config.teacher, store) if config.teacher.base_url else None
         work = Work(config, source, shard, store, teacher.prompts if teacher else {})
-        asyncio.run(_Run(work, teacher, progress).run())
-        account = Account(*store.account(), config.teacher.input_price, config.teacher.output_price)
-        return Outcome(write(work, output, account), len(work.unanswered))
+        if teacher is not None or config.likelihood.model:
+            asyncio.run(_Run(work, teacher, progress).run())
+        report = Report(Account(*store.account(), config.teacher.input_price, config.teacher.output_price))
+        with _spool(output) as spool:
+            survey = _process(work, store, workers, output, spool, progress)
+            return Outcome(write(work, output, report, survey, _entries(spool)), len(work.unanswered))
     finally:
         store.close()
 
 
+@contextmanager
+def _spool(output: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file without a name; it goes with the process, however that ends."""
+    with ExitStack() as stack:
+        with writing(output):
+            spool = stack.enter_context(TemporaryFile(dir=output))
+        yield spool
+
+
+def _process(work: Work, store: Store, workers: int, output: Path, spool: IO[bytes], progress: bool) -> Survey:
+    """Process all records, store the results of their stages, and write their entries to a file."""
+    survey = Survey()
+    total = sum(1 for _ in work.shard.rows(work.source))
+    bar = tqdm(total=total, desc="records", unit="record", disable=None if progress else True)
+    with bar, closing(process_all(work, store, workers)) as parts:
+        for part in parts:
+            store.put_all(part.added)
+            with writing(output):
+                spool.write(part.entries)
+                spool.flush()
+            for sample in part.samples:
+                survey.add(sample)
+            bar.update(part.size)
+    return survey
+
+
+def _entries(spool: IO[bytes]) -> Iterator[Entry]:
+    """Yield the entries of a file, which holds a pickled list for each part."""
+    spool.seek(0)
+    with suppress(EOFError):
+        while True:
+            yield from pickle.load(spool)
+
+
 class _Run:
+    """The stages that call a teacher or a model, with the rules in between."""
+
     def __init__(self, work: Work, teacher: Teacher | None, progress: bool) -> None:
         self.config, self.work, self.teacher, self.progress = work.config, work, teacher, progress
 
@@ -112,34 +156,21 @@ class _Run:
                     group.create_task(worker())
 
     async def _propose(self, answer: Answer) -> dict[str, Any]:
-        candidates: list[Candidate] = []
-        rejected: list[dict[str, str]] = []
-        tokens = self.work.count(answer.text)
-        if tokens < self.config.select.min_tokens:
-            reason = f"{tokens} tokens, fewer than select.min_tokens ({self.config.select.min_tokens})"
-            return {"candidates": [], "rejected": [{"stage": "short", "source": "", "reason": reason}]}
-        if self.config.rules:
-            candidates += [Candidate(f"form {n}", blocks) for n, blocks in enumerate(propose(answer.text), 1)]
-        if self.teacher is not None and self.config.teacher.candidates:
-            annotated, reasons = await annotate(self.teacher, answer.question, answer.text)
-            rejected += [{"stage": "annotate", "source": "teacher", "reason": reason} for reason in reasons]
-            candidates += [Candidate(f"teacher {n}", blocks) for n, blocks in enumerate(annotated, 1)]
-        kept: list[dict[str, Any]] = []
-        for candidate in candidates:
-            try:
-                blocks = [with_leads(answer.text, block) for block in candidate.blocks]
-                structure = structure_of(answer.text, blocks)
-                if plain_text(structure) != answer.text:
-                    raise StructureError("its plain text is not the answer")
-            except StructureError as error:
-                rejected.append({"stage": "integrity", "source": candidate.source, "reason": str(error)})
-                continue
-            kept.append(candidate._asdict() | {"blocks": blocks_to_json(blocks)})
-        return {"candidates": kept, "rejected": rejected}
+        if self.teacher is None or not self.config.teacher.candidates:
+            return propose_by_rules(self.work, answer)
+        if short := too_short(self.work, answer):
+            return short
+        candidates = by_form(answer.text) if self.config.rules else []
+        annotated, reasons = await annotate(self.teacher, answer.question, answer.text)
+        rejected = [{"stage": "annotate", "source": "teacher", "reason": reason} for reason in reasons]
+        candidates += [Candidate(f"teacher {n}", blocks) for n, blocks in enumerate(annotated, 1)]
+        proposed = well_formed(answer.text, candidates)
+        return proposed | {"rejected": [*rejected, *proposed["rejected"]]}
 
     def _score(self, total: int) -> None:
         """Score all candidates in batches of rows with similar lengths."""
         from aspd_jax.language_model import load_model
+        from aspd_jax.pipeline.likelihood import encode, nll_increases
 
         waiting: dict[int, list[Any]] = defaultdict(list)
         lm: Any = None
@@ -162,7 +193,7 @@ class _Run:
                     continue
                 candidates = self.work.candidates(answer)
                 blocks = [block for candidate in candidates for block in candidate.blocks]
-                if all(self._check(answer, block, None) for block in blocks):
+                if all(check(self.work, answer, block) for block in blocks):
                     continue  # no block can be selected, whatever its score
                 scores: list[Any] = [None] * len(candidates)
                 rows = []
@@ -199,7 +230,7 @@ class _Run:
                 if isinstance(of_block, list):
                     of_block = of_block[first : first + len(block.branches)]
                 first += len(block.branches)
-                failed.append(self._check(answer, block, of_block))
+                failed.append(check(self.work, answer, block, of_block))
             left = [place for place, failure in enumerate(failed) if failure is None]
             if left and self.teacher is not None and self.config.teacher.votes:
                 blocks = [candidate.blocks[place] for place in left]
@@ -212,27 +243,3 @@ class _Run:
                     failed[place] = failure
             verdicts.append(failed)
         return verdicts
-
-    def _check(self, answer: Answer, block: BlockSpan, scores: Any) -> dict[str, str] | None:
-        """Apply the checks without calls: number of branches, saved steps, rules and likelihood."""
-        select, likelihood = self.config.select, self.config.likelihood
-        if len(block.branches) > select.max_branches:
-            reason = f"{len(block.branches)} branches, select.max_branches is {select.max_branches}"
-            return {"stage": "select", "reason": reason}
-        gain = saved(answer.text, block, self.work.count)
-        if gain < select.min_saved:
-            return {"stage": "select", "reason": f"it saves {gain} passes, select.min_saved is {select.min_saved}"}
-        if self.config.check_references and (why := find_dependence(answer.question, answer.text, block)):
-            return {"stage": "check", "reason": why}
-        if self.config.check_defects and (why := find_defect(answer.text, block)):
-            return {"stage": "defect", "reason": why}
-        if isinstance(scores, str):
-            return {"stage": "likelihood", "reason": scores}
-        for branch, (mean, peak) in zip(block.branches, scores or [], strict=False):
-            for name, value, limit in (("mean", mean, likelihood.mean_rise), ("peak", peak, likelihood.peak_rise)):
-                if value > limit:
-                    reason = (
-                        f"{branch.title!r}: {name} rise of {value:.2f} nats a token, likelihood.{name}_rise is {limit}"
-                    )
-                    return {"stage": "likelihood", "reason": reason}
-        return None

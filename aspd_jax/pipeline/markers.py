@@ -47,6 +47,11 @@ _COUNTED = {
 }
 _EMPHASIS = r"(?:\*\*|__)?"
 _COUNTED_LINES = [(name, re.compile(_EMPHASIS + pattern, re.IGNORECASE)) for name, pattern in _COUNTED.items()]
+# Matches a line if and only if a pattern of a family does; most lines have no marker, and one search shows it.
+_ANY_COUNTED = re.compile(
+    _EMPHASIS + "(?:" + "|".join(re.sub(r"\(\?P<\w+>", "(?:", pattern) for pattern in _COUNTED.values()) + ")",
+    re.IGNORECASE,
+)
 _CASED = {"I.", "A.", "a.", "A)", "a)"}
 ROMAN = ["I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X", "XI", "XII"]
 _BULLET = re.compile(r"[•●・](?=\S)|[•●○▪◦‣·・–—*+\-][ \t]+")
@@ -75,7 +80,7 @@ def marker_of(line: str) -> Marker | None:
     """Return the marker of a line without indentation, or None."""
     if not line:
         return None
-    for name, pattern in _COUNTED_LINES:
+    for name, pattern in _COUNTED_LINES if _ANY_COUNTED.match(line) else ():
         if (found := pattern.match(line)) and (name not in _CASED or found["n"].isupper() == name[0].isupper()):
             word = found.groupdict().get("word")
             number = _number(found["n"], name == "I.")

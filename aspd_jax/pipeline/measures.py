@@ -17,7 +17,8 @@ TAGS = 2  # tags of a title: `<|title|>` and `<|/title|>`
 
 def estimate_tokens(text: str) -> int:
     """Return an estimate of the number of tokens of a text from its words, for use without a tokenizer."""
-    return sum(1 + (len(piece) - 1) // 6 for piece in _PIECES.findall(text))
+    pieces = _PIECES.findall(text)
+    return len(pieces) + sum([(len(piece) - 1) // 6 for piece in pieces if len(piece) > 6])
 
 
 class Measures(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import AspdError, DataError
-from aspd_jax.jsonl import BOM, Line, parse_json, read_lines
+from aspd_jax.jsonl import BOM, Line, parse_json, parsed, raw_lines
 from aspd_jax.partitions import is_url, partitions
 from aspd_jax.structure import Serial, Structure, from_json, plain_text
 
@@ -99,8 +99,13 @@ def read_records(source: str) -> Iterator[Conversation | Unreadable]:
     Raises:
         DataError: the file or dataset does not exist or cannot be read.
     """
-    for number, row, reason in read_rows(source):
-        yield Unreadable(number, str(number), reason) if reason else conversation(row, number)
+    return map(record_of, raw_rows(source))
+
+
+def record_of(row: Line) -> Conversation | Unreadable:
+    """Convert a row of `raw_rows` to a conversation, or to the reason why it is none."""
+    number, value, reason = parsed(row)
+    return Unreadable(number, str(number), reason) if reason else conversation(value, number)
 
 
 def read_rows(source: str) -> Iterator[Line]:
@@ -112,17 +117,22 @@ def read_rows(source: str) -> Iterator[Line]:
     Raises:
         DataError: the file or dataset does not exist or cannot be read.
     """
+    return map(parsed, raw_rows(source))
+
+
+def raw_rows(source: str) -> Iterator[Line]:
+    """Yield the records of a source as `read_rows` does, with JSON values as bytes that are not parsed yet.
+
+    Raises:
+        DataError: the file or dataset does not exist or cannot be read.
+    """
     path = Path(source)
     if path.suffix in (".jsonl", ".ndjson"):
-        yield from read_lines(source)
+        yield from raw_lines(source)
     elif path.suffix == ".json" and (texts := _json_texts(path)) is not None:
-        for number, text in enumerate(texts, 1):
-            try:
-                yield Line(number, parse_json(text))
-            except DataError as error:
-                yield Line(number, None, str(error))
+        yield from (Line(number, text) for number, text in enumerate(texts, 1))
     elif path.suffix == ".json":
-        yield from read_lines(path)
+        yield from raw_lines(path)
     elif path.suffix == ".csv":
         yield from _read_csv(path)
     else:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import asdict
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import ConfigError
+from aspd_jax.jsonl import Line
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.measures import Count, estimate_tokens
-from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
+from aspd_jax.pipeline.sources import Conversation, Unreadable, raw_rows, record_of
 from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json
-from aspd_jax.store import Store
+from aspd_jax.store import Results, Store
 
+COUNTS = 1 << 10  # texts whose number of tokens is kept
 VERSION = 5  # version of the stages; a change reruns all of them
 
 
@@ -50,9 +54,13 @@ class Shard(NamedTuple):
         """Return the name of a file of this shard."""
         return f"{stem}{suffix}" if self.of == 1 else f"{stem}-{self.number:05d}-of-{self.of:05d}{suffix}"
 
+    def rows(self, source: str) -> Iterator[Line]:
+        """Yield the rows of this shard (`raw_rows`)."""
+        return islice(raw_rows(source), self.number, None, self.of)
+
     def records(self, source: str) -> Iterator[Conversation | Unreadable]:
         """Yield the records of this shard."""
-        return islice(read_records(source), self.number, None, self.of)
+        return map(record_of, self.rows(source))
 
 
 WHOLE = Shard()
@@ -84,6 +92,11 @@ class Candidate(NamedTuple):
     blocks: tuple[BlockSpan, ...]
 
 
+def candidates_of(proposed: Mapping[str, Any]) -> list[Candidate]:
+    """Return the candidates of a result of the first stage."""
+    return [Candidate(c["source"], blocks_from_json(c["blocks"])) for c in proposed["candidates"]]
+
+
 def answers_of(record: Conversation) -> Iterator[tuple[int, Answer]]:
     """Yield the answers of a conversation with their index, each with the text before it."""
     for place in record.answers:
@@ -94,18 +107,20 @@ def answers_of(record: Conversation) -> Iterator[tuple[int, Answer]]:
 def counter(folder: str) -> Count:
     """Return a function that counts tokens: with the tokenizer of a checkpoint, or by an estimate without a folder.
 
+    Checks and measures count the same pieces of an answer, so the latest counts are kept.
+
     Raises:
         ConfigError: the checkpoint has no tokenizer.
     """
     if not folder:
-        return estimate_tokens
+        return lru_cache(COUNTS)(estimate_tokens)
     from aspd_jax.formats import open_tokenizer
 
     try:
         tokenizer = open_tokenizer(folder)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"{folder} holds no tokenizer that transformers can read: {error}") from None
-    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+    return lru_cache(COUNTS)(lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
 
 
 class Work:
@@ -115,10 +130,12 @@ class Work:
         config: configuration of the pipeline.
         source: path or name of the records.
         shard: part of the records to process.
-        store: store of the run.
+        store: store of the run, or results in memory.
         prompts: prompts of the teacher by name; they are inputs of the stages.
 
     Attributes:
+        store: where the results of stages are.
+        prompts: prompts of the teacher.
         count: function that counts the tokens of a text.
         unanswered: reasons why answers have no reply in this run, by key.
 
@@ -126,11 +143,13 @@ class Work:
         ConfigError: the checkpoint that counts tokens has no tokenizer.
     """
 
-    def __init__(self, config: DataConfig, source: str, shard: Shard, store: Store, prompts: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: DataConfig, source: str, shard: Shard, store: Store | Results, prompts: Mapping[str, str]
+    ) -> None:
         self.config, self.source, self.shard = config, source, shard
         self.count = counter(config.tokenizer)
         self.unanswered: dict[str, str] = {}
-        self._store = store
+        self.store, self.prompts = store, prompts
         s, teacher = config.select, asdict(config.teacher)
         asked = [teacher[name] for name in ("base_url", "model", "temperature", "max_tokens", "attempts")]
         settings = {
@@ -159,6 +178,12 @@ class Work:
             whole.update(json.dumps(values).encode())
             self._settings[stage] = whole.hexdigest()
 
+    def over(self, store: Results) -> Work:
+        """Return this work with other results."""
+        work = copy(self)
+        work.store = store
+        return work
+
     def records(self) -> Iterator[Conversation | Unreadable]:
         """Yield the records of this shard."""
         return self.shard.records(self.source)
@@ -171,16 +196,24 @@ class Work:
 
     def get(self, stage: str, answer: Answer) -> Any:
         """Return the stored result of a stage for an answer, or None."""
-        return self._store.get(answer.key, stage, self._made_of(stage, answer))
+        return self.store.get(answer.key, stage, self._made_of(stage, answer))
 
     def put(self, stage: str, answer: Answer, value: Any) -> None:
         """Store the result of a stage for an answer."""
-        self._store.put(answer.key, stage, self._made_of(stage, answer), value)
+        self.store.put(answer.key, stage, self._made_of(stage, answer), value)
+
+    def result(self, stage: str, answer: Answer, compute: Callable[[], Any]) -> Any:
+        """Return the stored result of a stage for an answer; if it has none, compute and store it."""
+        made_of = self._made_of(stage, answer)
+        value = self.store.get(answer.key, stage, made_of)
+        if value is None:
+            value = compute()
+            self.store.put(answer.key, stage, made_of, value)
+        return value
 
     def candidates(self, answer: Answer) -> list[Candidate]:
         """Return the candidates that the first stage proposed."""
-        value = self.get("propose", answer) or {"candidates": []}
-        return [Candidate(c["source"], blocks_from_json(c["blocks"])) for c in value["candidates"]]
+        return candidates_of(self.get("propose", answer) or {"candidates": []})
 
     def _made_of(self, stage: str, answer: Answer) -> str:
         """Return a hash of all inputs of a stage for an answer."""

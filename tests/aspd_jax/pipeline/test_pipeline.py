@@ -199,7 +199,7 @@ def test_likelihood_decides(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
     def known(lm: LanguageModel, rows: Any, size: int) -> Any:
         return ([Rise(0.3, 2.0)] * int(row.branch.max()) for row in rows)
 
-    monkeypatch.setattr("aspd_jax.pipeline.build.nll_increases", known)
+    monkeypatch.setattr("aspd_jax.pipeline.likelihood.nll_increases", known)
     (tmp_path / "out" / "work.sqlite").unlink()
     for limits, left in (
         ({"mean_rise": 0.3, "peak_rise": 2.0}, 2),

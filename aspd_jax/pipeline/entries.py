@@ -1,0 +1,199 @@
+"""What one record adds to the results of a run: its lines of the sets, and its answers for the report.
+
+An entry depends on the configuration and on its record only, so any process may compute it. Decisions that depend on
+other records are in `sets`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from aspd_jax.pipeline.checks import asked_for, repetition
+from aspd_jax.pipeline.measures import Measures, best, measure
+from aspd_jax.pipeline.rule_stages import judge_by_rules, propose_by_rules
+from aspd_jax.pipeline.sources import Conversation, Unreadable
+from aspd_jax.pipeline.spans import BlockSpan, structure_of
+from aspd_jax.pipeline.work import Answer, Candidate, Work, answers_of, candidates_of
+from aspd_jax.structure import to_json
+
+NOTHING: dict[str, Any] = {"candidates": [], "rejected": []}  # result of the first stage for an empty answer
+
+
+class Sample(NamedTuple):
+    """What the comparison of records needs to know of one that may be in the sets.
+
+    Attributes:
+        number: number of the record.
+        question: hash of all messages before the last answer.
+        measures: measures of the last answer.
+        forked: whether an answer has a block.
+        serial: whether the record may be in the sets without a block, by the kind of its question.
+    """
+
+    number: int
+    question: str
+    measures: Measures
+    forked: bool
+    serial: bool
+
+
+class Selection(NamedTuple):
+    """The best surviving candidate of an answer.
+
+    Attributes:
+        blocks: its blocks; empty: the answer is serial.
+        measures: measures of the answer.
+        source: source of the candidate; empty: there is none.
+        sources: sources of all candidates.
+        proposed: number of blocks of all candidates.
+        rejected: rejected candidates and blocks, with `stage` and `reason`.
+        rises: mean and peak rise of all scored branches.
+    """
+
+    blocks: tuple[BlockSpan, ...]
+    measures: Measures
+    source: str
+    sources: list[str]
+    proposed: int
+    rejected: list[dict[str, Any]]
+    rises: list[Sequence[float]]
+
+
+class Entry(NamedTuple):
+    """What a record adds to the results, before other records are considered.
+
+    Attributes:
+        number: number of the record.
+        refused: stage that refuses the record: `read`, `teacher` or `record`; empty: it may be in the sets.
+        reason: reason why it is refused.
+        rejected: its lines of `rejected.jsonl`.
+        plain, structured: its lines of the sets.
+        defect: line of `rejected.jsonl` if the record has no block, but a list with a defect.
+        draw: random number of 32 bits from the text, for `select.serial_ratio`.
+        selections: selections of its answers, without blocks.
+        sample: what the comparison with other records needs; None: the record is refused.
+    """
+
+    number: int
+    refused: str = ""
+    reason: str = ""
+    rejected: str = ""
+    plain: str = ""
+    structured: str = ""
+    defect: str = ""
+    draw: int = 0
+    selections: Sequence[Selection] = ()
+    sample: Sample | None = None
+
+
+def entry_of(work: Work, record: Conversation | Unreadable) -> Entry:
+    """Return the entry of a record; missing results of the rule stages are computed and stored."""
+    base: dict[str, Any] = {"id": record.id, "line": record.number}
+    if isinstance(record, Unreadable):
+        return _refused(base, "read", record.reason)
+    answers = list(answers_of(record))
+    if missing := [work.unanswered[a.key] for _, a in answers if a.key in work.unanswered]:
+        return _refused(base, "teacher", missing[0])
+    results = [_results(work, answer) for _, answer in answers]
+    candidates = [candidates_of(proposed) for proposed, _ in results]
+    for (_, answer), of_answer in zip(answers, candidates, strict=True):
+        if unfit := _unfit(work, answer, of_answer):
+            return _refused(base, "record", unfit)
+    selections = [
+        _select(work, answer, of_answer, list(proposed["rejected"]), verdicts)
+        for (_, answer), of_answer, (proposed, verdicts) in zip(answers, candidates, results, strict=True)
+    ]
+    return _entry(work, record, base, answers, selections)
+
+
+def line(value: dict[str, Any]) -> str:
+    """Return a line of JSONL."""
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def _refused(base: dict[str, Any], stage: str, reason: str) -> Entry:
+    return Entry(base["line"], stage, reason, line(base | {"stage": stage, "reason": reason}))
+
+
+def _results(work: Work, answer: Answer) -> tuple[dict[str, Any], list[Any]]:
+    """Return the results of the stages *propose* and *judge*."""
+    if not answer.text.strip():
+        return NOTHING, []
+    proposed = work.result("propose", answer, lambda: propose_by_rules(work, answer))
+    return proposed, work.result("judge", answer, lambda: judge_by_rules(work, answer, proposed))
+
+
+def _unfit(work: Work, answer: Answer, candidates: Sequence[Candidate]) -> str | None:
+    """Return the reason why the record of an answer belongs to neither set, whatever its structure, or None."""
+    select = work.config.select
+    if select.max_repetition < 1 and (repeated := repetition(answer.text)) > select.max_repetition:
+        return f"{repeated:.0%} of its words repeat what it said before, at most {select.max_repetition:.0%} may"
+    if select.as_asked and (asked := asked_for(answer.question)):
+        sizes = {len(block.branches) for candidate in candidates for block in candidate.blocks}
+        if sizes and asked not in sizes:
+            return f"its question asks for {asked}, and its blocks have {', '.join(map(str, sorted(sizes)))}"
+    return None
+
+
+def _select(
+    work: Work, answer: Answer, candidates: Sequence[Candidate], rejected: list[dict[str, Any]], verdicts: list[Any]
+) -> Selection:
+    scores = work.get("score", answer) or [] if work.config.likelihood.model else []
+    surviving: list[tuple[BlockSpan, ...]] = []
+    for candidate, failures in zip(candidates, verdicts, strict=True):
+        both = list(zip(candidate.blocks, failures, strict=True))
+        surviving.append(tuple(block for block, failure in both if failure is None))
+        for block, failure in both:
+            if failure is not None:
+                where = {"source": candidate.source, "start": block.start, "end": block.end}
+                rejected.append(failure | where | {"titles": [branch.title for branch in block.branches]})
+    measures = [measure(answer.text, blocks, work.count) for blocks in surviving]
+    chosen = best(measures)
+    return Selection(
+        () if chosen is None else surviving[chosen],
+        measure(answer.text, (), work.count) if chosen is None else measures[chosen],
+        "" if chosen is None else candidates[chosen].source,
+        [candidate.source for candidate in candidates],
+        sum(len(candidate.blocks) for candidate in candidates),
+        rejected,
+        [rise for of_candidate in scores if isinstance(of_candidate, list) for rise in of_candidate],
+    )
+
+
+def _entry(
+    work: Work,
+    record: Conversation,
+    base: dict[str, Any],
+    answers: Sequence[tuple[int, Answer]],
+    selections: Sequence[Selection],
+) -> Entry:
+    select = work.config.select
+    rejected = []
+    if record.unanswered:
+        rejected.append({"message": len(record.messages), "stage": "read", "reason": "no answer follows"})
+    plain: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in record.messages]
+    structured, details = list(plain), []
+    for (place, answer), chosen in zip(answers, selections, strict=True):
+        rejected += [{"message": place} | rejection for rejection in chosen.rejected]
+        structured[place] = {"role": "assistant", "structure": to_json(structure_of(answer.text, chosen.blocks))}
+        speedup = {"ideal_speedup": round(chosen.measures.ideal_speedup, 3)}
+        detail = {"source": chosen.source, "measures": chosen.measures._asdict() | speedup}
+        details.append({"message": place} | detail | {"rejected": chosen.rejected})
+    forked = any(chosen.blocks for chosen in selections)
+    serial = not select.serial_kinds or record.kind in select.serial_kinds
+    defects = [r["reason"] for chosen in selections for r in chosen.rejected if r["stage"] == "defect"]
+    question = hashlib.sha256(json.dumps(record.messages[:-1]).encode()).hexdigest()
+    return Entry(
+        record.number,
+        rejected="".join(line(base | rejection) for rejection in rejected),
+        plain=line(base | {"messages": plain}),
+        structured=line(base | {"messages": structured, "pipeline": details}),
+        defect=line(base | {"stage": "record", "reason": defects[0]}) if defects and not forked else "",
+        draw=crc32(json.dumps(plain).encode()) if select.serial_ratio else 0,
+        selections=[chosen._replace(blocks=()) for chosen in selections],
+        sample=Sample(record.number, question, selections[-1].measures, forked, serial),
+    )
