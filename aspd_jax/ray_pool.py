@@ -178,10 +178,11 @@ class _Pool:
         options: RayOptions,
         workers: int,
         name: Callable[[Any], str],
+        urgent: bool,
     ) -> None:
         import ray
 
-        self._ray, self._make, self._workers, self._name = ray, make, workers, name
+        self._ray, self._make, self._workers, self._name, self._urgent = ray, make, workers, name, urgent
         self._class: Any = ray.remote(_Actor).options(max_restarts=0, max_task_retries=0, **options.actor_options())
         self._tasks = iter(tasks)
         self._next: Task | None = next(self._tasks, None)
@@ -254,10 +255,13 @@ class _Pool:
         self._feed()
 
     def _feed(self) -> None:
-        """Send tasks to idle actors. Returned tasks come last and one at a time: one of them may be fatal."""
+        """Send tasks to idle actors. Returned tasks are sent one at a time, because one of them may be fatal."""
         for lane in list(self._idle):
             new: list[Task] = []
-            while self._next is not None and len(lane.held) + len(new) < lane.room:
+            if self._urgent and self._returned and not lane.held:
+                new.append(self._returned.popleft())
+            while not (self._urgent and (new or self._returned)) and self._has_room(lane, new):
+                assert self._next is not None
                 new.append(self._next)
                 self._next = next(self._tasks, None)
             if not new and not lane.held and self._returned:
@@ -267,6 +271,9 @@ class _Pool:
                 lane.held |= dict(new)
                 self._replies[lane.actor.advance.remote(new)] = lane
 
+    def _has_room(self, lane: _Lane, new: Sequence[Task]) -> bool:
+        return self._next is not None and len(lane.held) + len(new) < lane.room
+
 
 def run_on_ray(
     make: Callable[[], Worker],
@@ -274,6 +281,7 @@ def run_on_ray(
     options: RayOptions,
     workers: int,
     name: Callable[[Any], str] = "record {}".format,
+    urgent: bool = False,
 ) -> Iterator[Task]:
     """Yield keys and results in the order in which tasks end, on a connected cluster.
 
@@ -286,9 +294,10 @@ def run_on_ray(
         options: options of the run.
         workers: number of actors, see `cluster`.
         name: function from a key to its name in messages.
+        urgent: whether tasks of dead actors are repeated before other tasks, not behind them.
 
     Raises:
         RequestError: actors have died too often with one task, or at their start.
         AspdError: error of a worker.
     """
-    return _Pool(make, tasks, options, workers, name).run()
+    return _Pool(make, tasks, options, workers, name, urgent).run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +103,8 @@ def ended(processes: Sequence[int], seconds: float = 60) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+def make_logged(make: Callable[[], Worker], log: Path) -> Logged:
+    """Return a worker that another function makes, logged."""
+    return Logged(make(), log)

@@ -22,8 +22,7 @@ from aspd_jax.language_model import save_model
 from aspd_jax.ray_pool import RayOptions, Task, cluster, run_on_ray
 from infer import Engine, SamplingParams
 from infer.offline.batch import generate_file, write_answers
-from infer.request import Mode
-from tests.helpers.ray_workers import Logged, descendants, ended, made
+from tests.helpers.ray_workers import descendants, ended, made, make_logged
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24)
 LOCAL = RayOptions("local", 2, {"CPU": 1.0})
@@ -73,10 +72,6 @@ def command(model: Path, source: str, output: Path, *more: str) -> list[str]:
     return [*words, "--max-new-tokens", "24", "--temperature", "1", *more]
 
 
-def make_logged(settings: EngineSettings, source: str, log: Path, mode: Mode) -> Logged:
-    return Logged(make_worker(settings, source, PARAMS, mode), log)
-
-
 def test_output_equals_that_of_one_process(model: Path, source: Path, whole: Path, tmp_path: Path) -> None:
     """Also from a URL, whose name the errors hold."""
     url = f"file://{source}/part-*.jsonl"
@@ -97,7 +92,7 @@ def test_kill_9_of_a_worker(model: Path, source: Path, whole: Path, tmp_path: Pa
     """Only prompts that the killed worker held are answered again."""
     name, log, output = f"{source}/part-*.jsonl", tmp_path / "log", tmp_path / "out.jsonl"
     settings = EngineSettings(str(model), "float32", None, "float", None, 96, 1, "all", 0, False)
-    make = partial(make_logged, settings, name, log, "adaptive")
+    make = partial(make_logged, partial(make_worker, settings, name, PARAMS, "adaptive"), log)
     before: list[str] = []
 
     def answer(tasks: Iterator[Task]) -> Iterator[Task]:
