@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aspd.options import (
+    absolute,
     add_ray_options,
     command,
     mesh_of,
@@ -222,8 +223,8 @@ def _answer_on_ray(
 
     tokenizer = open_checkpoint(settings.model).tokenizer
     chat = not options.raw and bool(getattr(tokenizer, "chat_template", None))
-    adapter = settings.adapter and _absolute(settings.adapter)
-    settings = settings._replace(model=_absolute(settings.model), adapter=adapter)
+    adapter = settings.adapter and absolute(settings.adapter)
+    settings = settings._replace(model=absolute(settings.model), adapter=adapter)
     make = partial(make_worker, settings, options.input, params, options.mode)
 
     def answer(tasks: Iterator[Task]) -> Iterator[Task]:
@@ -232,13 +233,6 @@ def _answer_on_ray(
 
     outcome = write_answers(answer, options.input, options.output, params, options.mode, chat, samples=options.samples)
     _print_outcome(options.output, outcome)
-
-
-def _absolute(name: str) -> str:
-    """Return the absolute path of a file or folder, because workers have another current folder; other names as is."""
-    from aspd_jax.formats import NAMES
-
-    return str(Path(name).resolve()) if name not in NAMES and Path(name).exists() else name
 
 
 def _print_outcome(output: Path, outcome: Outcome) -> None:

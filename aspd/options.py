@@ -111,21 +111,23 @@ def join_processes(options: argparse.Namespace) -> None:
         jax.distributed.initialize()
 
 
-def add_ray_options(parser: argparse.ArgumentParser, about: str) -> None:
+def add_ray_options(parser: argparse.ArgumentParser, about: str, workers: bool = True) -> None:
     """Add the options of a run on a Ray cluster.
 
     Args:
         parser: parser of the command.
         about: what the workers do.
+        workers: whether to add the option for their number.
     """
     parser.add_argument(
         "--ray", metavar="ADDRESS",
         help=f"{about} on a Ray cluster: auto, HOST:PORT, ray://HOST:PORT, or local, which starts one on this machine",
     )  # fmt: skip
-    parser.add_argument(
-        "--ray-workers", type=int, default=0, metavar="N",
-        help="workers on the cluster; 0: as many as its resources suffice for",
-    )  # fmt: skip
+    if workers:
+        parser.add_argument(
+            "--ray-workers", type=int, default=0, metavar="N",
+            help="workers on the cluster; 0: as many as its resources suffice for",
+        )  # fmt: skip
     parser.add_argument(
         "--ray-resources", default="CPU=1", metavar="NAME=N,…", help="resources of a worker, such as CPU=4,GPU=1"
     )
@@ -138,14 +140,22 @@ def ray_options(options: argparse.Namespace) -> RayOptions | None:
         RequestError: a value is not valid, or Ray is not installed.
     """
     resources = RayOptions.parse_resources(options.ray_resources)
-    if options.ray_workers < 0:
-        raise RequestError(f"--ray-workers: expected at least 0, got {options.ray_workers}")
+    workers = getattr(options, "ray_workers", 0)
+    if workers < 0:
+        raise RequestError(f"--ray-workers: expected at least 0, got {workers}")
     if options.ray is None:
-        if options.ray_workers:
+        if workers:
             raise RequestError("--ray-workers goes with --ray")
         return None
     require_ray()
-    return RayOptions(options.ray, options.ray_workers, resources)
+    return RayOptions(options.ray, workers, resources)
+
+
+def absolute(name: str) -> str:
+    """Return the absolute path of a file or folder, because workers have another current folder; other names as is."""
+    from aspd_jax.formats import NAMES
+
+    return str(Path(name).resolve()) if name and name not in NAMES and Path(name).exists() else name
 
 
 def sampling_options(parser: argparse.ArgumentParser) -> None:

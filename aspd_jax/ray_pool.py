@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from aspd_jax.errors import AspdError, RequestError
 
 Task: TypeAlias = tuple[Any, Any]  # hashable key, which messages name, and input or result
 MAX_DEATHS = 3  # deaths of workers that hold one task alone, or that start, after which a run stops
+CONNECT_SECONDS = 10.0
 OBJECT_STORE = 1 << 28  # bytes of shared memory of a local cluster; tasks and results are small
 
 
@@ -118,6 +120,7 @@ def cluster(options: RayOptions) -> Iterator[int]:
     import ray
 
     local = options.address == "local"
+    _check_reachable(options.address)
     settings: dict[str, Any] = {"address": options.address, "log_to_driver": False, "logging_level": logging.WARNING}
     if local:
         cpus = max(os.cpu_count() or 1, int(options.workers * options.resources.get("CPU", 0) + 0.999))
@@ -137,6 +140,22 @@ def cluster(options: RayOptions) -> Iterator[int]:
         yield options.workers or most
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Check that a server listens at `HOST:PORT`; Ray itself tries for many minutes.
+
+    Raises:
+        RequestError: none does.
+    """
+    host, found, port = address.removeprefix("ray://").rpartition(":")
+    if not found:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"--ray {address}: expected the address of a cluster, cannot connect: {reason}") from None
 
 
 class _Actor:
