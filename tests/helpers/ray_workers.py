@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,24 @@ from aspd_jax.ray_pool import Task, Worker
 
 
 class Logged:
-    """A worker that notes its process and its new tasks before it works on them."""
+    """A worker that notes its process and its new tasks before it works on them.
 
-    def __init__(self, worker: Worker, log: Path) -> None:
-        self.worker, self.log, self.room = worker, log, worker.room
+    Args:
+        worker: the worker.
+        log: file of the notes.
+        fatal: key of a task; when it comes for the first time, the process kills itself before it returns results.
+    """
+
+    def __init__(self, worker: Worker, log: Path, fatal: Any = None) -> None:
+        self.worker, self.log, self.fatal, self.room = worker, log, fatal, worker.room
 
     def advance(self, new: Sequence[Task]) -> list[Task]:
         with self.log.open("a") as file:
             file.writelines(f"{os.getpid()} {key!r}\n" for key, _ in new)
-        return self.worker.advance(new)
+        ended = self.worker.advance(new)
+        if any(key == self.fatal for key, _ in new) and made(self.log).count(repr(self.fatal)) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ended
 
 
 class Squares:
@@ -88,8 +97,9 @@ def descendants(process: int) -> dict[int, str]:
     return found
 
 
-def ended(processes: Sequence[int], seconds: float = 60) -> bool:
-    """Wait for processes to end; zombies have ended."""
+def ended(lines: Mapping[int, str], seconds: float = 60) -> bool:
+    """Wait for the processes of `descendants` to end, but for Ray's idle agents; zombies have ended."""
+    processes = [process for process, line in lines.items() if "Agent" not in line]
     end = time.monotonic() + seconds
 
     def alive(process: int) -> bool:
@@ -105,6 +115,6 @@ def ended(processes: Sequence[int], seconds: float = 60) -> bool:
     return True
 
 
-def make_logged(make: Callable[[], Worker], log: Path) -> Logged:
+def make_logged(make: Callable[[], Worker], log: Path, fatal: Any = None) -> Logged:
     """Return a worker that another function makes, logged."""
-    return Logged(make(), log)
+    return Logged(make(), log, fatal)

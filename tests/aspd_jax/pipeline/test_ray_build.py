@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -83,11 +82,8 @@ def test_kill_9_of_a_worker(parts: Path, whole: dict[str, bytes], tmp_path: Path
     """No call is made twice, because calls are the driver's; only parts that the worker held are processed again."""
     log, source = tmp_path / "log", f"{parts}/part-*.jsonl"
 
-    def killing(make: Any, tasks: Any, *rest: Any, **more: Any) -> Iterator[Task]:
-        for number, task in enumerate(run_on_ray(partial(make_logged, make, log), tasks, *rest, **more)):
-            yield task
-            if number == 1:
-                os.kill(int(log.read_text().splitlines()[-1].split()[0]), signal.SIGKILL)
+    def killing(make: Any, *rest: Any, **more: Any) -> Iterator[Task]:
+        return run_on_ray(partial(make_logged, make, log, 7), *rest, **more)
 
     with TeacherServer(faithful) as server:
         build(teacher(server), source, tmp_path / "one", progress=False)
@@ -98,7 +94,8 @@ def test_kill_9_of_a_worker(parts: Path, whole: dict[str, bytes], tmp_path: Path
     assert contents(tmp_path / "out", source) == contents(tmp_path / "one", source)
     times = Counter(made(log))
     assert set(times) == {repr(number) for number in range((RECORDS + 63) // 64)}
-    assert 0 < sum(count - 1 for count in times.values()) <= aspd_jax.pipeline.worker_pool.AHEAD
+    again = {key for key, count in times.items() if count > 1}
+    assert "7" in again and len(again) <= aspd_jax.pipeline.worker_pool.AHEAD and max(times.values()) == 2
     log.unlink()
     build(NO_TEACHER, source, tmp_path / "rules", progress=False, ray=LOCAL)
     assert contents(tmp_path / "rules", source) == whole != contents(tmp_path / "out", source)
@@ -120,7 +117,7 @@ def test_kill_9_of_the_driver(parts: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not (tmp_path / "out" / "structured.jsonl").exists()
-        assert any("raylet" in line for line in processes.values()) and ended(list(processes))
+        assert any("raylet" in line for line in processes.values()) and ended(processes)
         assert Counter(server.seen) == calls + calls
         done = subprocess.run(words, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

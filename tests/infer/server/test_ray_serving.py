@@ -108,7 +108,7 @@ class Server:
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(120)
-        assert ended(list(self.processes))
+        assert ended(self.processes)
         return code
 
 
