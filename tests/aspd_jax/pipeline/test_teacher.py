@@ -99,6 +99,26 @@ def test_what_failed_is_asked_for_again_by_the_next_run(source: Path, tmp_path: 
         assert len(lines(tmp_path / "out" / "plain.jsonl")) == 5
 
 
+def test_a_vote_without_a_reply_leaves_the_record_for_the_next_run(source: Path, tmp_path: Path) -> None:
+    broken = True
+
+    def down(body: dict[str, Any], before: int) -> Reply:
+        return (500, "{}") if broken and "<groups>" in body["messages"][0]["content"] else faithful(body, before)
+
+    with TeacherServer(down) as server:
+        config = teacher(server, retries=0)
+        outcome = build(config, str(source), tmp_path / "out", progress=False)
+        assert outcome.unanswered == 2 and outcome.report.unanswered == 2
+        reasons = [row["reason"] for row in lines(tmp_path / "out" / "rejected.jsonl") if row["stage"] == "teacher"]
+        assert len(reasons) == 2 and all(reason.startswith("judge: ") for reason in reasons)
+        broken = False
+        assert not build(config, str(source), tmp_path / "out", progress=False, workers=2).unanswered
+    with TeacherServer(faithful) as server:
+        build(teacher(server), str(source), tmp_path / "whole", progress=False)
+    for name in ("structured", "plain", "rejected"):
+        assert (tmp_path / "out" / f"{name}.jsonl").read_text() == (tmp_path / "whole" / f"{name}.jsonl").read_text()
+
+
 @pytest.mark.parametrize("status, message", [(401, "refuses"), (404, "refuses"), (503, "in a row")])
 def test_an_endpoint_that_will_not_do_stops_the_run(status: int, message: str, source: Path, tmp_path: Path) -> None:
     with (
