@@ -191,7 +191,7 @@ def test_answers_end_before_the_server_does() -> None:
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{server.url}/health", timeout=5)
     with Server("--replicas", "2") as server:
-        engines = [pid for pid, line in server.processes.items() if "EngineReplica" in line]
+        engines = [pid for pid, line in server.processes.items() if "ServeReplica:aspd:engine" in line]
         assert len(engines) == 2
         os.kill(engines[0], signal.SIGKILL)
         end = time.monotonic() + 120
