@@ -127,6 +127,8 @@ def raw_rows(source: str) -> Iterator[Line]:
         DataError: the file or dataset does not exist or cannot be read.
     """
     path = Path(source)
+    if path.suffix in (".json", ".csv") and is_url(source):
+        raise DataError(f"{source}: expected .jsonl, .ndjson, .parquet or .arrow at a URL, got {path.suffix}")
     if path.suffix in (".jsonl", ".ndjson"):
         yield from raw_lines(source)
     elif path.suffix == ".json" and (texts := _json_texts(path)) is not None:

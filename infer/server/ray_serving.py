@@ -249,8 +249,6 @@ def serve_on_ray(
         RequestError: the cluster cannot be reached, the address is in use, or the replicas do not start.
     """
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopped.set())
     port = config.port or _free_port(config.host)
     with cluster(options):
         from ray import serve
@@ -262,6 +260,8 @@ def serve_on_ray(
         except RuntimeError as error:
             serve.shutdown()
             raise RequestError(f"--ray {options.address}: the replicas do not start: {error}") from None
+        for number in (signal.SIGTERM, signal.SIGINT):  # in place of Ray's handlers, which end the process
+            signal.signal(number, lambda *_: stopped.set())
         print(f"{config.name}: http://{config.host}:{port}/ (ready)", flush=True)
         stopped.wait()
         serve.delete(NAME)  # returns when the replicas have finished their answers
