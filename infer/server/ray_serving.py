@@ -249,11 +249,12 @@ def serve_on_ray(
         RequestError: the cluster cannot be reached, the address is in use, or the replicas do not start.
     """
     stopped = threading.Event()
-    port = config.port or _free_port(config.host)
+    local = options.address == "local"
+    port = _free_port(config) if local or not config.port else config.port
     with cluster(options):
         from ray import serve
 
-        location = "HeadOnly" if options.address == "local" else "EveryNode"
+        location = "HeadOnly" if local else "EveryNode"
         try:
             serve.start(http_options={"host": config.host, "port": port, "location": location})
             serve.run(make_application(make, config, options, replicas, batch), name=NAME, route_prefix="/")
@@ -262,13 +263,24 @@ def serve_on_ray(
             raise RequestError(f"--ray {options.address}: the replicas do not start: {error}") from None
         for number in (signal.SIGTERM, signal.SIGINT):  # in place of Ray's handlers, which end the process
             signal.signal(number, lambda *_: stopped.set())
-        print(f"{config.name}: http://{config.host}:{port}/ (ready)", flush=True)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        print(f"{config.name}: http://{host}:{port}/ (ready)", flush=True)
         stopped.wait()
         serve.delete(NAME)  # returns when the replicas have finished their answers
         serve.shutdown()
 
 
-def _free_port(host: str) -> int:
-    with closing(socket.socket()) as listener:
-        listener.bind((host, 0))
+def _free_port(config: ServerConfig) -> int:
+    """Return the port of a configuration, or any free one for port 0.
+
+    Raises:
+        RequestError: the address is invalid or in use.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with closing(socket.socket(family)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((config.host, config.port))
+        except OSError as error:
+            raise RequestError(f"cannot listen on {config.host}, port {config.port}: {error.strerror}") from None
         return int(listener.getsockname()[1])
