@@ -99,7 +99,7 @@ def descendants(process: int) -> dict[int, str]:
 
 def ended(lines: Mapping[int, str], seconds: float = 60) -> bool:
     """Wait for the processes of `descendants` to end, but for Ray's idle agents; zombies have ended."""
-    processes = [process for process, line in lines.items() if "Agent" not in line]
+    processes = [process for process, line in lines.items() if "agent" not in line.lower()]
     end = time.monotonic() + seconds
 
     def alive(process: int) -> bool:

@@ -111,7 +111,7 @@ def test_kill_9_of_the_driver(parts: Path, tmp_path: Path) -> None:
         words += ["--ray", "local", "--ray-workers", "2", "rules=false", "select.min_tokens=20", "teacher.model=m"]
         words += [f"teacher.base_url={server.url}", "teacher.candidates=1", "teacher.votes=1", "teacher.retries=2"]
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and not any("ray::" in line for line in descendants(process.pid).values()):
+        while process.poll() is None and not any("ray::_Actor" in line for line in descendants(process.pid).values()):
             time.sleep(0.01)
         processes = descendants(process.pid)
         process.send_signal(signal.SIGKILL)
