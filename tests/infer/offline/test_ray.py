@@ -106,7 +106,6 @@ def test_kill_9_of_a_worker(model: Path, source: Path, whole: Path, tmp_path: Pa
     assert outcome == (RECORDS, 0, 2) and contents(output) == contents(whole)
     again = {key for key, times in Counter(made(log)).items() if times > 1}
     assert repr(fatal) in again and len(again) <= 2 and before and not again & set(before)
-    assert len({line.split()[0] for line in log.read_text().splitlines()}) == 3, "another worker took its place"
 
 
 def test_kill_9_of_the_driver(model: Path, source: Path, whole: Path, tmp_path: Path) -> None:
