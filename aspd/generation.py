@@ -5,21 +5,34 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aspd.options import (
+    absolute,
+    add_ray_options,
     command,
     draft_options,
     mesh_of,
     model_name,
     model_options,
     positive,
+    ray_options,
     sampling_options,
     sampling_params,
 )
 from aspd_jax.errors import DataError, RequestError
+from aspd_jax.ray_pool import RayOptions, Task, cluster, run_on_ray
+
+if TYPE_CHECKING:  # these are slow to import
+    from aspd_jax.model.model_config import Weights
+    from infer import Engine
+    from infer.decode.state import DraftSource
+    from infer.offline.batch import Answering, Outcome
+    from infer.request import Mode, SamplingParams
 
 # Questions of the demo for a chat model; none is among its training questions.
 QUESTIONS = (
@@ -40,7 +53,10 @@ def add(commands: Any) -> None:
     prompts.add_argument(
         "--messages", metavar="FILE", help='JSON file with a list of {"role", "content"} messages; -: standard input'
     )
-    prompts.add_argument("--input", type=Path, metavar="FILE", help='JSONL file of {"prompt"} or {"messages"} records')
+    prompts.add_argument(
+        "--input", metavar="FILE",
+        help='JSONL or Parquet file of {"prompt"} or {"messages"} records; also a glob, or a URL that fsspec opens',
+    )  # fmt: skip
     generate.add_argument("--output", type=Path, metavar="FILE", help="JSONL file for the answers to --input")
     generate.add_argument("--weights", choices=("float", "int8"), default="float", help="format of the layers' kernels")
     generate.add_argument(
@@ -80,6 +96,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     generate.add_argument("--stream", action="store_true", help="print the answer as it grows")
     generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
+    add_ray_options(generate, "answer --input")
     sampling_options(generate)
 
     demo = command(commands, "demo", run_demo, "Answer questions in both modes, and compare the steps.")
@@ -89,9 +106,7 @@ def add(commands: Any) -> None:
 
 def run_generate(options: argparse.Namespace) -> None:
     """Run `aspd generate`."""
-    from aspd_jax import load_model
     from aspd_jax.structure import to_json
-    from infer import Engine, TextTags
     from infer.offline.terminal import print_growing
 
     params = sampling_params(options)
@@ -109,28 +124,22 @@ def run_generate(options: argparse.Namespace) -> None:
     if options.samples > 1 and (options.input is None or not options.temperature):
         raise RequestError("--samples goes with --input, and with a --temperature above 0: greedy answers are equal")
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
-    mesh = mesh_of(options.mesh)
-    lm = load_model(model_name(options), options.dtype, mesh, options.weights, adapter=options.adapter)
-    rows = options.batch if options.input else 1
-    engine = Engine(
-        lm,
-        max_length=options.max_length,
-        max_batch=rows,
-        branch_policy=options.branch_policy,
-        drafts=options.drafts,
-        draft_tokens=options.draft_tokens,
-        text_tags=TextTags() if options.training_free else None,
-    )
-    chat = not options.raw and bool(getattr(lm.tokenizer, "chat_template", None))
+    ray = ray_options(options)
+    if ray is not None and options.input is None:
+        raise RequestError("--ray goes with --input")
+    settings = _engine_settings(options)
+    if ray is not None:
+        _answer_on_ray(options, settings, params, ray)
+        return
+    engine = make_engine(settings)
+    chat = not options.raw and bool(getattr(engine.lm.tokenizer, "chat_template", None))
     if options.input is not None:
         from infer.offline.batch import generate_file
 
         outcome = generate_file(
             engine, options.input, options.output, params, options.mode, chat, samples=options.samples
         )
-        resumed = f", {outcome.resumed} of them there already" if outcome.resumed else ""
-        errors = f"; {outcome.errors} hold an error" if outcome.errors else ""
-        print(f"{outcome.records} records written to {options.output}{resumed}{errors}")
+        _print_outcome(options.output, outcome)
         return
     if options.prompt is not None and chat:
         prompt = [{"role": "user", "content": options.prompt}]
@@ -152,6 +161,86 @@ def run_generate(options: argparse.Namespace) -> None:
         "stats": result.stats.to_json(),
     }
     print(json.dumps(output, ensure_ascii=False))
+
+
+class EngineSettings(NamedTuple):
+    """Options of `aspd generate` that make an engine; the workers of a cluster receive them."""
+
+    model: str
+    dtype: str
+    mesh: str | None
+    weights: Weights
+    adapter: str | None
+    max_length: int
+    batch: int
+    branch_policy: str
+    drafts: DraftSource
+    draft_tokens: int
+    training_free: bool
+
+
+def _engine_settings(options: argparse.Namespace) -> EngineSettings:
+    batch = options.batch if options.input else 1
+    return EngineSettings(
+        model_name(options), options.dtype, options.mesh, options.weights, options.adapter, options.max_length, batch,
+        options.branch_policy, options.drafts, options.draft_tokens, options.training_free,
+    )  # fmt: skip
+
+
+def make_engine(settings: EngineSettings) -> Engine:
+    """Load the model and return an engine.
+
+    Raises:
+        AspdError: a setting is not valid, or the checkpoint cannot be read.
+    """
+    from aspd_jax import load_model
+    from infer import Engine, TextTags
+
+    mesh = mesh_of(settings.mesh)
+    lm = load_model(settings.model, settings.dtype, mesh, settings.weights, adapter=settings.adapter)
+    return Engine(
+        lm,
+        max_length=settings.max_length,
+        max_batch=settings.batch,
+        branch_policy=settings.branch_policy,
+        drafts=settings.drafts,
+        draft_tokens=settings.draft_tokens,
+        text_tags=TextTags() if settings.training_free else None,
+    )
+
+
+def make_worker(settings: EngineSettings, source: str, params: SamplingParams, mode: Mode) -> Answering:
+    """Return a worker that answers prompts; an actor of a cluster calls this function."""
+    from infer.offline.batch import Answering
+
+    return Answering(make_engine(settings), source, params, mode)
+
+
+def _answer_on_ray(
+    options: argparse.Namespace, settings: EngineSettings, params: SamplingParams, ray: RayOptions
+) -> None:
+    """Answer the prompts of `--input` by engines on a Ray cluster. This process reads the tokenizer only."""
+    from aspd_jax.formats import open_checkpoint
+    from infer.offline.batch import write_answers
+
+    tokenizer = open_checkpoint(settings.model).tokenizer
+    chat = not options.raw and bool(getattr(tokenizer, "chat_template", None))
+    adapter = settings.adapter and absolute(settings.adapter)
+    settings = settings._replace(model=absolute(settings.model), adapter=adapter)
+    make = partial(make_worker, settings, options.input, params, options.mode)
+
+    def answer(tasks: Iterator[Task]) -> Iterator[Task]:
+        with cluster(ray) as workers:
+            yield from run_on_ray(make, tasks, ray, workers, "line {0[0]}".format)
+
+    outcome = write_answers(answer, options.input, options.output, params, options.mode, chat, samples=options.samples)
+    _print_outcome(options.output, outcome)
+
+
+def _print_outcome(output: Path, outcome: Outcome) -> None:
+    resumed = f", {outcome.resumed} of them there already" if outcome.resumed else ""
+    errors = f"; {outcome.errors} hold an error" if outcome.errors else ""
+    print(f"{outcome.records} records written to {output}{resumed}{errors}")
 
 
 def _read_text(file: Path) -> str:

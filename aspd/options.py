@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aspd_jax.errors import CheckpointError, RequestError
+from aspd_jax.ray_pool import RayOptions, require_ray
 from infer.request import BIASES, PARAMETERS, STRINGS, SamplingParams
 
 LEFT_OUT = 10  # lines of an input that are listed
@@ -117,6 +118,53 @@ def join_processes(options: argparse.Namespace) -> None:
         jax.distributed.initialize(*together)
     elif options.distributed:
         jax.distributed.initialize()
+
+
+def add_ray_options(parser: argparse.ArgumentParser, about: str, workers: bool = True) -> None:
+    """Add the options of a run on a Ray cluster.
+
+    Args:
+        parser: parser of the command.
+        about: what the workers do.
+        workers: whether to add the option for their number.
+    """
+    parser.add_argument(
+        "--ray", metavar="ADDRESS",
+        help=f"{about} on a Ray cluster: auto, HOST:PORT, ray://HOST:PORT, or local, which starts one on this machine",
+    )  # fmt: skip
+    if workers:
+        parser.add_argument(
+            "--ray-workers", type=int, default=0, metavar="N",
+            help="workers on the cluster; 0: as many as its resources suffice for",
+        )  # fmt: skip
+    parser.add_argument(
+        "--ray-resources", default="CPU=1", metavar="NAME=N,…", help="resources of a worker, such as CPU=4,GPU=1"
+    )
+
+
+def ray_options(options: argparse.Namespace) -> RayOptions | None:
+    """Return the values of `add_ray_options`; None: the command runs in this process.
+
+    Raises:
+        RequestError: a value is not valid, or Ray is not installed.
+    """
+    resources = RayOptions.parse_resources(options.ray_resources)
+    workers = getattr(options, "ray_workers", 0)
+    if workers < 0:
+        raise RequestError(f"--ray-workers: expected at least 0, got {workers}")
+    if options.ray is None:
+        if workers:
+            raise RequestError("--ray-workers goes with --ray")
+        return None
+    require_ray()
+    return RayOptions(options.ray, workers, resources)
+
+
+def absolute(name: str) -> str:
+    """Return the absolute path of a file or folder, because workers have another current folder; other names as is."""
+    from aspd_jax.formats import NAMES
+
+    return str(Path(name).resolve()) if name and name not in NAMES and Path(name).exists() else name
 
 
 def sampling_options(parser: argparse.ArgumentParser) -> None:

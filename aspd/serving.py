@@ -5,11 +5,28 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aspd.options import command, draft_options, join_processes, mesh_of, model_name, model_options, process_options
+from aspd.options import (
+    absolute,
+    add_ray_options,
+    command,
+    draft_options,
+    join_processes,
+    mesh_of,
+    model_name,
+    model_options,
+    process_options,
+    ray_options,
+)
 from aspd_jax.errors import RequestError
+from aspd_jax.ray_pool import RayOptions
+
+if TYPE_CHECKING:  # these are slow to import
+    from infer.engine import Engine
+    from infer.server.server_config import ServerConfig
 
 
 def add(commands: Any) -> None:
@@ -71,6 +88,11 @@ def add(commands: Any) -> None:
     serve.add_argument(
         "--drain", type=float, default=30.0, help="seconds for requests in progress to end after a stop signal"
     )
+    add_ray_options(serve, "run replicas behind one address", workers=False)
+    serve.add_argument(
+        "--replicas", default="2", metavar="N or MIN:MAX",
+        help="replicas with --ray; between MIN and MAX, their number follows the requests in progress",
+    )  # fmt: skip
     process_options(serve)
     serve.add_argument(
         "--fields", choices=("serial", "parallel"), default="serial",
@@ -133,13 +155,10 @@ def run_proxy(options: argparse.Namespace) -> None:
 
 def run_serve(options: argparse.Namespace) -> None:
     """Run `aspd serve`."""
-    import jax
-
     from aspd_jax.formats import NAMES, find_model
-    from aspd_jax.language_model import for_conversations, load_model
-    from infer.engine import Engine
-    from infer.server.serve import follow, serve
     from infer.server.server_config import ServerConfig
+
+    ray = ray_options(options)
 
     keys = _keys(options.key_file)
     local = options.host in ("127.0.0.1", "::1", "localhost")
@@ -166,28 +185,76 @@ def run_serve(options: argparse.Namespace) -> None:
         fields=options.fields,
         warm_up=options.warm_up,
     )
+    if config.name in _named(options.adapters):
+        raise RequestError(f"--adapters: {config.name} is the model's name; choose another, or a --name")
+    options.model = model
+    if ray is None:
+        _serve_here(options, config)
+    else:
+        _serve_replicas(options, config, ray)
+
+
+def _serve_here(options: argparse.Namespace, config: ServerConfig) -> None:
+    import jax
+
+    from infer.server.serve import follow, serve
+
     join_processes(options)
     several = jax.process_count() > 1
-    mesh = mesh_of(options.mesh or (f"tensor={jax.device_count()}" if several else None))
-    if several and mesh.size != jax.device_count():
+    mesh = options.mesh or (f"tensor={jax.device_count()}" if several else None)
+    if several and mesh_of(mesh).size != jax.device_count():
         raise RequestError(f"--mesh {options.mesh}: the processes have {jax.device_count()} devices, and all take part")
+    engine = make_engine(options, mesh)
+    if jax.process_index() == 0:
+        serve(engine, config)
+    else:
+        follow(engine, config)
+
+
+def _serve_replicas(options: argparse.Namespace, config: ServerConfig, ray: RayOptions) -> None:
+    from aspd_jax.formats import open_checkpoint
+    from infer.server.ray_serving import Replicas, serve_on_ray
+
+    if options.distributed or options.coordinator or options.processes or options.process is not None:
+        raise RequestError("--ray: expected replicas of one process each, without --distributed and --coordinator")
+    if options.adapter_folder:
+        raise RequestError("--ray: expected --adapters, which all replicas load, got --adapter-folder")
+    replicas = Replicas.parse(options.replicas)
+    open_checkpoint(options.model)  # a wrong name is an error of this command, not of each replica
+    shared = argparse.Namespace(**vars(options))
+    shared.model, shared.adapter = absolute(options.model), options.adapter and absolute(options.adapter)
+    shared.chat_template = absolute(options.chat_template)
+    shared.adapters = [f"{name}={absolute(folder)}" for name, folder in _named(options.adapters).items()]
+    serve_on_ray(partial(make_engine, shared, options.mesh), config, ray, replicas, options.batch)
+
+
+def make_engine(options: argparse.Namespace, mesh: str | None) -> Engine:
+    """Return the engine of `aspd serve` with its adapters; replicas on a cluster call this function.
+
+    Args:
+        options: options of the command.
+        mesh: devices of each axis; None: one device.
+
+    Raises:
+        AspdError: an option is not valid, or a checkpoint cannot be read.
+    """
+    from aspd_jax.language_model import for_conversations, load_model
+    from infer.engine import Engine
+
     adapters = _named(options.adapters)
     places = max(options.adapter_places, len(adapters), int(bool(options.adapter_folder)))
     rank = options.adapter_rank if places else 0
-    lm = load_model(model, options.dtype, mesh, options.weights, rank, adapter=options.adapter, adapters=places)
-    for_conversations(lm, model, options.chat_template)
+    lm = load_model(
+        options.model, options.dtype, mesh_of(mesh), options.weights, rank, adapter=options.adapter, adapters=places
+    )
+    for_conversations(lm, options.model, options.chat_template)
     engine = Engine(
         lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,
         drafts=options.drafts, draft_tokens=options.draft_tokens,
     )  # fmt: skip
     for name, folder in adapters.items():
-        if name == config.name:
-            raise RequestError(f"--adapters: {name} is the model's name; choose another, or a --name")
         engine.adapters.put(name, folder)
-    if jax.process_index() == 0:
-        serve(engine, config)
-    else:
-        follow(engine, config)
+    return engine
 
 
 def _named(adapters: Sequence[str]) -> dict[str, str]:

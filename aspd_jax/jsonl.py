@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from aspd_jax.errors import DataError
+from aspd_jax.partitions import open_partition, partitions
 
 BOM = b"\xef\xbb\xbf"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -29,11 +30,11 @@ class Line(NamedTuple):
     reason: str = ""
 
 
-def read_lines(file: Path) -> Iterator[Line]:
+def read_lines(file: Path | str) -> Iterator[Line]:
     """Read a file of JSON values, one a line; see `raw_lines`.
 
     Raises:
-        DataError: the file cannot be opened or read.
+        DataError: a file cannot be opened or read.
     """
     return map(parsed, raw_lines(file))
 
@@ -48,17 +49,21 @@ def parsed(line: Line) -> Line:
         return Line(line.number, None, str(error))
 
 
-def raw_lines(file: Path) -> Iterator[Line]:
+def raw_lines(file: Path | str) -> Iterator[Line]:
     r"""Read the JSON texts of a file, one a line, without parsing them.
 
     Only `\n` ends a line; a byte order mark and `\r\n` are accepted.
 
+    Args:
+        file: path, glob or URL. Line numbers run on through the files of a glob.
+
     Raises:
-        DataError: the file cannot be opened or read.
+        DataError: a file cannot be opened or read.
     """
     number = 0
-    try:
-        with file.open("rb") as lines:
+    for name in partitions(str(file)):
+        first = number + 1
+        with open_partition(name) as lines:
             while line := lines.readline(MAX_LINE + 1):
                 number += 1
                 too_long = len(line) > MAX_LINE
@@ -68,12 +73,10 @@ def raw_lines(file: Path) -> Iterator[Line]:
                 line = line.strip(b" \t\r\n")
                 if too_long:
                     yield Line(number, None, f"expected at most {MAX_LINE} bytes in a line")
-                elif number == 1 and line.startswith(UTF16):
+                elif number == first and line.startswith(UTF16):
                     yield Line(number, None, "not UTF-8: the file is UTF-16; convert it to UTF-8")
                 elif line.removeprefix(BOM):
                     yield Line(number, line)
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}") from None
 
 
 def parse_json(data: bytes) -> Any:

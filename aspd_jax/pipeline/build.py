@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -27,7 +27,8 @@ from aspd_jax.pipeline.rule_stages import by_form, check, propose_by_rules, too_
 from aspd_jax.pipeline.sets import Survey, write
 from aspd_jax.pipeline.teacher import Teacher
 from aspd_jax.pipeline.work import WHOLE, Answer, Candidate, Shard, Work
-from aspd_jax.pipeline.worker_pool import process_all
+from aspd_jax.pipeline.worker_pool import Processed, process_all
+from aspd_jax.ray_pool import RayOptions
 from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
 
@@ -48,7 +49,13 @@ class Outcome(NamedTuple):
 
 @outside_event_loop
 def build(
-    config: DataConfig, source: str, output: Path, shard: Shard = WHOLE, progress: bool = True, workers: int = 1
+    config: DataConfig,
+    source: str,
+    output: Path,
+    shard: Shard = WHOLE,
+    progress: bool = True,
+    workers: int = 1,
+    ray: RayOptions | None = None,
 ) -> Outcome:
     """Run all stages and write `structured.jsonl`, `plain.jsonl`, `rejected.jsonl`, `report.md` and `report.json`.
 
@@ -61,6 +68,7 @@ def build(
         workers: processes for reading, rules and selection; results do not depend on it. Calls of a teacher and a
             likelihood model stay in this process. Processes are spawned, so a script with more than one worker needs
             `if __name__ == "__main__":`.
+        ray: cluster whose actors take the place of the processes; None: none.
 
     Raises:
         AspdError: the source cannot be read, the endpoint refuses, a worker was killed, or a setting is not valid.
@@ -73,7 +81,7 @@ def build(
             asyncio.run(_Run(work, teacher, progress).run())
         report = Report(Account(*store.account(), config.teacher.input_price, config.teacher.output_price))
         with _spool(output) as spool:
-            survey = _process(work, store, workers, output, spool, progress)
+            survey = _process(work, store, process_all(work, store, workers, ray), output, spool, progress)
             return Outcome(write(work, output, report, survey, _entries(spool)), len(work.unanswered))
     finally:
         store.close()
@@ -88,12 +96,14 @@ def _spool(output: Path) -> Iterator[IO[bytes]]:
         yield spool
 
 
-def _process(work: Work, store: Store, workers: int, output: Path, spool: IO[bytes], progress: bool) -> Survey:
+def _process(
+    work: Work, store: Store, processed: Generator[Processed], output: Path, spool: IO[bytes], progress: bool
+) -> Survey:
     """Process all records, store the results of their stages, and write their entries to a file."""
     survey = Survey()
     total = sum(1 for _ in work.shard.rows(work.source))
     bar = tqdm(total=total, desc="records", unit="record", disable=None if progress else True)
-    with bar, closing(process_all(work, store, workers)) as parts:
+    with bar, closing(processed) as parts:
         for part in parts:
             store.put_all(part.added)
             with writing(output):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from aspd_jax.errors import AspdError, DataError
 from aspd_jax.jsonl import BOM, Line, parse_json, parsed, raw_lines
+from aspd_jax.partitions import is_url, partitions
 from aspd_jax.structure import Serial, Structure, from_json, plain_text
 
 ROLES = {
@@ -92,6 +94,8 @@ class Unreadable:
 def read_records(source: str) -> Iterator[Conversation | Unreadable]:
     """Yield the records of a JSONL, JSON or CSV file, or of a source that `datasets` reads (Parquet, folder, name).
 
+    JSONL and Parquet may be a glob or a URL that fsspec opens; numbers run on through the files of a glob.
+
     Raises:
         DataError: the file or dataset does not exist or cannot be read.
     """
@@ -123,8 +127,10 @@ def raw_rows(source: str) -> Iterator[Line]:
         DataError: the file or dataset does not exist or cannot be read.
     """
     path = Path(source)
+    if path.suffix in (".json", ".csv") and is_url(source):
+        raise DataError(f"{source}: expected .jsonl, .ndjson, .parquet or .arrow at a URL, got {path.suffix}")
     if path.suffix in (".jsonl", ".ndjson"):
-        yield from raw_lines(path)
+        yield from raw_lines(source)
     elif path.suffix == ".json" and (texts := _json_texts(path)) is not None:
         yield from (Line(number, text) for number, text in enumerate(texts, 1))
     elif path.suffix == ".json":
@@ -206,11 +212,11 @@ def _dataset(source: str) -> Any:
     path = Path(source)
     kinds = {".parquet": "parquet", ".arrow": "arrow"}
     try:
-        if path.is_file():
+        if path.is_file() or is_url(source) or (glob.has_magic(source) and path.suffix in kinds):
             kind = kinds.get(path.suffix)
             if kind is None:
                 raise DataError(f"{source}: files may be .jsonl, .ndjson, .json, .csv, {', '.join(kinds)}")
-            return datasets.load_dataset(kind, data_files=source, split="train")
+            return datasets.load_dataset(kind, data_files=partitions(source), split="train")
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(source)
         return datasets.load_dataset(source, split="train")

@@ -6,10 +6,10 @@ job resumes from the journal.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,9 @@ from tqdm import tqdm
 from aspd_jax.errors import AspdError, DataError, RequestError
 from aspd_jax.files import Log, replacing
 from aspd_jax.jsonl import Line, read_lines
-from aspd_jax.pipeline.sources import parse_messages
+from aspd_jax.partitions import digest
+from aspd_jax.pipeline.sources import parse_messages, read_rows
+from aspd_jax.ray_pool import Task, run_here
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.engine import Engine, Prompt
@@ -58,17 +60,18 @@ class Outcome(NamedTuple):
     errors: int
 
 
-def read_prompts(file: Path, chat: bool) -> list[Item]:
-    """Read a JSONL file of `{"prompt": "..."}` or `{"messages": [...]}` with an optional `"id"`.
+def read_prompts(file: Path | str, chat: bool) -> list[Item]:
+    """Read records of `{"prompt": "..."}` or `{"messages": [...]}` with an optional `"id"`, from JSONL or Parquet.
 
     Args:
-        file: JSONL file.
+        file: path, glob or URL; Parquet if its name ends with `.parquet`.
         chat: whether a `prompt` is a message of the user, which the chat template renders.
 
     Raises:
         DataError: the file cannot be read, or has only blank lines.
     """
-    items = [_item(line, chat) for line in read_lines(file)]
+    lines = read_rows(str(file)) if str(file).endswith(".parquet") else read_lines(file)
+    items = [_item(line, chat) for line in lines]
     if not items:
         raise DataError(f"{file} holds no prompt")
     return items
@@ -96,9 +99,48 @@ def _item(line: Line, chat: bool) -> Item:
     return Item(number, name, parsed, {"messages": parsed})
 
 
+class Answering:
+    """Worker that answers items with an engine, in this process or as an actor (`aspd_jax.ray_pool.Worker`).
+
+    Args:
+        engine: engine.
+        source: name of the input, for errors.
+        params: sampling parameters. The seed of an item is `params.seed` (default 0) plus its line, and different for
+            every sample, so that answers do not depend on interruptions and on the worker.
+        mode: decoding mode.
+
+    Attributes:
+        room: maximum number of items that it holds: twice the batch, so that rows do not wait for new requests.
+    """
+
+    def __init__(self, engine: Engine, source: str, params: SamplingParams, mode: Mode) -> None:
+        self.engine, self.source, self.params, self.mode = engine, source, params, mode
+        self.room = 2 * engine.max_batch
+        self._running: list[tuple[Item, Handle]] = []
+
+    def advance(self, new: Sequence[Task]) -> list[Task]:
+        """Submit new items, decode some steps, and return the records of those that have ended, by line and sample."""
+        ended: list[Task] = []
+        for key, item in new:
+            try:
+                if item.prompt is None:
+                    raise DataError(item.error)
+                seed = (self.params.seed or 0) + item.line + item.sample * SAMPLE_SEEDS
+                params = replace(self.params, seed=seed % (1 << 32))
+                self._running.append((item, self.engine.submit(item.prompt, params, self.mode)))
+            except AspdError as error:
+                ended.append((key, {"id": item.id, "error": f"{self.source}, line {item.line}: {error}"}))
+        self.engine.step(STEPS)
+        for item, handle in self._running:
+            if handle.result is not None:
+                ended.append(((item.line, item.sample), _record(item, handle.result)))
+        self._running = [(item, handle) for item, handle in self._running if handle.result is None]
+        return ended
+
+
 def generate_file(
     engine: Engine,
-    source: Path,
+    source: Path | str,
     output: Path,
     params: SamplingParams,
     mode: Mode,
@@ -110,10 +152,9 @@ def generate_file(
 
     Args:
         engine: engine.
-        source: JSONL file of prompts, see `read_prompts`.
+        source: JSONL or Parquet file of prompts, see `read_prompts`.
         output: JSONL file of records; must not exist.
-        params: sampling parameters. The seed of a line is `params.seed` (default 0) plus its number, and different for
-            every sample, so that answers do not depend on interruptions.
+        params: sampling parameters, see `Answering`.
         mode: decoding mode.
         chat: see `read_prompts`.
         progress: whether to show a progress bar.
@@ -123,46 +164,46 @@ def generate_file(
         DataError: the input cannot be read, or is empty.
         RequestError: the output exists, or its journal has answers to another input or with other settings.
     """
+    worker = Answering(engine, str(source), params, mode)
+    return write_answers(partial(run_here, worker), source, output, params, mode, chat, progress, samples)
+
+
+def write_answers(
+    answer: Callable[[Iterator[Task]], Iterator[Task]],
+    source: Path | str,
+    output: Path,
+    params: SamplingParams,
+    mode: Mode,
+    chat: bool,
+    progress: bool = True,
+    samples: int = 1,
+) -> Outcome:
+    """Answer the prompts of a file that have no answer in the journal, and write all answers; see `generate_file`.
+
+    Args:
+        answer: function from the waiting items, by line and sample, to their records in the order in which they end.
+    """
     items = [item._replace(sample=number) for item in read_prompts(source, chat) for number in range(samples)]
-    settings = {"input": hashlib.sha256(source.read_bytes()).hexdigest(), "mode": mode, "chat": chat}
+    settings = {"input": digest(str(source)), "mode": mode, "chat": chat}
     settings |= {"params": json.loads(json.dumps(asdict(params)))} | ({"samples": samples} if samples > 1 else {})
     journal = output.with_name(f"{output.name}.journal")
     if output.exists():
         raise RequestError(f"{output} exists; delete it, or choose another file")
     done = _read_answers(journal, settings)
     resumed = len(done)
-    seed = params.seed or 0
-    waiting = [item for item in items if (item.line, item.sample) not in done][::-1]
-    running: list[tuple[Item, Handle]] = []
+    waiting = [((item.line, item.sample), item) for item in items if (item.line, item.sample) not in done]
     with (
         Log(journal) as log,
         tqdm(total=len(items), initial=resumed, unit="answer", disable=not progress) as bar,
     ):
         if not resumed and journal.stat().st_size == 0:
             append(log, settings)
-
-        def note(item: Item, record: dict[str, Any]) -> None:
+        for (line, sample), record in answer(iter(waiting)):
             if samples > 1:
-                record["sample"] = item.sample
-            append(log, {"line": item.line} | record)
-            done[item.line, item.sample] = record
+                record["sample"] = sample
+            append(log, {"line": line} | record)
+            done[line, sample] = record
             bar.update()
-
-        while waiting or running:
-            while waiting and len(running) < 2 * engine.max_batch:
-                item = waiting.pop()
-                try:
-                    if item.prompt is None:
-                        raise DataError(item.error)
-                    line_params = replace(params, seed=(seed + item.line + item.sample * SAMPLE_SEEDS) % (1 << 32))
-                    running.append((item, engine.submit(item.prompt, line_params, mode)))
-                except AspdError as error:
-                    note(item, {"id": item.id, "error": f"{source}, line {item.line}: {error}"})
-            engine.step(STEPS)
-            for item, handle in running:
-                if handle.result is not None:
-                    note(item, _record(item, handle.result))
-            running = [(item, handle) for item, handle in running if handle.result is None]
     with replacing(output) as file:
         for item in items:
             file.write(json.dumps(done[item.line, item.sample], ensure_ascii=False) + "\n")

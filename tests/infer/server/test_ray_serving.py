@@ -1,0 +1,216 @@
+"""Replicas of the embedded model behind one address, on a local Ray cluster, and the choice of a replica."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+import aspd
+from aspd_jax import load_model
+from aspd_jax.errors import RequestError
+from infer import Engine
+from infer.server.prefix_router import PREFIX, conversation_key, ranked
+from infer.server.ray_serving import Replicas
+from tests.helpers.ray_workers import descendants, ended
+from tests.helpers.serving import ask, serving
+
+REPLICA = "x-aspd-replica"
+NUMBERED = "Question {}: what is the price?"
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "demo"} | fields).encode()
+
+
+def test_turns_of_a_conversation_share_a_key() -> None:
+    system, first = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "A?"}
+    more = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "B?"}]
+    chat = conversation_key(body(messages=[system, first]))
+    assert conversation_key(body(messages=[system, first, *more], temperature=1.0)) == chat
+    assert conversation_key(body(instructions="x", input="A?")) == conversation_key(body(instructions="x", input="A?"))
+    text = "x" * PREFIX
+    assert conversation_key(body(prompt=text)) == conversation_key(body(prompt=text + "y"))
+    assert conversation_key(body(prompt=[*range(PREFIX)])) == conversation_key(body(prompt=[*range(PREFIX + 1)]))
+    keys = [
+        chat,
+        conversation_key(body(messages=[first])),
+        conversation_key(body(messages=[system, {"role": "user", "content": "B?"}])),
+        conversation_key(body(model="other", messages=[system, first])),
+        conversation_key(body(instructions="x", input="A?")),
+        conversation_key(body(prompt=text)),
+        *(conversation_key(other) for other in (b"", b"{", b"[]", b"\xff", b"[" * 100_000)),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_replica_that_ends_moves_only_its_conversations() -> None:
+    names, keys = ["a", "b", "c"], [str(number) for number in range(3000)]
+    before = {key: names[ranked(key, names)[0]] for key in keys}
+    assert all(900 < count < 1100 for count in Counter(before.values()).values())
+    assert {key: names[::-1][ranked(key, names[::-1])[0]] for key in keys} == before
+    after = {key: ["a", "b"][ranked(key, ["a", "b"])[0]] for key in keys}
+    assert all(after[key] == name for key, name in before.items() if name != "c")
+    moved = Counter(after[key] for key, name in before.items() if name == "c")
+    assert min(moved.values()) > 400
+    assert all(after[key] == names[ranked(key, names)[1]] for key, name in before.items() if name == "c")
+
+
+def test_options(capsys: Any) -> None:
+    assert Replicas.parse("3") == (3, 3) and Replicas.parse("1:4") == (1, 4)
+    for text in ("", "0", "4:1", "1:", ":2", "x", "1:2:3", "-1"):
+        with pytest.raises(RequestError, match="--replicas: expected"):
+            Replicas.parse(text)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A server of two replicas; a stop signal ends it and its cluster."""
+    pytest.importorskip("ray")
+    with Server("--replicas", "2") as server:
+        yield server.url
+        assert server.stop() == 0, server.said
+
+
+class Server:
+    def __init__(self, *more: str) -> None:
+        words = [sys.executable, "-m", "aspd", "serve", "--model", "demo", "--port", "0", "--warm-up", "none"]
+        words += ["--batch", "2", "--max-length", "1024", "--max-new-tokens", "400", "--max-waiting", "4"]
+        self.process = subprocess.Popen(
+            [*words, "--ray", "local", *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self.said: list[str] = []
+        self._reader = threading.Thread(target=self.said.extend, args=(self.process.stderr,), daemon=True)
+        self._reader.start()
+        line = self.process.stdout.readline()
+        assert "(ready)" in line, (line, self.said)
+        self.url = line.split()[1].rstrip("/")
+        self.processes = descendants(self.process.pid)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(120)
+        assert ended(self.processes)
+        return code
+
+
+def chat(url: str, messages: Any, **more: Any) -> httpx.Response:
+    request = ask() | {"messages": messages} | more
+    return httpx.post(f"{url}/v1/chat/completions", json=request, timeout=300)
+
+
+@pytest.mark.slow
+def test_two_replicas_answer(address: str) -> None:
+    """Concurrently, with the answers of one server; the turns of a conversation go to one replica and its cache."""
+    conversations = [[{"role": "user", "content": ask(number)["messages"][0]["content"]}] for number in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda messages: chat(address, messages), conversations))
+    assert [answer.status_code for answer in answers] == [200] * 6
+    names = sorted({answer.headers[REPLICA] for answer in answers})
+    assert len(names) == 2
+    texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
+    with serving(Engine(load_model("demo"), max_length=1024, max_batch=2)) as one:
+        assert [chat(one.url, m).json()["choices"][0]["message"]["content"] for m in conversations] == texts
+    sizes = [answer.json()["usage"]["prompt_tokens"] for answer in answers]
+    for messages, text, size in zip(conversations, texts, sizes, strict=True):
+        replica = names[ranked(conversation_key(body(messages=messages)), names)[0]]
+        assert chat(address, messages).headers[REPLICA] == replica, "its home, now that there is room"
+        follow = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "Again?"}]
+        turn = chat(address, follow, max_tokens=4)
+        assert turn.headers[REPLICA] == replica
+        assert turn.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= size - 2, "all of the first turn's"
+
+
+@pytest.mark.slow
+def test_streams_and_refusals_are_relayed(address: str) -> None:
+    whole = chat(address, ask()["messages"]).json()["choices"][0]["message"]["content"]
+    with httpx.stream("POST", f"{address}/v1/chat/completions", json=ask(stream=True), timeout=300) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream") and stream.headers["x-request-id"]
+        lines = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]" and len(lines) > 4
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert "".join(choice["delta"].get("content") or "" for choice in choices) == whole
+    assert httpx.get(f"{address}/v1/models", timeout=60).json()["data"][0]["id"] == "demo"
+    assert httpx.get(f"{address}/health", timeout=60).json()["status"] == "ready"
+    assert chat(address, [], model="demo").status_code == 400
+    assert chat(address, ask()["messages"], model="other").status_code == 404
+    large = httpx.post(f"{address}/v1/chat/completions", content=b" " * ((1 << 20) + 1), timeout=60)
+    assert large.status_code == 413 and large.json()["error"]["code"] == "request_too_large"
+    parts = (b" " * 65536 for _ in range(17))  # without a length
+    assert httpx.post(f"{address}/v1/chat/completions", content=parts, timeout=60).status_code == 413
+
+
+@pytest.mark.slow
+def test_answers_end_before_the_server_does() -> None:
+    """Both replicas drain: streams that are in progress at the stop signal are complete. A dead replica is replaced."""
+    pytest.importorskip("ray")
+    conversations = [[{"role": "user", "content": NUMBERED.format(number)}] for number in range(8)]
+    long = {"max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}
+    with Server("--replicas", "2") as server:
+        homes = {number: chat(server.url, m, max_tokens=1).headers[REPLICA] for number, m in enumerate(conversations)}
+        assert len(set(homes.values())) == 2
+        chosen = [next(n for n, home in homes.items() if home == replica) for replica in sorted(set(homes.values()))]
+        begun, ends = threading.Barrier(3), dict[int, list[str]]()
+
+        def follow(number: int) -> None:
+            request = ask(**long) | {"messages": conversations[number]}
+            with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=request, timeout=300) as stream:
+                lines = stream.iter_lines()
+                ends[number] = [next(lines)]
+                begun.wait(120)
+                ends[number] += [line for line in lines if line]
+
+        threads = [threading.Thread(target=follow, args=(number,)) for number in chosen]
+        for thread in threads:
+            thread.start()
+        begun.wait(120)
+        server.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(120)
+        assert server.process.wait(120) == 0, server.said
+        for number in chosen:
+            assert ends[number][-1] == "data: [DONE]"
+            last = [json.loads(line[6:])["choices"][0] for line in ends[number][:-1] if line.startswith("data: {")][-1]
+            assert last["finish_reason"] == "length"
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"{server.url}/health", timeout=5)
+    with Server("--replicas", "2") as server:
+        engines = [pid for pid, line in server.processes.items() if "ServeReplica:aspd:engine" in line]
+        assert len(engines) == 2
+        os.kill(engines[0], signal.SIGKILL)
+        end = time.monotonic() + 120
+        codes = []
+        while len(codes) < 16 and time.monotonic() < end:
+            codes.append(chat(server.url, conversations[len(codes) % 8], max_tokens=1).status_code)
+        assert codes.count(200) >= 15, codes
+
+
+@pytest.mark.slow
+def test_wrong_options(capsys: Any) -> None:
+    pytest.importorskip("ray")
+    for more, message in (
+        (["--replicas", "0"], "--replicas: expected MIN from 1 to MAX"),
+        (["--adapter-folder", "."], "--ray: expected --adapters"),
+        (["--model", "none"], "none"),
+        (["--coordinator", "x:1", "--processes", "2", "--process", "0"], "--ray: expected replicas of one process"),
+    ):
+        assert aspd.main(["serve", "--model", "demo", "--ray", "local", *more]) == 2
+        assert message in capsys.readouterr().err
