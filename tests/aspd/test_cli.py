@@ -182,7 +182,7 @@ def test_ablation_trains_every_variant_once(capsys: Any, tmp_path: Path) -> None
     table = (grid / "ablation.md").read_text()
     assert out.endswith(table)
     settings = json.loads((grid / "max-shared" / "model" / "config.json").read_text())
-    assert settings["aspd"] == {"positions": "max", "siblings": "shared"}
+    assert settings["aspd"] == {"positions": "max", "siblings": "shared", "titles": "names"}
     trained = json.loads((grid / "seq" / "config.json").read_text())
     assert trained["data"]["structured"] is False and trained["seed"] == 3
     for folder in grid.glob("*/model"):
