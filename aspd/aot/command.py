@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,10 @@ def add(commands: Any) -> None:
     decode.add_argument(
         "--answers", nargs="*", default=[], metavar="NxT", help="number of branches x tokens of a branch"
     )
+    decode.add_argument(
+        "--draft-heads", type=int, default=0, metavar="K",
+        help="draft heads of the model, whose tokens each step feeds (within the widths) and makes",
+    )  # fmt: skip
     train = kinds.add_parser("train", help="a training step")
     train.set_defaults(run=run_compile_train)
     config_options(train)
@@ -73,6 +77,7 @@ def run_compile_decode(options: argparse.Namespace) -> None:
     target = open_topology(options.topology)
     mesh = mesh_of(options.mesh, target.devices)
     config = configuration(options.model, options.shape, options.dtype, options.weights, options.decode_attention)
+    config = replace(config, draft_heads=options.draft_heads)
     lm = abstract_model(config, target, mesh)
     name = options.model or options.shape
     title = f"{name}, {options.dtype}, {options.weights}; {target.name}, mesh {options.mesh or 'none'}; {NOT_MEASURED}"

@@ -81,7 +81,8 @@ def trace_passes(lm: LanguageModel, engine: Engine, topology: Topology, bucket: 
     """Trace `run` for a bucket."""
     number, truth = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
     conditions = placed(StopConditions(number, number, number, truth), replicated(topology, lm.mesh))
-    return run.trace(lm.params, abstract_state(lm, engine, topology), conditions, engine.config, bucket, False)
+    drafting = engine.config.draft_tokens > 0
+    return run.trace(lm.params, abstract_state(lm, engine, topology), conditions, engine.config, bucket, drafting)
 
 
 def needed_bytes(lm: LanguageModel, engine: Engine, topology: Topology) -> int:
@@ -99,16 +100,20 @@ def needed_collective_bytes(lm: LanguageModel, bucket: Bucket) -> int:
 
 
 def compile_pass(lm: LanguageModel, topology: Topology, batch: int, width: int, slots: int) -> CompiledPass:
-    """Compile the program of a step and compute its figures.
+    """Compile the program of a step and compute its figures; a model with draft heads feeds and makes draft tokens.
 
     Args:
         lm: abstract model on the topology.
         topology: target devices.
         batch: number of rows.
-        width: tokens of each row.
+        width: tokens of each row, draft tokens included.
         slots: slots of a cache row, all in use.
     """
-    engine = Engine(lm, max_length=slots, max_batch=batch, separator_ids=SEPARATOR)
+    heads = lm.config.draft_heads
+    engine = Engine(
+        lm, slots, max_batch=batch, separator_ids=SEPARATOR,
+        drafts="heads" if heads else "none", draft_tokens=max(1, heads),
+    )  # fmt: skip
     bucket = bucket_for(engine, width)
     devices = 1 if lm.mesh is None else lm.mesh.size
     compiled = compile_for(trace_passes(lm, engine, topology, bucket), topology, devices)

@@ -28,6 +28,14 @@ $(SMOLLM2)/data/structured.jsonl: $(SMOLLM2)/answers.jsonl $(STAGE)/data.yaml
 $(SMOLLM2)/%/$(ADAPTER): $(STAGE)/%.yaml $(SMOLLM2)/data/structured.jsonl
 	$(BIN)/aspd train $< --output $(SMOLLM2)/$*
 
+# Draft heads fit the weights that they are trained on: the adapter, merged.
+$(SMOLLM2)/merged/config.json: $(SMOLLM2)/aspd/$(ADAPTER)
+	rm -rf $(@D)
+	$(BIN)/aspd export $(SMOLLM2)/aspd --output $(@D)
+
+$(SMOLLM2)/draft/draft_heads.safetensors: $(STAGE)/draft.yaml $(SMOLLM2)/merged/config.json
+	$(BIN)/aspd train $< model.checkpoint=$(SMOLLM2)/merged --output $(@D)
+
 $(SMOLLM2)/greedy/report.md: $(STAGE)/eval.yaml $(SMOLLM2)/aspd/$(ADAPTER) $(SMOLLM2)/seq/$(ADAPTER)
 	$(EVALUATE)
 
