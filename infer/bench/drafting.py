@@ -32,6 +32,10 @@ class DraftFigures:
     results: tuple[Result, ...]
     seconds: float
 
+    def content(self, chosen: Sequence[int]) -> int:
+        """Return the content tokens of chosen answers."""
+        return sum(self.results[number].stats.content_tokens for number in chosen)
+
     def steps(self, chosen: Sequence[int]) -> int:
         """Return the steps of chosen answers after prefill."""
         return sum(self.results[number].stats.passes for number in chosen)
@@ -71,7 +75,11 @@ def draft_figures(
 
 
 def draft_table(figures: Sequence[DraftFigures]) -> str:
-    """Return Markdown tables: all answers, and those that fork in adaptive mode; serial steps are the baseline."""
+    """Return Markdown tables: all answers, and those that fork in adaptive mode.
+
+    Answers of the two modes differ in length, so content tokens per step are compared with those of serial mode without
+    draft tokens.
+    """
     adaptive = next(of for of in figures if of.mode == "adaptive")
     forking = [number for number, result in enumerate(adaptive.results) if result.stats.blocks]
     every = range(len(adaptive.results))
@@ -79,15 +87,17 @@ def draft_table(figures: Sequence[DraftFigures]) -> str:
     for about, chosen in ((f"all {len(every)} answers", every), (f"the {len(forking)} that fork", forking)):
         if not chosen:
             continue
-        lines = [f"| {about} | steps | fewer | accepted of fed | differ |", "|---|---|---|---|---|"]
-        base = figures[0].steps(chosen)
+        head = f"| {about} | content tokens | steps | tokens per step | of serial | drafts accepted of fed | differ |"
+        lines = [head, "|---" * 7 + "|"]
+        base = figures[0].content(chosen) / max(1, figures[0].steps(chosen))
         for of in figures:
             plain = next(other for other in figures if other.mode == of.mode)
             differ = sum(of.results[n].token_ids != plain.results[n].token_ids for n in chosen)
             accepted, fed = of.accepted(chosen)
             share = f"{accepted} of {fed} ({accepted / fed:.0%})" if fed else ""
             name = of.mode if of.drafts == "none" else f"{of.mode}, {of.drafts}"
-            steps = of.steps(chosen)
-            lines.append(f"| {name} | {steps} | {base / max(1, steps):.2f}x | {share} | {differ} |")
+            content, steps = of.content(chosen), of.steps(chosen)
+            rate = content / max(1, steps)
+            lines.append(f"| {name} | {content} | {steps} | {rate:.2f} | {rate / base:.2f}x | {share} | {differ} |")
         tables.append("\n".join(lines))
     return "\n\n".join(tables)

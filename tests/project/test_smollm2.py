@@ -71,16 +71,18 @@ LISTS = ("Give me five tips for a job interview.", "How can I make my home offic
 OTHERS = ("Why is the sky blue?", "Write a Python function that reverses a string.")
 
 
-def test_the_shipped_adapter() -> None:
+def test_the_shipped_adapter_and_its_draft_heads() -> None:
     """Greedily; only what a model of another machine, whose sums differ in the last bit, would do as well."""
     try:
         lm = load_model("smollm2-aspd")
     except CheckpointError as error:
         pytest.skip(str(error))
-    engine = Engine(lm, max_length=768, max_batch=4)
+    engine = Engine(lm, max_length=768, max_batch=4, drafts="heads", force_drafts=True)
     params = SamplingParams(repetition_penalty=1.1, max_new_tokens=512, max_content_tokens=160)
     prompts = [[{"role": "user", "content": question}] for question in LISTS + OTHERS]
     results = engine.generate(prompts, params)
+    steps, path = (sum(getattr(result.stats, name) for result in results) for name in ("passes", "critical_path"))
+    assert steps < 0.85 * path, "without draft tokens, there is a step for each token of the path"
     blocks = [[item for item in result.structure if isinstance(item, Parallel)] for result in results]
     assert any(blocks[: len(LISTS)]) and not any(blocks[len(LISTS) :])
     for block in (block for of_answer in blocks for block in of_answer):
