@@ -109,7 +109,8 @@ CHANGES: dict[str, tuple[ModelConfig, Any]] = {
 
 
 BACK_END_FIELDS = ("attention", "decode_attention")  # which change how it is computed, see below
-OF_THE_ENGINE = ("titles",)  # what the engine and training make of the titles (tests/infer/decode/test_leads.py)
+# What the engine and training make of titles and draft heads: tests/infer/decode/test_leads.py, test_speculation.py.
+OF_THE_ENGINE = ("titles", "draft_heads")
 
 
 def seeded(config: ModelConfig) -> np.ndarray:
