@@ -20,14 +20,14 @@ MAX_OF_ALL = 40_000_000  # bytes of all files in a clone
 
 
 def test_weights_are_bounded() -> None:
-    """Of what git tracks; the one model and the one adapter are all there are, as the sum says too."""
+    """Of what git tracks; the one model, the one adapter and its draft heads are all there are, as the sum says too."""
     command = ["git", "ls-files", "-co", "-z", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     sizes = {name: (ROOT / name).stat().st_size for name in listed if name and (ROOT / name).is_file()}
     weights = {name: size for name, size in sizes.items() if name.endswith(WEIGHTS)}
     large = {name for name, size in weights.items() if size > 1_000_000}
     assert large == {f"aspd_jax/embedded/{folder}/model.safetensors" for folder in EMBEDDED.values()} | {
-        f"aspd_jax/adapters/{name}/adapter_model.safetensors" for name in ADAPTED
+        f"aspd_jax/adapters/{name}/{file}.safetensors" for name in ADAPTED for file in ("adapter_model", "draft_heads")
     }
     assert 10_000_000 < sum(weights.values()) <= MOST
     assert sum(sizes.values()) <= MAX_OF_ALL
