@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -251,8 +250,7 @@ def run_bench_drafts(options: argparse.Namespace) -> None:
     positive(options, "batch", "draft_tokens", "max_new_tokens")
     left_out: list[str] = []
     questions = read_questions(BenchmarkSection(str(options.questions), limit=options.limit), left_out)
-    for line in left_out:
-        print(line, file=sys.stderr)
+    print_left_out(left_out)
     lm = load_model(options.model, options.dtype, adapter=options.adapter)
     params = SamplingParams(max_new_tokens=options.max_new_tokens, repetition_penalty=options.repetition_penalty)
     prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]

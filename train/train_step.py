@@ -15,7 +15,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from aspd_jax.model.draft_heads import DRAFT_HEADS
+from aspd_jax.model.draft_heads import DRAFT_HEADS, ahead
 from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import NEW_TOKENS, head_of, lm_head
@@ -154,11 +154,6 @@ def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
         of_heads.append(sums(state, ahead(batch.tokens, number), weight, ahead(batch.part, number)))
     total: Sums = jax.tree.map(lambda *values: sum(values[1:], values[0]), *of_heads)
     return total
-
-
-def ahead(values: Any, count: int) -> jax.Array:
-    """Return the values `count` tokens ahead in each row [B, S]; 0 behind the end."""
-    return jnp.pad(jnp.asarray(values)[:, count:], ((0, 0), (0, min(count, values.shape[1]))))
 
 
 @cache

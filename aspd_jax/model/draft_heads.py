@@ -28,21 +28,25 @@ def draft_shapes(hidden_size: int) -> dict[str, tuple[int, ...]]:
     return {"gate_up": (2, hidden_size, 2 * hidden_size), "down": (hidden_size, hidden_size)}
 
 
+def ahead(values: Any, count: int) -> jax.Array:
+    """Return the values `count` tokens ahead in each row [B, S]; 0 behind the end."""
+    return jnp.pad(jnp.asarray(values)[:, count:], ((0, 0), (0, min(count, values.shape[1]))))
+
+
 class DraftHeads(nn.Module):
     """The layer of the draft heads: kernels [P, D, 2 D] of state and token, and [D, D]; float32."""
 
     config: ModelConfig
 
     def setup(self) -> None:
-        """Create the parameters; the layer starts without effect."""
+        """Create the parameters; their values come from a file, or from `formats.draft_file.fresh_draft_heads`."""
         shapes = draft_shapes(self.config.hidden_size)
-        normal = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=-2, batch_axis=(0,))
 
-        def weight(name: str, make: Any, *axes: str) -> Any:
-            return self.param(name, nn.with_partitioning(make, axes), shapes[name], jnp.float32)
+        def weight(name: str, *axes: str) -> Any:
+            return self.param(name, nn.with_partitioning(nn.initializers.zeros, axes), shapes[name], jnp.float32)
 
-        self.gate_up = weight("gate_up", normal, "part", "feed_forward", "embed")
-        self.down = weight("down", nn.initializers.zeros, "embed", "feed_forward")
+        self.gate_up = weight("gate_up", "part", "feed_forward", "embed")
+        self.down = weight("down", "embed", "feed_forward")
 
     def __call__(self, state: jax.Array, embedding: jax.Array) -> jax.Array:
         """Return the state of the next head.

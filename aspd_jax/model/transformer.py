@@ -22,7 +22,7 @@ from aspd_jax.layout import NO_WINDOW, Layout
 from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, ByRow, Cache, LayerCache, TokenBatch, by_row, record, write
 from aspd_jax.model.cpu import einsum, letters, materialise
-from aspd_jax.model.draft_heads import DRAFT_HEADS, DraftHeads
+from aspd_jax.model.draft_heads import DRAFT_HEADS, DraftHeads, ahead
 from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.rope import Rope, rotate, rotation
 from aspd_jax.model.vocabulary import NEW_TOKENS, NewTokens, completed
@@ -401,8 +401,7 @@ class Transformer(nn.Module):
         """
         states = []
         for number in range(self.config.draft_heads):
-            ahead = jnp.pad(tokens[:, 1 + number :], ((0, 0), (0, min(1 + number, tokens.shape[1]))))
-            x = getattr(self, DRAFT_HEADS)(x, self.embedded(ahead))
+            x = getattr(self, DRAFT_HEADS)(x, self.embedded(ahead(tokens, 1 + number)))
             states.append(x)
         return states
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.layout import Layout
-from aspd_jax.model.draft_heads import DRAFT_HEADS
+from aspd_jax.model.draft_heads import DRAFT_HEADS, draft_shapes
 from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import NEW_TOKENS
@@ -35,7 +35,7 @@ OUTSIDE_LAYERS = {
     "model.embed_tokens.weight": ("embedding", "embedding"),
     "model.norm.weight": ("norm", "scale"),
     "lm_head.weight": ("head", "kernel"),
-    **{f"{DRAFT_HEADS}.{name}": (DRAFT_HEADS, name) for name in ("gate_up", "down")},
+    **{f"{DRAFT_HEADS}.{name}": (DRAFT_HEADS, name) for name in draft_shapes(1)},
 }
 INSIDE_LAYERS: dict[str, Path_] = {
     "input_layernorm": ("attention_norm", "scale"),

@@ -1,4 +1,4 @@
-"""What one record adds to the results of a run: its lines of the sets, and its answers for the report.
+"""Entries: the lines of the sets and the figures of the report that one record contributes.
 
 An entry depends on the configuration and on its record only, so any process may compute it. Decisions that depend on
 other records are in `sets`.
@@ -24,7 +24,7 @@ NOTHING: dict[str, Any] = {"candidates": [], "rejected": []}  # result of the fi
 
 
 class Sample(NamedTuple):
-    """What the comparison of records needs to know of one that may be in the sets.
+    """Properties of a record that may be in the sets, for the comparison with other records.
 
     Attributes:
         number: number of the record.
@@ -64,7 +64,7 @@ class Selection(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a record adds to the results, before other records are considered.
+    """Contribution of one record to the results, before it is compared with others.
 
     Attributes:
         number: number of the record.
@@ -75,7 +75,7 @@ class Entry(NamedTuple):
         defect: line of `rejected.jsonl` if the record has no block, but a list with a defect.
         draw: random number of 32 bits from the text, for `select.serial_ratio`.
         selections: selections of its answers, without blocks.
-        sample: what the comparison with other records needs; None: the record is refused.
+        sample: properties for the comparison with other records; None: the record is refused.
     """
 
     number: int

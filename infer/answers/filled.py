@@ -13,6 +13,7 @@ from aspd_jax.template import Hole, Template
 from infer.answers.stop import undecided
 
 WHITE = " \t\r\n"
+END_ROOM = 2  # tokens of a hole that have to be left in a budget: one more, and its end
 
 
 class HoleText(NamedTuple):

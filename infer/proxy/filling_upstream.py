@@ -13,12 +13,11 @@ from aspd_jax.errors import RequestError
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.events import Event, FilledReader
-from infer.answers.filled import Filled, FilledBlock, HoleText, hole_text
+from infer.answers.filled import END_ROOM, Filled, FilledBlock, HoleText, hole_text
 from infer.proxy.answering import Proxied, merged
 from infer.proxy.upstream import Upstream, UpstreamError
 from infer.request import SamplingParams
 
-END_ROOM = 2  # tokens of a hole that have to be left in a budget: one more, and its end
 MAX_BLANKS = 16  # characters of white space before a JSON value
 MAX_COMPILED = 256  # compiled schemas that are kept
 

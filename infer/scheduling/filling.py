@@ -16,11 +16,11 @@ from aspd_jax.errors import RequestError
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import RequestOutput
-from infer.answers.filled import Filled, FilledBlock, HoleText, hole_text
+from infer.answers.filled import END_ROOM, Filled, FilledBlock, HoleText, hole_text
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
 from infer.request import Request
-from infer.scheduling.structured import Schemas, json_rule, known_limit, only_token, permits
+from infer.scheduling.structured import Schemas, json_rule, known_limit, next_mask, only_token, permitted_drafts
 
 # The model continues behind a value as in a JSON object, with tokens that may hold the end of the value, too. The text
 # ends with the value.
@@ -29,7 +29,6 @@ start: BLANK? value TAIL?
 BLANK: " "
 TAIL: /[ \t\r\n]*[,}\]](.|\n)*|[ \t\r\n]+/
 value: """
-END_ROOM = 2  # tokens of a branch that have to be left in a budget: one more, and its end
 
 
 class BranchStart(NamedTuple):
@@ -105,28 +104,21 @@ class HoleState:
 
     def mask(self, words: int) -> np.ndarray:
         """Return the tokens that may come next, uint32 [W]: the next known token, if there is one."""
-        if known := self._known():
-            return only_token(known[0], words)
-        return np.full(words, ~np.uint32(0)) if self._matcher is None else self._matcher.mask()
+        return only_token(self._lead[0], words) if self._lead else next_mask(self._matcher, words)
 
     def ahead(self, drafts: Sequence[int], words: int) -> tuple[list[int], list[np.ndarray]]:
         """Return the draft tokens that may follow, and the token masks before and behind each, uint32 [W].
 
         The token that completes the value is none of them, because nothing may follow it.
         """
-        masks, kept = [self.mask(words)], list[int]()
-        matcher = self._matcher and self._matcher.copy()
-        for token in () if self._lead else drafts:
-            if token in self._ends or not permits(masks[-1], token) or self._completes([*kept, token]):
-                break
-            kept.append(token)
-            if matcher is not None:
-                matcher.take([token])
-            masks.append(masks[-1] if matcher is None else matcher.mask())
-        return kept, masks
+        if self._lead:
+            return [], [self.mask(words)]
+        return permitted_drafts(self._matcher, drafts, lambda matcher: next_mask(matcher, words), self._completes)
 
     def _completes(self, tokens: Sequence[int]) -> bool:
-        """Return whether the value is complete with further tokens."""
+        """Return whether the value ends with further tokens."""
+        if tokens[-1] in self._ends:
+            return True
         stream = self._codec.stream()
         stream.extend([*self._ids, *tokens])
         return self._text.read(stream.text, False)[1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -188,7 +188,7 @@ class Constraint:
         """Return the token masks before the answer begins."""
         everything = np.full(self._words, ~np.uint32(0))
         free = [everything] * (1 + self._config.draft_tokens)
-        serial = [_next_mask(self._serial, self._words)] if self._serial else free
+        serial = [next_mask(self._serial, self._words)] if self._serial else free
         return RowGuidance({0: serial, **self._fresh()})
 
     def follow(self, output: RequestOutput) -> RowGuidance:
@@ -237,7 +237,9 @@ class Constraint:
         """Return the matcher of a segment."""
         fresh = self._branch if key[1] else self._serial
         assert fresh is not None
-        return self._matchers.setdefault(key, fresh.copy())
+        if key not in self._matchers:
+            self._matchers[key] = fresh.copy()
+        return self._matchers[key]
 
     def _grown(self, key: tuple[int, int], ids: np.ndarray, room: int) -> list[int]:
         """Follow a segment; return its known tokens, which count as followed."""
@@ -251,22 +253,14 @@ class Constraint:
 
     def _ahead(self, key: tuple[int, int], drafts: Sequence[int]) -> tuple[list[int], list[np.ndarray]]:
         """Return the draft tokens of a segment that its grammar permits, and the token masks before and behind each."""
-        matcher, kept = self._matcher(key).copy(), list[int]()
 
-        def mask() -> np.ndarray:
-            return self._branch_mask(matcher) if key[1] else _next_mask(matcher, self._words)
+        def mask(matcher: Matcher | None) -> np.ndarray:
+            return self._branch_mask(matcher) if key[1] and matcher else next_mask(matcher, self._words)
 
-        masks = [mask()]
-        for token in drafts:
-            if token in self._ends or not permits(masks[-1], token):
-                break
-            matcher.take([token])
-            kept.append(token)
-            masks.append(mask())
-        return kept, masks
+        return permitted_drafts(self._matcher(key), drafts, mask, lambda tokens: tokens[-1] in self._ends)
 
     def _branch_mask(self, matcher: Matcher) -> np.ndarray:
-        bits = _next_mask(matcher, self._words)
+        bits = next_mask(matcher, self._words)
         if matcher.accepting:
             bits = bits.copy()
             word, bit = divmod(self._config.tags.branch_end, 32)
@@ -295,6 +289,32 @@ def permits(mask: np.ndarray, token: int) -> bool:
     return bool(mask[token // 32] >> np.uint32(token % 32) & 1)
 
 
+def permitted_drafts(
+    matcher: Matcher | None,
+    drafts: Sequence[int],
+    mask: Callable[[Matcher | None], np.ndarray],
+    ends: Callable[[Sequence[int]], bool],
+) -> tuple[list[int], list[np.ndarray]]:
+    """Return the draft tokens that may follow, and the token masks before and behind each, uint32 [W].
+
+    Args:
+        matcher: position before the draft tokens; None: any token may follow.
+        drafts: draft tokens.
+        mask: function from a position to the tokens that may come next.
+        ends: whether the last of these draft tokens ends the segment; it is not among those that follow.
+    """
+    kept, masks = list[int](), [mask(matcher)]
+    matcher = matcher.copy() if matcher and drafts else matcher
+    for token in drafts:
+        if not permits(masks[-1], token) or ends([*kept, token]):
+            break
+        kept.append(token)
+        if matcher is not None:
+            matcher.take([token])
+        masks.append(mask(matcher))
+    return kept, masks
+
+
 def only_token(token: int, words: int) -> np.ndarray:
     """Return a token mask with one token, uint32 [W]."""
     bits = np.zeros(words, np.uint32)
@@ -302,7 +322,12 @@ def only_token(token: int, words: int) -> np.ndarray:
     return bits
 
 
-def _next_mask(matcher: Matcher, words: int) -> np.ndarray:
-    """Return the tokens that may come next: the next known token, if there is one."""
+def next_mask(matcher: Matcher | None, words: int) -> np.ndarray:
+    """Return the tokens that may come next, uint32 [W]: the next known token, if there is one.
+
+    None: any token may.
+    """
+    if matcher is None:
+        return np.full(words, ~np.uint32(0))
     known = matcher.known()
     return only_token(known[0], words) if known else matcher.mask()

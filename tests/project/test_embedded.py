@@ -20,7 +20,7 @@ MAX_OF_ALL = 40_000_000  # bytes of all files in a clone
 
 
 def test_weights_are_bounded() -> None:
-    """Of what git tracks; the one model, the one adapter and its draft heads are all there are, as the sum says too."""
+    """Tracked by git are one model, one adapter and its draft heads, and the sum of their sizes has a bound."""
     command = ["git", "ls-files", "-co", "-z", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     sizes = {name: (ROOT / name).stat().st_size for name in listed if name and (ROOT / name).is_file()}

@@ -230,7 +230,7 @@ def test_values_end_in_tokens_that_go_on(proxy: str, upstream: Scripted) -> None
 
 
 def test_a_value_that_does_not_fit_is_requested_again(proxy: str, upstream: Scripted) -> None:
-    """As soon as it cannot fit any more; the constraint is the schema of the leaf."""
+    """The free request is closed where its value can no longer fit, and repeated with the schema of the leaf."""
     colours = record(colour={"enum": ["red", "green"]}, size={"type": "integer", "maximum": 20})
     upstream.delay = 0.02
     free = {'"colour":': [' "', "r", "o"] + ["se"] * 400, '"size":': [" 2", "1", ","]}
