@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # these are slow to import
     from aspd_jax.model.model_config import Weights
     from infer import Engine
     from infer.decode.state import DraftSource
-    from infer.offline.batch import Answering, Outcome
+    from infer.offline.batch import Answering, Job, Outcome
     from infer.request import Mode, SamplingParams
 
 # Questions of the demo for a chat model; none is among its training questions.
@@ -64,6 +64,10 @@ def add(commands: Any) -> None:
     )
     generate.add_argument("--batch", type=int, default=8, help="maximum requests of --input in a batch")
     generate.add_argument("--samples", type=int, default=1, metavar="N", help="answers to every prompt of --input")
+    generate.add_argument(
+        "--instruction", metavar="TEXT",
+        help="text behind every prompt of --input; the records of the answers do not repeat it",
+    )  # fmt: skip
     generate.add_argument(
         "--branch-policy",
         default="all",
@@ -123,6 +127,8 @@ def run_generate(options: argparse.Namespace) -> None:
     positive(options, "batch", "samples")
     if options.samples > 1 and (options.input is None or not options.temperature):
         raise RequestError("--samples goes with --input, and with a --temperature above 0: greedy answers are equal")
+    if options.instruction and options.input is None:
+        raise RequestError("--instruction goes with --input")
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
     ray = ray_options(options)
     if ray is not None and options.input is None:
@@ -136,10 +142,7 @@ def run_generate(options: argparse.Namespace) -> None:
     if options.input is not None:
         from infer.offline.batch import generate_file
 
-        outcome = generate_file(
-            engine, options.input, options.output, params, options.mode, chat, samples=options.samples
-        )
-        _print_outcome(options.output, outcome)
+        _print_outcome(options.output, generate_file(engine, _job(options, params, chat)))
         return
     if options.prompt is not None and chat:
         prompt = [{"role": "user", "content": options.prompt}]
@@ -233,8 +236,15 @@ def _answer_on_ray(
         with cluster(ray) as workers:
             yield from run_on_ray(make, tasks, ray, workers, "line {0[0]}".format)
 
-    outcome = write_answers(answer, options.input, options.output, params, options.mode, chat, samples=options.samples)
-    _print_outcome(options.output, outcome)
+    _print_outcome(options.output, write_answers(answer, _job(options, params, chat)))
+
+
+def _job(options: argparse.Namespace, params: SamplingParams, chat: bool) -> Job:
+    from infer.offline.batch import Job
+
+    return Job(
+        options.input, options.output, params, options.mode, chat, options.instruction or "", options.samples
+    )  # fmt: skip
 
 
 def _print_outcome(output: Path, outcome: Outcome) -> None:

@@ -131,7 +131,8 @@ def load_model(
             tokens, for training.
         adapter: folder of an adapter in PEFT's format that was trained on this model; it is merged into the kernels.
         adapters: number of adapters, of rank `lora_rank` each, that requests select (`put_adapter`).
-        draft_heads: number of fresh draft heads, for training; None: those in the folder of the adapter or the model.
+        draft_heads: number of draft heads, for training: those in the folder of the adapter or the model, trained
+            further, or fresh ones if it has none; None: as in that folder.
 
     Raises:
         CheckpointError: a part is missing, unknown or not supported, or the adapter is for another model.
@@ -171,9 +172,10 @@ def load_model(
         tensors = opened.applied(tensors, checkpoint.source)
         if opened.tokens and opened.tokens[-1] >= old_length:  # the adapter has the rows of the special tokens
             new_rows, stored = {}, max(stored, opened.tokens[-1] + 1)
-    if draft_heads is None:
-        drafter = read_draft_heads(Path(adapter or find_model(path)), config.hidden_size)
-    else:
+    drafter = read_draft_heads(Path(adapter or find_model(path)), config.hidden_size)
+    if draft_heads and drafter.heads:
+        drafter = drafter._replace(heads=draft_heads)  # all heads share their parameters, so any number fits
+    elif draft_heads is not None:
         drafter = fresh_draft_heads(draft_heads, config.hidden_size)
     config, tensors = replace(config, draft_heads=drafter.heads), chain(tensors, drafter.tensors.items())
     model = Transformer(config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,24 +60,25 @@ class Outcome(NamedTuple):
     errors: int
 
 
-def read_prompts(file: Path | str, chat: bool) -> list[Item]:
+def read_prompts(file: Path | str, chat: bool, instruction: str = "") -> list[Item]:
     """Read records of `{"prompt": "..."}` or `{"messages": [...]}` with an optional `"id"`, from JSONL or Parquet.
 
     Args:
         file: path, glob or URL; Parquet if its name ends with `.parquet`.
         chat: whether a `prompt` is a message of the user, which the chat template renders.
+        instruction: text behind every prompt; the records of the answers do not repeat it.
 
     Raises:
         DataError: the file cannot be read, or has only blank lines.
     """
     lines = read_rows(str(file)) if str(file).endswith(".parquet") else read_lines(file)
-    items = [_item(line, chat) for line in lines]
+    items = [_item(line, chat, instruction) for line in lines]
     if not items:
         raise DataError(f"{file} holds no prompt")
     return items
 
 
-def _item(line: Line, chat: bool) -> Item:
+def _item(line: Line, chat: bool, instruction: str) -> Item:
     number, record, reason = line
     if reason:
         return Item(number, number, None, {}, reason)
@@ -86,8 +87,10 @@ def _item(line: Line, chat: bool) -> Item:
     identifier = record.get("id")
     name = identifier if isinstance(identifier, (str, int)) else number
     prompt, messages = record.get("prompt"), record.get("messages")
+    more = f" {instruction}" if instruction else ""
     if isinstance(prompt, str) and messages is None:
-        whole: Prompt = [{"role": "user", "content": prompt}] if chat else prompt
+        asked = prompt + more
+        whole: Prompt = [{"role": "user", "content": asked}] if chat else asked
         return Item(number, name, whole, {"prompt": prompt})
     if messages is None or messages == [] or prompt is not None:
         reason = 'expected "prompt", a string, or "messages", a list of messages'
@@ -96,7 +99,8 @@ def _item(line: Line, chat: bool) -> Item:
         parsed = [{"role": role, "content": content} for role, content, _ in parse_messages(messages, "messages")]
     except AspdError as error:
         return Item(number, name, None, {}, str(error))
-    return Item(number, name, parsed, {"messages": parsed})
+    asked_last = parsed[-1] | {"content": parsed[-1]["content"] + more}
+    return Item(number, name, [*parsed[:-1], asked_last], {"messages": parsed})
 
 
 class Answering:
@@ -138,73 +142,70 @@ class Answering:
         return ended
 
 
-def generate_file(
-    engine: Engine,
-    source: Path | str,
-    output: Path,
-    params: SamplingParams,
-    mode: Mode,
-    chat: bool,
-    progress: bool = True,
-    samples: int = 1,
-) -> Outcome:
-    """Answer every prompt of a file. The record of an invalid line or of a refused prompt has an `error`.
+@dataclass(frozen=True)
+class Job:
+    """Prompts of a file to answer.
 
-    Args:
-        engine: engine.
+    Attributes:
         source: JSONL or Parquet file of prompts, see `read_prompts`.
         output: JSONL file of records; must not exist.
         params: sampling parameters, see `Answering`.
         mode: decoding mode.
-        chat: see `read_prompts`.
-        progress: whether to show a progress bar.
+        chat, instruction: see `read_prompts`.
         samples: answers to every prompt, one record each, with the number of the `sample` if there are several.
+        progress: whether to show a progress bar.
+    """
+
+    source: Path | str
+    output: Path
+    params: SamplingParams
+    mode: Mode
+    chat: bool
+    instruction: str = ""
+    samples: int = 1
+    progress: bool = True
+
+
+def generate_file(engine: Engine, job: Job) -> Outcome:
+    """Answer every prompt of a file. The record of an invalid line or of a refused prompt has an `error`.
 
     Raises:
         DataError: the input cannot be read, or is empty.
         RequestError: the output exists, or its journal has answers to another input or with other settings.
     """
-    worker = Answering(engine, str(source), params, mode)
-    return write_answers(partial(run_here, worker), source, output, params, mode, chat, progress, samples)
+    return write_answers(partial(run_here, Answering(engine, str(job.source), job.params, job.mode)), job)
 
 
-def write_answers(
-    answer: Callable[[Iterator[Task]], Iterator[Task]],
-    source: Path | str,
-    output: Path,
-    params: SamplingParams,
-    mode: Mode,
-    chat: bool,
-    progress: bool = True,
-    samples: int = 1,
-) -> Outcome:
+def write_answers(answer: Callable[[Iterator[Task]], Iterator[Task]], job: Job) -> Outcome:
     """Answer the prompts of a file that have no answer in the journal, and write all answers; see `generate_file`.
 
     Args:
         answer: function from the waiting items, by line and sample, to their records in the order in which they end.
+        job: prompts and settings.
     """
-    items = [item._replace(sample=number) for item in read_prompts(source, chat) for number in range(samples)]
-    settings = {"input": digest(str(source)), "mode": mode, "chat": chat}
-    settings |= {"params": json.loads(json.dumps(asdict(params)))} | ({"samples": samples} if samples > 1 else {})
-    journal = output.with_name(f"{output.name}.journal")
-    if output.exists():
-        raise RequestError(f"{output} exists; delete it, or choose another file")
+    prompts = read_prompts(job.source, job.chat, job.instruction)
+    items = [item._replace(sample=number) for item in prompts for number in range(job.samples)]
+    settings = {"input": digest(str(job.source)), "mode": job.mode, "chat": job.chat, "samples": job.samples}
+    settings |= {"instruction": job.instruction, "params": json.loads(json.dumps(asdict(job.params)))}
+    journal = job.output.with_name(f"{job.output.name}.journal")
+    if job.output.exists():
+        raise RequestError(f"{job.output} exists; delete it, or choose another file")
     done = _read_answers(journal, settings)
     resumed = len(done)
     waiting = [((item.line, item.sample), item) for item in items if (item.line, item.sample) not in done]
     with (
         Log(journal) as log,
-        tqdm(total=len(items), initial=resumed, unit="answer", disable=not progress) as bar,
+        tqdm(total=len(items), initial=resumed, unit="answer", disable=not job.progress) as bar,
     ):
         if not resumed and journal.stat().st_size == 0:
             append(log, settings)
         for (line, sample), record in answer(iter(waiting)):
-            if samples > 1:
+            if job.samples > 1:
                 record["sample"] = sample
             append(log, {"line": line} | record)
             done[line, sample] = record
             bar.update()
-    with replacing(output) as file:
+    with replacing(job.output) as file:
         for item in items:
             file.write(json.dumps(done[item.line, item.sample], ensure_ascii=False) + "\n")
     journal.unlink()

@@ -81,6 +81,9 @@ def test_a_folder_keeps_its_heads(drafting: LanguageModel, tmp_path: Path) -> No
     )  # bfloat16
     assert "draft_heads.down" not in load_file(tmp_path / "model" / "model.safetensors")
     assert load_model(tmp_path / "model", draft_heads=0).config.draft_heads == 0
+    further = load_model(tmp_path / "model", draft_heads=HEADS + 1)  # trained further, not begun anew
+    assert further.config.draft_heads == HEADS + 1
+    np.testing.assert_array_equal(further.params["draft_heads"]["down"], again.params["draft_heads"]["down"])
     (tmp_path / "model" / "draft_heads.safetensors").unlink()
     assert load_model(tmp_path / "model").config.draft_heads == 0
 

@@ -18,7 +18,8 @@ from aspd_jax import LanguageModel
 from aspd_jax.errors import DataError, RequestError
 from aspd_jax.language_model import save_model
 from infer import Engine, SamplingParams
-from infer.offline.batch import generate_file, read_prompts
+from infer.offline.batch import Job, generate_file, read_prompts
+from infer.request import Mode
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24)
 
@@ -37,6 +38,10 @@ def source(tmp_path: Path) -> Path:
     return file
 
 
+def job(source: Path, output: Path, params: SamplingParams = PARAMS, mode: Mode = "adaptive", **more: Any) -> Job:
+    return Job(source, output, params, mode, chat=False, progress=False, **more)
+
+
 def records(file: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in file.read_text().split("\n") if line]
     for record in found:
@@ -46,7 +51,7 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def test_answers_come_in_the_order_of_the_input(own: Engine, source: Path, tmp_path: Path) -> None:
-    outcome = generate_file(own, source, tmp_path / "out.jsonl", PARAMS, "adaptive", False, progress=False)
+    outcome = generate_file(own, job(source, tmp_path / "out.jsonl"))
     found = records(tmp_path / "out.jsonl")
     assert outcome == (8, 0, 1)
     assert [record["id"] for record in found] == ["q0", "q1", "q2", 4, "q4", "q5", "q6", 9]
@@ -56,14 +61,28 @@ def test_answers_come_in_the_order_of_the_input(own: Engine, source: Path, tmp_p
         assert found[number]["text"] == alone.text and found[number]["finish_reason"] == alone.finish_reason
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "out.jsonl"}
     with pytest.raises(RequestError, match="exists; delete it"):
-        generate_file(own, source, tmp_path / "out.jsonl", PARAMS, "adaptive", False)
+        generate_file(own, job(source, tmp_path / "out.jsonl"))
+
+
+@pytest.mark.parametrize("line", [{"prompt": "Run"}, {"messages": [{"role": "user", "content": "Run"}]}])
+def test_an_instruction_is_asked_and_not_recorded(own: Engine, tmp_path: Path, line: dict[str, Any]) -> None:
+    asked, source = tmp_path / "asked.jsonl", tmp_path / "prompts.jsonl"
+    source.write_text(json.dumps(line) + "\n")
+    asked.write_text(json.dumps(line).replace("Run", "Run fast") + "\n")
+    generate_file(own, job(asked, tmp_path / "one.jsonl"))
+    generate_file(own, job(source, tmp_path / "two.jsonl", instruction="fast"))
+    generate_file(own, job(source, tmp_path / "none.jsonl"))
+    one, two, none = (records(tmp_path / f"{name}.jsonl")[0] for name in ("one", "two", "none"))
+    assert two["text"] == one["text"] != none["text"]
+    assert "fast" not in json.dumps([two.get("prompt"), two.get("messages", [None])[0]])
+    assert read_prompts(source, True, "fast")[0].prompt == [{"role": "user", "content": "Run fast"}]
 
 
 def test_samples_of_a_question_differ_and_are_resumed(
     own: Engine, source: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    once = generate_file(own, source, tmp_path / "out.jsonl", PARAMS, "adaptive", False, progress=False)
-    outcome = generate_file(own, source, tmp_path / "three.jsonl", PARAMS, "adaptive", False, False, samples=3)
+    once = generate_file(own, job(source, tmp_path / "out.jsonl"))
+    outcome = generate_file(own, job(source, tmp_path / "three.jsonl", samples=3))
     assert outcome == (3 * once.records, 0, 3 * once.errors)
     found, single = records(tmp_path / "three.jsonl"), records(tmp_path / "out.jsonl")
     assert [record.pop("sample") for record in found] == [0, 1, 2] * once.records
@@ -73,16 +92,16 @@ def test_samples_of_a_question_differ_and_are_resumed(
     journal = tmp_path / "cut.jsonl.journal"
     append, lines = infer.offline.batch.append, list[Any]()
     monkeypatch.setattr(infer.offline.batch, "append", lambda log, value: lines.append(value) or append(log, value))
-    generate_file(own, source, tmp_path / "cut.jsonl", PARAMS, "adaptive", False, False, samples=3)
+    generate_file(own, job(source, tmp_path / "cut.jsonl", samples=3))
     assert lines[0]["samples"] == settings["samples"]
     (tmp_path / "cut.jsonl").unlink()
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines[:8]))
-    assert generate_file(own, source, tmp_path / "cut.jsonl", PARAMS, "adaptive", False, False, samples=3).resumed == 7
+    assert generate_file(own, job(source, tmp_path / "cut.jsonl", samples=3)).resumed == 7
     assert [record | {"sample": n % 3} for n, record in enumerate(found)] == records(tmp_path / "cut.jsonl")
 
 
 def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    generate_file(own, source, tmp_path / "whole.jsonl", PARAMS, "adaptive", False, progress=False)
+    generate_file(own, job(source, tmp_path / "whole.jsonl"))
     append, written = infer.offline.batch.append, []
 
     def failing(log: Any, value: dict[str, Any]) -> None:
@@ -96,7 +115,7 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(infer.offline.batch, "append", failing)
         with pytest.raises(KeyboardInterrupt):
-            generate_file(own, source, cut, PARAMS, "adaptive", False, progress=False)
+            generate_file(own, job(source, cut))
     for handle in own.debug_state().rows:  # requests under way end with the process
         if handle is not None:
             handle.cancel()
@@ -104,11 +123,11 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
         pass
     assert not cut.exists() and len(written) == 4
     with pytest.raises(RequestError, match=r"journal holds answers with another mode, temperature; delete it"):
-        generate_file(own, source, cut, SamplingParams(max_new_tokens=24), "serial", False, progress=False)
+        generate_file(own, job(source, cut, params=SamplingParams(max_new_tokens=24), mode="serial"))
     seen: list[str] = []
     submit = own.submit
     monkeypatch.setattr(own, "submit", lambda prompt, *rest: seen.append(prompt) or submit(prompt, *rest))
-    outcome = generate_file(own, source, cut, PARAMS, "adaptive", False, progress=False)
+    outcome = generate_file(own, job(source, cut))
     assert outcome == (8, 3, 1) and len(seen) == 5, "what was there is not done again"
     assert records(cut) == records(tmp_path / "whole.jsonl")
 
@@ -145,7 +164,7 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
         b'{"prompt": "c"}\r',
     ]  # fmt: skip
     file.write_bytes(b"\n".join(lines))
-    assert generate_file(own, file, tmp_path / "out.jsonl", PARAMS, "adaptive", False, progress=False) == (13, 0, 11)
+    assert generate_file(own, job(file, tmp_path / "out.jsonl")) == (13, 0, 11)
     found = records(tmp_path / "out.jsonl")
     assert [record["id"] for record in found] == [1, "one", *range(4, 15)]
     assert found[0]["prompt"] == "a\u2028b" and found[-1]["prompt"] == "c" and "text" in found[-1]

@@ -20,7 +20,7 @@ from aspd_jax import LanguageModel
 from aspd_jax.language_model import save_model
 from aspd_jax.ray_pool import RayOptions, Task, cluster, run_on_ray
 from infer import Engine, SamplingParams
-from infer.offline.batch import generate_file, write_answers
+from infer.offline.batch import Job, generate_file, write_answers
 from tests.helpers.ray_workers import descendants, ended, made, make_logged
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24)
@@ -102,7 +102,7 @@ def test_kill_9_of_a_worker(model: Path, source: Path, whole: Path, tmp_path: Pa
                     before.append(repr(key))
                 yield key, record
 
-    outcome = write_answers(answer, name, output, PARAMS, "adaptive", False, progress=False)
+    outcome = write_answers(answer, Job(name, output, PARAMS, "adaptive", False, progress=False))
     assert outcome == (RECORDS, 0, 2) and contents(output) == contents(whole)
     again = {key for key, times in Counter(made(log)).items() if times > 1}
     assert repr(fatal) in again and len(again) <= 2 and before and not again & set(before)
@@ -138,5 +138,7 @@ def test_parquet(model: Path, source: Path, tmp_path: Path, lm: LanguageModel) -
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "in.parquet")
     own = Engine(lm, max_length=96, max_batch=2)
     for kind in ("jsonl", "parquet"):
-        generate_file(own, tmp_path / f"in.{kind}", tmp_path / f"{kind}.out", PARAMS, "adaptive", False, progress=False)
+        generate_file(
+            own, Job(tmp_path / f"in.{kind}", tmp_path / f"{kind}.out", PARAMS, "adaptive", False, progress=False)
+        )
     assert contents(tmp_path / "parquet.out") == contents(tmp_path / "jsonl.out")
