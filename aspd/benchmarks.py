@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from aspd.options import answer_structures, positive, print_left_out, shape_options, where
+from aspd.options import answer_structures, draft_options, positive, print_left_out, shape_options, where
 from aspd_jax.errors import RequestError
 from aspd_jax.files import write_whole
 
@@ -95,7 +95,8 @@ def add(commands: Any) -> None:
         "--input", type=Path, metavar="FILE",
         help='JSONL file of {"text", "schema", "gold"} records; default: the included texts and tool calls',
     )  # fmt: skip
-    fields.add_argument("--limit", type=int, metavar="N", help="maximum tasks; default: all")
+    fields.add_argument("--limit", type=int, metavar="N", help="maximum tasks, spread over all; default: all")
+    draft_options(fields)
     fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
     fields.add_argument("--output", type=Path, metavar="FILE", help="JSONL file of the answers, and a table beside it")
 
@@ -218,8 +219,20 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         summarise_extraction,
     )
 
-    tasks = read_tasks(options.input)[: options.limit]
-    engine = Engine(load_model(options.model, options.dtype, adapter=options.adapter), max_length=1024, max_batch=1)
+    positive(options, "max_new_tokens", "draft_tokens")
+    tasks = read_tasks(options.input)
+    if options.limit is not None:
+        positive(options, "limit")
+        count = min(options.limit, len(tasks))
+        tasks = [tasks[number * len(tasks) // count] for number in range(count)]
+    engine = Engine(
+        load_model(options.model, options.dtype, adapter=options.adapter),
+        max_length=1024,
+        max_batch=1,
+        drafts=options.drafts,
+        draft_tokens=options.draft_tokens,
+        force_drafts=True,
+    )
     engine.warm_up(alone=True)
     for task in tasks[:2]:  # compile what warm-up does not
         for mode in MODES:
@@ -230,7 +243,10 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         for mode in MODES
     ]
     rows = summarise_extraction(decoded)
-    title = f"{options.model}, {options.dtype}, greedy, batch 1, {len(tasks)} tasks; {where()}"
+    drafts = (
+        "" if options.drafts == "none" else f"{options.draft_tokens} draft tokens in every step ({options.drafts}), "
+    )
+    title = f"{options.model}, {options.dtype}, greedy, batch 1, {drafts}{len(tasks)} tasks; {where()}"
     table = f"{title}\n\n{extraction_table(rows)}\n"
     print(table)
     if options.output is not None:

@@ -77,6 +77,7 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         ),
         (["generate", "--prompt", "a", "--temperature", "-1"], "aspd: temperature must be 0 or more, got -1.0"),
         (["generate", *DEMO, "--prompt", "a", "--max-length", "1"], "aspd: max_length must be at least 2, got 1"),
+        (["generate", *DEMO, "--prompt", "a", "--instruction", "b"], "aspd: --instruction goes with --input"),
         (["generate", "--messages", "none.json"], "none.json"),
         (["train", "none.yaml", "--output", "x"], "aspd: none.yaml does not exist"),
         (["train", "configs/vicuna_7b.yaml", "stepps=3", "--plan"], "unknown key 'stepps'; did you mean 'steps'"),
@@ -93,6 +94,7 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["bench", "decode", "--answers", "8by60"], "--answers takes branches x tokens, such as 8x60, got '8by60'"),
         (["bench", "decode", "--shape", "70b"], "unknown shape '70b'; known are 27m, 1b, 7b"),
         (["bench", "decode", "--widths", "2", "4"], "--widths: expected powers of two that start with 1, got [2, 4]"),
+        (["bench", "fields", "--limit", "0"], "--limit must be at least 1, got 0"),
         (["bench", "serve", "--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
         (["bench", "serve", "--batch", "4", "0"], "--batch must be at least 1, got 0"),
         (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--batch", "4"], "Remove them or --url"),
@@ -265,3 +267,15 @@ def test_values_may_be_changed_before_and_behind_options(capsys: Any, tmp_path: 
         with pytest.raises(SystemExit):
             aspd.main(words)
         assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_bench_fields_compares_both_modes_of_the_same_tasks(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "fields.jsonl"
+    few = ("--limit", "2", "--max-new-tokens", "24", "--drafts", "lookup", "--draft-tokens", "2")
+    code, out, _ = run(capsys, "bench", "fields", *DEMO, *few, "--output", str(file))
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert code == 0 and "2 draft tokens (lookup) in every step, 2 tasks" in out
+    assert [record["mode"] for record in records] == ["serial", "parallel"] * 2
+    first, second = records[0]["id"], records[2]["id"]
+    assert first.partition("-")[0] != second.partition("-")[0]  # tasks are spread over all kinds
+    assert file.with_suffix(".md").read_text() in out
