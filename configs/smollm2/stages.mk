@@ -5,6 +5,8 @@ SMOLLM2 := runs/smollm2
 BENCHMARKS ?= benchmarks
 STAGE := configs/smollm2
 ADAPTER := adapter/adapter_model.safetensors
+GENERATE := $(BIN)/aspd generate --model smollm2 --mode serial --batch 32 --max-new-tokens 448 --max-length 768 \
+	--temperature 0.6 --top-p 0.9 --repetition-penalty 1.1
 EVALUATE = $(BIN)/aspd eval run --output $(@D) $(STAGE)/eval.yaml $(foreach name,vicuna mt,\
 	benchmarks.$(name).file=$(BENCHMARKS)/$(name)_bench/question.jsonl \
 	benchmarks.$(name).references=$(BENCHMARKS)/$(name)_bench/reference_gpt-4.jsonl) \
@@ -19,11 +21,17 @@ $(SMOLLM2)/questions.jsonl: $(STAGE)/questions.yaml | $(VENV)/.installed
 
 # Answers that are there already are taken as they are: those of ours are in results/smollm2/own_answers.jsonl.gz.
 $(SMOLLM2)/answers.jsonl: | $(SMOLLM2)/questions.jsonl
-	$(BIN)/aspd generate --model smollm2 --input $(SMOLLM2)/questions.jsonl --output $@ --mode serial --batch 32 \
-		--max-new-tokens 448 --max-length 768 --temperature 0.6 --top-p 0.9 --repetition-penalty 1.1
+	$(GENERATE) --input $(SMOLLM2)/questions.jsonl --output $@
 
-$(SMOLLM2)/data/structured.jsonl: $(SMOLLM2)/answers.jsonl $(STAGE)/data.yaml
-	$(BIN)/aspd data build $< --config $(STAGE)/data.yaml --output $(@D)
+# SmolLM2 answers most questions in prose; those that suit a list are asked again for one (docs/data.md).
+$(SMOLLM2)/lists.jsonl: | $(SMOLLM2)/questions.jsonl
+	grep -E '"kind": "(open lists|questions of judgement)"' $(SMOLLM2)/questions.jsonl > $(SMOLLM2)/suited.jsonl
+	$(GENERATE) --input $(SMOLLM2)/suited.jsonl --output $@ --instruction "Give a short introduction, then a numbered \
+	list of the most important points, each with a bold title and two or three sentences of explanation."
+
+$(SMOLLM2)/data/structured.jsonl: $(SMOLLM2)/answers.jsonl $(SMOLLM2)/lists.jsonl $(STAGE)/data.yaml
+	cat $(SMOLLM2)/answers.jsonl $(SMOLLM2)/lists.jsonl > $(SMOLLM2)/all.jsonl
+	$(BIN)/aspd data build $(SMOLLM2)/all.jsonl --config $(STAGE)/data.yaml --output $(@D)
 
 $(SMOLLM2)/%/$(ADAPTER): $(STAGE)/%.yaml $(SMOLLM2)/data/structured.jsonl
 	$(BIN)/aspd train $< --output $(SMOLLM2)/$*

@@ -61,7 +61,9 @@ class Outcome(NamedTuple):
 
 
 def read_prompts(file: Path | str, chat: bool, instruction: str = "") -> list[Item]:
-    """Read records of `{"prompt": "..."}` or `{"messages": [...]}` with an optional `"id"`, from JSONL or Parquet.
+    """Read records of `{"prompt": "..."}` or `{"messages": [...]}`, from JSONL or Parquet.
+
+    Optional fields are `id`, and `kind`, which the record of the answer repeats.
 
     Args:
         file: path, glob or URL; Parquet if its name ends with `.parquet`.
@@ -87,11 +89,12 @@ def _item(line: Line, chat: bool, instruction: str) -> Item:
     identifier = record.get("id")
     name = identifier if isinstance(identifier, (str, int)) else number
     prompt, messages = record.get("prompt"), record.get("messages")
+    kind = {"kind": record["kind"]} if "kind" in record else {}
     more = f" {instruction}" if instruction else ""
     if isinstance(prompt, str) and messages is None:
         asked = prompt + more
         whole: Prompt = [{"role": "user", "content": asked}] if chat else asked
-        return Item(number, name, whole, {"prompt": prompt})
+        return Item(number, name, whole, kind | {"prompt": prompt})
     if messages is None or messages == [] or prompt is not None:
         reason = 'expected "prompt", a string, or "messages", a list of messages'
         return Item(number, name, None, {}, reason)
@@ -100,7 +103,7 @@ def _item(line: Line, chat: bool, instruction: str) -> Item:
     except AspdError as error:
         return Item(number, name, None, {}, str(error))
     asked_last = parsed[-1] | {"content": parsed[-1]["content"] + more}
-    return Item(number, name, [*parsed[:-1], asked_last], {"messages": parsed})
+    return Item(number, name, [*parsed[:-1], asked_last], kind | {"messages": parsed})
 
 
 class Answering:

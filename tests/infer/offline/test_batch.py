@@ -67,13 +67,14 @@ def test_answers_come_in_the_order_of_the_input(own: Engine, source: Path, tmp_p
 @pytest.mark.parametrize("line", [{"prompt": "Run"}, {"messages": [{"role": "user", "content": "Run"}]}])
 def test_an_instruction_is_asked_and_not_recorded(own: Engine, tmp_path: Path, line: dict[str, Any]) -> None:
     asked, source = tmp_path / "asked.jsonl", tmp_path / "prompts.jsonl"
-    source.write_text(json.dumps(line) + "\n")
+    source.write_text(json.dumps({"kind": "tips"} | line) + "\n")
     asked.write_text(json.dumps(line).replace("Run", "Run fast") + "\n")
     generate_file(own, job(asked, tmp_path / "one.jsonl"))
     generate_file(own, job(source, tmp_path / "two.jsonl", instruction="fast"))
     generate_file(own, job(source, tmp_path / "none.jsonl"))
     one, two, none = (records(tmp_path / f"{name}.jsonl")[0] for name in ("one", "two", "none"))
     assert two["text"] == one["text"] != none["text"]
+    assert (one.get("kind"), two["kind"]) == (None, "tips")
     assert "fast" not in json.dumps([two.get("prompt"), two.get("messages", [None])[0]])
     assert read_prompts(source, True, "fast")[0].prompt == [{"role": "user", "content": "Run fast"}]
 
