@@ -28,8 +28,8 @@ def draft_shapes(hidden_size: int) -> dict[str, tuple[int, ...]]:
     return {"gate_up": (2, hidden_size, 2 * hidden_size), "down": (hidden_size, hidden_size)}
 
 
-def ahead(values: Any, count: int) -> jax.Array:
-    """Return the values `count` tokens ahead in each row [B, S]; 0 behind the end."""
+def shift_left(values: Any, count: int) -> jax.Array:
+    """Return each row [B, S] shifted left by `count` tokens, padded with 0."""
     return jnp.pad(jnp.asarray(values)[:, count:], ((0, 0), (0, min(count, values.shape[1]))))
 
 

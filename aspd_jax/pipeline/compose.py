@@ -49,7 +49,7 @@ class Questions:
     def __post_init__(self) -> None:
         for name, group in self.groups.items():
             if not group.forms or group.share <= 0:
-                raise ConfigError(f"groups.{name} needs forms, and a share above 0")
+                raise ConfigError(f"groups.{name}: expected forms, and a share above 0")
             for form in group.forms:
                 unknown = set(SLOT.findall(form)) - {NUMBER, *self.topics}
                 if unknown:
@@ -101,7 +101,7 @@ def go_on(material: Questions, answered: Sequence[Conversation], count: int, see
         ConfigError: there are no follow-ups.
     """
     if not material.follow_ups:
-        raise ConfigError("follow_ups: there are none; list what may be asked after any answer")
+        raise ConfigError("follow_ups: expected at least one question, got none. Add questions that fit any answer.")
     chance = random.Random(seed)
     some = chance.sample(answered, min(count, len(answered)))
     follow_ups = material.follow_ups

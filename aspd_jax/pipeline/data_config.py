@@ -120,4 +120,6 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.rules and not (self.teacher.base_url and self.teacher.candidates):
-            raise ConfigError("nothing proposes blocks: set rules, or teacher.base_url and teacher.candidates")
+            raise ConfigError(
+                "rules: expected true, or teacher.base_url and teacher.candidates, got none that proposes blocks"
+            )

@@ -152,9 +152,9 @@ def test_works_on_device_arrays() -> None:
     [
         (
             {"tokens": np.zeros((1, 3), int), "positions": "same"},
-            "positions must be one of sequential, max, predict; got",
+            "positions: expected one of sequential, max, predict, got",
         ),
-        ({"tokens": np.zeros(3, int)}, r"tokens must be integers \[B, S\], got int64 \[3\]"),
+        ({"tokens": np.zeros(3, int)}, r"tokens: expected integers \[B, S\], got int64 \[3\]"),
         ({"tokens": np.zeros((1, 3))}, "got float64"),
         ({"tokens": np.zeros((1, 3), int), "sequence": np.zeros((1, 2), int)}, "must have the shape of tokens"),
     ],

@@ -185,7 +185,7 @@ def test_turns_that_cannot_be_asked_for_are_left_out_and_named(lm: LanguageModel
     turn = [
         (2, "turn", "messages[0]: no message asks for this answer"),
         (3, "turn", "messages[2]: no answer follows"),
-        (4, "turn", "messages[1]: the answer is empty"),
+        (4, "turn", "messages[1]: answer: expected text, got none"),
     ]
     assert read(TEMPLATES["plain"], "plain") == (6, turn)
     count, problems = read(TEMPLATES["alternates"], "alternates")

@@ -157,7 +157,7 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / WEIGHTS).unlink(), "expected an adapter folder"),
         (lambda folder: (folder / CONFIG).write_text("{"), "Expecting property name"),
-        (lambda folder: changed(folder, peft_type="IA3"), "peft_type 'IA3' is not supported; only LORA is"),
+        (lambda folder: changed(folder, peft_type="IA3"), "peft_type: expected LORA, got 'IA3'"),
         (lambda folder: changed(folder, use_dora=True), "use_dora: expected None or False or .*, got True"),
         (lambda folder: changed(folder, trainable_token_indices=None), r"trainable_token_indices: expected token ids"),
         (lambda folder: without(folder, "lora_B"), "without its lora_B"),

@@ -18,7 +18,7 @@ from aspd_jax.layout import Layout
 from aspd_jax.model import flash_gpu
 from aspd_jax.model.attention import FULL_PASS_BACK_ENDS, View, reference
 from aspd_jax.model.flash import TPU, WHOLE, Kernel, flash_attention, intervals, tile_for, tiles_in_sight, visits
-from aspd_jax.sharding import make_mesh, over
+from aspd_jax.sharding import make_mesh, use_mesh
 
 SPECIAL = SpecialTokens(57, 58, 59, 60, 61, 62)
 START, END = SPECIAL.branch_start, SPECIAL.branch_end
@@ -215,5 +215,5 @@ def test_devices_of_a_mesh_run_kernels_for_their_rows_and_heads(name: str) -> No
 
 def under_mesh(name: str, mesh: Any, arrays: Any, layout: Layout) -> tuple[jax.Array, ...]:
     """`computed` of the kernels, where they find the mesh."""
-    with over(mesh):
+    with use_mesh(mesh):
         return computed.__wrapped__(name, arrays, layout, "invisible", None)

@@ -196,7 +196,7 @@ def test_a_back_end_of_the_other_table_is_refused(name: str) -> None:
         if name in back_ends:
             replace(BASE, **{field: name})
             continue
-        with pytest.raises(ConfigError, match=f"^{field} must be one of {', '.join(back_ends)}; got '{name}'"):
+        with pytest.raises(ConfigError, match=f"^{field}: expected one of {', '.join(back_ends)}, got '{name}'"):
             replace(BASE, **{field: name})
 
 
@@ -392,9 +392,12 @@ def test_bfloat16_is_close(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are llama"),
+        ({"model_type": "gpt2"}, "model_type: expected one of llama, .*, got 'gpt2'"),
         ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope scaling: expected default, linear, llama3 or yarn, got 'dynamic'",
+        ),
     ],
 )
 def test_unsupported_checkpoints_say_which_field(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def test_follow_ups_take_turns() -> None:
             {"groups": {"one": {"share": 1, "forms": ["{c}?"]}}},
             r"groups.one: '\{c\}\?' has a place 'c'; topics are a, b, n",
         ),
-        ({"groups": {"one": {"share": 0, "forms": ["{a}?"]}}}, "groups.one needs forms, and a share above 0"),
-        ({"topics": {"a": 3}}, "topics.a must be a list of strings, got 3"),
+        ({"groups": {"one": {"share": 0, "forms": ["{a}?"]}}}, "groups.one: expected forms, and a share above 0"),
+        ({"topics": {"a": 3}}, "topics.a: expected a list of strings, got 3"),
         ({"topics": ["a"]}, "topics must hold a name and its settings for each"),
     ],
 )

@@ -292,7 +292,7 @@ def test_bad_records_are_named_and_end_nothing(tmp_path: Path, capsys: Any) -> N
         (3, r"messages\[1\], character \d+: expected no <Path> in <Goal>"),
         (4, r"messages\[1\], character 0: <guideline> is a tag of npr"),
         (5, r"text, character 0: expected <\|im_start\|>ROLE"),
-        (6, r'prompt\[0\] has the role "alien"'),
+        (6, r'prompt\[0\]\.role: expected one of .*, got "alien"'),
         (7, "no question and answer"),
         (8, "expected an answer with tags, got a structured answer"),
         (9, r"messages\[1\], character \d+: a block is serial text: expected only branches"),
