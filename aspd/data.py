@@ -136,7 +136,7 @@ def run_build(options: argparse.Namespace) -> None:
         return
     outcome = build(config, options.source, options.output, shard, workers=options.workers, ray=ray)
     left_out = outcome.report.left_out
-    if len(left_out) == outcome.report.records and (left_out or shard.count == 1):
+    if len(left_out) == outcome.report.records and (left_out or shard.total == 1):
         raise no_record(options.source, left_out)
     print_left_out(left_out)
     print(outcome.report.markdown())

@@ -32,11 +32,11 @@ class Shard(NamedTuple):
 
     Attributes:
         number: index of the first record.
-        count: number of shards; the shard has every `count`-th record.
+        total: number of shards; the shard has every `total`-th record.
     """
 
     number: int = 0
-    count: int = 1
+    total: int = 1
 
     @staticmethod
     def parse(text: str) -> Shard:
@@ -45,18 +45,18 @@ class Shard(NamedTuple):
         Raises:
             ConfigError: the text has another form, or i is not less than n.
         """
-        number, found, count = text.partition("/")
-        if not (found and number.isdigit() and count.isdigit() and int(number) < int(count)):
+        number, found, total = text.partition("/")
+        if not (found and number.isdigit() and total.isdigit() and int(number) < int(total)):
             raise ConfigError(f"--shard: expected I/N with I from 0 to N - 1, got {text!r}")
-        return Shard(int(number), int(count))
+        return Shard(int(number), int(total))
 
     def name(self, stem: str, suffix: str) -> str:
         """Return the name of a file of this shard."""
-        return f"{stem}{suffix}" if self.count == 1 else f"{stem}-{self.number:05d}-of-{self.count:05d}{suffix}"
+        return f"{stem}{suffix}" if self.total == 1 else f"{stem}-{self.number:05d}-of-{self.total:05d}{suffix}"
 
     def rows(self, source: str) -> Iterator[Line]:
         """Yield the rows of this shard (`raw_rows`)."""
-        return islice(raw_rows(source), self.number, None, self.count)
+        return islice(raw_rows(source), self.number, None, self.total)
 
     def records(self, source: str) -> Iterator[Conversation | Unreadable]:
         """Yield the records of this shard."""

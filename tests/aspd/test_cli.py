@@ -81,8 +81,8 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["generate", "--messages", "none.json"], "none.json"),
         (["train", "none.yaml", "--output", "x"], "aspd: none.yaml: expected a YAML file, got none"),
         (["train", "configs/vicuna_7b.yaml", "stepps=3", "--plan"], "unknown key 'stepps'; did you mean 'steps'"),
-        (["export", "nowhere", "--output", "x"], "aspd: nowhere holds no training run"),
-        (["generate", "--prompt", "a", "--mesh", "tensor"], "--mesh takes axes and numbers of devices"),
+        (["export", "nowhere", "--output", "x"], "aspd: nowhere: expected a training run"),
+        (["generate", "--prompt", "a", "--mesh", "tensor"], "--mesh: expected axes and numbers of devices"),
         (
             ["generate", "--prompt", "a", "--mesh", "heads=2"],
             "mesh: expected the axes data, fsdp, tensor, got heads",

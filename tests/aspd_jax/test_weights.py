@@ -239,7 +239,7 @@ def test_an_axis_that_does_not_divide_is_replicated() -> None:
     assert tuple(partition_spec(("kv_heads", "head"), (2, 60), mesh)) == (None, None)
     assert tuple(partition_spec(("kv_heads", "head"), (2, 64), mesh)) == (None, "tensor")
     assert tuple(partition_spec(("kv_heads", "head"), (16, 64), mesh)) == ("tensor", None)
-    with pytest.raises(ConfigError, match="logical axis: expected one of .*, got 'mlp'"):
+    with pytest.raises(ConfigError, match=r"logical axis: expected one of .*, got 'mlp'"):
         partition_spec(("mlp",), (8,), mesh)
     with pytest.raises(ConfigError, match="mesh: expected the axes data, fsdp, tensor, got model"):
         make_mesh({"model": 8})

@@ -14,7 +14,7 @@ import pytest
 from aspd import main
 from aspd_jax.configuration import config_from_dict, read_config
 from aspd_jax.errors import ConfigError
-from aspd_jax.pipeline.compose import Questions, compose, go_on, held_out
+from aspd_jax.pipeline.compose import Questions, compose, go_on, is_held_out
 from aspd_jax.pipeline.sources import Conversation
 from tests.conftest import GOLDEN, ROOT, shared
 
@@ -35,7 +35,7 @@ def test_questions_are_all_there_is_each_once() -> None:
     both = [*compose(of, 1000, 0, False), *compose(of, 1000, 0, True)]
     assert len(both) == len(set(both)) == 3 + 12 + 4 + 12 + 12
     assert ("five of x and 3?", "one") in both and ("say z to 4", "two") in both
-    assert all(not held_out(text) for text, _ in compose(of, 1000, 0, False))
+    assert all(not is_held_out(text) for text, _ in compose(of, 1000, 0, False))
 
 
 def test_shares_and_turns() -> None:
