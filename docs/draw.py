@@ -1,4 +1,4 @@
-"""Draws the pictures of README and docs from what SmolLM2 does: `python docs/draw.py`."""
+"""Draw the pictures of README and docs from answers of SmolLM2: `python docs/draw.py`."""
 
 from __future__ import annotations
 

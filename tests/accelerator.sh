@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests and then the benchmarks on an accelerator.
-#   tests/accelerator.sh FOLDER [step…]     # steps, all by default: tests demo passes answers context batch int8 train serve
+#   tests/accelerator.sh FOLDER [step…]     # steps, all by default: tests demo widths answers context batch int8 train serve
 # Write logs, tables, JSON, plots and the printed summary to FOLDER. A step that fails, or takes more than LIMIT seconds
 # (300), does not stop later steps. PYTHON (python3) has jax[cuda13] or jax[tpu] and the packages of requirements.txt;
 # SHAPE (7b) and DTYPE (bfloat16) select the random model. ANY_DEVICE=1 tests the script itself on a CPU.
@@ -10,7 +10,7 @@ mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 shift
 steps=("$@")
-[ $# -gt 0 ] || steps=(tests demo passes answers context batch int8 train serve)
+[ $# -gt 0 ] || steps=(tests demo widths answers context batch int8 train serve)
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 model=(--shape "${SHAPE:-7b}" --dtype "${DTYPE:-bfloat16}")
@@ -51,7 +51,7 @@ decode() { # name, options…
         tests/infer/test_engine.py tests/infer/scheduling/test_scheduler.py tests/infer/decode/test_speculation.py tests/infer/decode/test_sampling.py tests/infer/decode/test_grammar.py \
         tests/infer/decode/test_training_free.py tests/train/test_train_step.py ;;
       demo) step demo "$python" -m aspd demo ;;
-      passes) decode passes --context 2048 --widths 1 2 4 8 16 --answers ;;
+      widths) decode widths --context 2048 --widths 1 2 4 8 16 --answers ;;
       # torch, if installed, needs memory for the same model.
       answers) XLA_PYTHON_CLIENT_MEM_FRACTION=0.7 decode answers --repeats 5 --context 2048 --widths 1 --answers 2x240 4x120 8x60 16x60 ;;
       context) decode context --context 128 8192 32768 --widths 1 16 --answers --repeats 5 ;;

@@ -159,7 +159,7 @@ def _start(
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, which may be killed; it would wait for work forever."""
+    """End this process when its parent ends; otherwise it would wait forever after a kill."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

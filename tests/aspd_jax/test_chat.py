@@ -1,4 +1,4 @@
-"""Text is text: what a message spells is no structure, whatever the tokenizer."""
+"""Messages are encoded as text: their characters never become structure, for any tokenizer."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_follow_ups_take_turns() -> None:
         assert [message["role"] for message in one] == ["user", "assistant", "user"]
         assert one[1]["content"][1:] == one[0]["content"][1:]
     assert len(go_on(of, answered, 100, 0)) == 9 and go_on(of, answered, 7, 0) == made != go_on(of, answered, 7, 1)
-    with pytest.raises(ConfigError, match="follow_ups: there are none"):
+    with pytest.raises(ConfigError, match="follow_ups: expected at least one question, got none"):
         go_on(config_from_dict(Questions, SMALL, "here"), answered, 1, 0)
 
 
@@ -70,7 +70,7 @@ def test_follow_ups_take_turns() -> None:
         ),
         ({"groups": {"one": {"share": 0, "forms": ["{a}?"]}}}, "groups.one: expected forms, and a share above 0"),
         ({"topics": {"a": 3}}, "topics.a: expected a list of strings, got 3"),
-        ({"topics": ["a"]}, "topics must hold a name and its settings for each"),
+        ({"topics": ["a"]}, "topics: expected settings by name"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, object], message: str) -> None:

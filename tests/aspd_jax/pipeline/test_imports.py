@@ -116,12 +116,12 @@ def test_any_text_is_kept_or_refused(text: str, form: str) -> None:
 
 def test_round_trip_finds_a_lost_line(monkeypatch: Any) -> None:
     """Negative control: removal of tags without their lines, and removal of one character more."""
-    original = tag_formats._with_lines
+    original = tag_formats.removal_ranges
     for broken in (
         lambda text, tags: sorted(tags),
         lambda text, tags: [(start, end + (end < len(text))) for start, end in original(text, tags)],
     ):
-        monkeypatch.setattr(tag_formats, "_with_lines", broken)
+        monkeypatch.setattr(tag_formats, "removal_ranges", broken)
         with pytest.raises(AssertionError):
             check_round_trip("npr", ["text", ["1: w1 a", "2: w2 b"], "end"])
 

@@ -1,4 +1,4 @@
-"""`aspd compile`, with this machine's CPU in the place of an accelerator that is not there."""
+"""`aspd compile` with this machine's CPU as the target instead of an accelerator."""
 
 from __future__ import annotations
 

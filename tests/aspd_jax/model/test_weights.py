@@ -166,7 +166,7 @@ def test_folders_that_are_no_checkpoints(make: Any, message: str, tmp_path: Path
 
 def test_export_does_not_overwrite(tmp_path: Path) -> None:
     lm = load_model(write_checkpoint(tmp_path, tiny_config()))
-    with pytest.raises(CheckpointError, match="exists and is not an empty folder"):
+    with pytest.raises(CheckpointError, match="expected a new or empty folder"):
         save_model(lm, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Chat templates of many habits: an answer is learned behind the prompt that engine and transformers have for it."""
+"""Chat templates: the context of a training answer equals the prompt of the engine and of transformers."""
 
 from __future__ import annotations
 
