@@ -220,7 +220,7 @@ def test_real_checkpoint_from_the_command_line(capsys: Any) -> None:
 
 
 def test_compiled_programs_stay_on_disk(tmp_path: Path) -> None:
-    """The second command compiles nothing, and says the same; the third makes good what a killed one has left."""
+    """Check that the second command compiles nothing, and that the third repairs files of a killed one."""
     command = [
         sys.executable,
         "-m",

@@ -74,7 +74,7 @@ def ids_of(parts: list) -> list[int]:
     cut=st.integers(0, 3),
 )
 def test_packed_rows_against_brute_force(rows: list, padding: list[int], scheme: str, cut: int) -> None:
-    """Rows of several sequences with padding between them, each cut off somewhere at its end."""
+    """Check rows of several truncated sequences with padding between them."""
     tokens, owners = [], []
     for row in rows:
         ids: list[int] = []

@@ -1,4 +1,4 @@
-"""Tasks by workers: rooms, deaths of actors, errors, and messages; the cluster is a local one."""
+"""Tasks by workers: capacities, deaths of actors, errors and messages, on a local cluster."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_message_says_how_to_install_ray(monkeypatch: Any, capsys: Any, tmp_pa
 
 @pytest.mark.slow
 def test_actors(tmp_path: Path) -> None:
-    """Every task ends once. When an actor dies, only the tasks that it held are begun again."""
+    """Check that every task ends once, and that only tasks of dead actors are repeated."""
     pytest.importorskip("ray")
     with cluster(LOCAL) as workers:
         assert workers == 2

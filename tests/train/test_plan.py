@@ -1,4 +1,4 @@
-"""The memory plan against what XLA's compiler sets aside, and against counts by hand."""
+"""The memory plan against XLA's allocation, and against counts by hand."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_activations_are_near_what_the_compiler_says(change: dict[str, object]) 
     ids=str,
 )
 def test_the_gathered_head_and_its_gradient_by_hand(change: dict[str, object], share: int, item: int) -> None:
-    """What 1,000 more tokens add to what is in work: rows of the head, and logits with their gradients."""
+    """Check that 1,000 more tokens add rows of the head, and logits with gradients, to working memory."""
     config = changed(SMALL, mesh__fsdp=8, **change)
     few, many = (plan(changed(config, model__vocab_size=size)).working for size in (2000, 3000))
     rows = config.data.rows // 8

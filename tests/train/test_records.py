@@ -1,4 +1,4 @@
-"""Records in, packed batches out: nothing lost, nothing changed, everything left out is named."""
+"""Records to packed batches: text is unchanged, and every left-out record is listed."""
 
 from __future__ import annotations
 

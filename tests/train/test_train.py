@@ -1,4 +1,4 @@
-"""What training learns from: synthetic problems, batches, the loss, and configurations."""
+"""Input of training: synthetic problems, batches, the loss and configurations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_problems_are_what_their_kind_says(family: str, kind: str) -> None:
 
 
 def test_arithmetic_in_answers_is_right() -> None:
-    """Every `a op b = c` in every answer, evaluated."""
+    """Evaluate every `a op b = c` in every answer."""
     checked = 0
     for made in held_out(240):
         for a, op, b, c in re.findall(r"\$?(\d+) ([-+x]) \$?(\d+) = \$?(\d+)", made.answer):
@@ -83,7 +83,7 @@ def test_held_out_is_balanced_and_apart_from_training() -> None:
 
 
 def test_letters_say_what_the_facts_say() -> None:
-    """Every fact of a letter stands in the line of its name; nothing is said of a pet where there is none."""
+    """Check that a letter has the facts of its name, and mentions no pet without one."""
     for made in (problem(seed, True, LONG_FAMILY, "parallel") for seed in range(40)):
         lines = (line.split(": ") for line in made.question.splitlines() if ": " in line)
         facts = {name: fact.split(", ") for name, fact in lines}

@@ -93,7 +93,7 @@ def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path: Path) -> None:
 
 
 def test_kill_9_at_any_moment(tmp_path: Path) -> None:
-    """A run killed again and again, at random, saves included, leaves the losses and the model of one that was not."""
+    """Check that a run killed at random moments has the losses and the model of an uninterrupted run."""
     config = changed(SMALL, steps=12, save_every=1, keep=2, log_every=1, data__short_steps=0)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(config.as_dict()))))
     run_training(config, tmp_path / "whole", progress=False)

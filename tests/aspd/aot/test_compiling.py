@@ -37,7 +37,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Topology:
 
 @pytest.mark.parametrize("branches,length,serial,adaptive", [(2, 20, 62, 57), (4, 12, 60, 57), (3, 30, 107, 71)])
 def test_expected_steps_are_those_of_the_engine(branches: int, length: int, serial: int, adaptive: int) -> None:
-    """Passes as `infer.bench.decoding.answer_times` counts them."""
+    """Check that steps equal those of `infer.bench.decoding.answer_times`."""
 
     def steps(width: int, milliseconds: float | None) -> CompiledStep:
         read = Figures(True, 0.0, None, 1, 1, 1, 0, (), 0, 0, 0.0, milliseconds, 0.0)
@@ -53,7 +53,7 @@ def test_expected_steps_are_those_of_the_engine(branches: int, length: int, seri
 
 
 def test_needed_bytes_are_weights_and_cache(here: Topology) -> None:
-    """Of a model that is split, an eighth of them and of the vocabulary's padding, but for norms."""
+    """Check the bytes of a whole model, and of one of eight shards, which includes all norms."""
     config = configuration(None, "tiny", "float32", "float", "decode")
     whole = compile_decode_step(abstract_model(config, here, None), here, 1, 1, 128).figures
     c = config

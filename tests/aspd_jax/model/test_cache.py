@@ -1,4 +1,4 @@
-"""The cache: what a pass writes, and how attention sees it by row, against their definitions as loops."""
+"""The cache: the writes of a step, and the views of attention by row, against definitions as loops."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_parameters_land_in_their_shardings(shape: dict[str, int], tmp_path: Pat
 
 @pytest.mark.several
 def test_heads_are_split_where_they_are_too_few(tmp_path: Path) -> None:
-    """Two kv heads on four devices: each kernel is split all the same, and the logits are the same."""
+    """Check two kv heads on four devices: all kernels are sharded, and logits are equal."""
     folder = write_checkpoint(tmp_path, tiny_config())
     lm, alone = load_model(folder, mesh=make_mesh({"tensor": 4})), load_model(folder)
     assert lm.config.kv_heads == 2
@@ -211,7 +211,7 @@ def test_heads_are_split_where_they_are_too_few(tmp_path: Path) -> None:
 @pytest.mark.several
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_vocabulary_is_padded_for_a_mesh_and_cut_on_export(tied: bool, tmp_path: Path) -> None:
-    """263 tokens on eight devices: split all the same, no token more to choose from, and none in a checkpoint."""
+    """Check 263 tokens on eight devices: padding is sharded, is never sampled, and is not exported."""
     config = tiny_config(vocab_size=263, tie_word_embeddings=tied)
     folder = write_checkpoint(tmp_path / "in", config)
     mesh = make_mesh({"tensor": 8})

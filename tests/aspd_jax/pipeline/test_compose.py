@@ -1,4 +1,4 @@
-"""Questions from forms and topics: different ones, in their shares, and never one of a benchmark."""
+"""Questions from forms and topics: distinct, in their shares, and none of a benchmark."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_dry_run_asks_nobody(built: Path, capsys: Any) -> None:
         ("teacher.base_url=http://x", "teacher.model"),
         ("teacher.base_url=ftp://x", "teacher.model|http"),
         ("teacher.schema=xml", "schema"),
-        ("rules=false", "nothing proposes"),
+        ("rules=false", "rules: expected true"),
         ("select.max_branches=1", "max_branches"),
         ("teacher.vote=1", "did you mean 'teacher.votes'"),
         ("likelihood.batch=0", "likelihood.batch"),

@@ -106,7 +106,7 @@ pieces = st.sampled_from([*FLAT_TAGS, "\n", " ", "1: a", "2: b c", "**x**", "<"]
     st.lists(st.one_of(pieces, st.just(FLAT)), max_size=12).map("".join), st.sampled_from(["parallel-r1", "multiverse"])
 )
 def test_any_text_is_kept_or_refused(text: str, form: str) -> None:
-    """No other error than of structure, and no character but white space and tags is lost."""
+    """Check that only `StructureError` is raised, and that only white space and tags are removed."""
     try:
         found = import_answer(text, form)
     except StructureError:
@@ -179,7 +179,7 @@ def test_what_is_not_well_formed_is_named(form: str, text: str, message: str) ->
 
 
 def test_blocks_that_do_not_fit_are_serial_text() -> None:
-    """Text between branches, branches without words, and branches that begin alike: no text is lost."""
+    """Check text between branches, branches without words, and equal beginnings: all text is kept."""
     for changed, message in (
         (FLAT.replace("</Path>\n<Path>", "</Path>\nbut\n<Path>"), "got the text 'but' between two of them"),
         (FLAT.replace("2: two", "- -"), "expected words in every branch, got none in branch 2"),
@@ -327,7 +327,7 @@ def test_mistakes_are_named_and_write_nothing(tmp_path: Path, capsys: Any) -> No
 
 
 def test_training_reads_what_is_written(tmp_path: Path, lm: LanguageModel) -> None:
-    """Leads and names linearise in their own form; names are refused where titles are leads."""
+    """Check that leads and names linearise in their form, and that names are refused as leads."""
     rows = {"leads": ROWS["chat"], "names": {"question": "q", "answer": f"a{NAMED}b"}}
     for titles, row in rows.items():
         (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")

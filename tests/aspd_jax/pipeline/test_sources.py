@@ -1,4 +1,4 @@
-"""Records in the shapes that people keep them in."""
+"""Records in common shapes."""
 
 from __future__ import annotations
 
