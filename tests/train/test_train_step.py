@@ -45,7 +45,7 @@ WAYS += [pytest.param(change, marks=pytest.mark.slow) for change in ({"model__sc
 
 @pytest.mark.parametrize("change", WAYS, ids=str)
 def test_the_same_step_in_another_way(change: dict[str, Any]) -> None:
-    """Check that accumulated, scanned and rematerialised steps equal the plain step, for rows of different token counts."""
+    """Check that accumulated, scanned and rematerialised steps equal the plain step."""
     base = changed(WIDE, optimiser__warmup=0.0, steps=1)
     metrics, params = stepped(base)
     other, after = stepped(changed(base, **change))

@@ -1,4 +1,4 @@
-"""GGUF files, written with the `gguf` library in the form of llama.cpp's converter, and a real one if it is installed."""
+"""GGUF files written with the `gguf` library in the form of llama.cpp's converter, and a real one if installed."""
 
 from __future__ import annotations
 
