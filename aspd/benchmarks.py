@@ -316,7 +316,9 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     if min(options.rates) <= 0 or options.seconds <= 0:
         raise RequestError("--rates and --seconds: expected numbers above 0")
     if options.url is not None and (options.batch, options.max_waiting) != (None, None):
-        raise RequestError("--url: expected neither --batch nor --max-waiting, which configure a started server.")
+        raise RequestError(
+            "--batch, --max-waiting: expected none with --url, which names a running server. Remove them or --url."
+        )
     batches = options.batch or [SERVED_ROWS]
     for rows in batches:
         at_least("--batch", rows, 1)
@@ -325,7 +327,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     if not 3 <= options.least_branches <= 8:
         raise RequestError(f"--least-branches: expected 3 to 8, got {options.least_branches}")
     if options.questions is not None and (options.long or options.least_branches > 3):
-        raise RequestError("--questions: expected neither --long nor --least-branches, which select synthetic tasks.")
+        raise RequestError("--long, --least-branches: expected none with --questions. Remove them or --questions.")
     positive(options, "repeats")
     if options.questions is None:
         families = (LONG_FAMILY,) if options.long else FAMILIES

@@ -83,10 +83,10 @@ class ModelConfig:
         dtype: dtype of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
         weights: `float`, or `int8` for the kernels of all layers, with a float32 scale per output.
         attention: back end of full passes (`model.attention.FULL_PASS_BACK_ENDS`).
-        decode_attention: back end of passes over a cache (`model.attention.DECODE_BACK_ENDS`).
+        decode_attention: back end of steps over a cache (`model.attention.DECODE_BACK_ENDS`).
         lora_rank: rank of the adapters of all layers; 0: no adapters.
         lora_alpha: numerator of the scale of adapters, `lora_alpha / lora_rank`.
-        adapters: number of adapters that share `lora_rank`, in consecutive ranges of ranks. In a pass over the cache,
+        adapters: number of adapters that share `lora_rank`, in consecutive ranges of ranks. In a step over the cache,
             every token uses one of them or none. 0: one adapter for all tokens.
         new_tokens: token ids with separate rows of embedding and head. LoRA trains these rows; all others are frozen.
         draft_heads: number of draft heads (`model.draft_heads`); 0: none.

@@ -159,7 +159,7 @@ def fan_in_normal(equation: str) -> Any:
 
 
 class OverCache(NamedTuple):
-    """The context of a pass over the cache, shared by all layers.
+    """Context of a step over the cache, shared by all layers.
 
     Attributes:
         batch: the tokens as a flat list, and their slots.
@@ -393,7 +393,7 @@ class Transformer(nn.Module):
     def draft_states(self, x: jax.Array, tokens: jax.Array) -> list[jax.Array]:
         """Return the states of the draft heads in a full pass, [B, S, D] each.
 
-        Head k guesses token s + k + 1 from the state at s and tokens s + 1 to s + k.
+        Head k predicts token s + k + 1 from the state at s and tokens s + 1 to s + k.
 
         Args:
             x: input of the head, [B, S, D].
@@ -406,7 +406,7 @@ class Transformer(nn.Module):
         return states
 
     def draft(self, x: jax.Array, tokens: jax.Array, count: int, adapter: jax.Array | None = None) -> jax.Array:
-        """Return the guesses of the first draft heads, int32 [L, count], behind tokens [L].
+        """Return the draft tokens of the first draft heads, int32 [L, count], after tokens [L].
 
         Args:
             x: input of the head from which each token was sampled, [L, D].
@@ -414,12 +414,12 @@ class Transformer(nn.Module):
             count: number of heads.
             adapter: index of the adapter of each token, if the model has several.
         """
-        guesses = []
+        drafts = []
         for _ in range(count):
             x = getattr(self, DRAFT_HEADS)(x, self.embedded(tokens, adapter))
             tokens = jnp.argmax(self.logits(x, adapter), axis=-1).astype(jnp.int32)
-            guesses.append(tokens)
-        return jnp.stack(guesses, axis=-1)
+            drafts.append(tokens)
+        return jnp.stack(drafts, axis=-1)
 
     def ropes(self, position: jax.Array) -> tuple[Rope, ...]:
         """Return cosine and sine of positions [...] for each of `config.ropes`."""

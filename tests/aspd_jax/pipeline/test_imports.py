@@ -159,7 +159,7 @@ NAMED = "<|title|>A<|/title|><|title|>B<|/title|><|para|><|branch|>A: x<|/branch
         ("llm-aspd", NAMED.replace("<|title|>A<|/title|>", ""), "got 1 titles and 2 branches"),
         ("llm-aspd", "<|title|>A<|/title|>", r"expected <\|para\|> behind the titles"),
         ("llm-aspd", NAMED.replace("x<", NAMED + "<"), r"expected no <\|title\|> in <\|branch\|>"),
-        ("llm-aspd", NAMED.replace("A<|/title", "<|/title"), "a branch needs a title|expected ': '"),
+        ("llm-aspd", NAMED.replace("A<|/title", "<|/title"), "title: expected text|expected ': '"),
         ("parallel-r1", FLAT.replace("two\n</Path>", "two"), r"expected </Path>, got </Parallel>"),
         ("parallel-r1", FLAT.replace("</Summary>", ""), r"character 67: <Summary> is never closed"),
         ("parallel-r1", FLAT + "</Path>", "expected text, got </Path>"),
