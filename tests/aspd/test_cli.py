@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -279,3 +282,28 @@ def test_bench_fields_compares_both_modes_of_the_same_tasks(capsys: Any, tmp_pat
     first, second = records[0]["id"], records[2]["id"]
     assert first.partition("-")[0] != second.partition("-")[0]  # tasks are spread over all kinds
     assert file.with_suffix(".md").read_text() in out
+
+
+EMPTY = re.compile(r"\(default:\s*(None|\[\]|False|)\)")
+
+
+def subparsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield a parser and the parsers of all its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from subparsers(command)
+
+
+def test_help_describes_every_option_without_empty_defaults() -> None:
+    """Check the help of all commands; negative control: the formatter of argparse prints empty defaults."""
+    parsers = list(subparsers(aspd.build_parser()))
+    assert len(parsers) > 20
+    for parser in parsers:
+        assert not EMPTY.search(" ".join(parser.format_help().split())), parser.prog
+        for action in parser._actions:
+            assert action.help or isinstance(action, argparse._SubParsersAction), f"{parser.prog}: {action.dest}"
+    generate = next(parser for parser in parsers if parser.prog == "aspd generate")
+    generate.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    assert EMPTY.search(" ".join(generate.format_help().split()))
