@@ -104,7 +104,7 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--max-waiting", "0"], "Remove them or --url"),
         (["data", "tasks", "--count", "0", "--output", "x"], "--count: expected at least 1"),
         (["data", "tasks", "--long-every", "-1", "--output", "x"], "--long-every: expected at least 0"),
-        (["bench", "serve", "--questions", "x", "--long"], "select synthetic tasks"),
+        (["bench", "serve", "--questions", "x", "--long"], "expected none with --questions"),
     ],
 )
 def test_mistakes_get_one_line_and_no_traceback(capsys: Any, arguments: list[str], message: str) -> None:
@@ -116,7 +116,7 @@ def test_mistakes_get_one_line_and_no_traceback(capsys: Any, arguments: list[str
     ("text", "message"),
     [
         ("{", "messages.json: not JSON: EOF while parsing an object at column 1"),
-        ("[]", "must hold a list of"),
+        ("[]", "expected a list of"),
         ('[{"role": "user"}]', "messages[0].content: expected a string or a list of text parts, got null"),
         ('[{"role": "user", "content": "a"}, 3]', "messages[1]: expected an object with a role and a content, got 3"),
     ],

@@ -110,7 +110,7 @@ def test_the_checkpoint_is_read_where_it_is_there(tmp_path: Path) -> None:
     named = changed(SMALL, model__checkpoint="demo", data__train=("x.jsonl",))
     assert planned_shape(named).hidden_size == open_checkpoint("demo").hf.hidden_size
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
+    with pytest.raises(CheckpointError, match=r"expected config\.json"):
         planned_shape(changed(SMALL, model__checkpoint=str(tmp_path / "empty"), data__train=("x.jsonl",)))
 
 
