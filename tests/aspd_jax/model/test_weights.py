@@ -154,7 +154,7 @@ def test_derived_and_tied_tensors_may_be_stored(tmp_path: Path) -> None:
                 write_checkpoint(folder, tiny_config()),
                 (folder / "model.safetensors").rename(folder / "x.bin"),
             ),
-            "holds no model.safetensors; convert its .bin files",
+            "expected model.safetensors, got none; convert its .bin files",
         ),
     ],
 )
