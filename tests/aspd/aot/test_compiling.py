@@ -115,7 +115,7 @@ def test_mistakes_are_one_line(capsys: Any) -> None:
     for words, said in (
         ("compile decode --topology v9:1x1", "unknown topology 'v9:1x1'"),
         ("compile decode --topology v6e:1x1 --widths 0", "--widths: expected at least 1"),
-        ("compile decode --topology v6e:1x1 --answers 8", "--answers takes branches x tokens"),
+        ("compile decode --topology v6e:1x1 --answers 8", "--answers: expected branches x tokens"),
     ):
         assert aspd.main(words.split()) == 2
         error = capsys.readouterr().err
