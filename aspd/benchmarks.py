@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from aspd.options import answer_structures, draft_options, positive, print_left_out, shape_options, where
+from aspd.options import answer_structures, draft_options, dtype_option, positive, print_left_out, shape_options, where
 from aspd_jax.errors import RequestError
 from aspd_jax.files import write_whole
 
@@ -90,7 +90,7 @@ def add(commands: Any) -> None:
     fields.set_defaults(run=run_bench_fields)
     fields.add_argument("--model", default="smollm2", metavar="MODEL", help="checkpoint")
     fields.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
-    fields.add_argument("--dtype", default="float32", help="dtype of the parameters")
+    dtype_option(fields)
     fields.add_argument(
         "--input", type=Path, metavar="FILE",
         help='JSONL file of {"text", "schema", "gold"} records; default: the included texts and tool calls',
@@ -100,11 +100,11 @@ def add(commands: Any) -> None:
     fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
     fields.add_argument("--output", type=Path, metavar="FILE", help="JSONL file of the answers, and a table beside it")
 
-    drafts = kinds.add_parser("drafts", help="steps of real answers, with draft tokens and without")
+    drafts = kinds.add_parser("drafts", help="steps of real answers with and without draft tokens")
     drafts.set_defaults(run=run_bench_drafts)
     drafts.add_argument("--model", default="smollm2-aspd", metavar="MODEL", help="checkpoint with draft heads")
     drafts.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
-    drafts.add_argument("--dtype", default="float32", help="dtype of the parameters")
+    dtype_option(drafts)
     drafts.add_argument(
         "--questions", type=Path, required=True, metavar="FILE", help="questions in FastChat's JSONL; first turns"
     )
@@ -115,7 +115,7 @@ def add(commands: Any) -> None:
     drafts.add_argument("--draft-tokens", type=int, default=4, help="maximum draft tokens of a segment in a step")
     drafts.add_argument("--batch", type=int, default=4, help="simultaneous requests")
     drafts.add_argument("--max-new-tokens", type=int, default=640, help="maximum tokens of an answer")
-    drafts.add_argument("--repetition-penalty", type=float, default=1.1)
+    drafts.add_argument("--repetition-penalty", type=float, default=1.1, help="penalty of visible tokens; 1: none")
     drafts.add_argument("--output", type=Path, metavar="FILE", help="Markdown file of the table")
 
     steps = kinds.add_parser("train", help="training steps against plain causal attention")
@@ -139,7 +139,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     if options.widths and (options.widths[0] != 1 or any(w < 1 or w & (w - 1) for w in options.widths)):
         raise RequestError(f"--widths: expected powers of two that start with 1, got {options.widths}")
     if options.adapters and not options.model:
-        raise RequestError("--adapters needs --model")
+        raise RequestError("--adapters: expected --model, got none")
     answers = answer_structures(options.answers)
     if options.model:
         lm = load_model(options.model, options.dtype, adapter=options.adapter)
@@ -162,7 +162,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     runs: list[dict[str, Any]] = []
 
     def note() -> None:
-        """Write the results so far, so that an interrupted benchmark leaves them."""
+        """Write the results so far; an interrupted benchmark keeps them."""
         if options.json is not None:
             record = {"model": name, "dtype": options.dtype, "weights": options.weights, "where": machine}
             record |= {"copy_bandwidth": copied, "repeats": options.repeats, "peak_bytes": peak_bytes(), "runs": runs}
@@ -316,7 +316,9 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     if min(options.rates) <= 0 or options.seconds <= 0:
         raise RequestError("--rates and --seconds: expected numbers above 0")
     if options.url is not None and (options.batch, options.max_waiting) != (None, None):
-        raise RequestError("--batch and --max-waiting configure a started server. Remove them or --url.")
+        raise RequestError(
+            "--batch, --max-waiting: expected none with --url, which names a running server. Remove them or --url."
+        )
     batches = options.batch or [SERVED_ROWS]
     for rows in batches:
         at_least("--batch", rows, 1)
@@ -325,7 +327,7 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     if not 3 <= options.least_branches <= 8:
         raise RequestError(f"--least-branches: expected 3 to 8, got {options.least_branches}")
     if options.questions is not None and (options.long or options.least_branches > 3):
-        raise RequestError("--long and --least-branches select synthetic tasks. Remove them or --questions.")
+        raise RequestError("--long, --least-branches: expected none with --questions. Remove them or --questions.")
     positive(options, "repeats")
     if options.questions is None:
         families = (LONG_FAMILY,) if options.long else FAMILIES
@@ -400,7 +402,7 @@ def _server(model: str, rows: int, waiting: int, max_new_tokens: int) -> Iterato
             assert process.stdout is not None
             address = re.search(r"http://\S+:\d+", process.stdout.readline())
             if address is None:
-                raise RequestError("the server did not start; see its messages above")
+                raise RequestError("aspd serve: expected its address, got none. See its messages above.")
             while process.poll() is None:
                 try:
                     with urlopen(f"{address[0]}/health", timeout=5):
@@ -408,7 +410,7 @@ def _server(model: str, rows: int, waiting: int, max_new_tokens: int) -> Iterato
                 except (URLError, OSError):
                     time.sleep(0.5)
             else:
-                raise RequestError("the server ended; see its messages above")
+                raise RequestError("aspd serve: expected a ready server, got its exit. See its messages above.")
             yield f"{address[0]}/v1"
         finally:
             process.terminate()

@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
     build.add_argument("--config", metavar="FILE", help="YAML file, such as configs/data.yaml")
     build.add_argument("--output", required=True, type=Path, help="folder of the run; an interrupted run resumes there")
     build.add_argument(
-        "--shard", default="0/1", metavar="I/N", help="process every N-th record only, starting at the I-th"
+        "--shard", default="0/1", metavar="I/N", help="process only every N-th record, starting at the I-th"
     )
     build.add_argument(
         "--workers",
@@ -103,9 +103,9 @@ def run_fields(options: argparse.Namespace) -> None:
     try:
         schema = parse_json(options.schema.read_bytes())
     except OSError as error:
-        raise RequestError(f"{options.schema}: {error.strerror}") from None
+        raise RequestError(f"{options.schema}: expected a JSON file, got: {error.strerror}") from None
     except DataError as error:
-        raise RequestError(f"{options.schema}: {error}") from None
+        raise RequestError(f"{options.schema}: expected JSON, got: {error}") from None
     if not isinstance(schema, dict):
         raise RequestError(f"{options.schema}: expected a JSON schema, an object")
     lm = load_model(model_name(options), options.dtype, adapter=options.adapter)
@@ -136,13 +136,14 @@ def run_build(options: argparse.Namespace) -> None:
         return
     outcome = build(config, options.source, options.output, shard, workers=options.workers, ray=ray)
     left_out = outcome.report.left_out
-    if len(left_out) == outcome.report.records and (left_out or shard.of == 1):
+    if len(left_out) == outcome.report.records and (left_out or shard.total == 1):
         raise no_record(options.source, left_out)
     print_left_out(left_out)
     print(outcome.report.markdown())
     if outcome.unanswered:
         raise RequestError(
-            f"{outcome.unanswered} answers have no reply of the teacher. Run the same command again to request them."
+            f"teacher: expected a reply for every answer, got none for {outcome.unanswered}. "
+            "Run the same command again to request them."
         )
 
 
@@ -154,7 +155,7 @@ def run_import(options: argparse.Namespace) -> None:
     print_left_out(report.left_out)
     print(report.text())
     if report.left_out:
-        print(f"all that was left out: {left_out_file(options.output)}")
+        print(f"list of left-out records: {left_out_file(options.output)}")
 
 
 def run_show(options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
     kinds = evaluation.add_subparsers(required=True, metavar="WHAT")
 
     run = command(kinds, "run", run_eval, "Answer the questions of all benchmarks, time answers, and report.")
-    config_options(run)
+    config_options(run, "configs/eval_7b.yaml", "speed.repeats=5")
     run.add_argument("--output", required=True, type=Path, help="folder of the run; an interrupted run resumes there")
 
     judge = command(kinds, "judge", run_judge, "Judge the answers of a run with a language model, and report.")
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
     ablate = command(
         commands, "ablate", run_ablate, "Fine-tune and compare models with each mask, position scheme and data quality."
     )
-    config_options(ablate)
+    config_options(ablate, "configs/ablation.yaml", "steps=100")
     ablate.add_argument("--output", required=True, type=Path, help="folder of the runs; interrupted runs resume there")
 
 
@@ -61,7 +61,9 @@ def run_judge(options: argparse.Namespace) -> None:
 
     for override in options.overrides:
         if not override.startswith("judge."):
-            raise RequestError(f"expected judge.key=value, got {override!r}. Other values of a run cannot be changed.")
+            raise RequestError(
+                f"overrides: expected judge.key=value, got {override!r}. Other values of a run cannot be changed."
+            )
     values = asdict(read_run(options.folder)[0])
     change(values, options.overrides)
     config = config_from_dict(EvalConfig, values, str(options.folder / "config.json"))

@@ -63,10 +63,10 @@ def add(commands: Any) -> None:
         "--mesh", metavar="AXIS=N,…", help="devices of each axis, such as data=2,tensor=4; default: one device"
     )
     generate.add_argument("--batch", type=int, default=8, help="maximum requests of --input in a batch")
-    generate.add_argument("--samples", type=int, default=1, metavar="N", help="answers to every prompt of --input")
+    generate.add_argument("--samples", type=int, default=1, metavar="N", help="number of answers per prompt of --input")
     generate.add_argument(
         "--instruction", metavar="TEXT",
-        help="text behind every prompt of --input; the records of the answers do not repeat it",
+        help="text appended to every prompt of --input; output records omit it",
     )  # fmt: skip
     generate.add_argument(
         "--branch-policy",
@@ -98,7 +98,7 @@ def add(commands: Any) -> None:
         "--fields", choices=("serial", "parallel"), default="serial", dest="field_order",
         help="decode the fields of --schema one after the other or in parallel",
     )  # fmt: skip
-    generate.add_argument("--stream", action="store_true", help="print the answer as it grows")
+    generate.add_argument("--stream", action="store_true", help="print the answer while it is decoded")
     generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
     add_ray_options(generate, "answer --input")
     sampling_options(generate)
@@ -117,22 +117,26 @@ def run_generate(options: argparse.Namespace) -> None:
     if options.schema is not None:
         params = replace(params, json_schema=_read_text(options.schema), fields=options.field_order)
     elif options.field_order == "parallel":
-        raise RequestError("--fields parallel goes with --schema")
+        raise RequestError("--fields parallel: expected --schema, got none")
     if options.template_file is not None:
         params = replace(params, template=_read_text(options.template_file))
-    if (options.input is None) != (options.output is None):
-        raise RequestError("--input and --output go together")
+    if options.input is None and options.output is not None:
+        raise RequestError("--output: expected --input, got none")
+    if options.input is not None and options.output is None:
+        raise RequestError("--input: expected --output, got none")
     if options.continue_final_message and options.messages is None:
-        raise RequestError("--continue-final-message goes with --messages")
+        raise RequestError("--continue-final-message: expected --messages, got none")
     positive(options, "batch", "samples")
-    if options.samples > 1 and (options.input is None or not options.temperature):
-        raise RequestError("--samples goes with --input, and with a --temperature above 0: greedy answers are equal")
+    if options.samples > 1 and options.input is None:
+        raise RequestError("--samples: expected --input, got none")
+    if options.samples > 1 and not options.temperature:
+        raise RequestError("--samples: expected a --temperature above 0, got 0, which makes all answers equal")
     if options.instruction and options.input is None:
-        raise RequestError("--instruction goes with --input")
+        raise RequestError("--instruction: expected --input, got none")
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
     ray = ray_options(options)
     if ray is not None and options.input is None:
-        raise RequestError("--ray goes with --input")
+        raise RequestError("--ray: expected --input, got none")
     settings = _engine_settings(options)
     if ray is not None:
         _answer_on_ray(options, settings, params, ray)
@@ -257,7 +261,7 @@ def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+        raise RequestError(f"{file}: expected a text file, got: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _read_messages(name: str) -> list[dict[str, str]]:
@@ -268,13 +272,13 @@ def _read_messages(name: str) -> list[dict[str, str]]:
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
-        raise RequestError(f"{name}: {error.strerror}") from None
+        raise RequestError(f"{name}: expected a JSON file, got: {error.strerror}") from None
     try:
         messages = [{"role": role, "content": text} for role, text, _ in parse_messages(parse_json(data), "messages")]
     except DataError as error:
         raise RequestError(f"{name}: {error}") from None
     if not messages:
-        raise RequestError(f'{name} must hold a list of {{"role", "content"}} messages')
+        raise RequestError(f'{name}: expected a list of {{"role", "content"}} messages, got an empty list')
     return messages
 
 

@@ -18,6 +18,14 @@ from infer.request import BIASES, PARAMETERS, STRINGS, SamplingParams
 LEFT_OUT = 10  # lines of an input that are listed
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Help with the default of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        empty = action.default is None or action.default in ("", [], False)
+        return action.help if empty else super()._get_help_string(action)
+
+
 def command(commands: Any, name: str, run: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
     """Add a command and return its parser.
 
@@ -28,7 +36,7 @@ def command(commands: Any, name: str, run: Callable[[argparse.Namespace], None],
         about: description of the command.
     """
     sub: argparse.ArgumentParser = commands.add_parser(
-        name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        name, help=about, description=about, formatter_class=HelpFormatter
     )
     sub.set_defaults(run=run)
     return sub
@@ -43,8 +51,15 @@ def model_options(parser: argparse.ArgumentParser) -> None:
         "smollm2, demo (default elsewhere)",
     )
     parser.add_argument("--adapter", metavar="DIR", help="folder of an adapter of the model, in PEFT's format")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    dtype_option(parser)
     parser.add_argument("--max-length", type=int, default=2048, help="maximum tokens of prompt and answer")
+
+
+def dtype_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--dtype`."""
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of parameters and activations"
+    )
 
 
 def draft_options(parser: argparse.ArgumentParser) -> None:
@@ -73,16 +88,24 @@ def model_name(options: argparse.Namespace) -> str:
 def shape_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that select a random model and the number of its timed runs."""
     parser.add_argument("--shape", default="27m", help="size of a random model: 27m, 1b, 7b, 8b or 32b")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    dtype_option(parser)
     parser.add_argument("--repeats", type=int, default=7, help="runs of each kind, of which the median is reported")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the figures, as JSON")
 
 
-def config_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a configuration and changes to it."""
-    parser.add_argument("config", help="YAML file, such as configs/embedded_aspd.yaml")
+def config_options(
+    parser: argparse.ArgumentParser, file: str = "configs/embedded_aspd.yaml", override: str = "data.length=4096"
+) -> None:
+    """Add the arguments that name a configuration and changes to it.
+
+    Args:
+        parser: parser of the command.
+        file: example of a configuration of the command.
+        override: example of a changed value.
+    """
+    parser.add_argument("config", help=f"YAML file, such as {file}")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes of single values, such as data.length=4096"
+        "overrides", nargs="*", metavar="key=value", help=f"changes of single values, such as {override}"
     )
 
 
@@ -111,9 +134,12 @@ def join_processes(options: argparse.Namespace) -> None:
     together = (options.coordinator, options.processes, options.process)
     if any(value is not None for value in together):
         if None in together:
-            raise RequestError("--coordinator, --processes and --process go together")
+            names = [
+                f"--{name}" for name in ("coordinator", "processes", "process") if getattr(options, name) is not None
+            ]
+            raise RequestError(f"--coordinator, --processes, --process: expected all or none, got {', '.join(names)}")
         if not 0 <= options.process < options.processes:
-            raise RequestError(f"--process must be between 0 and {options.processes - 1}, got {options.process}")
+            raise RequestError(f"--process: expected 0 to {options.processes - 1}, got {options.process}")
     if options.coordinator:
         jax.distributed.initialize(*together)
     elif options.distributed:
@@ -135,7 +161,7 @@ def add_ray_options(parser: argparse.ArgumentParser, about: str, workers: bool =
     if workers:
         parser.add_argument(
             "--ray-workers", type=int, default=0, metavar="N",
-            help="workers on the cluster; 0: as many as its resources suffice for",
+            help="workers on the cluster; 0: as many as its resources permit",
         )  # fmt: skip
     parser.add_argument(
         "--ray-resources", default="CPU=1", metavar="NAME=N,…", help="resources of a worker, such as CPU=4,GPU=1"
@@ -154,14 +180,14 @@ def ray_options(options: argparse.Namespace) -> RayOptions | None:
         raise RequestError(f"--ray-workers: expected at least 0, got {workers}")
     if options.ray is None:
         if workers:
-            raise RequestError("--ray-workers goes with --ray")
+            raise RequestError("--ray-workers: expected --ray, got none")
         return None
     require_ray()
     return RayOptions(options.ray, workers, resources)
 
 
 def absolute(name: str) -> str:
-    """Return the absolute path of a file or folder, because workers have another current folder; other names as is."""
+    """Return the absolute path of a file or folder, or another name unchanged; workers have another current folder."""
     from aspd_jax.formats import NAMES
 
     return str(Path(name).resolve()) if name and name not in NAMES and Path(name).exists() else name
@@ -210,7 +236,7 @@ def positive(options: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if min(value if isinstance(value, list) else [value], default=1) < 1:
-            raise RequestError(f"--{name} must be at least 1, got {value}")
+            raise RequestError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
 
 
 def print_left_out(lines: Sequence[str]) -> None:
@@ -246,7 +272,7 @@ def mesh_of(text: str | None, devices: Sequence[Any] | None = None) -> Any:
     for part in text.split(","):
         axis, found, size = part.partition("=")
         if not found or not size.isdigit() or int(size) < 1:
-            raise RequestError(f"--mesh takes axes and numbers of devices, such as data=2,tensor=4, got {text!r}")
+            raise RequestError(f"--mesh: expected axes and numbers of devices, such as data=2,tensor=4, got {text!r}")
         shape[axis] = int(size)
     return make_mesh(shape, devices)
 
@@ -261,6 +287,6 @@ def answer_structures(texts: Sequence[str]) -> list[tuple[int, int]]:
     for text in texts:
         branches, found, length = text.partition("x")
         if not found or not branches.isdigit() or not length.isdigit():
-            raise RequestError(f"--answers takes branches x tokens, such as 8x60, got {text!r}")
+            raise RequestError(f"--answers: expected branches x tokens, such as 8x60, got {text!r}")
         answers.append((int(branches), int(length)))
     return answers

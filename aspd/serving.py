@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="NAME=DIR",
-        help="adapters on one base, selected by model name and mixed in a batch (--adapter merges one instead)",
+        help="adapters of one base model, selected by model name and mixed in a batch (--adapter merges one instead)",
     )
     serve.add_argument(
         "--adapter-places", type=int, default=0, help="maximum adapters at a time; default: those of --adapters"
@@ -96,11 +96,11 @@ def add(commands: Any) -> None:
     process_options(serve)
     serve.add_argument(
         "--fields", choices=("serial", "parallel"), default="serial",
-        help="decode the fields of JSON schemas one after the other or in parallel; requests may say otherwise",
+        help="decode the fields of JSON schemas one after the other or in parallel; requests may override it",
     )  # fmt: skip
     serve.add_argument(
         "--warm-up", nargs="?", choices=("none", "first", "all"), const="all", default="first",
-        help="programs to compile before the server is ready: none, those of requests that come one at a time, or all",
+        help="programs to compile before the server is ready: none, those of requests that arrive alone, or all",
     )  # fmt: skip
 
     proxy = command(
@@ -110,7 +110,7 @@ def add(commands: Any) -> None:
         "Serve a checkpoint with branches through a server without branches, such as vLLM or llama.cpp's.",
     )
     proxy.add_argument("--upstream", required=True, metavar="URL", help="address of OpenAI's interface, up to /v1")
-    proxy.add_argument("--model", required=True, help="name of the checkpoint at the upstream")
+    proxy.add_argument("--model", required=True, help="name of the model at the upstream")
     proxy.add_argument("--tokenizer", required=True, metavar="MODEL", help="the same checkpoint: folder, GGUF or name")
     proxy.add_argument(
         "--chat-template", default="", metavar="FILE", help="Jinja file, for a tokenizer without a template"
@@ -145,7 +145,9 @@ def run_proxy(options: argparse.Namespace) -> None:
     tokenizer = checkpoint.tokenizer
     read_template(tokenizer, options.tokenizer, options.chat_template)
     if not checkpoint.end_ids or tokenizer.chat_template is None:
-        raise RequestError(f"{options.tokenizer} needs a chat template and an end of text; see --chat-template")
+        raise RequestError(
+            f"--tokenizer: expected a chat template and an end of text, got {options.tokenizer}. Set --chat-template."
+        )
     forks = set(TAGS.values()) <= set(tokenizer.get_vocab())
     add_special_tokens(tokenizer)
     name = options.name or options.model
@@ -164,7 +166,8 @@ def run_serve(options: argparse.Namespace) -> None:
     local = options.host in ("127.0.0.1", "::1", "localhost")
     if not (local or keys or options.insecure):
         raise RequestError(
-            f"--host {options.host} is open to others; name a --key-file, set ASPD_API_KEY, or say --insecure"
+            f"--host: expected a loopback address or API keys, got {options.host} without keys. "
+            "Set --key-file or ASPD_API_KEY, or pass --insecure."
         )
     model = model_name(options)
     config = ServerConfig(
@@ -186,7 +189,9 @@ def run_serve(options: argparse.Namespace) -> None:
         warm_up=options.warm_up,
     )
     if config.name in _named(options.adapters):
-        raise RequestError(f"--adapters: {config.name} is the model's name; choose another, or a --name")
+        raise RequestError(
+            f"--adapters: expected names other than the model's, got {config.name}. Change it, or set --name."
+        )
     options.model = model
     if ray is None:
         _serve_here(options, config)
@@ -203,7 +208,7 @@ def _serve_here(options: argparse.Namespace, config: ServerConfig) -> None:
     several = jax.process_count() > 1
     mesh = options.mesh or (f"tensor={jax.device_count()}" if several else None)
     if several and mesh_of(mesh).size != jax.device_count():
-        raise RequestError(f"--mesh {options.mesh}: the processes have {jax.device_count()} devices, and all take part")
+        raise RequestError(f"--mesh: expected all {jax.device_count()} devices of the processes, got {options.mesh}")
     engine = make_engine(options, mesh)
     if jax.process_index() == 0:
         serve(engine, config)
@@ -265,7 +270,7 @@ def _named(adapters: Sequence[str]) -> dict[str, str]:
     """
     named = dict(one.partition("=")[::2] for one in adapters)
     if len(named) < len(adapters) or not all(name and folder for name, folder in named.items()):
-        raise RequestError(f"--adapters takes NAME=DIR, each name once; got {' '.join(adapters)}")
+        raise RequestError(f"--adapters: expected NAME=DIR with distinct names, got {' '.join(adapters)}")
     return named
 
 
@@ -280,7 +285,7 @@ def _keys(file: Path | None) -> tuple[str, ...]:
         try:
             keys += file.read_text().split()
         except OSError as error:
-            raise RequestError(f"--key-file: {error}") from None
+            raise RequestError(f"--key-file: expected a text file, got: {error}") from None
         if not any(keys):
-            raise RequestError(f"--key-file: {file} holds no key")
+            raise RequestError(f"--key-file: expected at least one key in {file}, got none")
     return tuple(key for key in keys if key)

@@ -14,7 +14,7 @@ def add(commands: Any) -> None:
     train = command(
         commands, "train", run_train, "Fine-tune a checkpoint, or train a model from scratch on the synthetic tasks."
     )
-    config_options(train)
+    config_options(train, "configs/lora_7b.yaml")
     action = train.add_mutually_exclusive_group(required=True)
     action.add_argument("--output", type=Path, help="folder of the run; an interrupted run resumes there")
     action.add_argument("--plan", action="store_true", help="print the estimated memory of each device, and stop")

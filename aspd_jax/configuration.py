@@ -23,7 +23,7 @@ def at_least(name: str, value: float, least: float) -> None:
         ConfigError: the value is smaller.
     """
     if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}")
+        raise ConfigError(f"{name}: expected at least {least}, got {value}")
 
 
 def read_config(kind: type[Config], path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -39,13 +39,13 @@ def read_config(kind: type[Config], path: str | Path | None, overrides: Sequence
     """
     where = "the defaults" if path is None else str(path)
     if path is not None and not Path(path).is_file():
-        raise ConfigError(f"{path} does not exist")
+        raise ConfigError(f"{path}: expected a YAML file, got none")
     try:
         values = {} if path is None else yaml.safe_load(Path(path).read_text()) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{where} must hold `key: value` lines")
+        raise ConfigError(f"{where}: expected `key: value` lines, got {type(values).__name__}")
     change(values, overrides)
     return config_from_dict(kind, values, where)
 
@@ -59,7 +59,7 @@ def change(values: dict[str, Any], overrides: Sequence[str]) -> None:
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator:
-            raise ConfigError(f"{override!r} is not key=value")
+            raise ConfigError(f"overrides: expected key=value, got {override!r}")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
@@ -89,7 +89,7 @@ def config_from_dict(kind: type[Config], values: dict[str, Any], where: str) -> 
 
 def _build(kind: Any, values: Any, prefix: str, where: str, all_names: Sequence[str]) -> Any:
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: {prefix.rstrip('.')} must hold `key: value` lines, got {values!r}")
+        raise ConfigError(f"{where}: {prefix.rstrip('.')}: expected `key: value` lines, got {values!r}")
     hints = get_type_hints(kind)
     known = {item.name for item in fields(kind)}
     arguments = {}
@@ -104,7 +104,7 @@ def _build(kind: Any, values: Any, prefix: str, where: str, all_names: Sequence[
         elif get_origin(hints[key]) is dict:
             named = get_args(hints[key])[1]
             if not isinstance(value, dict):
-                raise ConfigError(f"{where}: {name} must hold a name and its settings for each, got {value!r}")
+                raise ConfigError(f"{where}: {name}: expected settings by name, got {value!r}")
             arguments[key] = {
                 str(one): _build(named, settings, f"{name}.{one}.", where, list(_names(named, f"{name}.*.")))
                 if is_dataclass(named)
@@ -127,12 +127,12 @@ def _value(hint: Any, value: Any, name: str, where: str) -> Any:
     if hint == tuple[str, ...]:
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{where}: {name} must be a list of strings, got {value!r}")
+            raise ConfigError(f"{where}: {name}: expected a list of strings, got {value!r}")
         return tuple(value)
     wanted = hint if hint in (bool, int, float) else str
     if wanted is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):
             value = float(value)  # YAML reads 3e-4 as a string
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-        raise ConfigError(f"{where}: {name} must be {wanted.__name__}, got {value!r}")
+        raise ConfigError(f"{where}: {name}: expected {wanted.__name__}, got {value!r}")
     return value

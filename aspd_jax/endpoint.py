@@ -77,15 +77,15 @@ class EndpointSection:
     def __post_init__(self) -> None:
         section = self.section
         if self.base_url and not self.model:
-            raise ConfigError(f"{section}.base_url needs {section}.model, the model's name there")
+            raise ConfigError(f"{section}.model: expected the model's name at {section}.base_url, got none")
         if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"{section}.base_url must begin with http:// or https://, got {self.base_url!r}")
+            raise ConfigError(f"{section}.base_url: expected http://… or https://…, got {self.base_url!r}")
         for name in ("max_tokens", "concurrency", "attempts", "give_up_after"):
             at_least(f"{section}.{name}", getattr(self, name), 1)
         for name in ("temperature", "requests_per_minute", "retries", "input_price", "output_price"):
             at_least(f"{section}.{name}", getattr(self, name), 0)
         if self.timeout <= 0:
-            raise ConfigError(f"{section}.timeout must be more than 0 seconds, got {self.timeout}")
+            raise ConfigError(f"{section}.timeout: expected more than 0 seconds, got {self.timeout}")
 
 
 class Unanswered(Exception):
@@ -112,11 +112,11 @@ def parse_json(text: str) -> Any:
     """
     first, last = text.find("{"), text.rfind("}")
     if first < 0:
-        raise DataError(f"the reply holds no JSON: {text[:60]!r}")
+        raise DataError(f"reply: expected JSON, got {text[:60]!r}")
     try:
         return json.loads(text[first : last + 1], strict=False)
     except json.JSONDecodeError as error:
-        raise DataError(f"the reply's JSON is malformed or cut off: {error.msg} at character {error.pos}") from None
+        raise DataError(f"reply: expected valid JSON, got {error.msg} at character {error.pos}") from None
 
 
 class _Takes(NamedTuple):

@@ -18,7 +18,7 @@ ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "rea
 DEFINITIONS = ("$defs", "definitions")
 # Keywords of an object whose members can be decoded apart; any other keyword may tie them together.
 DIVISIBLE = {"type", "properties", "required", "additionalProperties", "$schema", "$id", *DEFINITIONS, *ANNOTATIONS}
-MAX_DEPTH = 32  # of objects in objects
+MAX_DEPTH = 32  # maximum depth of nested objects
 
 
 @dataclass(frozen=True)

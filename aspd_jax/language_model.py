@@ -74,7 +74,9 @@ class LanguageModel:
             CheckpointError: the model has no tokenizer.
         """
         if self.tokenizer is None:
-            raise CheckpointError("this model has no tokenizer; pass token ids, or put tokenizer.json into its folder")
+            raise CheckpointError(
+                "tokenizer: expected one, got none. Pass token ids, or put tokenizer.json into the folder of the model."
+            )
         return Codec(self.tokenizer, self.special_tokens, self.config.titles)
 
 
@@ -96,7 +98,7 @@ def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template:
 def read_template(tokenizer: Any, path: str | os.PathLike[str], template: str | os.PathLike[str]) -> None:
     """Check a tokenizer and set its chat template; see `for_conversations`."""
     if tokenizer is None:
-        raise CheckpointError(f"{path} has no tokenizer; put tokenizer.json into the folder")
+        raise CheckpointError(f"{path}: expected a tokenizer, got none. Put tokenizer.json into the folder.")
     if os.fspath(template):
         try:
             tokenizer.chat_template = Path(template).read_text()
@@ -163,7 +165,9 @@ def load_model(
     adapter = adapter or checkpoint.adapter
     if adapter is not None:
         if adapters:
-            raise CheckpointError(f"{path} has an adapter merged already; several of them need the base itself")
+            raise CheckpointError(
+                f"{path}: expected a base model without an adapter, got one with a merged adapter. Load its base."
+            )
         opened = open_adapter(adapter)
         opened.check_tokens(min(old_length, stored), special.ids if special else ())
         if config.tied and HEAD in {*opened.factors, *opened.rows}:
@@ -246,7 +250,9 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
         CheckpointError: `path` exists already, or the model has several adapters.
     """
     if lm.config.adapters:
-        raise CheckpointError("a model with several adapters cannot be saved; load it with one adapter to merge that")
+        raise CheckpointError(
+            "save: expected at most one adapter, got several. Load the model with the adapter to merge."
+        )
     aspd: dict[str, Any] = _settings(lm)
     hf_config = {**lm.hf_config, "vocab_size": lm.config.vocab_size, "aspd": aspd}
     target, kept = Path(path), dtype or lm.config.dtype

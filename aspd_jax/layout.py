@@ -58,7 +58,7 @@ def check_choice(name: str, value: str, choices: Any) -> None:
     """
     names = get_args(choices) or tuple(choices)
     if value not in names:
-        raise ConfigError(f"{name} must be one of {', '.join(names)}; got {value!r}")
+        raise ConfigError(f"{name}: expected one of {', '.join(names)}, got {value!r}")
 
 
 def build_layout(
@@ -87,13 +87,13 @@ def build_layout(
     check_choice("positions", positions, PositionScheme)
     tokens = np.asarray(tokens)
     if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ConfigError(f"tokens must be integers [B, S], got {tokens.dtype} {list(tokens.shape)}")
+        raise ConfigError(f"tokens: expected integers [B, S], got {tokens.dtype} {list(tokens.shape)}")
     owner = np.ones(tokens.shape, np.int32) if sequence is None else np.asarray(sequence, np.int32)
     real = owner > 0
     if padding_mask is not None:
         real = real & np.asarray(padding_mask).astype(bool)
     if owner.shape != tokens.shape or real.shape != tokens.shape:
-        raise ConfigError(f"padding_mask and sequence must have the shape of tokens, {list(tokens.shape)}")
+        raise ConfigError(f"padding_mask, sequence: expected the shape of tokens, {list(tokens.shape)}")
 
     # The real tokens of all rows form one flat array from here on; a `group` is one packed sequence.
     row, column = np.nonzero(real)

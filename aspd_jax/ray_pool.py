@@ -18,19 +18,19 @@ from typing import Any, Protocol, TypeAlias
 from aspd_jax.errors import AspdError, RequestError
 
 Task: TypeAlias = tuple[Any, Any]  # hashable key, which messages name, and input or result
-MAX_DEATHS = 3  # deaths of workers that hold one task alone, or that start, after which a run stops
+MAX_DEATHS = 3  # deaths of actors with the same only task, or while they start, that end the run
 CONNECT_SECONDS = 10.0
 OBJECT_STORE = 1 << 28  # bytes of shared memory of a local cluster; tasks and results are small
 
 
 class Worker(Protocol):
-    """Processes several tasks at a time.
+    """Processor of several tasks at a time.
 
     Attributes:
-        room: maximum number of tasks that it holds.
+        capacity: maximum number of tasks that it holds.
     """
 
-    room: int
+    capacity: int
 
     def advance(self, new: Sequence[Task]) -> list[Task]:
         """Take new tasks, work for a while, and return the keys and results of the tasks that have ended."""
@@ -42,7 +42,7 @@ def run_here(worker: Worker, tasks: Iterable[Task]) -> Iterator[Task]:
     left, held, more = iter(tasks), 0, True
     while more or held:
         new: list[Task] = []
-        while more and held + len(new) < worker.room:
+        while more and held + len(new) < worker.capacity:
             task = next(left, None)
             if task is None:
                 more = False
@@ -129,14 +129,14 @@ def cluster(options: RayOptions) -> Iterator[int]:
         ray.init(**settings)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RequestError(f"--ray {options.address}: {reason}") from None
+        raise RequestError(f"--ray: expected a cluster at {options.address}, got: {reason}") from None
     try:
         total = ray.cluster_resources()
         shares = [int(total.get(name, 0) / n) for name, n in options.resources.items() if n > 0]
         most = min(shares, default=int(total.get("CPU", 1)))
         if most < 1:
             wanted = ",".join(f"{name}={n:g}" for name, n in options.resources.items())
-            raise RequestError(f"--ray-resources: the cluster has no {wanted} for one worker")
+            raise RequestError(f"--ray-resources: expected at most the resources of the cluster, got {wanted}")
         yield options.workers or most
     finally:
         ray.shutdown()
@@ -155,11 +155,11 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except (OSError, ValueError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise RequestError(f"--ray {address}: expected the address of a cluster, cannot connect: {reason}") from None
+        raise RequestError(f"--ray: expected the address of a cluster, got {address}: {reason}") from None
 
 
 class _Actor:
-    """Body of an actor. The worker is made by a call, so that its errors reach the driver as they are."""
+    """Body of an actor. `start` makes the worker, so that the driver receives errors of it unchanged."""
 
     def __init__(self, make: Callable[[], Worker]) -> None:
         self._make = make
@@ -167,7 +167,7 @@ class _Actor:
     def start(self) -> int:
         """Make the worker, and return the number of tasks that it holds at most."""
         self._worker = self._make()
-        return self._worker.room
+        return self._worker.capacity
 
     def advance(self, new: Sequence[Task]) -> list[Task]:
         """See `Worker.advance`."""
@@ -175,17 +175,17 @@ class _Actor:
 
 
 @dataclass
-class _Lane:
-    """An actor as the driver sees it.
+class _ActorState:
+    """State of an actor in the driver.
 
     Attributes:
         actor: handle of the actor.
-        room: maximum number of tasks that it holds; 0: it has not started.
+        capacity: maximum number of tasks that it holds; 0: it has not started.
         held: tasks that it holds, by key.
     """
 
     actor: Any
-    room: int = 0
+    capacity: int = 0
     held: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -206,9 +206,11 @@ class _Pool:
         self._tasks = iter(tasks)
         self._next: Task | None = next(self._tasks, None)
         self._returned: deque[Task] = deque()  # tasks of actors that have died
-        self._deaths: Counter[Any] = Counter()  # by task that an actor held alone; None: actors that started
-        self._replies: dict[Any, _Lane] = {}
-        self._idle: list[_Lane] = []
+        self._deaths: Counter[Any] = (
+            Counter()
+        )  # deaths by the only task of the actor; None: deaths of actors that were starting
+        self._replies: dict[Any, _ActorState] = {}
+        self._idle: list[_ActorState] = []
 
     def run(self) -> Iterator[Task]:
         try:
@@ -216,22 +218,22 @@ class _Pool:
                 self._start()
             while self._replies:
                 (reply,), _ = self._ray.wait(list(self._replies), num_returns=1)
-                lane = self._replies.pop(reply)
-                yield from self._read(reply, lane)
-                if self._next is None and not self._returned and not any(lane.held for lane in self._lanes()):
+                state = self._replies.pop(reply)
+                yield from self._read(reply, state)
+                if self._next is None and not self._returned and not any(state.held for state in self._actors()):
                     return  # all tasks have ended; other actors may still be starting
         finally:
-            for lane in self._lanes():
-                self._ray.kill(lane.actor)
+            for state in self._actors():
+                self._ray.kill(state.actor)
 
-    def _lanes(self) -> list[_Lane]:
+    def _actors(self) -> list[_ActorState]:
         return [*self._replies.values(), *self._idle]
 
     def _start(self) -> None:
-        lane = _Lane(self._class.remote(self._make))
-        self._replies[lane.actor.start.remote()] = lane
+        state = _ActorState(self._class.remote(self._make))
+        self._replies[state.actor.start.remote()] = state
 
-    def _read(self, reply: Any, lane: _Lane) -> Iterator[Task]:
+    def _read(self, reply: Any, state: _ActorState) -> Iterator[Task]:
         """Yield the results of a reply, and give its actor new tasks, or replace an actor that has died."""
         try:
             value = self._ray.get(reply)
@@ -240,27 +242,27 @@ class _Pool:
                 raise error.cause from None
             raise
         except self._ray.exceptions.RayError as error:  # the actor, its node or its reply is lost
-            self._ray.kill(lane.actor)
-            self._replace(lane, error)
+            self._ray.kill(state.actor)
+            self._replace(state, error)
             return
-        if lane.room:
+        if state.capacity:
             for key, result in value:
-                del lane.held[key]
+                del state.held[key]
                 yield key, result
         else:
-            lane.room = value
+            state.capacity = value
             self._deaths.pop(None, None)
-        self._idle.append(lane)
+        self._idle.append(state)
         self._feed()
 
-    def _replace(self, lane: _Lane, error: Exception) -> None:
+    def _replace(self, state: _ActorState, error: Exception) -> None:
         """Give back the tasks of an actor that has died, and start another.
 
         Raises:
             RequestError: actors have died too often with one task, or at their start.
         """
-        alone = None if not lane.room else next(iter(lane.held)) if len(lane.held) == 1 else lane
-        if alone is not lane:
+        alone = None if not state.capacity else next(iter(state.held)) if len(state.held) == 1 else state
+        if alone is not state:
             self._deaths[alone] += 1
             if self._deaths[alone] >= MAX_DEATHS:
                 what = "that started" if alone is None else f"with {self._name(alone)}"
@@ -269,29 +271,29 @@ class _Pool:
                     f"--ray: {MAX_DEATHS} workers {what} died ({reason}). "
                     "Results so far are stored; run the same command to resume."
                 )
-        self._returned.extend(lane.held.items())
+        self._returned.extend(state.held.items())
         self._start()
         self._feed()
 
     def _feed(self) -> None:
         """Send tasks to idle actors. Returned tasks are sent one at a time, because one of them may be fatal."""
-        for lane in list(self._idle):
+        for state in list(self._idle):
             new: list[Task] = []
-            if self._urgent and self._returned and not lane.held:
+            if self._urgent and self._returned and not state.held:
                 new.append(self._returned.popleft())
-            while not (self._urgent and (new or self._returned)) and self._has_room(lane, new):
+            while not (self._urgent and (new or self._returned)) and self._has_capacity(state, new):
                 assert self._next is not None
                 new.append(self._next)
                 self._next = next(self._tasks, None)
-            if not new and not lane.held and self._returned:
+            if not new and not state.held and self._returned:
                 new.append(self._returned.popleft())
-            if new or lane.held:
-                self._idle.remove(lane)
-                lane.held |= dict(new)
-                self._replies[lane.actor.advance.remote(new)] = lane
+            if new or state.held:
+                self._idle.remove(state)
+                state.held |= dict(new)
+                self._replies[state.actor.advance.remote(new)] = state
 
-    def _has_room(self, lane: _Lane, new: Sequence[Task]) -> bool:
-        return self._next is not None and len(lane.held) + len(new) < lane.room
+    def _has_capacity(self, state: _ActorState, new: Sequence[Task]) -> bool:
+        return self._next is not None and len(state.held) + len(new) < state.capacity
 
 
 def run_on_ray(
@@ -313,7 +315,7 @@ def run_on_ray(
         options: options of the run.
         workers: number of actors, see `cluster`.
         name: function from a key to its name in messages.
-        urgent: whether tasks of dead actors are repeated before other tasks, not behind them.
+        urgent: whether tasks of dead actors are repeated before other tasks, not after them.
 
     Raises:
         RequestError: actors have died too often with one task, or at their start.

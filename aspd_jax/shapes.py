@@ -43,7 +43,7 @@ def benchmark_model(shape: str, dtype: str) -> LanguageModel:
         RequestError: the name is unknown.
     """
     if shape not in SHAPES:
-        raise RequestError(f"unknown shape {shape!r}; known are {', '.join(SHAPES)}")
+        raise RequestError(f"--shape: expected one of {', '.join(SHAPES)}, got {shape!r}")
     config = replace(SHAPES[shape], dtype=dtype)
     lm = random_model(config, None, {"max_position_embeddings": 1 << 20}, end_ids=(0,))
     last = config.vocab_size

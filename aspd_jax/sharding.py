@@ -50,16 +50,16 @@ def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[Any] | N
     shape = {"tensor": len(devices)} if shape is None else shape
     unknown = set(shape) - set(MESH_AXES)
     if unknown:
-        raise ConfigError(f"unknown mesh axis {', '.join(sorted(unknown))}; the axes are {', '.join(MESH_AXES)}")
+        raise ConfigError(f"mesh: expected the axes {', '.join(MESH_AXES)}, got {', '.join(sorted(unknown))}")
     sizes = tuple(shape.get(axis, 1) for axis in MESH_AXES)
     wanted = sizes[0] * sizes[1] * sizes[2]
     if wanted > len(devices):
-        raise ConfigError(f"mesh {dict(shape)} needs {wanted} devices, there are {len(devices)}")
+        raise ConfigError(f"mesh {dict(shape)}: expected {wanted} devices, got {len(devices)}")
     # The logical partitioning of Linen requires Auto axes.
     return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=list(devices)[:wanted])
 
 
-def over(mesh: Mesh | None) -> AbstractContextManager[Any]:
+def use_mesh(mesh: Mesh | None) -> AbstractContextManager[Any]:
     """Set the abstract mesh while tracing, so that kernels can read it with `jax.sharding.get_abstract_mesh`."""
     return nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
@@ -79,7 +79,7 @@ def partition_spec(logical: Sequence[str | None], shape: Sequence[int], mesh: Me
     used: set[str] = set()
     for name, size in zip(logical, shape, strict=True):
         if name is not None and name not in RULES:
-            raise ConfigError(f"logical axis {name!r} has no rule; known are {', '.join(sorted(RULES))}")
+            raise ConfigError(f"logical axis: expected one of {', '.join(sorted(RULES))}, got {name!r}")
         axes = tuple(a for a in RULES.get(name or "", ()) if a not in used and mesh.shape[a] > 1)
         ways = 1
         for axis in axes:

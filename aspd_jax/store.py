@@ -100,7 +100,7 @@ class Store:
         except sqlite3.OperationalError as error:
             raise DataError(f"{file}: {error}; is another process working on it?") from None
         except sqlite3.DatabaseError as error:
-            raise DataError(f"{file} is not the store of a run: {error}") from None
+            raise DataError(f"{file}: expected the store of a run, got: {error}") from None
 
     def close(self) -> None:
         """Close the file and release its lock."""

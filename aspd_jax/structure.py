@@ -34,7 +34,7 @@ class Branch:
 
     def __post_init__(self) -> None:
         if not self.title:
-            raise StructureError(f"a branch needs a title; the branch with text {self.text[:40]!r} has none")
+            raise StructureError(f"title: expected text, got none for the branch {self.text[:40]!r}")
 
     @property
     def caption(self) -> str:
@@ -51,7 +51,7 @@ class Parallel:
     def __init__(self, branches: Iterable[Branch]) -> None:
         object.__setattr__(self, "branches", tuple(branches))
         if len(self.branches) < 2:
-            raise StructureError(f"a block needs two or more branches, got {len(self.branches)}; use Serial for one")
+            raise StructureError(f"branches: expected two or more, got {len(self.branches)}. Use Serial for one.")
 
 
 Item: TypeAlias = Serial | Parallel
@@ -124,7 +124,7 @@ def from_json(value: Any) -> Structure:
         StructureError: a value has another form; the message names its place, and what was expected.
     """
     if not isinstance(value, list):
-        raise StructureError(f"a structured answer is a list of items, got {type(value).__name__}")
+        raise StructureError(f"structure: expected a list of items, got {type(value).__name__}")
     return tuple(_item_from_json(item, f"item {index}") for index, item in enumerate(value))
 
 
@@ -135,7 +135,7 @@ def _item_from_json(item: Any, where: str) -> Item:
     if kind == "parallel":
         branches = item.get("branches")
         if not isinstance(branches, list) or not all(isinstance(branch, dict) for branch in branches):
-            raise StructureError(f'{where}: "branches" must be a list of {{"title", "text"}} objects')
+            raise StructureError(f'{where}: "branches": expected a list of {{"title", "text"}} objects')
         try:
             return Parallel(
                 Branch(_string(b, "title", f"{where}, branch {n}"), _string(b, "text", f"{where}, branch {n}"))
@@ -144,11 +144,11 @@ def _item_from_json(item: Any, where: str) -> Item:
         except StructureError as error:
             message = str(error)
             raise StructureError(message if message.startswith(where) else f"{where}: {message}") from None
-    raise StructureError(f'{where}: "type" must be "serial" or "parallel", got {kind!r}')
+    raise StructureError(f'{where}: "type": expected "serial" or "parallel", got {kind!r}')
 
 
 def _string(mapping: dict[str, Any], key: str, where: str) -> str:
     value = mapping.get(key)
     if not isinstance(value, str):
-        raise StructureError(f'{where}: "{key}" must be a string, got {value!r}')
+        raise StructureError(f'{where}: "{key}": expected a string, got {value!r}')
     return value

@@ -97,7 +97,7 @@ def read_tool_format(tokenizer: Any) -> ToolFormat:
 
 
 class _Probe:
-    """Renders conversations with known calls.
+    """Renderer of conversations with known calls.
 
     Args:
         tokenizer: a `transformers` tokenizer with a chat template.

@@ -1,4 +1,4 @@
-"""Draws the pictures of README and docs from what SmolLM2 does: `python docs/draw.py`."""
+"""Draw the pictures of README and docs from answers of SmolLM2: `python docs/draw.py`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FRAME = """<g class="frame" style="animation-delay:{{delay:.2f}}s{{last}}">
 def record(
     engine: Engine, prompt: Prompt, sides: Mapping[str, tuple[SamplingParams, Mode]], steps: int, height: int
 ) -> str:
-    """Answers of two sides growing beside each other, as one animated SVG.
+    """Return an animated SVG of two growing answers.
 
     Args:
         engine: engine.
@@ -62,7 +62,7 @@ def record(
     one, end = 100 / (count + HOLD), 100 * (1 + HOLD) / (count + HOLD)
     style = (
         f".frame {{ visibility: hidden; animation: one {total:.2f}s infinite; }}"
-        f"@keyframes one {_for(one)} @keyframes last {_for(end)}"
+        f"@keyframes one {_key_frames(one)} @keyframes last {_key_frames(end)}"
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]:.0f}"><style>{style}</style>'
@@ -70,13 +70,13 @@ def record(
     )
 
 
-def _for(share: float) -> str:
-    """Key frames of something that is seen for so many percent of the time."""
+def _key_frames(share: float) -> str:
+    """Return the key frames for an element that is visible for a share of the time, in percent."""
     return f"{{ 0%, {share:.3f}% {{ visibility: visible }} {share + 0.001:.3f}%, 100% {{ visibility: hidden }} }}"
 
 
 def _frame(number: int, results: Mapping[str, Result], height: int) -> tuple[str, tuple[float, float]]:
-    """One moment: both answers side by side; and its size."""
+    """Return a frame of both answers side by side, and its size."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     table = Table.grid(expand=True, padding=(0, 1))
     table.add_column(ratio=3)
@@ -88,17 +88,17 @@ def _frame(number: int, results: Mapping[str, Result], height: int) -> tuple[str
     table.add_row(*panels)
     console.print(table)
     frame = console.export_svg(title="", code_format=FRAME, unique_id=f"f{number}")
-    frame = re.sub(r' clip-path="[^"]*"', "", frame)  # nothing is longer than its line
+    frame = re.sub(r' clip-path="[^"]*"', "", frame)  # no text is longer than its line
     return frame, (WIDTH * 12.2, (height + 1) * 24.4)
 
 
 def main() -> None:
-    """Draw everything."""
+    """Draw all pictures."""
     HERE.mkdir(exist_ok=True)
     lm = load_model("smollm2-aspd")
     engine = Engine(lm, max_length=1024, max_batch=1, reuse=False)
     (answer,) = engine.generate([[{"role": "user", "content": QUESTION}]], PARAMS)
-    lanes = draw_timeline(timeline(engine.config, answer), "one answer of SmolLM2-135M, pass by pass")
+    lanes = draw_timeline(timeline(engine.config, answer), "one answer of SmolLM2-135M, by step")
     (HERE / "lanes.svg").write_text(svg(lanes))
     prices = {"\nPens:": " $60.", "\nMaps:": " $40.", "\nCups:": " $80."}
     parts = Parallel(tuple(Branch(lead, lead + rest) for lead, rest in prices.items()))

@@ -1,4 +1,4 @@
-"""Fixtures: tiny models with weights from NumPy seeds, and the real data beside the project where it exists."""
+"""Fixtures: tiny models with weights from NumPy seeds, and published data in `../shared`, if it exists."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
-# On CPU wherever this runs, but for `tests/accelerator.sh`.
+# Use the CPU, except in `tests/accelerator.sh`.
 if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
-    # Eight devices; and most of the time of these tests goes into compiling, so what compiles fastest is best.
+    # Simulate eight devices, and use the fastest compilation, which takes most of the time of these tests.
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "")
         + " --xla_force_host_platform_device_count=8"
         + " --xla_backend_optimization_level=0"
         + " --xla_cpu_parallel_codegen_split_count=1"
     )
-    if version("jaxlib").startswith("0.10."):  # later versions do not know the flag, and end where they see it
+    if version("jaxlib").startswith("0.10."):  # later versions end with an error at this flag
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # What one worker or process has compiled the others read, and nothing is left behind.
+    # Workers share compiled programs, which are removed at the end.
     PROGRAMS = TemporaryDirectory(prefix="aspd-jax-programs-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
-    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = "-1"  # a bound is kept by looking at every file for each new one
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = "-1"  # a size limit would scan all files for each new program
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 import jax
 import numpy as np
@@ -39,7 +39,7 @@ from hypothesis import settings
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
-import aspd  # noqa: F401 (the door sets XLA's flags; processes that tests start come through it)
+import aspd  # noqa: F401 (import first: it sets XLA's flags)
 import infer.decode.decode_step
 import infer.scheduling.runner
 import infer.scheduling.warm_up
@@ -58,7 +58,7 @@ from train.tasks import problem
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = ROOT.parent / "shared"
-# Each function that reads `../shared`, and the tests of the repository alone that prove the same.
+# Tests with the same purpose that need only the repository, for each function that reads `../shared`.
 COUNTERPARTS = {
     # The copy in tests/golden is up to date.
     "aspd_jax/test_layout.py::test_unseen_cases_of_the_same_kind_are_the_ones_in_shared": (
@@ -72,8 +72,8 @@ COUNTERPARTS = {
         "aspd_jax/test_tokens.py::test_segments_are_exact",
         "aspd_jax/test_tokens.py::test_linearisation_round_trip",
     ),
-    "aspd_jax/test_templates.py::test_real_templates": (
-        "aspd_jax/test_templates.py::test_an_answer_is_learned_behind_the_prompt_that_asks_for_it",
+    "aspd_jax/test_chat_templates.py::test_real_templates": (
+        "aspd_jax/test_chat_templates.py::test_an_answer_is_learned_behind_the_prompt_that_asks_for_it",
     ),
     "aspd_jax/test_tool_format.py::test_a_real_template": ("aspd_jax/test_tool_format.py::test_formats",),
     "train/test_records.py::test_a_real_chat_template": (
@@ -111,13 +111,13 @@ COUNTERPARTS = {
 
 
 def shared(*parts: str) -> Path:
-    """Return a path in `../shared`; the test is skipped where there is none."""
+    """Return a path in `../shared`; skip the test if there is no such folder."""
     if not SHARED.exists():
-        pytest.skip("no shared/ beside the project")
+        pytest.skip("no ../shared")
     return SHARED.joinpath(*parts)
 
 
-# The machines that run this may be busy; speed is no property tested here.
+# The machine may be busy, so no test has a deadline.
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
 
@@ -147,7 +147,7 @@ def few_programs() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What imports have left is no garbage, and looking through it takes time."""
+    """Exclude imported objects from garbage collection, which would scan them repeatedly."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
@@ -155,7 +155,7 @@ def pytest_collection_finish() -> None:
 
 @contextmanager
 def patched(module: ModuleType = infer.decode.decode_step, **functions: Callable[..., Any]) -> Iterator[None]:
-    """Other functions in the step, which is traced anew with them; what has been compiled without them stays."""
+    """Replace functions of the step, which is traced again with them; other compiled programs remain."""
     with pytest.MonkeyPatch.context() as patch:
         for name, function in functions.items():
             patch.setattr(module, name, function)
@@ -177,7 +177,7 @@ def one_step(
 
 
 def laid_out(lm: LanguageModel, config: EngineConfig, requests: Sequence[Request]) -> DecodeState:
-    """Return a state with room for these requests, their prompts laid out and not fed."""
+    """Return a state with rows for these requests, whose prompts are admitted and not yet fed."""
     capacity = capacity_for(max(len(request.prompt) + request.budget for request in requests))
     state = new_state(lm, config, next_power(len(requests)), capacity)
     for row, request in enumerate(requests):
@@ -190,7 +190,7 @@ def after_prompts(lm: LanguageModel, config: EngineConfig, requests: Sequence[Re
     state, longest = laid_out(lm, config, requests), next_power(max(len(request.prompt) for request in requests))
     rows, capacity = state.cache.tokens.shape
     state = one_step(lm.params, state, config, Bucket(rows, rows * longest, longest, capacity))
-    assert not (state.sequence.cursor.phase == PROMPT).any(), "one pass has room for all prompts"
+    assert not (state.sequence.cursor.phase == PROMPT).any(), "one step feeds all prompts"
     return state
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a newcomer's machine would see: a fresh clone, an empty home, no caches; prints how long each step takes.
+# Run the first commands of a new user in a new clone with an empty home and no caches; print the time of each step.
 #   tests/fresh.sh python3.12 [demo] [notebooks] [package] [test]
 set -euo pipefail
 python=$(command -v "$1")
@@ -12,7 +12,7 @@ trap 'rm -rf "$place"' EXIT
 git clone --quiet "$source" "$place/clone"
 if [ -d "$source/../shared" ]; then ln -s "$(cd "$source/../shared" && pwd)" "$place/shared"; fi
 mkdir "$place/home"
-# Where packages come from is the machine's business: pip's own settings stay.
+# Keep pip's settings, which name the package index of the machine.
 for file in /etc/pip.conf "$HOME/.config/pip/pip.conf" "$HOME/.pip/pip.conf"; do
   if [ -f "$file" ]; then export PIP_CONFIG_FILE=$file; fi
 done

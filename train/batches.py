@@ -106,7 +106,7 @@ def first_fit(sizes: Sequence[int], rows: int, length: int) -> list[int | None]:
         ConfigError: an example is longer than a row.
     """
     if max(sizes) > length:
-        raise ConfigError(f"an example has {max(sizes)} tokens, a row has {length}; raise data.length")
+        raise ConfigError(f"data.length: expected at least the tokens of every example, {max(sizes)}, got {length}")
     free = np.full(rows, length)
     placed: list[int | None] = [None] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

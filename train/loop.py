@@ -190,7 +190,7 @@ def export(run: Path, output: Path, step: int | None = None, dtype: str | None =
     """
     file = run / "config.json"
     if not file.exists():
-        raise CheckpointError(f"{run} holds no training run (it has no config.json)")
+        raise CheckpointError(f"{run}: expected a training run with config.json, got none")
     config = config_from_dict(TrainConfig, json.loads(file.read_text()), str(file))
     mesh = make_mesh({})
     lm = load(config, mesh)
@@ -199,7 +199,7 @@ def export(run: Path, output: Path, step: int | None = None, dtype: str | None =
         chosen = checkpoints.latest if step is None else step
         if chosen not in checkpoints.steps:
             steps = ", ".join(map(str, checkpoints.steps)) or "none"
-            raise CheckpointError(f"{run} has no checkpoint of step {chosen}; available: {steps}")
+            raise CheckpointError(f"{run}: expected a checkpoint of step {steps}, got {chosen}")
         state, _ = checkpoints.restore(chosen, setup.state)
     save_model(setup.language_model(state), output, dtype)
     return chosen

@@ -42,7 +42,7 @@ class Plan:
         weights: parameters in their dtypes.
         gradient: gradients of the trained parameters, float32.
         moments: moments of the trained parameters, float32.
-        kept: activations that are kept from the forward to the backward pass.
+        activations: activations that are kept from the forward to the backward pass.
         working: activations of one layer and logits of one chunk; with `fsdp` also the gathered layer and head and
             their gradients; with `scan` also a copy of the layers' parameters in the dtype of activations if that
             differs, because the compiler converts all layers before the loop.
@@ -53,13 +53,13 @@ class Plan:
     weights: int
     gradient: int
     moments: int
-    kept: int
+    activations: int
     working: int
 
     @property
     def total(self) -> int:
         """Peak bytes on a device."""
-        return self.weights + self.gradient + self.moments + self.kept + self.working
+        return self.weights + self.gradient + self.moments + self.activations + self.working
 
 
 def planned_shape(config: TrainConfig) -> ModelConfig:
@@ -96,7 +96,7 @@ def plan(config: TrainConfig) -> Plan:
                 converted += jnp.dtype(section.dtype).itemsize * local
         else:
             counted["weights"] += leaf.value.dtype.itemsize * local
-    kept, working = _activations(config, shape)
+    activations, working = _activations(config, shape)
     working += converted
     if config.mesh.fsdp > 1:
         # The weights of one layer are gathered while it runs, and its whole gradient exists before it is scattered.
@@ -106,7 +106,7 @@ def plan(config: TrainConfig) -> Plan:
         # The head is gathered for the whole loss; its gradient has the dtype of the parameters.
         head = _vocabulary(config, shape) * shape.hidden_size
         working += head * (jnp.dtype(section.dtype).itemsize + (0 if section.lora_rank else item))
-    return Plan(**counted, kept=kept, working=working)
+    return Plan(**counted, activations=activations, working=working)
 
 
 def _local(names: Any, sizes: tuple[int, ...], mesh: Any) -> int:
@@ -147,7 +147,7 @@ def report(config: TrainConfig) -> str:
         ("parameters", memory.weights),
         ("gradient", memory.gradient),
         ("optimiser moments", memory.moments),
-        ("activations kept", memory.kept),
+        ("activations kept", memory.activations),
         ("activations in work", memory.working),
         ("total", memory.total),
     ]

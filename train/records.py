@@ -116,7 +116,7 @@ def encode_conversation(
     for place in record.answers:
         try:
             if not messages[place]["content"].strip():
-                raise DataError("the answer is empty")
+                raise DataError("answer: expected text, got none")
             segments, shown, end = chat.prompt(place), chat.answers(place), chat.end(place)
         except AspdError as error:
             skipped[place] = str(error)
@@ -147,7 +147,7 @@ def _example(lm: LanguageModel, chat: Chat, turns: _Turns, structured: bool, fed
         tokens += [*answer.tokens.tolist(), *after]
         loss += [*((~answer.fed | fed_loss) & learned).tolist(), learned, *[False] * (len(after) - 1)]
     if unused := [token for token in tokens if lm.config.is_unused(token)]:
-        raise DataError(f"token id {unused[0]} has no row in the embedding")
+        raise DataError(f"token ids: expected rows of the embedding, got {unused[0]}")
     return Example(np.asarray(tokens, np.int32), np.asarray(loss, bool), np.zeros(len(tokens), bool))
 
 
@@ -215,15 +215,17 @@ class Records:
 
     def __init__(self, lm: LanguageModel, files: Sequence[str], data: DataSection, cache: Path) -> None:
         if not lm.tokenizer.chat_template:
-            raise ConfigError("the tokenizer has no chat template; set data.chat_template to a Jinja file")
+            raise ConfigError(
+                "data.chat_template: expected a Jinja file, because the tokenizer has no chat template, got none"
+            )
         if not lm.end_ids:
-            raise ConfigError("the checkpoint names no end-of-text token; set eos_token_id in its config.json")
+            raise ConfigError("eos_token_id: expected the end-of-text token in config.json, got none")
         self.problems: list[Problem] = []
         self._total = self._used = 0
         tables, places = [], []
         for file in files:
             if not Path(file).is_file():
-                raise DataError(f"{file} does not exist; data files are JSONL")
+                raise DataError(f"{file}: expected a JSONL file, got none")
             table = _tokenised(lm, Path(file), data, cache)
             sizes, lines = np.asarray(table["size"], int), np.asarray(table["line"], int)
             fits = (sizes > 0) & (sizes <= data.length)

@@ -150,7 +150,7 @@ def task_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
     tokenizer = train_tokenizer(texts(), vocabulary)
     if len(tokenizer) > vocabulary:
-        raise ConfigError(f"model.vocab_size must be at least {len(tokenizer)}, got {vocabulary}")
+        raise ConfigError(f"model.vocab_size: expected at least {len(tokenizer)}, got {vocabulary}")
     return tokenizer
 
 

@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def forks(self) -> bool:
-        """Whether the right answer has a block."""
+        """Return whether the correct answer has a block."""
         return self.branches > 0
 
     @property

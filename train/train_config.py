@@ -66,9 +66,9 @@ class ModelSection:
             if getattr(self, name) not in ("float32", "bfloat16"):
                 raise ConfigError(f"model.{name}: expected float32 or bfloat16, got {getattr(self, name)!r}")
         if self.heads % self.kv_heads:
-            raise ConfigError(f"model.heads ({self.heads}) must be a multiple of model.kv_heads ({self.kv_heads})")
+            raise ConfigError(f"model.heads: expected a multiple of model.kv_heads ({self.kv_heads}), got {self.heads}")
         if self.weights == "int8" and not (self.lora_rank and self.checkpoint):
-            raise ConfigError("model.weights: int8 needs model.checkpoint and model.lora_rank")
+            raise ConfigError("model.weights: int8: expected model.checkpoint and model.lora_rank, got none")
 
 
 @dataclass(frozen=True)
@@ -216,22 +216,27 @@ class TrainConfig:
         for name in ("steps", "epochs", "evaluate_batches"):
             at_least(name, getattr(self, name), 0)
         if self.steps == 0 and (self.epochs == 0 or not self.data.train):
-            raise ConfigError("set steps, or epochs and data.train")
+            raise ConfigError("steps: expected steps, or epochs and data.train, got none")
         split = self.mesh.data * self.mesh.fsdp * self.optimiser.accumulate
         for name in ("rows", "short_rows") if self.data.short_steps and not self.data.train else ("rows",):
             rows = getattr(self.data, name)
             if rows % split:
                 raise ConfigError(
-                    f"data.{name} ({rows}) must be a multiple of mesh.data x mesh.fsdp x optimiser.accumulate ({split})"
+                    f"data.{name}: expected a multiple of mesh.data x mesh.fsdp x optimiser.accumulate ({split}), "
+                    f"got {rows}"
                 )
         if self.evaluate_batches and self.data.train and not self.data.held_out:
-            raise ConfigError("evaluate_batches needs data.held_out")
+            raise ConfigError("evaluate_batches: expected data.held_out, got none")
         if self.data.reread and (self.model.positions, self.model.siblings) != ("sequential", "invisible"):
-            raise ConfigError("data.reread needs model.positions: sequential and model.siblings: invisible")
+            raise ConfigError("data.reread: expected model.positions: sequential and model.siblings: invisible")
         if self.draft.heads and (self.model.lora_rank or not self.model.checkpoint):
-            raise ConfigError("draft.heads needs model.checkpoint, and model.lora_rank: 0: the model is not trained")
+            raise ConfigError(
+                "draft.heads: expected model.checkpoint, and model.lora_rank: 0, because the model is not trained"
+            )
         if self.model.checkpoint and not self.data.train:
-            raise ConfigError("model.checkpoint needs data.train, because the synthetic tasks have their own tokenizer")
+            raise ConfigError(
+                "model.checkpoint: expected data.train, because the synthetic tasks have their own tokenizer, got none"
+            )
 
     def batch_shape(self, step: int) -> tuple[int, int]:
         """Return the rows and the tokens of a row at a step of the synthetic tasks."""

@@ -15,7 +15,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from aspd_jax.model.draft_heads import DRAFT_HEADS, ahead
+from aspd_jax.model.draft_heads import DRAFT_HEADS, shift_left
 from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import NEW_TOKENS, head_of, lm_head
@@ -136,7 +136,7 @@ def rounded(new: Any, old: Any, key: jax.Array) -> Any:
 
 
 def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
-    """Return the loss of a batch by part: of the next tokens, or of the guesses of all draft heads together."""
+    """Return the loss of a batch by part: of the next tokens, or of the draft tokens of all draft heads together."""
     hidden: Any = model.apply({"params": params}, batch.tokens, batch.layout, head=False)
     head, logits = head_of(model.config, params), partial(lm_head, model.config)
 
@@ -150,8 +150,10 @@ def loss_sums(model: Transformer, params: Any, batch: Batch) -> Sums:
     states = model.apply({"params": params}, hidden, batch.tokens, method="draft_states")
     of_heads, weight = [], jnp.asarray(batch.loss)
     for number, state in enumerate(states, 1):
-        weight = weight * ahead(batch.loss, number)  # all tokens up to the guess are sampled, so in one segment
-        of_heads.append(sums(state, ahead(batch.tokens, number), weight, ahead(batch.part, number)))
+        weight = weight * shift_left(
+            batch.loss, number
+        )  # all tokens up to the draft token are sampled, so in one segment
+        of_heads.append(sums(state, shift_left(batch.tokens, number), weight, shift_left(batch.part, number)))
     total: Sums = jax.tree.map(lambda *values: sum(values[1:], values[0]), *of_heads)
     return total
 

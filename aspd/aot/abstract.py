@@ -55,7 +55,7 @@ def configuration(model: str | None, shape: str, dtype: str, weights: Weights, d
     """
     if model is None:
         if shape not in SHAPES:
-            raise RequestError(f"unknown shape {shape!r}; available: {', '.join(SHAPES)}")
+            raise RequestError(f"--shape: expected one of {', '.join(SHAPES)}, got {shape!r}")
         config = replace(SHAPES[shape], dtype=dtype)
     else:
         checkpoint = open_checkpoint(model)

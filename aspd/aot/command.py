@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     )
     decode.add_argument(
         "--draft-heads", type=int, default=0, metavar="K",
-        help="draft heads of the model, whose tokens each step feeds (within the widths) and makes",
+        help="number of draft heads; each step feeds and computes their tokens (counted in --widths)",
     )  # fmt: skip
     train = kinds.add_parser("train", help="a training step")
     train.set_defaults(run=run_compile_train)
@@ -69,7 +69,7 @@ def run_compile_decode(options: argparse.Namespace) -> None:
 
     from aspd.aot.abstract import abstract_model, configuration
     from aspd.aot.aot_report import NOT_MEASURED, collective_table
-    from aspd.aot.decode import CompiledPass, answer_table, compile_pass, expected_answer, pass_table
+    from aspd.aot.decode import CompiledStep, answer_table, compile_decode_step, expected_answer, step_table
     from aspd.aot.topology import open_topology
 
     positive(options, "batch", "widths", "slots")
@@ -85,23 +85,23 @@ def run_compile_decode(options: argparse.Namespace) -> None:
     record |= {"topology": target.name, "chip": asdict(target.chip), "mesh": options.mesh}
     record |= {"decode_attention": options.decode_attention}
     kinds = list(product(options.slots, options.batch, options.widths))
-    passes: list[CompiledPass] = []
+    steps: list[CompiledStep] = []
     progress = tqdm(kinds, unit="program", disable=None)
     for slots, batch, width in progress:
         progress.set_postfix(slots=slots, batch=batch, width=width)
-        passes.append(compile_pass(lm, target, batch, width, slots))
-        _write(options.json, record | {"passes": [_plain(compiled) for compiled in passes]})
-    print(f"{title}\n\n{pass_table(passes)}\n")
+        steps.append(compile_decode_step(lm, target, batch, width, slots))
+        _write(options.json, record | {"steps": [_plain(compiled) for compiled in steps]})
+    print(f"{title}\n\n{step_table(steps)}\n")
     if mesh is not None:
-        widest = max(passes, key=lambda compiled: compiled.figures.collective_bytes or 0)
+        widest = max(steps, key=lambda compiled: compiled.figures.collective_bytes or 0)
         print(f"Collectives at width {widest.width}, batch {widest.batch}:\n\n{collective_table(widest.figures)}\n")
     expected = []
     for slots, batch in product(options.slots, options.batch) if answers else ():
-        same_size = [compiled for compiled in passes if (compiled.slots, compiled.batch) == (slots, batch)]
+        same_size = [compiled for compiled in steps if (compiled.slots, compiled.batch) == (slots, batch)]
         estimates = [answer for kind in answers if (answer := expected_answer(same_size, *kind))]
         print(f"Expected answers, batch {batch}, {slots} slots; {NOT_MEASURED}:\n\n{answer_table(estimates)}\n")
         expected += [{"slots": slots, "batch": batch, **asdict(e), "speed_up": e.speed_up} for e in estimates]
-    _write(options.json, record | {"passes": [_plain(compiled) for compiled in passes], "answers": expected})
+    _write(options.json, record | {"steps": [_plain(compiled) for compiled in steps], "answers": expected})
 
 
 def _plain(compiled: Any) -> dict[str, Any]:
@@ -120,12 +120,12 @@ def run_compile_train(options: argparse.Namespace) -> None:
     """Run `aspd compile train`."""
     from aspd.aot.aot_report import NOT_MEASURED, collective_table
     from aspd.aot.topology import open_topology
-    from aspd.aot.train import compile_step, step_table
+    from aspd.aot.train import compile_step, train_table
     from train.train_config import load_config
 
     config, target = load_config(options.config, options.overrides), open_topology(options.topology)
     print(f"{options.config} for {target.name}; {NOT_MEASURED}; compiling", flush=True)
     figures, planned = compile_step(config, target)
-    print(f"\n{step_table(figures, planned)}\n\n{collective_table(figures)}")
+    print(f"\n{train_table(figures, planned)}\n\n{collective_table(figures)}")
     record = {"config": config.as_dict(), "topology": target.name, "chip": asdict(target.chip)}
     _write(options.json, record | {"plan": asdict(planned), "step": _plain_figures(figures)})

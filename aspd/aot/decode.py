@@ -1,4 +1,4 @@
-"""Decoding steps compiled for a target chip, and the speed-up that they let expect."""
+"""Decoding steps compiled for a target chip, and the expected speed-up."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from infer.scheduling.admission import new_state
 
 
 @dataclass(frozen=True)
-class CompiledPass:
-    """The engine's program for a step in which every row feeds `width` tokens."""
+class CompiledStep:
+    """Program of the engine for a step in which every row feeds `width` tokens."""
 
     width: int
     batch: int
@@ -39,8 +39,8 @@ class ExpectedAnswer:
 
     branches: int
     length: int
-    serial_passes: int
-    adaptive_passes: int
+    serial_steps: int
+    adaptive_steps: int
     serial_ms: float
     adaptive_ms: float
 
@@ -60,7 +60,9 @@ def bucket_for(engine: Engine, width: int) -> Bucket:
     whole = [bucket for bucket in buckets.buckets if bucket.rows == buckets.rows and bucket.slots == buckets.capacity]
     wide = [bucket for bucket in whole if bucket.per_row >= width and bucket.tokens >= width * bucket.rows]
     if not wide:
-        raise RequestError(f"width {width}: no program of {buckets.rows} rows feeds {width} tokens of each row")
+        raise RequestError(
+            f"--widths: expected at most the tokens per row of a program of {buckets.rows} rows, got {width}"
+        )
     return min(wide, key=lambda bucket: (bucket.most, bucket.tokens))
 
 
@@ -77,7 +79,7 @@ def abstract_state(lm: LanguageModel, engine: Engine, topology: Topology) -> Dec
     return abstract
 
 
-def trace_passes(lm: LanguageModel, engine: Engine, topology: Topology, bucket: Bucket) -> Any:
+def trace_steps(lm: LanguageModel, engine: Engine, topology: Topology, bucket: Bucket) -> Any:
     """Trace `run` for a bucket."""
     number, truth = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
     conditions = placed(StopConditions(number, number, number, truth), replicated(topology, lm.mesh))
@@ -99,8 +101,8 @@ def needed_collective_bytes(lm: LanguageModel, bucket: Bucket) -> int:
     return 2 * c.layers * bucket.tokens * c.hidden_size * int(jnp.dtype(c.dtype).itemsize)
 
 
-def compile_pass(lm: LanguageModel, topology: Topology, batch: int, width: int, slots: int) -> CompiledPass:
-    """Compile the program of a step and compute its figures; a model with draft heads feeds and makes draft tokens.
+def compile_decode_step(lm: LanguageModel, topology: Topology, batch: int, width: int, slots: int) -> CompiledStep:
+    """Compile the program of a step and compute its figures; a model with draft heads feeds and computes draft tokens.
 
     Args:
         lm: abstract model on the topology.
@@ -116,16 +118,16 @@ def compile_pass(lm: LanguageModel, topology: Topology, batch: int, width: int, 
     )  # fmt: skip
     bucket = bucket_for(engine, width)
     devices = 1 if lm.mesh is None else lm.mesh.size
-    compiled = compile_for(trace_passes(lm, engine, topology, bucket), topology, devices)
+    compiled = compile_for(trace_steps(lm, engine, topology, bucket), topology, devices)
     result = figures(compiled, True, needed_bytes(lm, engine, topology), needed_collective_bytes(lm, bucket))
-    return CompiledPass(width, batch, bucket.slots, bucket, result)
+    return CompiledStep(width, batch, bucket.slots, bucket, result)
 
 
-def expected_answer(passes: Sequence[CompiledPass], branches: int, length: int) -> ExpectedAnswer | None:
+def expected_answer(steps: Sequence[CompiledStep], branches: int, length: int) -> ExpectedAnswer | None:
     """Estimate the answer of `aspd bench decode --answers` and a serial answer with the same content.
 
     Args:
-        passes: compiled steps of one batch and number of slots.
+        steps: compiled steps of one batch and number of slots.
         branches: number of branches.
         length: tokens of a branch, with head and closing tag.
 
@@ -135,8 +137,8 @@ def expected_answer(passes: Sequence[CompiledPass], branches: int, length: int) 
     Raises:
         RequestError: there is no width of 1, or none of at least `branches`.
     """
-    narrow = min(passes, key=lambda compiled: compiled.width)
-    wide = [compiled for compiled in passes if compiled.width >= branches]
+    narrow = min(steps, key=lambda compiled: compiled.width)
+    wide = [compiled for compiled in steps if compiled.width >= branches]
     if narrow.width != 1 or not wide:
         raise RequestError(f"--widths: expected 1 and a width of at least {branches} for {branches} branches")
     narrow_ms = narrow.figures.milliseconds
@@ -151,13 +153,13 @@ def expected_answer(passes: Sequence[CompiledPass], branches: int, length: int) 
     return ExpectedAnswer(branches, length, serial, alone + together, serial * narrow_ms, adaptive_ms)
 
 
-def pass_table(passes: Sequence[CompiledPass]) -> str:
+def step_table(steps: Sequence[CompiledStep]) -> str:
     """Return a Markdown table of steps; GiB on each device."""
     lines = [
         "| slots | batch | width | fits, GiB | arguments | temporary | aliased | peak | HBM per step | by needed "
         "| sampled | outside | collectives, MiB | needed | TFLOP | ms at least |\n" + "|---" * 16 + "|"
     ]
-    for compiled in passes:
+    for compiled in steps:
         f = compiled.figures
         cells = [str(compiled.slots), str(compiled.batch), str(compiled.width), fit(f)]
         if f.memory is not None and f.bytes is not None and f.most_bytes is not None:
@@ -177,7 +179,7 @@ def answer_table(answers: Sequence[ExpectedAnswer]) -> str:
     lines = ["| answer | steps, serial | adaptive | ms, serial | adaptive | speed-up |\n" + "|---" * 6 + "|"]
     for answer in answers:
         lines.append(
-            f"| {answer.branches} branches of {answer.length} | {answer.serial_passes} | {answer.adaptive_passes} "
+            f"| {answer.branches} branches of {answer.length} | {answer.serial_steps} | {answer.adaptive_steps} "
             f"| {answer.serial_ms:.0f} | {answer.adaptive_ms:.0f} | {answer.speed_up:.2f}x |"
         )
     return "\n".join(lines)

@@ -80,7 +80,8 @@ def open_topology(name: str) -> Topology:
     module, package = PACKAGES[chip.platform]
     if not _installed(module):
         raise ConfigError(
-            f"compiling for {kind} needs a package: pip install {package} (requirements-accelerators.txt)"
+            f"--topology: expected the compiler of {kind}, got none. "
+            f"Run: pip install {package} (requirements-accelerators.txt)"
         )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # these programs are analysed once and never run

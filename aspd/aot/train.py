@@ -66,7 +66,7 @@ def compile_step(config: TrainConfig, topology: Topology) -> tuple[Figures, Plan
     return figures(compiled, False, planned.weights, needed), planned
 
 
-def step_table(figures: Figures, planned: Plan) -> str:
+def train_table(figures: Figures, planned: Plan) -> str:
     """Return a Markdown table of the figures of a training step on each device."""
     rows = [("fits", fit(figures)), ("`--plan`", gib(planned.total))]
     if (memory := figures.memory) is not None:

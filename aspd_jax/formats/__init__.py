@@ -94,7 +94,7 @@ def find_model(path: str | os.PathLike[str]) -> Path:
     if location.is_dir() and not (location / "config.json").exists() and (files := sorted(location.glob("*.gguf"))):
         if len({re.sub(r"-\d{5}-of-\d{5}$", "", file.stem) for file in files}) > 1:
             names = ", ".join(file.name for file in files)
-            raise CheckpointError(f"{location} holds several GGUF models: {names}. Name one of them.")
+            raise CheckpointError(f"{location}: expected one GGUF model, got {names}. Name one of them.")
         return files[0]
     if location.is_dir() or (location.is_file() and location.suffix == ".gguf"):
         return location
@@ -116,7 +116,7 @@ def open_tokenizer(path: str | os.PathLike[str]) -> Any:
         return read_tokenizer(location)
     tokenizer = open_checkpoint(location).tokenizer
     if tokenizer is None:
-        raise CheckpointError(f"{location} holds no tokenizer")
+        raise CheckpointError(f"{location}: expected a tokenizer, got none")
     return tokenizer
 
 

@@ -202,7 +202,7 @@ def _check_fields(file: Path, config: Mapping[str, Any]) -> None:
         CheckpointError: the value of a field is not supported.
     """
     if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{file}: peft_type {config.get('peft_type')!r} is not supported; only LORA is")
+        raise CheckpointError(f"{file}: peft_type: expected LORA, got {config.get('peft_type')!r}")
     if not isinstance(config.get("use_rslora"), (bool, type(None))):
         raise CheckpointError(f"{file}: use_rslora: expected true or false, got {config['use_rslora']!r}")
     for key, value in config.items():

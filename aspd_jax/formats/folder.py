@@ -50,7 +50,7 @@ def open_folder(folder: Path) -> Checkpoint:
         hint = "it is not a Hugging Face checkpoint"
         if (folder / ADAPTER_FILES[0]).exists():
             hint = "it holds an adapter; give its base model, and this folder as the adapter"
-        raise CheckpointError(f"{folder} has no config.json; {hint}")
+        raise CheckpointError(f"{folder}: expected config.json, got none; {hint}")
     hf_config, composite = read_config(file)
     hf = make_config(hf_config, str(file))
     places: dict[str, Stored] | None = None

@@ -52,7 +52,7 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
         return list_tensors(folder / SINGLE)
     if not (folder / INDEX).exists():
         hint = "; convert its .bin files to safetensors first" if list(folder.glob("*.bin")) else ""
-        raise CheckpointError(f"{folder} holds no {SINGLE}{hint}")
+        raise CheckpointError(f"{folder}: expected {SINGLE}, got none{hint}")
     weight_map = _read_index(folder)
     tensors: dict[str, Stored] = {}
     for shard in sorted(set(weight_map.values())):

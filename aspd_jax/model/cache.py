@@ -164,7 +164,7 @@ class RowView(NamedTuple):
     layout: Layout
     slot: Int32[Array, "R F"]
 
-    def of(self, array: jax.Array) -> jax.Array:
+    def select(self, array: jax.Array) -> jax.Array:
         """Select this view's rows of an array [B, ...]; return the whole array when the view is rows 0..R-1."""
         return array if self.row is None else jax.lax.dynamic_slice_in_dim(array, self.row, 1)
 

@@ -1,7 +1,7 @@
-"""Draft heads: guesses of the tokens behind the next one, from the input of the head of the model.
+"""Draft heads: draft tokens after the next token, from the input of the head of the model.
 
-Head k makes its state from the state of head k - 1 and the token before its guess, so each guess knows the tokens that
-it follows; the head of the model reads the state. All heads share one gated layer, which is applied again and again.
+Head k computes its state from the state of head k - 1 and the token before its draft token, so each head reads the
+tokens that it follows; the head of the model reads the state. All heads share one gated layer, applied repeatedly.
 Medusa's heads (arXiv 2401.10774) see no tokens and share nothing; those of Hydra (arXiv 2402.05109) see them, and the
 drafter of ReDrafter (arXiv 2403.09919) shares its parameters, too.
 
@@ -28,8 +28,8 @@ def draft_shapes(hidden_size: int) -> dict[str, tuple[int, ...]]:
     return {"gate_up": (2, hidden_size, 2 * hidden_size), "down": (hidden_size, hidden_size)}
 
 
-def ahead(values: Any, count: int) -> jax.Array:
-    """Return the values `count` tokens ahead in each row [B, S]; 0 behind the end."""
+def shift_left(values: Any, count: int) -> jax.Array:
+    """Return each row [B, S] shifted left by `count` tokens, padded with 0."""
     return jnp.pad(jnp.asarray(values)[:, count:], ((0, 0), (0, min(count, values.shape[1]))))
 
 
@@ -53,7 +53,7 @@ class DraftHeads(nn.Module):
 
         Args:
             state: state of a head, [..., D]; for the first one, the input of the head of the model.
-            embedding: embedding of the token before the guess, [..., D].
+            embedding: embedding of the token before the draft token, [..., D].
         """
         dtype, x = self.config.dtype, embedding.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + NORM_EPSILON)

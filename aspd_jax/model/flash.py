@@ -100,7 +100,7 @@ def flash_attention(
 ) -> jax.Array:
     """Compute attention of a full pass, with kernels on the platforms that have them.
 
-    Kernel memory grows with S. Traced under `sharding.over` a mesh, the kernels run on all its devices.
+    Kernel memory grows with S. Traced under `sharding.use_mesh`, the kernels run on all its devices.
 
     Args:
         query: [B, S, K, G, H].

@@ -83,10 +83,10 @@ class ModelConfig:
         dtype: dtype of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
         weights: `float`, or `int8` for the kernels of all layers, with a float32 scale per output.
         attention: back end of full passes (`model.attention.FULL_PASS_BACK_ENDS`).
-        decode_attention: back end of passes over a cache (`model.attention.DECODE_BACK_ENDS`).
+        decode_attention: back end of steps over a cache (`model.attention.DECODE_BACK_ENDS`).
         lora_rank: rank of the adapters of all layers; 0: no adapters.
         lora_alpha: numerator of the scale of adapters, `lora_alpha / lora_rank`.
-        adapters: number of adapters that share `lora_rank`, in consecutive ranges of ranks. In a pass over the cache,
+        adapters: number of adapters that share `lora_rank`, in consecutive ranges of ranks. In a step over the cache,
             every token uses one of them or none. 0: one adapter for all tokens.
         new_tokens: token ids with separate rows of embedding and head. LoRA trains these rows; all others are frozen.
         draft_heads: number of draft heads (`model.draft_heads`); 0: none.
@@ -141,9 +141,9 @@ class ModelConfig:
         check_choice("attention", self.attention, FULL_PASS_BACK_ENDS)
         check_choice("decode_attention", self.decode_attention, DECODE_BACK_ENDS)
         if self.adapters and (not self.lora_rank or self.lora_rank % self.adapters):
-            raise ConfigError(f"lora_rank ({self.lora_rank}) must be a multiple of adapters ({self.adapters})")
+            raise ConfigError(f"lora_rank: expected a multiple of adapters ({self.adapters}), got {self.lora_rank}")
         if self.heads % self.kv_heads:
-            raise CheckpointError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+            raise CheckpointError(f"heads: expected a multiple of kv_heads ({self.kv_heads}), got {self.heads}")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -198,17 +198,17 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
     """
     family = hf.model_type
     if family not in FAMILIES:
-        raise CheckpointError(f"model_type {family!r} is not supported; supported are {', '.join(FAMILIES)}")
+        raise CheckpointError(f"model_type: expected one of {', '.join(FAMILIES)}, got {family!r}")
     gemma = family == "gemma3_text"
     field = "hidden_activation" if gemma else "hidden_act"
     activation = getattr(hf, field)
     if activation not in ACTIVATIONS:
-        raise CheckpointError(f"{field} {activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+        raise CheckpointError(f"{field}: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(hf, cap, None):
             raise CheckpointError(f"{cap}: expected none, got {getattr(hf, cap)}; it is not supported")
     if dtype not in ("float32", "bfloat16"):
-        raise CheckpointError(f"dtype must be float32 or bfloat16, got {dtype!r}")
+        raise CheckpointError(f"dtype: expected float32 or bfloat16, got {dtype!r}")
     own = dict(getattr(hf, "aspd", None) or {})
     own["unused_tokens"] = tuple((first, end) for first, end in own.get("unused_tokens", ()))
     attention_bias = family in ("llama", "qwen3", "gemma3_text") and bool(getattr(hf, "attention_bias", False))
@@ -257,7 +257,7 @@ def _rope(hf: Any, layers: str) -> RopeConfig:
     theta = float(values.get("rope_theta") or getattr(hf, "rope_theta", None) or 10000.0)
     kind = values.get("rope_type", values.get("type", "default")) or "default"
     if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError(f"partial_rotary_factor {values['partial_rotary_factor']} is not supported; only 1.0 is")
+        raise CheckpointError(f"partial_rotary_factor: expected 1.0, got {values['partial_rotary_factor']}")
     length = int(values.get("original_max_position_embeddings") or hf.max_position_embeddings)
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -284,7 +284,7 @@ def _rope(hf: Any, layers: str) -> RopeConfig:
             truncate=bool(values.get("truncate", True)),
             attention_factor=_yarn_attention_factor(values, factor),
         )
-    raise CheckpointError(f"rope scaling {kind!r} is not supported; supported are default, linear, llama3 and yarn")
+    raise CheckpointError(f"rope scaling: expected default, linear, llama3 or yarn, got {kind!r}")
 
 
 def _yarn_attention_factor(values: dict[str, Any], factor: float) -> float:

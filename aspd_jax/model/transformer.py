@@ -22,11 +22,11 @@ from aspd_jax.layout import NO_WINDOW, Layout
 from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, ByRow, Cache, LayerCache, TokenBatch, by_row, record, write
 from aspd_jax.model.cpu import einsum, letters, materialise
-from aspd_jax.model.draft_heads import DRAFT_HEADS, DraftHeads, ahead
+from aspd_jax.model.draft_heads import DRAFT_HEADS, DraftHeads, shift_left
 from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.rope import Rope, rotate, rotation
 from aspd_jax.model.vocabulary import NEW_TOKENS, NewTokens, completed
-from aspd_jax.sharding import named_sharding, over
+from aspd_jax.sharding import named_sharding, use_mesh
 
 LAYERS = "layers"  # name of the parameters of stacked layers
 
@@ -159,7 +159,7 @@ def fan_in_normal(equation: str) -> Any:
 
 
 class OverCache(NamedTuple):
-    """The context of a pass over the cache, shared by all layers.
+    """Context of a step over the cache, shared by all layers.
 
     Attributes:
         batch: the tokens as a flat list, and their slots.
@@ -217,15 +217,15 @@ class AttentionLayer(nn.Module):
             query = query * (c.query_scale * c.head_dim**0.5)
         grouped = query.reshape(*x.shape[:-1], c.kv_heads, group, c.head_dim)
         if isinstance(context, View):
-            with over(self.mesh):
+            with use_mesh(self.mesh):
                 out = FULL_PASS_BACK_ENDS[c.attention](grouped, key, value, context, c.siblings, window)
         else:
             assert cache is not None
             cache = write(cache, context.batch, key, value)
             attend, parts = DECODE_BACK_ENDS[c.decode_attention], []
             for part, view in zip(context.rows.parts, context.views, strict=True):
-                keys, values = map(part.of, cache)
-                with over(self.mesh):
+                keys, values = map(part.select, cache)
+                with use_mesh(self.mesh):
                     of_part = attend(grouped[part.token], keys, values, view, c.siblings, window)
                 parts.append(of_part.reshape(-1, *of_part.shape[2:]))
             out = jnp.concatenate(parts)[context.rows.place]
@@ -371,7 +371,7 @@ class Transformer(nn.Module):
         views = tuple(
             View(
                 part.layout,
-                Layout(*(part.of(field)[: len(part.token), : bucket.slots] for field in cache.layout)),
+                Layout(*(part.select(field)[: len(part.token), : bucket.slots] for field in cache.layout)),
                 part.slot,
                 jnp.arange(bucket.slots)[None],
             )
@@ -393,7 +393,7 @@ class Transformer(nn.Module):
     def draft_states(self, x: jax.Array, tokens: jax.Array) -> list[jax.Array]:
         """Return the states of the draft heads in a full pass, [B, S, D] each.
 
-        Head k guesses token s + k + 1 from the state at s and tokens s + 1 to s + k.
+        Head k predicts token s + k + 1 from the state at s and tokens s + 1 to s + k.
 
         Args:
             x: input of the head, [B, S, D].
@@ -401,12 +401,12 @@ class Transformer(nn.Module):
         """
         states = []
         for number in range(self.config.draft_heads):
-            x = getattr(self, DRAFT_HEADS)(x, self.embedded(ahead(tokens, 1 + number)))
+            x = getattr(self, DRAFT_HEADS)(x, self.embedded(shift_left(tokens, 1 + number)))
             states.append(x)
         return states
 
     def draft(self, x: jax.Array, tokens: jax.Array, count: int, adapter: jax.Array | None = None) -> jax.Array:
-        """Return the guesses of the first draft heads, int32 [L, count], behind tokens [L].
+        """Return the draft tokens of the first draft heads, int32 [L, count], after tokens [L].
 
         Args:
             x: input of the head from which each token was sampled, [L, D].
@@ -414,12 +414,12 @@ class Transformer(nn.Module):
             count: number of heads.
             adapter: index of the adapter of each token, if the model has several.
         """
-        guesses = []
+        drafts = []
         for _ in range(count):
             x = getattr(self, DRAFT_HEADS)(x, self.embedded(tokens, adapter))
             tokens = jnp.argmax(self.logits(x, adapter), axis=-1).astype(jnp.int32)
-            guesses.append(tokens)
-        return jnp.stack(guesses, axis=-1)
+            drafts.append(tokens)
+        return jnp.stack(drafts, axis=-1)
 
     def ropes(self, position: jax.Array) -> tuple[Rope, ...]:
         """Return cosine and sine of positions [...] for each of `config.ropes`."""

@@ -68,7 +68,7 @@ def read_groups(value: Any) -> list[Group]:
     """
     groups = value.get("groups") if isinstance(value, dict) else None
     if not isinstance(groups, list):
-        raise DataError('the reply has no list "groups"')
+        raise DataError('reply: expected a list "groups", got none')
     parsed = []
     for number, group in enumerate(groups):
         parts = group.get("parts") if isinstance(group, dict) else None
@@ -105,9 +105,9 @@ async def independence(teacher: Teacher, question: str, answer: str, blocks: Seq
     def read(value: Any) -> list[Vote]:
         found = value.get("groups") if isinstance(value, dict) else None
         if not isinstance(found, list) or len(found) != len(blocks):
-            raise DataError(f"a vote must hold {len(blocks)} groups, one per block")
+            raise DataError(f"vote: expected {len(blocks)} groups, one per block")
         if not all(isinstance(one, dict) and isinstance(one.get("independent"), bool) for one in found):
-            raise DataError('a vote must say "independent" for every group')
+            raise DataError('vote: expected "independent" for every group')
         return [Vote(one["independent"], str(one.get("reason", ""))) for one in found]
 
     values = {"question": question, "answer": answer, "groups": groups}

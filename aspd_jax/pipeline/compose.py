@@ -49,7 +49,7 @@ class Questions:
     def __post_init__(self) -> None:
         for name, group in self.groups.items():
             if not group.forms or group.share <= 0:
-                raise ConfigError(f"groups.{name} needs forms, and a share above 0")
+                raise ConfigError(f"groups.{name}: expected forms, and a share above 0")
             for form in group.forms:
                 unknown = set(SLOT.findall(form)) - {NUMBER, *self.topics}
                 if unknown:
@@ -57,12 +57,12 @@ class Questions:
                     raise ConfigError(f"groups.{name}: {form!r} has a place {unknown.pop()!r}; topics are {known}")
 
 
-def held_out(question: str) -> bool:
+def is_held_out(question: str) -> bool:
     """Return whether a question is held out from training, which its text alone decides."""
     return crc32(question.encode()) % HELD_OUT_EVERY == 0
 
 
-def compose(material: Questions, count: int, seed: int, apart: bool) -> list[tuple[str, str]]:
+def compose(material: Questions, count: int, seed: int, held_out: bool) -> list[tuple[str, str]]:
     """Return different questions, each with the name of its group, in random order.
 
     A group with too few questions passes its share to the others. Within a group, forms alternate.
@@ -71,10 +71,10 @@ def compose(material: Questions, count: int, seed: int, apart: bool) -> list[tup
         material: topics, forms and follow-ups.
         count: number of questions; fewer if the forms have no more.
         seed: seed of the order.
-        apart: true: the held-out questions; false: all others.
+        held_out: whether to return held-out questions or all others.
     """
     chance = random.Random(seed)
-    left = {name: _turns(material, group, chance, apart) for name, group in material.groups.items()}
+    left = {name: _turns(material, group, chance, held_out) for name, group in material.groups.items()}
     taken: dict[str, list[str]] = {name: [] for name in material.groups}
     while left and sum(map(len, taken.values())) < count:
         name = min(left, key=lambda group: (len(taken[group]) + 1) / material.groups[group].share)
@@ -101,7 +101,7 @@ def go_on(material: Questions, answered: Sequence[Conversation], count: int, see
         ConfigError: there are no follow-ups.
     """
     if not material.follow_ups:
-        raise ConfigError("follow_ups: there are none; list what may be asked after any answer")
+        raise ConfigError("follow_ups: expected at least one question, got none. Add questions that fit any answer.")
     chance = random.Random(seed)
     some = chance.sample(answered, min(count, len(answered)))
     follow_ups = material.follow_ups
@@ -119,8 +119,8 @@ def _shuffled(texts: Sequence[str], chance: random.Random) -> list[str]:
     return chance.sample(texts, len(texts))
 
 
-def _turns(material: Questions, group: Group, chance: random.Random, apart: bool) -> Iterator[str]:
-    forms = [_of_form(material, form, chance, apart) for form in group.forms]
+def _turns(material: Questions, group: Group, chance: random.Random, held_out: bool) -> Iterator[str]:
+    forms = [_of_form(material, form, chance, held_out) for form in group.forms]
     while forms:
         for form in list(forms):
             question = next(form, None)
@@ -130,7 +130,7 @@ def _turns(material: Questions, group: Group, chance: random.Random, apart: bool
                 yield question
 
 
-def _of_form(material: Questions, form: str, chance: random.Random, apart: bool) -> Iterator[str]:
+def _of_form(material: Questions, form: str, chance: random.Random, held_out: bool) -> Iterator[str]:
     """Yield all questions of a form in random order, each with a random number."""
     slots = [name for name in dict.fromkeys(SLOT.findall(form)) if name != NUMBER]
     choices = list(product(*(material.topics[name] for name in slots)))
@@ -138,5 +138,5 @@ def _of_form(material: Questions, form: str, chance: random.Random, apart: bool)
     for chosen in choices:
         values = dict(zip(slots, chosen, strict=True)) | {NUMBER: chance.choice(material.numbers)}
         question = form.format(**values)
-        if held_out(question) == apart:
+        if is_held_out(question) == held_out:
             yield question

@@ -75,7 +75,7 @@ class SelectSection:
         as_asked: whether records are left out of both sets if their question asks for a number of parts that no block
             of the answer has.
         serial_kinds: kinds of questions (the field `kind` of records) whose answers are kept without a block; empty:
-            all. A model does not learn prose then where lists are asked for.
+            all. Otherwise the model learns prose for questions that request lists.
         serial_ratio: maximum records without a block per record with one, chosen by a hash of the text; 0: no limit.
     """
 
@@ -120,4 +120,6 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.rules and not (self.teacher.base_url and self.teacher.candidates):
-            raise ConfigError("nothing proposes blocks: set rules, or teacher.base_url and teacher.candidates")
+            raise ConfigError(
+                "rules: expected true, or teacher.base_url and teacher.candidates, got none that proposes blocks"
+            )

@@ -68,7 +68,7 @@ def measure(answer: str, blocks: Sequence[BlockSpan], count: Count) -> Measures:
         cost = _cost(answer, block, count)
         in_branches += cost.tokens
         in_titles += cost.titles
-        critical += cost.passes
+        critical += cost.steps
         place = block.end
     serial += count(answer[place:])
     return Measures(
@@ -84,7 +84,7 @@ def measure(answer: str, blocks: Sequence[BlockSpan], count: Count) -> Measures:
 def saved(answer: str, block: BlockSpan, count: Count) -> int:
     """Return the steps that a block saves; negative if its titles cost more than parallel decoding saves."""
     cost = _cost(answer, block, count)
-    return cost.tokens - cost.passes
+    return cost.tokens - cost.steps
 
 
 class _Cost(NamedTuple):
@@ -92,7 +92,7 @@ class _Cost(NamedTuple):
 
     tokens: int
     titles: int
-    passes: int
+    steps: int
 
 
 def _cost(answer: str, block: BlockSpan, count: Count) -> _Cost:

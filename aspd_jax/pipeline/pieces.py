@@ -1,6 +1,6 @@
-"""An answer as numbered lines and sentences (pieces), by which an annotator marks parts (protocol, section 7, stage 1).
+"""An answer as numbered lines and sentences (pieces), by which a teacher marks parts (protocol, section 7, stage 1).
 
-The annotator copies no text, so the answer cannot change, and a reply consists of a few numbers and titles.
+The teacher copies no text, so the answer cannot change, and a reply consists of a few numbers and titles.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def piece_starts(answer: str) -> list[int]:
 
 
 def numbered(answer: str) -> str:
-    """Return the answer with a number before every piece, as the annotator reads it."""
+    """Return the answer with a number before every piece, as the teacher reads it."""
     starts = piece_starts(answer)
     ends = [*starts[1:], len(answer)]
     return "\n".join(f"[{n}] {answer[a:b].strip()}" for n, (a, b) in enumerate(zip(starts, ends, strict=True), 1))
@@ -92,7 +92,7 @@ def block_of(answer: str, group: Group) -> BlockSpan:
 
 
 def check_title(answer: str, title: str) -> None:
-    """Check the title of an annotator.
+    """Check the title of a teacher.
 
     Raises:
         StructureError: the title is not valid; the message says why.

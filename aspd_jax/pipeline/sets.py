@@ -20,7 +20,7 @@ class Survey:
 
     def __init__(self) -> None:
         self._groups: dict[str, list[tuple[int, Measures]]] = defaultdict(list)
-        self._forked: dict[int, bool] = {}  # of records that may be kept
+        self._forked: dict[int, bool] = {}  # by number of a record that may be kept: whether it has a block
 
     def add(self, sample: Sample) -> None:
         """Add a record."""
@@ -29,7 +29,7 @@ class Survey:
         self._groups[sample.question].append((sample.number, sample.measures))
 
     def others(self) -> set[int]:
-        """Return the numbers of the records that another answer to the same question is better than.
+        """Return the numbers of records with a better answer to the same question.
 
         The best one has the best block; of answers without a block, the first is kept.
         """
@@ -75,7 +75,7 @@ def write(work: Work, output: Path, report: Report, survey: Survey, entries: Ite
                 for of in entry.selections:
                     report.add(of.measures, of.sources, of.rejected, of.proposed)
                     report.rises += of.rises
-                if entry.defect:  # neither a block to learn nor an example of text that does not fork
+                if entry.defect:  # the record has no block, and is no example of serial text
                     report.unfit += 1
                     handles["rejected"].write(entry.defect)
                 elif not entry.sample.forked and (not entry.sample.serial or entry.draw >= kept * (1 << 32)):

@@ -53,7 +53,7 @@ def find(file: Path, name: str, left_out: list[str]) -> dict[str, Any]:
     for record in read_structured(file, left_out):
         if str(record.get("id")) == name:
             return record
-    raise DataError(f"{file} holds no record with id {name!r}")
+    raise DataError(f"{file}: expected a record with id {name!r}, got none")
 
 
 def show(record: dict[str, Any], console: Console) -> None:

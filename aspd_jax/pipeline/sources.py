@@ -215,7 +215,7 @@ def _dataset(source: str) -> Any:
         if path.is_file() or is_url(source) or (glob.has_magic(source) and path.suffix in kinds):
             kind = kinds.get(path.suffix)
             if kind is None:
-                raise DataError(f"{source}: files may be .jsonl, .ndjson, .json, .csv, {', '.join(kinds)}")
+                raise DataError(f"{source}: expected a file .jsonl, .ndjson, .json, .csv, {', '.join(kinds)}")
             return datasets.load_dataset(kind, data_files=partitions(source), split="train")
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(source)
@@ -223,7 +223,7 @@ def _dataset(source: str) -> Any:
     except AspdError:
         raise
     except Exception as error:  # the types of errors depend on the format
-        raise DataError(f"{source} cannot be read: {error}") from None
+        raise DataError(f"{source}: expected a dataset, got: {error}") from None
 
 
 def conversation(row: Any, number: int) -> Conversation | Unreadable:
@@ -232,16 +232,16 @@ def conversation(row: Any, number: int) -> Conversation | Unreadable:
     name = str(own).encode(errors="replace").decode()
     try:
         if not isinstance(row, Mapping):
-            raise DataError(f"it must be an object, got {type(row).__name__}")
+            raise DataError(f"expected an object, got {type(row).__name__}")
         messages = _with_structure(list(_messages(row)), row.get("structure"))
         for place, (_, content, _) in enumerate(messages):
             check_text(content, f"messages[{place}]")
         last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=-1)
         kept = messages[: last + 1]
         if not any(message.role == "assistant" and message.content.strip() for message in kept):
-            raise DataError("it holds no answer")
+            raise DataError("expected an answer, got none")
         if not any(message.role == "user" for message in kept):
-            raise DataError("it holds no question before its answer")
+            raise DataError("expected a question before the answer, got none")
         if row.get("finish_reason") == "length":
             raise DataError('its answer was cut off: "finish_reason" is "length"')
     except AspdError as error:
@@ -282,10 +282,10 @@ def _messages(row: Mapping[str, Any]) -> Iterator[Message]:
         yield Message("system", row["system"])
     history = row.get("history") or []
     if not isinstance(history, (list, tuple)):
-        raise DataError('"history" must be a list of pairs of a question and an answer')
+        raise DataError('"history": expected a list of pairs of a question and an answer')
     for place, pair in enumerate(history):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-            raise DataError(f"history[{place}] must be a pair of a question and an answer")
+            raise DataError(f"history[{place}]: expected a pair of a question and an answer")
         yield Message("user", pair[0])
         yield Message("assistant", pair[1])
     question = next((key for key in QUESTIONS if isinstance(row.get(key), str) and row[key].strip()), None)
@@ -309,17 +309,17 @@ def parse_messages(value: Any, where: str) -> list[Message]:
         DataError: a message cannot be read; the error names it.
     """
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
-        raise DataError(f'"{where}" must be a list of {{"role", "content"}} objects, got {_shown(value)}')
+        raise DataError(f'"{where}": expected a list of {{"role", "content"}} objects, got {_shown(value)}')
     return [_message(turn, f"{where}[{place}]") for place, turn in enumerate(value)]
 
 
 def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping):
-        raise DataError(f"{where} must be an object with a role and a content, got {_shown(turn)}")
+        raise DataError(f"{where}: expected an object with a role and a content, got {_shown(turn)}")
     name = turn.get("role", turn.get("from"))
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        raise DataError(f"{where} has the role {_shown(name)}; known are {', '.join(sorted(ROLES))}")
+        raise DataError(f"{where}.role: expected one of {', '.join(sorted(ROLES))}, got {_shown(name)}")
     for key in UNSUPPORTED:
         if turn.get(key):
             raise DataError(f"{where}.{key} is not supported")

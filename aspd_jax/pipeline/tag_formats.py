@@ -131,7 +131,7 @@ def import_answer(text: str, name: str) -> ImportedAnswer:
     root, tags = parse_tags(text, form)
     if form.named:
         return ImportedAnswer(_named_structure(text, root, form))
-    removed = _with_lines(text, tags)
+    removed = removal_ranges(text, tags)
     starts = [start for start, _ in removed]
     sizes = list(accumulate((end - start for start, end in removed), initial=0))
     plain = "".join(text[end:start] for (_, end), (start, _) in pairwise([(0, 0), *removed, (len(text), 0)]))
@@ -227,8 +227,13 @@ def _known(found: re.Match[str], form: TagFormat) -> str:
     return ""
 
 
-def _with_lines(text: str, tags: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges to remove: each tag, or the whole line where nothing but tags is on it."""
+def removal_ranges(text: str, tags: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges to remove: each tag, or the whole line if only tags are on it.
+
+    Args:
+        text: text with tags.
+        tags: start and end of each tag, in characters.
+    """
     runs: list[list[tuple[int, int]]] = []
     for tag in sorted(tags):
         if runs and not text[runs[-1][-1][1] : tag[0]].strip(" \t"):

@@ -44,7 +44,7 @@ def read_prompts(folder: str) -> dict[str, str]:
         ConfigError: the folder does not exist, or a prompt lacks a placeholder.
     """
     if folder and not Path(folder).is_dir():
-        raise ConfigError(f"teacher.prompts: {folder} is not a folder")
+        raise ConfigError(f"teacher.prompts: expected a folder, got {folder}")
     prompts = {}
     for name, wanted in PLACEHOLDERS.items():
         own = Path(folder) / f"{name}.md"
@@ -52,7 +52,7 @@ def read_prompts(folder: str) -> dict[str, str]:
         prompts[name] = own.read_text() if is_own else (files(__package__) / "prompts" / f"{name}.md").read_text()
         for key in wanted:
             if f"{{{key}}}" not in prompts[name]:
-                raise ConfigError(f"{own}: the prompt has no {{{key}}}; add this placeholder")
+                raise ConfigError(f"{own}: expected the placeholder {{{key}}}, got none")
     return prompts
 
 

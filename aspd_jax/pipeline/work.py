@@ -32,11 +32,11 @@ class Shard(NamedTuple):
 
     Attributes:
         number: index of the first record.
-        of: number of shards; the shard has every `of`-th record.
+        total: number of shards; the shard has every `total`-th record.
     """
 
     number: int = 0
-    of: int = 1
+    total: int = 1
 
     @staticmethod
     def parse(text: str) -> Shard:
@@ -45,18 +45,18 @@ class Shard(NamedTuple):
         Raises:
             ConfigError: the text has another form, or i is not less than n.
         """
-        number, found, of = text.partition("/")
-        if not (found and number.isdigit() and of.isdigit() and int(number) < int(of)):
-            raise ConfigError(f"--shard takes i/n with i from 0 to n - 1, got {text!r}")
-        return Shard(int(number), int(of))
+        number, found, total = text.partition("/")
+        if not (found and number.isdigit() and total.isdigit() and int(number) < int(total)):
+            raise ConfigError(f"--shard: expected I/N with I from 0 to N - 1, got {text!r}")
+        return Shard(int(number), int(total))
 
     def name(self, stem: str, suffix: str) -> str:
         """Return the name of a file of this shard."""
-        return f"{stem}{suffix}" if self.of == 1 else f"{stem}-{self.number:05d}-of-{self.of:05d}{suffix}"
+        return f"{stem}{suffix}" if self.total == 1 else f"{stem}-{self.number:05d}-of-{self.total:05d}{suffix}"
 
     def rows(self, source: str) -> Iterator[Line]:
         """Yield the rows of this shard (`raw_rows`)."""
-        return islice(raw_rows(source), self.number, None, self.of)
+        return islice(raw_rows(source), self.number, None, self.total)
 
     def records(self, source: str) -> Iterator[Conversation | Unreadable]:
         """Yield the records of this shard."""
@@ -119,7 +119,7 @@ def counter(folder: str) -> Count:
     try:
         tokenizer = open_tokenizer(folder)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"{folder} holds no tokenizer that transformers can read: {error}") from None
+        raise ConfigError(f"{folder}: expected a tokenizer that transformers can read, got: {error}") from None
     return lru_cache(COUNTS)(lambda text: len(tokenizer.encode(text, add_special_tokens=False)))
 
 
@@ -178,7 +178,7 @@ class Work:
             whole.update(json.dumps(values).encode())
             self._settings[stage] = whole.hexdigest()
 
-    def over(self, store: Results) -> Work:
+    def replace_store(self, store: Results) -> Work:
         """Return this work with other results."""
         work = copy(self)
         work.store = store

@@ -69,7 +69,7 @@ def parts_of(work: Work, store: Store) -> Iterator[Part]:
 def process(work: Work, part: Part) -> Processed:
     """Return the entries of a part, and the results that were computed for them."""
     results = Results(part.stored)
-    work = work.over(results)
+    work = work.replace_store(results)
     entries = [entry_of(work, record_of(row)) for row in part.rows]
     samples = [entry.sample for entry in entries if entry.sample is not None]
     return Processed(len(entries), samples, pickle.dumps(entries, pickle.HIGHEST_PROTOCOL), results.added)
@@ -110,7 +110,7 @@ def process_all(work: Work, store: Store, workers: int, ray: RayOptions | None =
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise RequestError(
-            "--workers: a worker process ended before its work was done: it was killed, or memory ran out. "
+            "--workers: expected running worker processes, got one that was killed or ran out of memory. "
             "Results so far are stored; run the same command to resume."
         ) from None
     finally:
@@ -120,7 +120,7 @@ def process_all(work: Work, store: Store, workers: int, ray: RayOptions | None =
 class PartWorker:
     """Worker that processes parts, as an actor of a cluster (`aspd_jax.ray_pool.Worker`)."""
 
-    room = AHEAD
+    capacity = AHEAD
 
     def __init__(self, config: DataConfig, prompts: Mapping[str, str], unanswered: dict[str, str]) -> None:
         self._work = Work(config, "", WHOLE, Results(), prompts)
@@ -159,7 +159,7 @@ def _start(
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, which may be killed; it would wait for work forever."""
+    """End this process when its parent ends; otherwise it would wait forever after a kill."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

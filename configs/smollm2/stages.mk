@@ -1,6 +1,5 @@
-# SmolLM2 learns from its own answers, and is measured: `make smollm2`, or any stage by its file. A stage that was
-# stopped goes on where it was. BENCHMARKS holds FastChat's question and reference files, as configs/smollm2/eval.yaml
-# names them.
+# Fine-tune SmolLM2 on its own answers and evaluate it: `make smollm2`, or any stage by its file. An interrupted stage
+# resumes. BENCHMARKS is the folder of FastChat's question and reference files (configs/smollm2/eval.yaml).
 SMOLLM2 := runs/smollm2
 BENCHMARKS ?= benchmarks
 STAGE := configs/smollm2
@@ -19,7 +18,7 @@ $(SMOLLM2)/questions.jsonl: $(STAGE)/questions.yaml | $(VENV)/.installed
 	mkdir -p $(@D)
 	$(BIN)/aspd data questions $< --count 3600 --output $@
 
-# Answers that are there already are taken as they are: those of ours are in results/smollm2/own_answers.jsonl.gz.
+# Existing answers are used unchanged; results/smollm2/own_answers.jsonl.gz has those of this project.
 $(SMOLLM2)/answers.jsonl: | $(SMOLLM2)/questions.jsonl
 	$(GENERATE) --input $(SMOLLM2)/questions.jsonl --output $@
 
@@ -36,7 +35,7 @@ $(SMOLLM2)/data/structured.jsonl: $(SMOLLM2)/answers.jsonl $(SMOLLM2)/lists.json
 $(SMOLLM2)/%/$(ADAPTER): $(STAGE)/%.yaml $(SMOLLM2)/data/structured.jsonl
 	$(BIN)/aspd train $< --output $(SMOLLM2)/$*
 
-# Draft heads fit the weights that they are trained on: the adapter, merged.
+# Train draft heads on the merged adapter, because they are specific to the weights.
 $(SMOLLM2)/merged/config.json: $(SMOLLM2)/aspd/$(ADAPTER)
 	rm -rf $(@D)
 	$(BIN)/aspd export $(SMOLLM2)/aspd --output $(@D)

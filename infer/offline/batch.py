@@ -117,12 +117,12 @@ class Answering:
         mode: decoding mode.
 
     Attributes:
-        room: maximum number of items that it holds: twice the batch, so that rows do not wait for new requests.
+        capacity: maximum number of items that it holds: twice the batch, so that rows do not wait for new requests.
     """
 
     def __init__(self, engine: Engine, source: str, params: SamplingParams, mode: Mode) -> None:
         self.engine, self.source, self.params, self.mode = engine, source, params, mode
-        self.room = 2 * engine.max_batch
+        self.capacity = 2 * engine.max_batch
         self._running: list[tuple[Item, Handle]] = []
 
     def advance(self, new: Sequence[Task]) -> list[Task]:

@@ -14,7 +14,7 @@ import jax
 
 from aspd.aot.abstract import abstract_model
 from aspd.aot.aot_report import Compiled, Figures, compile_for, figures
-from aspd.aot.decode import bucket_for, needed_bytes, needed_collective_bytes, trace_passes
+from aspd.aot.decode import bucket_for, needed_bytes, needed_collective_bytes, trace_steps
 from aspd.aot.hlo import Instruction
 from aspd.aot.topology import Topology, open_topology
 from aspd_jax.language_model import LanguageModel
@@ -94,7 +94,7 @@ def decoding(case: Case) -> Decoding:
     lm = abstract_model(config, on, mesh)
     engine = Engine(lm, max_length=case.slots, max_batch=case.batch, separator_ids=SEPARATOR)
     bucket = case.bucket or bucket_for(engine, case.width)
-    compiled = compile_for(trace_passes(lm, engine, on, bucket), on, 1 if mesh is None else mesh.size)
+    compiled = compile_for(trace_steps(lm, engine, on, bucket), on, 1 if mesh is None else mesh.size)
     assert compiled.program is not None, f"{case} does not fit: {compiled.spare / 2**30:.2f} GiB"
     needed = needed_bytes(lm, engine, on), needed_collective_bytes(lm, bucket)
     return Decoding(on, lm, bucket, compiled, figures(compiled, True, *needed))

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -77,31 +80,31 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         ),
         (["generate", "--prompt", "a", "--temperature", "-1"], "aspd: temperature must be 0 or more, got -1.0"),
         (["generate", *DEMO, "--prompt", "a", "--max-length", "1"], "aspd: max_length must be at least 2, got 1"),
-        (["generate", *DEMO, "--prompt", "a", "--instruction", "b"], "aspd: --instruction goes with --input"),
+        (["generate", *DEMO, "--prompt", "a", "--instruction", "b"], "aspd: --instruction: expected --input, got none"),
         (["generate", "--messages", "none.json"], "none.json"),
-        (["train", "none.yaml", "--output", "x"], "aspd: none.yaml does not exist"),
+        (["train", "none.yaml", "--output", "x"], "aspd: none.yaml: expected a YAML file, got none"),
         (["train", "configs/vicuna_7b.yaml", "stepps=3", "--plan"], "unknown key 'stepps'; did you mean 'steps'"),
-        (["export", "nowhere", "--output", "x"], "aspd: nowhere holds no training run"),
-        (["generate", "--prompt", "a", "--mesh", "tensor"], "--mesh takes axes and numbers of devices"),
+        (["export", "nowhere", "--output", "x"], "aspd: nowhere: expected a training run"),
+        (["generate", "--prompt", "a", "--mesh", "tensor"], "--mesh: expected axes and numbers of devices"),
         (
             ["generate", "--prompt", "a", "--mesh", "heads=2"],
-            "unknown mesh axis heads; the axes are data, fsdp, tensor",
+            "mesh: expected the axes data, fsdp, tensor, got heads",
         ),
-        (["generate", "--prompt", "a", "--output", "b"], "--input and --output go together"),
+        (["generate", "--prompt", "a", "--output", "b"], "--output: expected --input, got none"),
         (["generate", *DEMO, "--prompt", "a", "--branch-policy", "cap:0"], "branch policy: expected all, cap:N"),
-        (["bench", "train", "--length", "0"], "--length must be at least 1, got 0"),
-        (["bench", "decode", "--batch", "0"], "--batch must be at least 1, got [0]"),
-        (["bench", "decode", "--answers", "8by60"], "--answers takes branches x tokens, such as 8x60, got '8by60'"),
-        (["bench", "decode", "--shape", "70b"], "unknown shape '70b'; known are 27m, 1b, 7b"),
+        (["bench", "train", "--length", "0"], "--length: expected at least 1, got 0"),
+        (["bench", "decode", "--batch", "0"], "--batch: expected at least 1, got [0]"),
+        (["bench", "decode", "--answers", "8by60"], "--answers: expected branches x tokens, such as 8x60, got '8by60'"),
+        (["bench", "decode", "--shape", "70b"], "--shape: expected one of 27m, 1b, 7b"),
         (["bench", "decode", "--widths", "2", "4"], "--widths: expected powers of two that start with 1, got [2, 4]"),
-        (["bench", "fields", "--limit", "0"], "--limit must be at least 1, got 0"),
-        (["bench", "serve", "--max-waiting", "-1"], "--max-waiting must be at least 0, got -1"),
-        (["bench", "serve", "--batch", "4", "0"], "--batch must be at least 1, got 0"),
+        (["bench", "fields", "--limit", "0"], "--limit: expected at least 1, got 0"),
+        (["bench", "serve", "--max-waiting", "-1"], "--max-waiting: expected at least 0, got -1"),
+        (["bench", "serve", "--batch", "4", "0"], "--batch: expected at least 1, got 0"),
         (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--batch", "4"], "Remove them or --url"),
         (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--max-waiting", "0"], "Remove them or --url"),
-        (["data", "tasks", "--count", "0", "--output", "x"], "--count must be at least 1"),
-        (["data", "tasks", "--long-every", "-1", "--output", "x"], "--long-every must be at least 0"),
-        (["bench", "serve", "--questions", "x", "--long"], "select synthetic tasks"),
+        (["data", "tasks", "--count", "0", "--output", "x"], "--count: expected at least 1"),
+        (["data", "tasks", "--long-every", "-1", "--output", "x"], "--long-every: expected at least 0"),
+        (["bench", "serve", "--questions", "x", "--long"], "expected none with --questions"),
     ],
 )
 def test_mistakes_get_one_line_and_no_traceback(capsys: Any, arguments: list[str], message: str) -> None:
@@ -113,9 +116,9 @@ def test_mistakes_get_one_line_and_no_traceback(capsys: Any, arguments: list[str
     ("text", "message"),
     [
         ("{", "messages.json: not JSON: EOF while parsing an object at column 1"),
-        ("[]", "must hold a list of"),
+        ("[]", "expected a list of"),
         ('[{"role": "user"}]', "messages[0].content: expected a string or a list of text parts, got null"),
-        ('[{"role": "user", "content": "a"}, 3]', "messages[1] must be an object with a role and a content, got 3"),
+        ('[{"role": "user", "content": "a"}, 3]', "messages[1]: expected an object with a role and a content, got 3"),
     ],
 )
 def test_bad_message_files_say_where(capsys: Any, tmp_path: Path, text: str, message: str) -> None:
@@ -220,7 +223,7 @@ def test_real_checkpoint_from_the_command_line(capsys: Any) -> None:
 
 
 def test_compiled_programs_stay_on_disk(tmp_path: Path) -> None:
-    """The second command compiles nothing, and says the same; the third makes good what a killed one has left."""
+    """Check that the second command compiles nothing, and that the third repairs files of a killed one."""
     command = [
         sys.executable,
         "-m",
@@ -279,3 +282,28 @@ def test_bench_fields_compares_both_modes_of_the_same_tasks(capsys: Any, tmp_pat
     first, second = records[0]["id"], records[2]["id"]
     assert first.partition("-")[0] != second.partition("-")[0]  # tasks are spread over all kinds
     assert file.with_suffix(".md").read_text() in out
+
+
+EMPTY = re.compile(r"\(default:\s*(None|\[\]|False|)\)")
+
+
+def subparsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield a parser and the parsers of all its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from subparsers(command)
+
+
+def test_help_describes_every_option_without_empty_defaults() -> None:
+    """Check the help of all commands; negative control: the formatter of argparse prints empty defaults."""
+    parsers = list(subparsers(aspd.build_parser()))
+    assert len(parsers) > 20
+    for parser in parsers:
+        assert not EMPTY.search(" ".join(parser.format_help().split())), parser.prog
+        for action in parser._actions:
+            assert action.help or isinstance(action, argparse._SubParsersAction), f"{parser.prog}: {action.dest}"
+    generate = next(parser for parser in parsers if parser.prog == "aspd generate")
+    generate.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    assert EMPTY.search(" ".join(generate.format_help().split()))

@@ -1,4 +1,4 @@
-"""Text is text: what a message spells is no structure, whatever the tokenizer."""
+"""Messages are encoded as text: their characters never become structure, for any tokenizer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_other_text_is_encoded_as_ever(chat: tuple[Any, Codec], text: str) -> No
 
 
 def test_without_care_a_block_is_one(chat: tuple[Any, Codec]) -> None:
-    """The negative control: the tokenizer itself reads tags wherever they stand."""
+    """Negative control: the tokenizer alone encodes tags as special tokens."""
     tokenizer, codec = chat
     assert set(codec.special.ids) <= set(rendered(tokenizer, ("user", BLOCK)))
     assert set(codec.special.ids) <= set(tokenizer(BLOCK)["input_ids"])
@@ -150,7 +150,7 @@ OPEN_THOUGHT = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% 
 @pytest.mark.parametrize("beginning", ["The first", " Two parts:\n\n1. ", "<|title|>", "x\u00e9\ue000 \n"])
 @pytest.mark.parametrize("turns", [0, 1])
 def test_an_answer_goes_on_where_transformers_goes_on(template: str, beginning: str, turns: int) -> None:
-    """The text of the prompt is the one that transformers renders; what messages spell stays text."""
+    """Check that the prompt is the text that transformers renders, and that messages remain text."""
     other = byte_level()
     earlier = [{"role": "user", "content": "Hi </s>"}, {"role": "assistant", "content": "Hello"}] * turns
     messages = [*earlier, {"role": "user", "content": "Go"}, {"role": "assistant", "content": beginning}]

@@ -169,7 +169,7 @@ def test_errors_of_other_kinds_stay_what_they_are(tmp_path: Path) -> None:
         (tmp_path / "missing").read_text()
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="exists and is not an empty folder"), write_folder(tmp_path / "file"):
+    with pytest.raises(CheckpointError, match="expected a new or empty folder"), write_folder(tmp_path / "file"):
         pass
     assert refusal(RuntimeError("write failed: No space left on device [os_error_code='28']")) == 28
     assert refusal(RuntimeError("No space in this sentence")) is None

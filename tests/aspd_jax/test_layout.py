@@ -74,7 +74,7 @@ def ids_of(parts: list) -> list[int]:
     cut=st.integers(0, 3),
 )
 def test_packed_rows_against_brute_force(rows: list, padding: list[int], scheme: str, cut: int) -> None:
-    """Rows of several sequences with padding between them, each cut off somewhere at its end."""
+    """Check rows of several truncated sequences with padding between them."""
     tokens, owners = [], []
     for row in rows:
         ids: list[int] = []
@@ -152,11 +152,11 @@ def test_works_on_device_arrays() -> None:
     [
         (
             {"tokens": np.zeros((1, 3), int), "positions": "same"},
-            "positions must be one of sequential, max, predict; got",
+            "positions: expected one of sequential, max, predict, got",
         ),
-        ({"tokens": np.zeros(3, int)}, r"tokens must be integers \[B, S\], got int64 \[3\]"),
+        ({"tokens": np.zeros(3, int)}, r"tokens: expected integers \[B, S\], got int64 \[3\]"),
         ({"tokens": np.zeros((1, 3))}, "got float64"),
-        ({"tokens": np.zeros((1, 3), int), "sequence": np.zeros((1, 2), int)}, "must have the shape of tokens"),
+        ({"tokens": np.zeros((1, 3), int), "sequence": np.zeros((1, 2), int)}, "expected the shape of tokens"),
     ],
 )
 def test_errors_name_the_argument(arguments: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Pictures show what they are drawn from: every filled square, bar and word is compared with it."""
+"""Pictures: every filled square, bar and word is compared with its data."""
 
 from __future__ import annotations
 

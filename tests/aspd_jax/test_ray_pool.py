@@ -1,4 +1,4 @@
-"""Tasks by workers: rooms, deaths of actors, errors, and messages; the cluster is a local one."""
+"""Tasks by workers: capacities, deaths of actors, errors and messages, on a local cluster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_one_worker_in_this_process() -> None:
 
     worker.advance = noted  # type: ignore[method-assign]
     found = list(run_here(worker, TASKS))
-    assert dict(found) == SQUARES and len(found) == 20 and max(most) == worker.room
+    assert dict(found) == SQUARES and len(found) == 20 and max(most) == worker.capacity
     assert list(run_here(Squares(), [])) == []
 
 
@@ -53,12 +53,12 @@ def test_a_message_says_how_to_install_ray(monkeypatch: Any, capsys: Any, tmp_pa
     assert aspd.main([*command, "--ray", "local"]) == 2
     assert "aspd: --ray: expected the package ray, which is not installed" in capsys.readouterr().err
     assert aspd.main([*command, "--ray-workers", "2"]) == 2
-    assert "--ray-workers goes with --ray" in capsys.readouterr().err
+    assert "--ray-workers: expected --ray, got none" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_actors(tmp_path: Path) -> None:
-    """Every task ends once. When an actor dies, only the tasks that it held are begun again."""
+    """Check that every task ends once, and that only tasks of dead actors are repeated."""
     pytest.importorskip("ray")
     with cluster(LOCAL) as workers:
         assert workers == 2
@@ -76,7 +76,7 @@ def test_actors(tmp_path: Path) -> None:
             order.append(key)
         assert sorted(order) == sorted(SQUARES) and (tmp_path / "mark").exists()
         again = {key for key, times in Counter(made(log)).items() if times > 1}
-        assert repr("k7") in again and len(again) <= Squares.room and len(made(log)) == 20 + len(again)
+        assert repr("k7") in again and len(again) <= Squares.capacity and len(made(log)) == 20 + len(again)
 
         log = tmp_path / "fatal"
         results = run_on_ray(partial(make_squares, log, fatal=5), TASKS, LOCAL, workers)
@@ -89,7 +89,7 @@ def test_actors(tmp_path: Path) -> None:
             list(run_on_ray(partial(make_squares, tmp_path / "refused", refused=4), TASKS, LOCAL, workers))
         assert list(run_on_ray(partial(make_squares, log), [], LOCAL, workers)) == []
     with (
-        pytest.raises(RequestError, match="the cluster has no GPU=64 for one worker"),
+        pytest.raises(RequestError, match="expected at most the resources of the cluster, got GPU=64"),
         cluster(RayOptions("local", 0, {"GPU": 64.0})),
     ):
         pass

@@ -39,11 +39,14 @@ def test_canonical_keeps_the_text_and_joins_serial_segments(structure: tuple) ->
     ("value", "message"),
     [
         ("text", "a list of items, got str"),
-        ([{"type": "list"}], 'item 0: "type" must be'),
-        ([{"type": "serial"}], 'item 0: "text" must be a string, got None'),
-        ([{"type": "serial", "text": "a"}, {"type": "parallel", "branches": []}], "item 1: a block needs two or more"),
+        ([{"type": "list"}], 'item 0: "type": expected'),
+        ([{"type": "serial"}], 'item 0: "text": expected a string, got None'),
+        (
+            [{"type": "serial", "text": "a"}, {"type": "parallel", "branches": []}],
+            "item 1: branches: expected two or more",
+        ),
         ([{"type": "parallel", "branches": [{"title": "a", "text": "b"}, {"title": 3}]}], 'branch 1: "title"'),
-        ([{"type": "parallel", "branches": [{"title": "", "text": "b"}]}], "item 0: a branch needs a title"),
+        ([{"type": "parallel", "branches": [{"title": "", "text": "b"}]}], "item 0: title: expected text, got none"),
     ],
 )
 def test_errors_say_where(value: object, message: str) -> None:

@@ -180,7 +180,7 @@ def test_split_refuses_any_missing_tag(place: int) -> None:
 @settings(max_examples=300)
 @given(st.lists(st.integers(0, 8), max_size=12))
 def test_split_accepts_only_what_the_grammar_generates(tokens: list[int]) -> None:
-    """Against a regular expression over the tags."""
+    """Check `split` against a regular expression over the tags."""
     letters = "".join("tTpPbB"[token - 1] if 1 <= token <= 6 else "." for token in tokens)
     blocks = re.fullmatch(r"\.*((t\.+T)+p(b\.*B)+P\.*)*", letters)
     paired = blocks and all(

@@ -120,7 +120,7 @@ def test_short_ids() -> None:
 
 @pytest.mark.parametrize("template", [templates.QWEN, templates.PLAIN, templates.MISTRAL])
 def test_special_tokens_in_tools_are_text(template: str) -> None:
-    """Wherever they are spelled: descriptions, names of properties, arguments and results."""
+    """Check descriptions, names of properties, arguments and results."""
 
     def ends(spelt: str) -> int:
         tokenizer = tokenizer_with(template)

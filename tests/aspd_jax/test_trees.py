@@ -1,4 +1,4 @@
-"""Shapes and dtypes stand in annotations, and the arrays have them, whatever was decoded."""
+"""Shapes and dtypes in annotations equal those of the arrays, for any answer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, draft_
 
 
 def test_a_decode_step_is_few_frames_from_its_caller(bare_lm: LanguageModel) -> None:
-    """From `Engine.generate` to the forward pass; of ours alone."""
+    """Check the number of the project's frames from `Engine.generate` to the forward pass."""
     depths: list[int] = []
     forward = decode_step.forward
 

@@ -1,4 +1,4 @@
-"""The model that the authors' engine ran with, from its seed: a random Qwen2 of 2.6 million weights.
+"""The model of the authors' engine from its seed: a random Qwen2 of 2.6 million weights.
 
 The vectors in `tests/golden/engine` were computed with weights that torch drew in the order of their names from
 `torch.manual_seed(20240607)`. NumPy has the same generator (MT19937), so the weights need no file.

@@ -23,7 +23,7 @@ class Logged:
     """
 
     def __init__(self, worker: Worker, log: Path, fatal: Any = None) -> None:
-        self.worker, self.log, self.fatal, self.room = worker, log, fatal, worker.room
+        self.worker, self.log, self.fatal, self.capacity = worker, log, fatal, worker.capacity
 
     def advance(self, new: Sequence[Task]) -> list[Task]:
         with self.log.open("a") as file:
@@ -44,7 +44,7 @@ class Squares:
         refused: number that it refuses.
     """
 
-    room = 3
+    capacity = 3
 
     def __init__(self, seconds: float = 0.2, fatal: int = -1, mark: Path | None = None, refused: int = -1) -> None:
         self.seconds, self.fatal, self.mark, self.refused = seconds, fatal, mark, refused

@@ -1,4 +1,4 @@
-"""A small endpoint that speaks OpenAI's chat completions, with faults to order, for tests of the pipeline."""
+"""Endpoint of OpenAI's chat completions with configurable faults, for tests of the pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations of small training runs, and what tests ask of them."""
+"""Configurations of small training runs, and checks of their output."""
 
 from __future__ import annotations
 

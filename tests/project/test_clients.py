@@ -1,4 +1,4 @@
-"""Harnesses and load generators that people use, against a server: what they report, beside the engine itself.
+"""Evaluation harnesses and load generators against a server, compared with the engine.
 
 They run in an environment of their own, which `make test-clients` makes from requirements-clients.txt.
 """
@@ -104,7 +104,7 @@ def likelihood(engine: Engine, context: list[int], continuation: list[int]) -> f
 
 
 def test_lm_eval(server: Running, tmp_path: Path) -> None:
-    """With its defaults; log-likelihoods are those of a full pass, and of the harness's own model in torch."""
+    """Check the defaults: log-likelihoods equal those of a full pass, and of the harness's model in torch."""
     folder, engine = find_model("demo"), server.engine
     url = f"{server.url}/v1/completions"
     found = harness(tmp_path, "local-completions", {"model": "demo", "base_url": url, "tokenizer": folder}, list(TASKS))
@@ -139,7 +139,7 @@ def test_lm_eval_over_chat(server: Running, tmp_path: Path) -> None:
 
 
 def test_guidellm(server: Running, tmp_path: Path) -> None:
-    """Every request succeeds, and has as many tokens as were asked for."""
+    """Check that every request succeeds with the requested number of tokens."""
     run(
         tmp_path, "guidellm", "run", "--backend", f"kind=openai_http,target={server.url}",
         "--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=4",

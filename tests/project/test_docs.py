@@ -1,4 +1,4 @@
-"""The commands that README and docs/ tell are ones that the `aspd` command takes, and that work."""
+"""Commands in README and docs/: `aspd` parses them, and they run."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def place(tmp_path_factory: Any) -> Path:
 
 
 def test_commands_work(place: Path, monkeypatch: Any, capsys: Any) -> None:
-    """In the order of the pages, each in a folder of its own as far as it writes."""
+    """Run the commands in the order of the pages, each with its own output folder."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     ran: set[str] = set()

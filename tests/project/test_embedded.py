@@ -20,7 +20,7 @@ MAX_OF_ALL = 40_000_000  # bytes of all files in a clone
 
 
 def test_weights_are_bounded() -> None:
-    """Tracked by git are one model, one adapter and its draft heads, and the sum of their sizes has a bound."""
+    """Check that git tracks one model, one adapter and its draft heads, within a maximum size."""
     command = ["git", "ls-files", "-co", "-z", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     sizes = {name: (ROOT / name).stat().st_size for name in listed if name and (ROOT / name).is_file()}
@@ -34,7 +34,7 @@ def test_weights_are_bounded() -> None:
 
 
 def test_the_model_answers_rightly_and_forks_where_it_should(tmp_path: Path) -> None:
-    """A small sample of what docs/embedded_models.md reports."""
+    """Check a small sample of the figures in docs/embedded_models.md."""
     questions = synthetic_questions(12)
     engine = Engine(load_model("demo"), max_length=1024, max_batch=1)
     system = System("demo", "demo", "adaptive")

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and show something; what they leave in the repository is as they left it."""
+"""Notebooks run from top to bottom, have output, and leave the repository unchanged."""
 
 from __future__ import annotations
 

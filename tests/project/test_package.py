@@ -1,4 +1,4 @@
-"""What is released: wheel and sdist hold the code, the data that it reads, and nothing else."""
+"""Releases: wheel and sdist contain the code, its data, and no other files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_sdist(built: Path) -> None:
 
 
 def test_the_wheel_works_where_it_is_installed(built: Path, tmp_path: Path) -> None:
-    """From a folder of its own, not from the checkout; libraries are those of this environment."""
+    """Run the wheel in a separate folder with the libraries of this environment."""
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     code = (

@@ -72,7 +72,7 @@ def test_python(server: Running, name: str, count: int) -> None:
     ],
 )
 def test_tools_of_python(server: Running, name: str, count: int) -> None:
-    """Tools by the default mode of each library; arguments follow their schema."""
+    """Check tools in the default mode of each library; arguments follow their schema."""
     if not PYTHON.exists():
         pytest.skip(f"{PYTHON.parent.parent.name} is not there; make test-sdks installs it")
     assert texts(server, [PYTHON, FOLDER / "clients.py", f"tools_of_{name}"]) == ["called"] * count

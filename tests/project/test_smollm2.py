@@ -59,7 +59,7 @@ def test_its_logits_are_theirs(lm: LanguageModel, theirs: dict[str, np.ndarray])
 
 @pytest.mark.parametrize("questions", [4, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
 def test_its_answers_are_theirs(questions: int, lm: LanguageModel, theirs: dict[str, np.ndarray]) -> None:
-    """Greedy, token for token, 128 of them, all questions in one batch."""
+    """Check 128 greedy tokens of all questions in one batch."""
     engine = Engine(lm, max_length=256, max_batch=questions)
     prompts = [prompt(lm, question) for question in QUESTIONS[:questions]]
     results = engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS), "serial")
@@ -72,7 +72,7 @@ OTHERS = ("Why is the sky blue?", "Write a Python function that reverses a strin
 
 
 def test_the_shipped_adapter_and_its_draft_heads() -> None:
-    """Greedily; only what a model of another machine, whose sums differ in the last bit, would do as well."""
+    """Check greedy answers, except where rounding of another machine may change a token."""
     try:
         lm = load_model("smollm2-aspd")
     except CheckpointError as error:

@@ -130,7 +130,7 @@ def test_packages_of_infer() -> None:
 
 
 def test_file_names_are_distinct() -> None:
-    """Opening a file by its name is not ambiguous."""
+    """Check that no two modules have one file name."""
     names = [file.name for file in MODULES if file.name not in ("__init__.py", "__main__.py")]
     assert sorted(names) == sorted(set(names))
 

@@ -126,7 +126,7 @@ def test_adapters(weights: Any, fine_tuning: TrainConfig, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_draft_heads(scan: bool, fine_tuning: TrainConfig, tmp_path: Path) -> None:
-    """Only they are trained; their loss is that of a full pass, target by target; a resumed run is the same run."""
+    """Check that only heads are trained, with the loss of a full pass, and that a resumed run is equal."""
     config = changed(fine_tuning, draft__heads=2, model__scan=scan, optimiser__learning_rate=3e-3, steps=6)
     setup = prepared(config)
     assert {path[0] for path in flatten_dict(setup.state.params)} == {"draft_heads"}

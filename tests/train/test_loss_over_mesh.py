@@ -1,4 +1,4 @@
-"""The loss over a mesh: that of one device, and the head is spoken about once, not for every chunk."""
+"""The loss over a mesh equals that of one device, and the head is communicated once, not per chunk."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_loss_and_gradients_are_those_of_one_device(
 
 @pytest.mark.parametrize("new", [(), NEW], ids=["whole", "new tokens"])
 def test_padding_adds_nothing_to_the_loss(new: tuple[int, ...]) -> None:
-    """A vocabulary padded from 40 to 48 for eight devices, beside the 40 on one."""
+    """Check a vocabulary padded from 40 to 48 for eight devices against 40 on one."""
     hidden, head, *of_tokens = arguments(VOCABULARY, new, None)
     expected = loss(new, None)(hidden, head, *of_tokens)(hidden, head, *of_tokens)
     mesh, rows = make_mesh({"tensor": 8}), 100 * np.ones((8, SIZE), np.float32)

@@ -1,4 +1,4 @@
-"""Records in, packed batches out: nothing lost, nothing changed, everything left out is named."""
+"""Records to packed batches: text is unchanged, and every left-out record is listed."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_used_is_named_with_its_line(lm: LanguageModel, tmp_path:
     reasons = {p.line: p.reason for p in records.problems}
     assert (
         "not JSON" in reasons[2]
-        and reasons[4] == reasons[5] == "it holds no answer"
+        and reasons[4] == reasons[5] == "expected an answer, got none"
         and "data.length is 256" in reasons[6]
     )
     assert "messages[0].content: expected a string" in reasons[7] and "item 0" in reasons[8]
@@ -199,12 +199,10 @@ def test_what_cannot_be_used_is_named_with_its_line(lm: LanguageModel, tmp_path:
 
 
 def test_nothing_usable_and_missing_files_are_errors(lm: LanguageModel, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
+    with pytest.raises(DataError, match=r"none\.jsonl: expected a JSONL file, got none"):
         Records(lm, [str(tmp_path / "none.jsonl")], DATA, tmp_path / "cache")
     file = write(tmp_path / "bad.jsonl", ["[]"])
-    with pytest.raises(
-        DataError, match=r"no record can be used; the first: .*bad\.jsonl, line 1: it must be an object"
-    ):
+    with pytest.raises(DataError, match=r"no record can be used; the first: .*bad\.jsonl, line 1: expected an object"):
         Records(lm, [file], DATA, tmp_path / "cache")
     bare = replace(lm, end_ids=())
     with pytest.raises(ConfigError, match="names no end-of-text token"):

@@ -1,4 +1,4 @@
-"""What training learns from: synthetic problems, batches, the loss, and configurations."""
+"""Input of training: synthetic problems, batches, the loss and configurations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_problems_are_what_their_kind_says(family: str, kind: str) -> None:
 
 
 def test_arithmetic_in_answers_is_right() -> None:
-    """Every `a op b = c` in every answer, evaluated."""
+    """Evaluate every `a op b = c` in every answer."""
     checked = 0
     for made in held_out(240):
         for a, op, b, c in re.findall(r"\$?(\d+) ([-+x]) \$?(\d+) = \$?(\d+)", made.answer):
@@ -83,7 +83,7 @@ def test_held_out_is_balanced_and_apart_from_training() -> None:
 
 
 def test_letters_say_what_the_facts_say() -> None:
-    """Every fact of a letter stands in the line of its name; nothing is said of a pet where there is none."""
+    """Check that a letter has the facts of its name, and mentions no pet without one."""
     for made in (problem(seed, True, LONG_FAMILY, "parallel") for seed in range(40)):
         lines = (line.split(": ") for line in made.question.splitlines() if ": " in line)
         facts = {name: fact.split(", ") for name, fact in lines}
@@ -128,7 +128,7 @@ def test_loss_lies_on_sampled_answer_tokens_only(small_lm: LanguageModel) -> Non
 def test_first_fit_fills_rows_with_the_longest_first() -> None:
     placed = first_fit([3, 9, 5, 5, 7, 1], rows=2, length=10)
     assert placed == [1, 0, None, None, 1, 0]
-    with pytest.raises(ConfigError, match=r"an example has 11 tokens, a row has 10; raise data\.length"):
+    with pytest.raises(ConfigError, match=r"data\.length: expected at least the tokens of every example, 11, got 10"):
         first_fit([11], rows=1, length=10)
 
 
@@ -217,26 +217,26 @@ def test_shipped_configs_load(file: Path) -> None:
     ("text", "overrides", "message"),
     [
         ("stepps: 3", [], "unknown key 'stepps'; did you mean 'steps'"),
-        ("steps: many", [], "steps must be int, got 'many'"),
+        ("steps: many", [], "steps: expected int, got 'many'"),
         ("length: 8", [], "unknown key 'length'; did you mean 'data.length'"),
         ("data: {lenght: 8}", [], "unknown key 'data.lenght'; did you mean 'data.length'"),
         ("", ["data.rowss=3"], "unknown key 'data.rowss'; did you mean 'data.rows'"),
-        ("data: 3", [], "data must hold `key: value` lines, got 3"),
-        ("data: {structured: 1}", [], "data.structured must be bool, got 1"),
-        ("data: {train: [1]}", [], "data.train must be a list of strings"),
-        ("model: {positions: same}", [], "positions must be one of sequential, max, predict"),
+        ("data: 3", [], "data: expected `key: value` lines, got 3"),
+        ("data: {structured: 1}", [], "data.structured: expected bool, got 1"),
+        ("data: {train: [1]}", [], "data.train: expected a list of strings"),
+        ("model: {positions: same}", [], "positions: expected one of sequential, max, predict"),
         ("model: {dtype: float16}", [], "model.dtype: expected float32 or bfloat16"),
-        ("model: {weights: int8}", [], "needs model.checkpoint and model.lora_rank"),
-        ("model: {checkpoint: x}", [], "model.checkpoint needs data.train"),
-        ("model: {heads: 4, kv_heads: 3}", [], r"model.heads \(4\) must be a multiple of model.kv_heads \(3\)"),
-        ("steps: 0", [], "set steps, or epochs and data.train"),
-        ("log_every: 0", [], "log_every must be at least 1, got 0"),
-        ("mesh: {fsdp: 4}", [], r"data.rows \(6\) must be a multiple of mesh.data x mesh.fsdp .* \(4\)"),
+        ("model: {weights: int8}", [], "expected model.checkpoint and model.lora_rank"),
+        ("model: {checkpoint: x}", [], "model.checkpoint: expected data.train"),
+        ("model: {heads: 4, kv_heads: 3}", [], r"model.heads: expected a multiple of model.kv_heads \(3\), got 4"),
+        ("steps: 0", [], "steps: expected steps, or epochs and data.train"),
+        ("log_every: 0", [], "log_every: expected at least 1, got 0"),
+        ("mesh: {fsdp: 4}", [], r"data.rows: expected a multiple of mesh.data x mesh.fsdp .* \(4\), got 6"),
         ("optimiser: {warmup: 3}", [], "optimiser.warmup: expected a share from 0 to 1"),
-        ("evaluate_batches: 1\ndata: {train: x}", [], "evaluate_batches needs data.held_out"),
+        ("evaluate_batches: 1\ndata: {train: x}", [], "evaluate_batches: expected data.held_out"),
         ("steps: [", [], "config.yaml: "),
-        ("- 1", [], "must hold `key: value` lines"),
-        ("", ["steps"], "'steps' is not key=value"),
+        ("- 1", [], "expected `key: value` lines, got list"),
+        ("", ["steps"], "expected key=value, got 'steps'"),
     ],
 )
 def test_config_errors_name_file_and_field(text: str, overrides: list[str], message: str, tmp_path: Path) -> None:
@@ -251,5 +251,5 @@ def test_config_reads_overrides_and_exponents(tmp_path: Path) -> None:
     assert (config.steps, config.model.siblings) == (9, "shared")
     assert (config.optimiser.learning_rate, config.optimiser.clip, config.optimiser.beta1) == (3e-4, 2.0, 0.8)
     assert config_from_dict(TrainConfig, json.loads(json.dumps(config.as_dict())), "config.json") == config
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="expected a YAML file, got none"):
         load_config(tmp_path / "none.yaml")

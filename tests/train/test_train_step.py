@@ -1,4 +1,4 @@
-"""One training step: in parts, scanned, rematerialised, with losses that are not finite, in bfloat16."""
+"""One training step: in micro-batches, scanned, rematerialised, with non-finite losses, in bfloat16."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WAYS += [pytest.param(change, marks=pytest.mark.slow) for change in ({"model__sc
 
 @pytest.mark.parametrize("change", WAYS, ids=str)
 def test_the_same_step_in_another_way(change: dict[str, Any]) -> None:
-    """Accumulated, scanned and rematerialised steps are the plain step; rows differ in how many tokens they learn."""
+    """Check that accumulated, scanned and rematerialised steps equal the plain step."""
     base = changed(WIDE, optimiser__warmup=0.0, steps=1)
     metrics, params = stepped(base)
     other, after = stepped(changed(base, **change))
@@ -55,7 +55,7 @@ def test_the_same_step_in_another_way(change: dict[str, Any]) -> None:
 
 
 def test_gradients_of_an_accumulated_step_are_those_of_the_whole(monkeypatch: Any) -> None:
-    """Compared through plain gradient descent, in which an update is the gradient."""
+    """Check the gradients by plain gradient descent, in which an update is the gradient."""
     monkeypatch.setattr("train.setup.make_optimiser", lambda config, steps: SGD)
     SGD = optax.sgd(1.0)
     whole, parts = (stepped(changed(WIDE, optimiser__accumulate=parts))[1] for parts in (1, 4))
@@ -115,7 +115,7 @@ def test_bfloat16_parameters_move_on_average() -> None:
 
 
 def test_memory_of_attention_grows_with_the_length() -> None:
-    """Doubling a row from 4k to 8k tokens at most doubles what the compiler sets aside for a gradient."""
+    """Check that a row of 8k tokens needs at most twice the gradient memory of 4k tokens."""
     shape = ModelConfig(vocab_size=64, hidden_size=64, feed_forward=64, layers=1, heads=2, kv_heads=1, head_dim=32)
 
     def bytes_of(length: int, attention: str) -> int:

@@ -1,8 +1,8 @@
 #!/bin/bash
-# Fine-tuning on all hosts of a Cloud TPU slice:
+# Fine-tune on all hosts of a Cloud TPU slice:
 #   train/launch/cloud_tpu.sh NAME ZONE BUCKET configs/vicuna_7b.yaml runs/vicuna mesh.fsdp=16
-# Copies the checkout to every host, installs it, mounts the bucket, and starts one process per host; what is done stays
-# done, and a slice that was lost goes on from the last checkpoint when this is run again.
+# Copy the checkout to every host, install it, mount the bucket, and start one process per host. The script may be run
+# again; completed steps are skipped. After the loss of a slice, training resumes from the last checkpoint.
 set -euo pipefail
 name=$1 zone=$2 bucket=$3 config=$4 output=$5
 shift 5
@@ -11,5 +11,5 @@ gcloud compute tpus tpu-vm scp --recurse --zone "$zone" --worker=all . "$name":a
 everywhere "cd aspd-jax && python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt \
   && .venv/bin/pip install -q 'jax[tpu]' && .venv/bin/pip install -q --no-deps -e ."
 everywhere "mkdir -p shared && (mountpoint -q shared || gcsfuse --implicit-dirs '$bucket' shared)"
-# On Cloud TPU, JAX finds the other hosts by itself.
+# On Cloud TPU, JAX finds the other hosts without options.
 everywhere "cd aspd-jax && .venv/bin/aspd train '$config' $* --output ~/shared/'$output' --distributed"

@@ -44,7 +44,7 @@ def with_tokenizer(folder: Path, extra: int = 0, rows: int = 0, **changes: Any) 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_in_a_checkpoint_never_runs(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto_map` beside known classes is ignored; where its code would be needed, the field is named."""
+    """Check that `auto_map` of known classes is ignored, and that the field is named if its code is needed."""
     folder = with_tokenizer(tmp_path)
     for module in ("configuration_x", "tokenization_x"):
         (folder / f"{module}.py").write_text(CODE)
@@ -71,7 +71,7 @@ def test_code_in_a_checkpoint_never_runs(file: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", CASES)
 def test_real_fields_that_change_nothing(name: str, tmp_path: Path) -> None:
-    """What checkpoints of the families carry beside the fields that are read."""
+    """Check that further fields of published checkpoints are accepted."""
     neutral = {
         "_attn_implementation_autoset": True,
         "_name_or_path": "x/y",
@@ -139,7 +139,7 @@ def test_fields_that_change_results_are_refused(config: dict[str, Any], field: s
 
 @pytest.mark.parametrize("weights", ["float", "int8"])
 def test_a_tied_model_keeps_a_head_of_its_own(weights: Any, tmp_path: Path) -> None:
-    """As `transformers` 5: the head of the file is used, so the model is the untied one; exports keep it."""
+    """Check that the head of the file is used and exported, as in `transformers` 5."""
     config = tiny_config()
     folder = write_checkpoint(tmp_path / "in", config | {"tie_word_embeddings": False})
     expected = logits_of(load_model(folder, weights=weights))
@@ -263,7 +263,7 @@ def test_a_yarn_field_that_transformers_does_not_read_changes_nothing() -> None:
 
 
 def test_tensors_may_have_different_dtypes(tmp_path: Path) -> None:
-    """Queries, keys and values are one parameter here."""
+    """Check tensors of different dtypes that are joined to one parameter (query, key and value)."""
     config = tiny_config()
     kinds = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
     tensors = {name: t.astype(kinds[n % 4]) for n, (name, t) in enumerate(seeded_tensors(config).items())}
@@ -337,7 +337,7 @@ def test_settings_of_a_tokenizer_are_checked(name: str, value: Any, got: str, tm
 def test_the_text_part_of_a_model_that_reads_images(
     prefixes: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The names of older and of newer versions of `transformers`."""
+    """Check the tensor names of older and newer versions of `transformers`."""
     text = {name: value for name, value in tiny_config(**GEMMA3).items() if value is not None}
     alone = load_model(write_checkpoint(tmp_path / "alone", text))
     folder = tmp_path / "whole"

@@ -1,4 +1,4 @@
-"""Exported folders, field by field beside their sources."""
+"""Exported folders, compared field by field with their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF files: written here with the `gguf` library as llama.cpp's converter writes them; the real one where it is."""
+"""GGUF files written with the `gguf` library in the form of llama.cpp's converter, and a real one if installed."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_order_of_rotated_rows_matters(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_quantised_file_holds_what_its_format_says(tmp_path: Path) -> None:
-    """Q8_0: blocks of 32 numbers, each a signed byte times the block's scale in float16."""
+    """Check Q8_0: blocks of 32 numbers, each a signed byte times the block's scale in float16."""
     config = CASES["llama"]
     tensors = seeded_tensors(config)
     for name, values in tensors.items():

@@ -1,4 +1,4 @@
-"""GGUF files that are written here: read back the same, and alike to one that llama.cpp's own converter wrote."""
+"""Written GGUF files: equal when read, and with the keys of a file of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def smollm2() -> tuple[Path, LanguageModel]:
 
 
 def test_it_says_what_llama_cpps_converter_says(smollm2: tuple[Path, LanguageModel], tmp_path: Path) -> None:
-    """SmolLM2 by `aspd convert`, beside the file that it came in: the same keys and values, the same tensors."""
+    """Check that `aspd convert` writes SmolLM2 with the keys, values and tensors of its source."""
     source, _ = smollm2
     assert aspd.main(["convert", "smollm2", "--output", str(tmp_path / "model.gguf")]) == 0
     theirs, ours = GGUFReader(source), GGUFReader(tmp_path / "model.gguf")

@@ -107,7 +107,7 @@ def base_rows(folder: Path) -> int:
 
 
 def test_an_adapter_of_peft_is_merged(tmp_path: Path) -> None:
-    """Queries, keys and values have downs of their own there; here they share one."""
+    """Check an adapter with separate down factors for query, key and value, which share one here."""
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -126,7 +126,7 @@ def test_an_adapter_of_peft_is_merged(tmp_path: Path) -> None:
 
 
 def test_only_adapters_and_new_rows_get_gradients(tmp_path: Path) -> None:
-    """What `train.setup` trains; rows of other tokens stay, through training and on being merged."""
+    """Check the parameters that `train.setup` trains; rows of other tokens do not change in training or merging."""
     from train.train_step import is_trained
 
     lm = as_if_trained(base_folder(tmp_path / "base", CASES["tied"]))
@@ -157,7 +157,7 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
     [
         (lambda folder: (folder / WEIGHTS).unlink(), "expected an adapter folder"),
         (lambda folder: (folder / CONFIG).write_text("{"), "Expecting property name"),
-        (lambda folder: changed(folder, peft_type="IA3"), "peft_type 'IA3' is not supported; only LORA is"),
+        (lambda folder: changed(folder, peft_type="IA3"), "peft_type: expected LORA, got 'IA3'"),
         (lambda folder: changed(folder, use_dora=True), "use_dora: expected None or False or .*, got True"),
         (lambda folder: changed(folder, trainable_token_indices=None), r"trainable_token_indices: expected token ids"),
         (lambda folder: without(folder, "lora_B"), "without its lora_B"),
@@ -258,7 +258,7 @@ def test_neutral_fields_change_nothing(pair: tuple[Path, Path], tmp_path: Path) 
 
 
 def test_scales_are_those_of_peft(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    """The first pattern that fits the end of a name; alpha over the rank, or over its root."""
+    """Check that the first pattern that matches the end of a name applies, and alpha / rank or alpha / sqrt(rank)."""
     patterns = {"alpha_pattern": {r"layers\.1\.mlp\..*": 5, "up_proj": 7, "proj": 100}}
     plain = open_adapter(with_fields(pair[1], tmp_path / "plain", **patterns)).factors
     rooted = open_adapter(with_fields(pair[1], tmp_path / "rooted", **patterns, use_rslora=True)).factors

@@ -1,4 +1,4 @@
-"""Forms for CPU: the same numbers as the plain ones, and really other programs."""
+"""Forms for CPU: results equal those of the plain forms, and the compiled programs differ."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_product_is_the_sum_over_its_inputs(
 
 
 def test_sums_are_not_rounded_to_the_dtype_of_the_inputs() -> None:
-    """Logits of bfloat16 models: near 20, bfloat16 has a number in every 0.125."""
+    """Check logits of bfloat16 models near 20, where the spacing of bfloat16 is 0.125."""
     x, kernel = numbers(3, 64, dtype=jnp.bfloat16), 3 * numbers(40, 64, dtype=jnp.bfloat16)
     exact = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64).T
     assert np.abs(einsum("...D,VD->...V", x, kernel, jnp.float32) - exact).max() < 1e-3
@@ -158,7 +158,7 @@ PROJECTIONS = {
 def test_a_kernel_is_never_transposed(
     inputs_first: bool, rows: tuple[int, ...], sizes: tuple[int, ...], features: tuple[int, ...]
 ) -> None:
-    """Whole kernels are read as they lie; a transposed one would be a second copy of the weights in every pass."""
+    """Check that no kernel is transposed, which would copy the weights in every step."""
     kernel = numbers(*(sizes + features if inputs_first else features + sizes))
     run = jax.jit(partial(einsum, equation_of(len(sizes), len(features), inputs_first)))
     assert not transposed(run, numbers(*rows, *sizes), kernel)

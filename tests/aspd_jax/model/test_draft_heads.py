@@ -39,7 +39,7 @@ def in_numpy(lm: LanguageModel, hidden: np.ndarray, tokens: list[int]) -> list[n
 
 
 def test_heads_are_as_documented(drafting: LanguageModel) -> None:
-    """In a full pass, where the tokens ahead are known, and one after the other, where each guess is fed back."""
+    """Check the heads in a full pass with known tokens, and one after the other with their draft tokens."""
     tokens = np.random.default_rng(0).integers(1, 15, (2, 9))
     special = drafting.special_tokens
     assert special is not None
@@ -72,7 +72,7 @@ def test_fresh_heads_guess_the_next_token_again(tmp_path: Path) -> None:
 
 
 def test_a_folder_keeps_its_heads(drafting: LanguageModel, tmp_path: Path) -> None:
-    """Through the folder of a model, and through the folder of an adapter; other tensors are not touched."""
+    """Check that folders of models and adapters keep their heads; other tensors do not change."""
     save_model(drafting, tmp_path / "model")
     again = load_model(tmp_path / "model")
     assert again.config.draft_heads == HEADS

@@ -18,7 +18,7 @@ from aspd_jax.layout import Layout
 from aspd_jax.model import flash_gpu
 from aspd_jax.model.attention import FULL_PASS_BACK_ENDS, View, reference
 from aspd_jax.model.flash import TPU, WHOLE, Kernel, flash_attention, intervals, tile_for, tiles_in_sight, visits
-from aspd_jax.sharding import make_mesh, over
+from aspd_jax.sharding import make_mesh, use_mesh
 
 SPECIAL = SpecialTokens(57, 58, 59, 60, 61, 62)
 START, END = SPECIAL.branch_start, SPECIAL.branch_end
@@ -83,7 +83,7 @@ def computed(
 @kernels
 @pytest.mark.parametrize(("siblings", "windowed"), [("invisible", False), ("shared", False), ("invisible", True)])
 def test_result_and_gradients_equal_the_reference(siblings: Any, windowed: bool, name: str) -> None:
-    """Compiled once, for structures that Hypothesis finds. Of a window, the size is found too."""
+    """Check structures and window sizes that Hypothesis finds, with one compiled program."""
 
     @settings(max_examples=40)
     @given(layouts(), st.integers(0, 9), st.integers(1, 30))
@@ -97,7 +97,7 @@ def test_result_and_gradients_equal_the_reference(siblings: Any, windowed: bool,
 
 
 def test_tiles_of_keys_may_be_smaller_than_those_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are on a GPU."""
+    """Check the tile sizes of a GPU."""
     monkeypatch.setattr(flash_gpu, "MAX_BY_KEY", TILE)
 
     @settings(max_examples=10)
@@ -112,7 +112,7 @@ def test_tiles_of_keys_may_be_smaller_than_those_of_queries(monkeypatch: pytest.
 
 @kernels
 def test_what_is_hidden_matters(name: str) -> None:
-    """Negative controls of the test above: with siblings in sight, or sequences that see each other."""
+    """Negative controls of the test above: with visible siblings, or with sequences that see each other."""
     tokens = np.array([[9] * 5 + [START, 5, END, START, 5, END, 60] + [9] * 33] * ROWS)
     owner = np.array([[1] * 20 + [2] * 25] * ROWS)
     layout = build_layout(tokens, SPECIAL, sequence=owner)
@@ -140,7 +140,7 @@ def by_tile(mask: np.ndarray, tile: int) -> np.ndarray:
 @settings(max_examples=100)
 @given(layouts(), st.sampled_from(["invisible", "shared"]), st.one_of(st.none(), st.integers(1, 30)))
 def test_visited_are_the_tiles_with_a_visible_pair(layout: Layout, siblings: Any, window: int | None) -> None:
-    """All of them; without a window no others, and a mask is applied to all that are not whole."""
+    """Check that all and, without a window, only these tiles are visited, and that partly visible tiles are masked."""
     padded = Layout(*(np.pad(field, ((0, 0), (0, -LENGTH % TILE))) for field in layout))
     mask = by_tile(np.asarray(visible(padded, padded, siblings, window)), TILE)
     size = None if window is None else jnp.array([window])
@@ -161,7 +161,7 @@ def test_visited_are_the_tiles_with_a_visible_pair(layout: Layout, siblings: Any
 
 
 def test_packed_rows_and_branches_take_fewer_visits() -> None:
-    """Of 8,192 tokens in tiles of 512, of which causal attention visits 136."""
+    """Check the visits of 8,192 tokens in tiles of 512; causal attention visits 136."""
 
     def count(tokens: np.ndarray, owner: np.ndarray | None = None) -> int:
         layout = build_layout(tokens[None], SPECIAL, sequence=owner)
@@ -182,7 +182,7 @@ def test_tiles_hold_a_row_with_little_padding() -> None:
 
 
 def test_other_platforms_get_the_chunks() -> None:
-    """To the bit, with its gradients, and with a window that is an array."""
+    """Check that results and gradients are bitwise equal, also with a window that is an array."""
     *of, slope = drawn(0)
     layout = Layout(*map(jnp.asarray, build_layout(np.full((ROWS, LENGTH), 9), SPECIAL)))
     for window in (None, jnp.array(4)):
@@ -199,7 +199,7 @@ def test_other_platforms_get_the_chunks() -> None:
 @kernels
 @pytest.mark.several
 def test_devices_of_a_mesh_run_kernels_for_their_rows_and_heads(name: str) -> None:
-    """The same numbers as on one device, and nothing goes from one to another."""
+    """Check that results equal those of one device, without communication."""
     mesh = make_mesh({"fsdp": 2, "tensor": 2})
     layout = build_layout(np.array([[9] * 10 + [START, 5, END, START, 5, END, 60] + [9] * 28] * ROWS), SPECIAL)
     arrays = drawn(0)
@@ -215,5 +215,5 @@ def test_devices_of_a_mesh_run_kernels_for_their_rows_and_heads(name: str) -> No
 
 def under_mesh(name: str, mesh: Any, arrays: Any, layout: Layout) -> tuple[jax.Array, ...]:
     """`computed` of the kernels, where they find the mesh."""
-    with over(mesh):
+    with use_mesh(mesh):
         return computed.__wrapped__(name, arrays, layout, "invisible", None)

@@ -102,7 +102,7 @@ def compare(args: tuple[Any, ...], siblings: Any, window: int | None, name: str)
 @pytest.mark.parametrize("siblings", ["invisible", "shared"])
 @pytest.mark.parametrize("window", [None, 9])
 def test_equal_to_the_definition(siblings: Any, window: int | None, name: str) -> None:
-    """Branches interleaved, padding, discarded slots, slots and rows of the cache that are not in use."""
+    """Check interleaved branches, padding, discarded slots, and unused slots and rows of the cache."""
 
     @settings(max_examples=4)
     @given(rows=st.lists(parts, min_size=2, max_size=2), seed=st.integers(0, 99))
@@ -113,8 +113,8 @@ def test_equal_to_the_definition(siblings: Any, window: int | None, name: str) -
 
 
 @kernels
-def test_a_mask_that_is_wrong_is_heard_of(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Negative control: branches of which everything is seen."""
+def test_a_wrong_mask_changes_the_result(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Negative control: check that a mask with visible siblings gives another result."""
     args = scene([[[1] * 30, [([5], [6] * 9), ([7], [8] * 9), ([9], [10] * 9)]]] * 2, 0)
     assert compare(args, "invisible", None, name) < 1e-5
     plain = flash_decode.fields
@@ -125,7 +125,7 @@ def test_a_mask_that_is_wrong_is_heard_of(monkeypatch: pytest.MonkeyPatch, name:
 
 @kernels
 def test_many_queries_are_several_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Each tile of queries looks at the slots that it may see: with a window, not from the first one on."""
+    """Check that each tile of queries reads only visible slots; with a window, not from the first slot."""
     monkeypatch.setattr(flash_decode, "QUERY_ROWS", 16 * K * G * H)
     monkeypatch.setattr(flash_decode, "TOGETHER", 8)
     monkeypatch.setattr(flash_decode_gpu, "MAX_ROWS", 16)
@@ -138,7 +138,7 @@ def test_many_queries_are_several_tiles(monkeypatch: pytest.MonkeyPatch, name: s
 
 
 def test_same_tokens_from_an_engine(bare_lm: LanguageModel) -> None:
-    """A replay over the kernel takes the same passes as one without it, and every token has the same successor."""
+    """Check that a replay with the kernel takes equal steps, and predicts equal tokens."""
     engines = []
     for name in ("decode", "flash_decode"):
         config = replace(bare_lm.config, decode_attention=name)
@@ -153,7 +153,7 @@ def test_same_tokens_from_an_engine(bare_lm: LanguageModel) -> None:
 
 @given(st.integers(0, 600), st.integers(0, 600), st.integers(1, 132))
 def test_every_tile_is_of_one_part(first: int, more: int, parts: int) -> None:
-    """On a GPU."""
+    """Check the form for GPUs."""
     of_parts = flash_decode_gpu.tiles_of(
         *np.int32([first, first + more])[:, None], np.arange(parts, dtype=np.int32), parts
     )
@@ -164,7 +164,7 @@ def test_every_tile_is_of_one_part(first: int, more: int, parts: int) -> None:
 
 @pytest.mark.parametrize(("queries", "times"), [(1, 1), (16, 1), (32, 1), (33, 2), (512, 16)])
 def test_queries_of_a_row_read_the_cache_together(queries: int, times: int) -> None:
-    """On a GPU, in the form that it compiles: so many programs for each part of the slots and each of 8 heads."""
+    """Check the number of GPU programs for each part of the slots and each of 8 heads."""
     fields = [flash_decode.Fields(*[jax.ShapeDtypeStruct((1, size), jnp.int32)] * 5) for size in (queries, 32768)]
     query, cache = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, queries, 8, 4, 128), (1, 32768, 8, 128))
@@ -179,7 +179,7 @@ def test_queries_of_a_row_read_the_cache_together(queries: int, times: int) -> N
 @kernels
 @pytest.mark.several
 def test_heads_and_rows_of_a_mesh(name: str) -> None:
-    """On each device its own heads and rows, by the mesh of the context."""
+    """Check that each device computes its heads and rows of the mesh."""
     args = scene([[[1] * 30], [[2] * 9, [([5], [6]), ([7], [8])]]], 2)
     query, key, value, view = args[0], args[1][:2], args[2][:2], args[3]
     expected = DECODE_BACK_ENDS["reference"](query, key, value, view, "invisible", None)

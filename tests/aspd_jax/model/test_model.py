@@ -147,7 +147,7 @@ def test_every_rope_field_changes_the_output(name: str) -> None:
 @pytest.mark.parametrize("siblings", ["invisible", "shared"])
 @pytest.mark.parametrize("window", [None, 40])
 def test_attention_against_brute_force(name: str, siblings: Any, window: int | None, monkeypatch: Any) -> None:
-    """Each back end for full passes against a softmax in float64 over just the keys that `visible` allows."""
+    """Check each back end for full passes against a softmax in float64 over the keys that `visible` allows."""
     monkeypatch.setattr("aspd_jax.model.attention.QUERY_CHUNK", 16)
     monkeypatch.setattr("aspd_jax.model.attention.GROUPS", 2)
     random = np.random.default_rng(3)
@@ -172,7 +172,7 @@ def test_attention_against_brute_force(name: str, siblings: Any, window: int | N
 
 
 def test_back_ends_are_chosen_by_name(monkeypatch: Any) -> None:
-    """One for full passes, another over a cache; neither is used for the other."""
+    """Check that full passes and steps have separate back ends."""
     used: list[str] = []
 
     def noted(name: str, plain: Any) -> Any:
@@ -196,7 +196,7 @@ def test_a_back_end_of_the_other_table_is_refused(name: str) -> None:
         if name in back_ends:
             replace(BASE, **{field: name})
             continue
-        with pytest.raises(ConfigError, match=f"^{field} must be one of {', '.join(back_ends)}; got '{name}'"):
+        with pytest.raises(ConfigError, match=f"^{field}: expected one of {', '.join(back_ends)}, got '{name}'"):
             replace(BASE, **{field: name})
 
 
@@ -343,7 +343,7 @@ def fed(
 def test_cached_pass_equals_full_pass_in_any_order(
     back_end: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Branches fed interleaved, beside another row and with padding, give the logits of the linearisation."""
+    """Check that interleaved branches, with another row and padding, have the logits of the linearisation."""
     monkeypatch.setattr("aspd_jax.model.attention.DECODE_CHUNK", 7)
     lm = load_model(write_checkpoint(tmp_path, CASES[case]))
     config = replace(lm.config, decode_attention=back_end)
@@ -362,7 +362,7 @@ def test_cached_pass_equals_full_pass_in_any_order(
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_are_not_rounded_to_bfloat16(tied: bool) -> None:
-    """In a full pass, over a cache, and of the head applied apart: the exact products of rounded numbers."""
+    """Check full passes, steps and the separate head against exact products of rounded numbers."""
     config = replace(BASE, tied=tied, dtype="bfloat16")
     tokens = np.array([BLOCK])
     layout = build_layout(tokens, SPECIAL)
@@ -393,8 +393,11 @@ def test_bfloat16_is_close(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are llama"),
-        ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
+        ({"hidden_act": "tanh"}, "hidden_act: expected one of silu, .*, got 'tanh'"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope scaling 'dynamic' is not supported",
+        ),
     ],
 )
 def test_unsupported_checkpoints_say_which_field(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What words tell against a block, and JSON in replies."""
+"""Rules that refuse a block by its words, and JSON in replies."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_replies_without_json_are_named(text: str) -> None:
 
 
 def test_schemas_are_strict() -> None:
-    """Structured outputs want every field required and no others, at every depth."""
+    """Check that structured outputs require every field and no others, at every depth."""
 
     def check(schema: dict[str, Any]) -> None:
         if schema["type"] == "object":

@@ -1,4 +1,4 @@
-"""Questions from forms and topics: different ones, in their shares, and never one of a benchmark."""
+"""Questions from forms and topics: distinct, in their shares, and none of a benchmark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from aspd import main
 from aspd_jax.configuration import config_from_dict, read_config
 from aspd_jax.errors import ConfigError
-from aspd_jax.pipeline.compose import Questions, compose, go_on, held_out
+from aspd_jax.pipeline.compose import Questions, compose, go_on, is_held_out
 from aspd_jax.pipeline.sources import Conversation
 from tests.conftest import GOLDEN, ROOT, shared
 
@@ -35,7 +35,7 @@ def test_questions_are_all_there_is_each_once() -> None:
     both = [*compose(of, 1000, 0, False), *compose(of, 1000, 0, True)]
     assert len(both) == len(set(both)) == 3 + 12 + 4 + 12 + 12
     assert ("five of x and 3?", "one") in both and ("say z to 4", "two") in both
-    assert all(not held_out(text) for text, _ in compose(of, 1000, 0, False))
+    assert all(not is_held_out(text) for text, _ in compose(of, 1000, 0, False))
 
 
 def test_shares_and_turns() -> None:
@@ -57,7 +57,7 @@ def test_follow_ups_take_turns() -> None:
         assert [message["role"] for message in one] == ["user", "assistant", "user"]
         assert one[1]["content"][1:] == one[0]["content"][1:]
     assert len(go_on(of, answered, 100, 0)) == 9 and go_on(of, answered, 7, 0) == made != go_on(of, answered, 7, 1)
-    with pytest.raises(ConfigError, match="follow_ups: there are none"):
+    with pytest.raises(ConfigError, match="follow_ups: expected at least one question, got none"):
         go_on(config_from_dict(Questions, SMALL, "here"), answered, 1, 0)
 
 
@@ -68,9 +68,9 @@ def test_follow_ups_take_turns() -> None:
             {"groups": {"one": {"share": 1, "forms": ["{c}?"]}}},
             r"groups.one: '\{c\}\?' has a place 'c'; topics are a, b, n",
         ),
-        ({"groups": {"one": {"share": 0, "forms": ["{a}?"]}}}, "groups.one needs forms, and a share above 0"),
-        ({"topics": {"a": 3}}, "topics.a must be a list of strings, got 3"),
-        ({"topics": ["a"]}, "topics must hold a name and its settings for each"),
+        ({"groups": {"one": {"share": 0, "forms": ["{a}?"]}}}, "groups.one: expected forms, and a share above 0"),
+        ({"topics": {"a": 3}}, "topics.a: expected a list of strings, got 3"),
+        ({"topics": ["a"]}, "topics: expected settings by name"),
     ],
 )
 def test_mistakes_are_named(change: dict[str, object], message: str) -> None:

@@ -70,12 +70,12 @@ def test_dry_run_asks_nobody(built: Path, capsys: Any) -> None:
         ("teacher.base_url=http://x", "teacher.model"),
         ("teacher.base_url=ftp://x", "teacher.model|http"),
         ("teacher.schema=xml", "schema"),
-        ("rules=false", "nothing proposes"),
+        ("rules=false", "rules: expected true"),
         ("select.max_branches=1", "max_branches"),
         ("teacher.vote=1", "did you mean 'teacher.votes'"),
         ("likelihood.batch=0", "likelihood.batch"),
         ("likelihood.model=none", "none"),
-        ("select.tokenizer=tests", "tests holds no tokenizer"),
+        ("select.tokenizer=tests", "tests: expected a tokenizer"),
     ],
 )
 def test_mistakes_are_named(built: Path, override: str, message: str, capsys: Any, tmp_path: Path) -> None:

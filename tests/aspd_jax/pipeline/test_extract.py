@@ -1,4 +1,4 @@
-"""Blocks read off an answer's form: exact, nothing cut, lists found."""
+"""Blocks by the form of an answer: exact text, and all lists."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_stands_between_branches_ends_the_first() -> None:
 
 @pytest.mark.parametrize("before", ["", "Rooms:\n\n"])
 def test_the_last_part_keeps_what_its_siblings_have(before: str) -> None:
-    """Wherever the list begins."""
+    """Check lists at any place of the text."""
     answer = (
         f"{before}1. Kitchen, which is big\n- a stove\n- a sink\n2. Hall, which is small\n- a lamp\n- a door\n\nBye."
     )

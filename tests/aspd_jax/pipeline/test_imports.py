@@ -106,7 +106,7 @@ pieces = st.sampled_from([*FLAT_TAGS, "\n", " ", "1: a", "2: b c", "**x**", "<"]
     st.lists(st.one_of(pieces, st.just(FLAT)), max_size=12).map("".join), st.sampled_from(["parallel-r1", "multiverse"])
 )
 def test_any_text_is_kept_or_refused(text: str, form: str) -> None:
-    """No other error than of structure, and no character but white space and tags is lost."""
+    """Check that only `StructureError` is raised, and that only white space and tags are removed."""
     try:
         found = import_answer(text, form)
     except StructureError:
@@ -116,12 +116,12 @@ def test_any_text_is_kept_or_refused(text: str, form: str) -> None:
 
 def test_round_trip_finds_a_lost_line(monkeypatch: Any) -> None:
     """Negative control: removal of tags without their lines, and removal of one character more."""
-    original = tag_formats._with_lines
+    original = tag_formats.removal_ranges
     for broken in (
         lambda text, tags: sorted(tags),
         lambda text, tags: [(start, end + (end < len(text))) for start, end in original(text, tags)],
     ):
-        monkeypatch.setattr(tag_formats, "_with_lines", broken)
+        monkeypatch.setattr(tag_formats, "removal_ranges", broken)
         with pytest.raises(AssertionError):
             check_round_trip("npr", ["text", ["1: w1 a", "2: w2 b"], "end"])
 
@@ -159,7 +159,7 @@ NAMED = "<|title|>A<|/title|><|title|>B<|/title|><|para|><|branch|>A: x<|/branch
         ("llm-aspd", NAMED.replace("<|title|>A<|/title|>", ""), "got 1 titles and 2 branches"),
         ("llm-aspd", "<|title|>A<|/title|>", r"expected <\|para\|> behind the titles"),
         ("llm-aspd", NAMED.replace("x<", NAMED + "<"), r"expected no <\|title\|> in <\|branch\|>"),
-        ("llm-aspd", NAMED.replace("A<|/title", "<|/title"), "a branch needs a title|expected ': '"),
+        ("llm-aspd", NAMED.replace("A<|/title", "<|/title"), "title: expected text|expected ': '"),
         ("parallel-r1", FLAT.replace("two\n</Path>", "two"), r"expected </Path>, got </Parallel>"),
         ("parallel-r1", FLAT.replace("</Summary>", ""), r"character 67: <Summary> is never closed"),
         ("parallel-r1", FLAT + "</Path>", "expected text, got </Path>"),
@@ -179,7 +179,7 @@ def test_what_is_not_well_formed_is_named(form: str, text: str, message: str) ->
 
 
 def test_blocks_that_do_not_fit_are_serial_text() -> None:
-    """Text between branches, branches without words, and branches that begin alike: no text is lost."""
+    """Check text between branches, branches without words, and equal beginnings: all text is kept."""
     for changed, message in (
         (FLAT.replace("</Path>\n<Path>", "</Path>\nbut\n<Path>"), "got the text 'but' between two of them"),
         (FLAT.replace("2: two", "- -"), "expected words in every branch, got none in branch 2"),
@@ -292,7 +292,7 @@ def test_bad_records_are_named_and_end_nothing(tmp_path: Path, capsys: Any) -> N
         (3, r"messages\[1\], character \d+: expected no <Path> in <Goal>"),
         (4, r"messages\[1\], character 0: <guideline> is a tag of npr"),
         (5, r"text, character 0: expected <\|im_start\|>ROLE"),
-        (6, r'prompt\[0\] has the role "alien"'),
+        (6, r'prompt\[0\]\.role: expected one of .*, got "alien"'),
         (7, "no question and answer"),
         (8, "expected an answer with tags, got a structured answer"),
         (9, r"messages\[1\], character \d+: a block is serial text: expected only branches"),
@@ -327,7 +327,7 @@ def test_mistakes_are_named_and_write_nothing(tmp_path: Path, capsys: Any) -> No
 
 
 def test_training_reads_what_is_written(tmp_path: Path, lm: LanguageModel) -> None:
-    """Leads and names linearise in their own form; names are refused where titles are leads."""
+    """Check that leads and names linearise in their form, and that names are refused as leads."""
     rows = {"leads": ROWS["chat"], "names": {"question": "q", "answer": f"a{NAMED}b"}}
     for titles, row in rows.items():
         (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""Numbered pieces of an answer, and an annotator's groups of them."""
+"""Numbered pieces of an answer, and a teacher's groups of them."""
 
 from __future__ import annotations
 

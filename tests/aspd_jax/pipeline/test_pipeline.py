@@ -1,4 +1,4 @@
-"""The pipeline as a whole: shapes of records, resumption, shards, and what it leaves."""
+"""The whole pipeline: shapes of records, resumption, shards and output."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_training_reads_what_is_left(source: Path, tmp_path: Path, lm: LanguageM
 
 @pytest.mark.parametrize("titles", ["names", "leads"])
 def test_measures_are_those_of_the_linearisation(lm: LanguageModel, titles: Titles) -> None:
-    """Against tokens counted one by one off the sequence that is trained on."""
+    """Check the measures against tokens counted in the training sequence."""
     codec = Codec(lm.tokenizer, titles=titles)
     structure, special = problem(1, True, "orders", "conclusion").structure, codec.special
     if titles == "leads":
@@ -146,7 +146,7 @@ def test_shards_make_the_whole(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
-    """Killed twice while calls are under way: nothing finished is asked for again, and the result is as undisturbed."""
+    """Check that a run killed twice repeats no finished call and has the output of an uninterrupted run."""
     file = tmp_path / "many.jsonl"
     rows = [{"question": f"q{n}", "answer": LIST.replace("eight", f"{n}")} for n in range(60)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -223,7 +223,7 @@ def test_two_processes_cannot_share_a_store(tmp_path: Path) -> None:
     assert again.reply("key") == ("text", 1, 2) and again.reply("other") is None
     again.close()
     (tmp_path / "text.sqlite").write_bytes(os.urandom(5000))
-    with pytest.raises(AspdError, match="not the store of a run"):
+    with pytest.raises(AspdError, match="expected the store of a run"):
         Store(tmp_path / "text.sqlite")
 
 
@@ -259,7 +259,7 @@ def test_the_shipped_configuration_is_the_default() -> None:
 
 
 def test_records_that_teach_nothing_good_are_in_neither_set(tmp_path: Path) -> None:
-    """Answers that go round in circles or were cut off, parts that nobody asked for, more serial ones than wanted."""
+    """Check repetitive and truncated answers, unrequested parts, and surplus serial answers."""
     circles = "It is good. It is good for you and me. " * 12
     rows = [
         {"id": "list", "question": "Give me three ideas.", "answer": LIST},

@@ -79,7 +79,7 @@ def test_files_equal_those_of_one_process(parts: Path, whole: dict[str, bytes], 
 
 
 def test_kill_9_of_a_worker(parts: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: Any) -> None:
-    """No call is made twice, because calls are the driver's; only parts that the worker held are processed again."""
+    """Check that no call is repeated, and that only partitions of the killed worker are processed again."""
     log, source = tmp_path / "log", f"{parts}/part-*.jsonl"
 
     def killing(make: Any, *rest: Any, **more: Any) -> Iterator[Task]:

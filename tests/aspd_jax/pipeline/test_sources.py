@@ -1,4 +1,4 @@
-"""Records in the shapes that people keep them in."""
+"""Records in common shapes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_messages_behind_the_last_answer_are_dropped() -> None:
     assert isinstance(found, Conversation) and found.messages == (("user", "q"), ("assistant", "a"))
     assert found.unanswered == 1
     greeting = conversation({"messages": [said[1], said[0]]}, 1)
-    assert isinstance(greeting, Unreadable) and greeting.reason == "it holds no question before its answer"
+    assert isinstance(greeting, Unreadable) and greeting.reason == "expected a question before the answer, got none"
 
 
 def test_one_bad_record_ends_no_file_of_another_kind(tmp_path: Path) -> None:

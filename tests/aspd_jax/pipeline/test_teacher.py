@@ -1,4 +1,4 @@
-"""The teacher: what it is asked, its votes, and faults of the endpoint."""
+"""The teacher: its prompts, its votes, and faults of the endpoint."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_killed_process_loses_nothing(target: str, large: Path, tmp_path: Path
     wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
     if target == "worker":
         assert run.returncode == 2 and "Traceback" not in errors
-        assert errors.splitlines()[-1].startswith("aspd: --workers: a worker process ended before its work was done")
+        assert errors.splitlines()[-1].startswith("aspd: --workers: expected running worker processes")
     else:
         assert run.returncode == -signal.SIGKILL
     assert {file.name for file in out.iterdir()} <= {f"work.sqlite{end}" for end in ("", "-wal", "-shm")}
@@ -187,7 +187,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 def test_parts_hold_every_record_once_with_its_results(
     count: int, size: int, of: int, data: Any, store: Store, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Against the records of the shard, with blank and bad lines; results of records with alike numbers do not mix."""
+    """Check the parts against the records of the shard, with blank and bad lines and equal record numbers."""
     file = tmp_path_factory.getbasetemp() / "parts.jsonl"
     kinds = data.draw(st.lists(st.sampled_from(['{"question": "a", "answer": "b"}', "", "{bad"]), max_size=count))
     file.write_text("\n".join(kinds))
@@ -206,11 +206,11 @@ def test_parts_hold_every_record_once_with_its_results(
 
 
 def test_a_worker_that_raises_is_no_killed_one(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of a setting is the same with workers; only a lost process is reported as one."""
+    """Check that an error of a setting is equal with workers, and is not reported as a lost process."""
     (tmp_path / "empty").mkdir()
     config = DataConfig(select=SelectSection(tokenizer=str(tmp_path / "empty")))
     for workers in (1, 2):
-        with pytest.raises(Exception, match="no tokenizer") as caught:
+        with pytest.raises(Exception, match="expected a tokenizer") as caught:
             build(config, str(many), tmp_path / "out", progress=False, workers=workers)
         assert not isinstance(caught.value, RequestError)
 

@@ -198,7 +198,7 @@ def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -
 
 @untied
 def test_a_model_without_room_says_so(made: Made) -> None:
-    with pytest.raises(CheckpointError, match="has an adapter merged already"):
+    with pytest.raises(CheckpointError, match="expected a base model without an adapter"):
         load_model(made.base, adapter=made.folders["first"], adapters=2, lora_rank=RANK)
     engine = Engine(made.merged[""], max_batch=1, max_length=64)
     with pytest.raises(RequestError, match="all 0 places"):

@@ -353,7 +353,7 @@ def test_it_finishes_what_is_under_way_when_told_to_stop() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--host", "0.0.0.0"], "is open to others"),
+        (["--host", "0.0.0.0"], "expected a loopback address or API keys"),
         (["--port", "99999"], "port: expected 0 to 65535"),
         (["--timeout", "0"], "timeout: expected more than 0"),
         (["--key-file", "nowhere"], "--key-file"),

@@ -1,4 +1,4 @@
-"""`aspd compile`, with this machine's CPU in the place of an accelerator that is not there."""
+"""`aspd compile` with this machine's CPU as the target instead of an accelerator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import aspd
 from aspd.aot import aot_report
 from aspd.aot.abstract import abstract_model, configuration
 from aspd.aot.aot_report import Figures, compile_for
-from aspd.aot.decode import CompiledPass, compile_pass, expected_answer
+from aspd.aot.decode import CompiledStep, compile_decode_step, expected_answer
 from aspd.aot.topology import Chip, Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.model.cache import Bucket
@@ -36,31 +36,33 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Topology:
 
 
 @pytest.mark.parametrize("branches,length,serial,adaptive", [(2, 20, 62, 57), (4, 12, 60, 57), (3, 30, 107, 71)])
-def test_expected_passes_are_those_of_the_engine(branches: int, length: int, serial: int, adaptive: int) -> None:
-    """Passes as `infer.bench.decoding.answer_times` counts them."""
+def test_expected_steps_are_those_of_the_engine(branches: int, length: int, serial: int, adaptive: int) -> None:
+    """Check that steps equal those of `infer.bench.decoding.answer_times`."""
 
-    def passes(width: int, milliseconds: float | None) -> CompiledPass:
+    def steps(width: int, milliseconds: float | None) -> CompiledStep:
         read = Figures(True, 0.0, None, 1, 1, 1, 0, (), 0, 0, 0.0, milliseconds, 0.0)
-        return CompiledPass(width, 1, 128, Bucket(1, width, width, 128), read)
+        return CompiledStep(width, 1, 128, Bucket(1, width, width, 128), read)
 
-    expected = expected_answer([passes(1, 2.0), passes(4, 3.0)], branches, length)
-    assert expected is not None and (expected.serial_passes, expected.adaptive_passes) == (serial, adaptive)
+    expected = expected_answer([steps(1, 2.0), steps(4, 3.0)], branches, length)
+    assert expected is not None and (expected.serial_steps, expected.adaptive_steps) == (serial, adaptive)
     wide = length - 3  # the fork, and all but head and last token
     assert expected.serial_ms == 2 * serial and expected.adaptive_ms == 2 * (adaptive - wide) + 3 * wide
-    assert expected_answer([passes(1, 2.0), passes(4, None)], branches, length) is None
+    assert expected_answer([steps(1, 2.0), steps(4, None)], branches, length) is None
     with pytest.raises(RequestError, match="expected 1 and a width of at least 8 for 8 branches"):
-        expected_answer([passes(1, 2.0), passes(4, 3.0)], 8, 12)
+        expected_answer([steps(1, 2.0), steps(4, 3.0)], 8, 12)
 
 
 def test_needed_bytes_are_weights_and_cache(here: Topology) -> None:
-    """Of a model that is split, an eighth of them and of the vocabulary's padding, but for norms."""
+    """Check the bytes of a whole model, and of one of eight shards, which includes all norms."""
     config = configuration(None, "tiny", "float32", "float", "decode")
-    whole = compile_pass(abstract_model(config, here, None), here, 1, 1, 128).figures
+    whole = compile_decode_step(abstract_model(config, here, None), here, 1, 1, 128).figures
     c = config
     weights = c.hidden_size * (4 * c.heads * c.head_dim + 3 * c.feed_forward + c.vocab_size + 3)
     assert whole.needed_bytes == 4 * (weights + 2 * 128 * c.kv_heads * c.head_dim)
     assert whole.fits and whole.memory is not None and whole.bytes is not None and whole.bytes >= whole.needed_bytes
-    split = compile_pass(abstract_model(config, here, make_mesh({"tensor": 8}, here.devices)), here, 1, 1, 128).figures
+    split = compile_decode_step(
+        abstract_model(config, here, make_mesh({"tensor": 8}, here.devices)), here, 1, 1, 128
+    ).figures
     norms, padding = 4 * 3 * c.hidden_size, 4 * (-c.vocab_size % 1024) * c.hidden_size
     assert padding and split.needed_bytes - norms == (whole.needed_bytes - norms + padding) // 8
     assert split.needed_collective_bytes == 2 * c.hidden_size * 4 and split.collectives
@@ -89,9 +91,9 @@ def test_the_commands(here: Topology, tmp_path: Path, capsys: Any) -> None:
     said = capsys.readouterr().out
     assert said.count("computed from the compiled program, not measured") == 2 and "| 1 branches of 12 |" in said
     record = json.loads(file.read_text())
-    assert [one["width"] for one in record["passes"]] == [1] and "not measured" in record["figures"]
-    assert record["passes"][0]["figures"]["collectives"][0]["kind"] == "all-reduce"
-    assert record["passes"][0]["figures"]["memory"]["aliased"] > 0
+    assert [one["width"] for one in record["steps"]] == [1] and "not measured" in record["figures"]
+    assert record["steps"][0]["figures"]["collectives"][0]["kind"] == "all-reduce"
+    assert record["steps"][0]["figures"]["memory"]["aliased"] > 0
     assert record["answers"][0]["speed_up"] > 0
     file = tmp_path / "train.json"
     config = str(ROOT / "configs" / "embedded_aspd.yaml")
@@ -112,8 +114,8 @@ def test_the_commands(here: Topology, tmp_path: Path, capsys: Any) -> None:
 def test_mistakes_are_one_line(capsys: Any) -> None:
     for words, said in (
         ("compile decode --topology v9:1x1", "unknown topology 'v9:1x1'"),
-        ("compile decode --topology v6e:1x1 --widths 0", "--widths must be at least 1"),
-        ("compile decode --topology v6e:1x1 --answers 8", "--answers takes branches x tokens"),
+        ("compile decode --topology v6e:1x1 --widths 0", "--widths: expected at least 1"),
+        ("compile decode --topology v6e:1x1 --answers 8", "--answers: expected branches x tokens"),
     ):
         assert aspd.main(words.split()) == 2
         error = capsys.readouterr().err

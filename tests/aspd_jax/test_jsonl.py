@@ -1,4 +1,4 @@
-"""Any bytes are a file of records: each line gives a record or the reason why it is none, in every command."""
+"""JSONL files of any bytes: each line yields a record or a reason, in every command."""
 
 from __future__ import annotations
 

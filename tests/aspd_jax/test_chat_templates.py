@@ -1,4 +1,4 @@
-"""Chat templates of many habits: an answer is learned behind the prompt that engine and transformers have for it."""
+"""Chat templates: the context of a training answer equals the prompt of the engine and of transformers."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_turns_share_an_example_where_prompts_continue(lm: LanguageModel) -> Non
 
 
 def test_the_whole_conversation_is_another_prompt(lm: LanguageModel) -> None:
-    """The negative control: what the template renders of all turns puts a thought before the last answer."""
+    """Negative control: the template's rendering of all turns has a thought before the last answer."""
     own = with_template(lm, TEMPLATES["thought before the last"])
     whole = own.tokenizer.apply_chat_template(PLAIN["messages"], tokenize=False)
     before, _ = learned(own, PLAIN)[0][-1]
@@ -185,7 +185,7 @@ def test_turns_that_cannot_be_asked_for_are_left_out_and_named(lm: LanguageModel
     turn = [
         (2, "turn", "messages[0]: no message asks for this answer"),
         (3, "turn", "messages[2]: no answer follows"),
-        (4, "turn", "messages[1]: the answer is empty"),
+        (4, "turn", "messages[1]: answer: expected text, got none"),
     ]
     assert read(TEMPLATES["plain"], "plain") == (6, turn)
     count, problems = read(TEMPLATES["alternates"], "alternates")
@@ -225,7 +225,7 @@ def test_an_engine_takes_a_greeting_where_the_template_does(lm: LanguageModel) -
     ],
 )
 def test_templates_that_change_answers(lm: LanguageModel, template: str, reason: str | None) -> None:
-    """An earlier answer is what the template makes of it; a template that hides where it ends is refused."""
+    """Check that an earlier answer has the template's form, and that a template that hides its end is refused."""
     own = with_template(lm, template)
     engine = Engine(own, max_length=256, max_batch=1)
     messages = PLAIN["messages"][:3]
@@ -254,7 +254,7 @@ def test_real_templates(lm: LanguageModel) -> None:
 
 
 def test_the_second_of_two_answers_in_a_row_is_left_out(lm: LanguageModel, tmp_path: Path) -> None:
-    """Nobody asks for it: the engine refuses a prompt that ends with an answer."""
+    """Check that the second answer is left out; the engine refuses a prompt that ends with an answer."""
     row = {"messages": [*PLAIN["messages"][:2], {"role": "assistant", "content": "More."}]}
     file = write(tmp_path / "data.jsonl", [row])
     records = Records(lm, [file], DataSection(length=256), tmp_path / "cache")

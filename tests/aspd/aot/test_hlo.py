@@ -1,4 +1,4 @@
-"""The reader of compiled programs, on programs by hand and on small ones that XLA makes for this machine."""
+"""The parser of compiled programs, on programs written by hand and on small ones compiled for this machine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ ENTRY %main (a: bf16[64,128], b: bf16[1,128], c: s32[], x: bf16[128], f: f32[8],
 
 
 def test_a_program_by_hand() -> None:
-    """An update in place, a kernel seen through a view, a row of a table, a copy to fast memory in a loop."""
+    """Check an update in place, a kernel read through a view, a row of a table, and a copy to fast memory in a loop."""
     program = parse(BY_HAND)
     least, most = program.region(cheapest), program.region(dearest)
     whole, row = 64 * 128 * 2, 128 * 2
@@ -140,7 +140,7 @@ ENTRY %main (a: bf16[8,128], c: s32[]) -> bf16[64,128] {
 
 
 def test_a_collective_in_steps_counts_once() -> None:
-    """It begins, goes on in every round of a loop, and ends; HBM is that of what is computed beside it: nothing."""
+    """Check that an asynchronous collective in a loop counts once, without HBM traffic of its own."""
     region = parse(IN_STEPS).region(cheapest)
     (said,) = count_collectives(region)
     assert (said.loop, said.times, said.bytes, region.total) == ("", 1, 64 * 128 * 2, 0)
