@@ -41,6 +41,14 @@ _GOES_ON = re.compile(
     r"|然后|接着|接下来|随后|因此|所以|由此|再将|其次再",
     re.IGNORECASE,
 )
+# Beginnings of a part that continues the one before. Behind a title they may refer to the title.
+_CONTINUES = re.compile(
+    r"(?:however|but|yet|moreover|furthermore|additionally|also|besides|likewise|similarly|instead(?! of)|"
+    r"on the other hand|in addition(?! to)|(?:in|by) contrast(?! to)|conversely|nevertheless|nonetheless|"
+    r"despite (?:this|that|these)|"
+    r"(?:this|these|those) (?:list|also|includes?|means?|helps?|is|are|has|have|can|could|may|might|will|would))\b",
+    re.IGNORECASE,
+)
 # Results of a step in cooking, mixing and calculating that the next step uses.
 _LEFT_OVER = re.compile(
     r"\b(?:the|this|that|your) (?:\w+ )?(?:mixture|dough|batter|resulting \w+|remaining \w+|result|rest of the|"
@@ -128,7 +136,7 @@ def _goes_on(titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
     for number, (title, text) in enumerate(zip(titles, texts, strict=True), 1):
         if number == 1:
             continue
-        if _GOES_ON.match(title) or _GOES_ON.match(_after_title(title, text)):
+        if _CONTINUES.match(title) or any(map(_GOES_ON.match, (title, _after_title(title, text)))):
             yield f"goes on: branch {number} begins as what follows something, {_start(text)!r}"
         if (found := _LEFT_OVER.search(text)) and any(_noun(found[0]) in earlier for earlier in texts[: number - 1]):
             yield f"goes on: branch {number} takes up {found[0]!r}"

@@ -26,6 +26,7 @@ INDEPENDENT = [
     "- 3 pens at $20 = $60.\n- 2 maps at $30 = $60 too.".replace("$60 too", "$61"),
     "1. Summary: who you are.\n2. Skills: what you can do.\n3. Schools: where you were.",
     "1. Area of A: 3 x 4 = 12.\n2. Area of B: 5 x 7 = 35.",
+    "1. A bicycle: This is cheap.\n2. A bus: This is a great way to read.\n3. Instead of a car: a train, but slow.",
 ]
 DEPENDENT = {
     "back reference": [
@@ -36,6 +37,8 @@ DEPENDENT = {
         "一、买车：便宜。\n二、租车：与前者不同。",
     ],
     "goes on": [
+        "1. Sport keeps the heart fit and the mind calm.\n2. However, too much of it harms the joints.",
+        "1. Work can be hard for some people.\n2. This includes those who stand all day.",
         "1. Boil water for the pasta.\n2. Then add salt to it.",
         "1. Mix flour and eggs into a dough.\n2. Knead the dough for long.",
         "1. We know that x is two.\n2. Therefore, y is three.",
