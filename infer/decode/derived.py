@@ -1,6 +1,7 @@
 """Quantities that follow from the state: which pending tokens are due, where they stand, and what budgets allow.
 
-They are derived once for each step, and its parts share them.
+They are derived once for each step (`inputs.plan_step`), and once for each further token that a step with draft tokens
+takes. `guidance` asks for `merge_position` of sequences whose merge has no tokens to feed.
 
 B rows, one sequence each, N maximum branches, M = N + 1 segments.
 """

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket, TokenBatch
-from infer.decode.derived import Derived, branch_position
+from infer.decode.derived import Derived, branch_position, derive
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, TITLE, DecodeState, EngineConfig
 
 
@@ -76,10 +76,10 @@ class Inputs(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """What every sequence would feed next; 0 if it is finished.
+    """Tokens and lanes of every sequence in the next step; 0 if it is finished.
 
     Attributes:
-        tokens: due tokens, drafts included; of a prompt all that is left.
+        tokens: due tokens and draft tokens; for a prompt, all remaining tokens.
         lanes: segments that get a next token.
     """
 
@@ -87,10 +87,39 @@ class Widths(NamedTuple):
     lanes: Int32[Array, " B"]
 
 
+class StepPlan(NamedTuple):
+    """Quantities of the next step that follow from its state.
+
+    Attributes:
+        derived: due tokens, budgets and positions.
+        need: tokens and lanes of every sequence.
+        rows: rows that the step may feed.
+    """
+
+    derived: Derived
+    need: Widths
+    rows: Bool[Array, " B"]
+
+
+def plan_step(state: DecodeState, config: EngineConfig, bucket: Bucket, derived: Derived | None = None) -> StepPlan:
+    """Return the plan of the next step.
+
+    Args:
+        state: state before the step.
+        config: configuration of the engine.
+        bucket: sizes of the program.
+        derived: quantities derived from `state`; None: they are derived here.
+    """
+    derived = derive(state.sequence, state.automaton, config) if derived is None else derived
+    need = widths(state, derived)
+    is_prompt = state.sequence.cursor.phase == PROMPT
+    return StepPlan(derived, need, rows_of_step(need.tokens, is_prompt, bucket))
+
+
 def widths(state: DecodeState, derived: Derived) -> Widths:
     """Return the tokens and lanes that each sequence needs in the next step."""
     s, is_prompt = state.sequence, state.sequence.cursor.phase == PROMPT
-    first = s.draft[:, :, :1]  # that of branch 1 also serves the serial segment
+    first = s.draft[:, :, :1]  # index 0 holds the drafts of branch 1 or of the serial segment
     has_draft = jnp.concatenate([first[:, :1], first], axis=1) >= 0
     follows = jnp.any(has_draft & derived.samples[..., None], axis=(1, 2)) & derived.grows
     due = jnp.sum(derived.due, axis=1) * (1 + follows * s.draft.shape[2])
@@ -113,17 +142,22 @@ def max_lanes(config: EngineConfig, batch: int, bucket: Bucket) -> int:
     return min(bucket.tokens, batch * config.max_branches, max(2 * config.max_branches, bucket.tokens // 4))
 
 
-def next_inputs(state: DecodeState, derived: Derived, config: EngineConfig, bucket: Bucket, drafting: bool) -> Inputs:
+def next_inputs(state: DecodeState, plan: StepPlan, config: EngineConfig, bucket: Bucket, drafting: bool) -> Inputs:
     """Return the inputs of a step: all due tokens that fit, in the order of the rows, then parts of prompts.
 
     A sequence whose tokens do not fit feeds nothing.
 
     Args:
-        drafting: also feed the draft tokens of the state; otherwise there must be none.
+        state: state before the step.
+        plan: plan of the step.
+        config: configuration of the engine.
+        bucket: sizes of the program.
+        drafting: whether to feed the draft tokens of the state; if false, the state has none.
     """
+    derived = plan.derived
     batch, capacity = state.cache.tokens.shape
     count = max_lanes(config, batch, bucket)
-    fed = share_tokens(state, widths(state, derived), bucket, count)
+    fed = share_tokens(state, plan.need, plan.rows, bucket, count)
     ends = jnp.cumsum(fed)
     flat = jnp.arange(bucket.tokens)
     row = jnp.searchsorted(ends, flat, side="right", method="compare_all").astype(jnp.int32)
@@ -155,10 +189,19 @@ def next_inputs(state: DecodeState, derived: Derived, config: EngineConfig, buck
     return Inputs(tokens._replace(logits_at=logits_at), lanes, drafts, fed)
 
 
-def share_tokens(state: DecodeState, need: Widths, bucket: Bucket, lanes: int) -> jax.Array:
-    """Return the tokens that each sequence feeds in a step, int32 [B]: answers whole or not at all, prompts in part."""
+def share_tokens(state: DecodeState, need: Widths, selected: jax.Array, bucket: Bucket, lanes: int) -> jax.Array:
+    """Return the tokens that each sequence feeds in a step, int32 [B].
+
+    The due tokens of an answer are fed together or wait; a prompt may be fed in part.
+
+    Args:
+        state: state before the step.
+        need: tokens and lanes of every sequence.
+        selected: rows that the step may feed, bool [B].
+        bucket: sizes of the program.
+        lanes: L.
+    """
     is_prompt, length = state.sequence.cursor.phase == PROMPT, state.cache.length
-    selected = rows_of_step(need.tokens, is_prompt, bucket)
     whole = jnp.where(selected & ~is_prompt, need.tokens, 0)
     whole = jnp.where((whole <= bucket.most) & (length + whole <= bucket.slots), whole, 0)
     whole = jnp.where(_first_long(whole, bucket), whole, 0)

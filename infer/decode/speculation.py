@@ -1,13 +1,13 @@
-"""Speculation: guesses of the tokens behind the pending one of a segment are fed with it, and verified.
+"""Speculation: draft tokens are fed after the pending token of a segment, and verified.
 
-Guesses come from the draft heads of the model, or from the text: what followed the last tokens of a segment before.
+Draft tokens come from the draft heads of the model, or from the text: the tokens that followed the last tokens of the
+segment before.
 
-B sequences, N branches at most, T tokens of a pass, L lanes, D draft tokens of a segment, C cache slots.
+B sequences, N maximum branches, T tokens of a step, L lanes, D draft tokens of a segment, C cache slots.
 
-Drafts are guesses, so nothing depends on them but speed. A segment takes the token that it would have sampled without
-them: if that is the draft, the logits behind the draft are those of the next token, and it takes another; if not, the
-rest of the drafts is hidden in the cache, and their slots are filled by what comes. Random streams go by the place of
-a token in its segment, so sampled answers too are the same with and without drafts, token by token.
+A segment samples as it would without draft tokens. While the sample equals the next draft token, the segment takes it
+and samples again from the logits after it. The remaining draft tokens are hidden, and later tokens fill their slots.
+The random key depends on the position in the segment, so draft tokens do not change answers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from infer.decode.inputs import Inputs, Lanes
 from infer.decode.state import PARALLEL, RUNNING, DecodeState, EngineConfig
 
 
-def look_up(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
-    """Return the draft tokens behind the pending token of each segment, int32 [B, N, D]; -1: none.
+def drafts_from_text(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
+    """Return the draft tokens of each segment from the text, int32 [B, N, D]; -1: none.
 
-    These are the tokens that followed the latest place in the cache at which the last three tokens of the segment,
-    pending one included, stand one after another; or the last two, if the three stand nowhere. Index 0 of the branches
-    also serves the serial segment.
+    Find the last occurrence in the cache of the segment's last three tokens, pending one included, or else of its last
+    two; return the tokens after it. Index 0 of the branches also serves the serial segment.
 
     Args:
+        state: state after the step.
+        derived: quantities derived from `state`.
+        config: configuration of the engine.
         used: C, slots of the cache that are in use.
     """
     s, number = state.sequence, jnp.arange(config.max_branches)[None]
@@ -73,18 +75,18 @@ def look_up(state: DecodeState, derived: Derived, config: EngineConfig, used: in
     return jnp.where(jnp.cumprod(known, axis=2) > 0, gathered(tokens), -1)
 
 
-def guess(
+def drafts_from_heads(
     params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, hidden: jax.Array, taken: jax.Array
 ) -> jax.Array:
-    """Return the draft tokens behind the pending token of each segment by draft heads, int32 [B, N, D].
+    """Return the draft tokens of each segment from the draft heads, int32 [B, N, D].
 
-    Segments that took no token in the step keep theirs.
+    Segments that took no token in the step keep their draft tokens.
 
     Args:
         params: parameters of the model.
         state: state after the step.
         inputs: inputs of the step.
-        hidden: input of the head for all lanes, and behind them for all draft tokens.
+        hidden: input of the head for all lanes, then for all draft tokens.
         taken: tokens that each lane took, int32 [L].
     """
     s, lanes, size = state.sequence, inputs.lanes, inputs.lanes.row.size

@@ -20,7 +20,7 @@ from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TitleForm, split
 from infer.decode.decode_step import count_step, forward, logits_of
 from infer.decode.derived import Derived, derive
 from infer.decode.grammar import LaneTokens, lane_node, recognise
-from infer.decode.inputs import Inputs, next_inputs, widths
+from infer.decode.inputs import Inputs, next_inputs, plan_step, widths
 from infer.decode.state import FORK, PROMPT, RUNNING, TITLE, DecodeState, EngineConfig, Titles
 from infer.decode.transition import advance, fork_queue
 from infer.request import Request, SamplingParams
@@ -81,16 +81,15 @@ class _Script:
 
 
 @partial(jax.jit, static_argnames=("config", "bucket"), donate_argnames="state")
-def replay_pass(
-    params: Any, state: DecodeState, config: EngineConfig, bucket: Bucket
-) -> tuple[jax.Array, Inputs, Derived, DecodeState]:
-    """Run a step without sampling; return logits of all fed tokens [T, V], the inputs, `Derived`, and the state."""
-    derived = derive(state.sequence, state.automaton, config)
-    inputs = next_inputs(state, derived, config, bucket, drafting=False)
+def replay_step(
+    params: Any, state: DecodeState, derived: Derived, config: EngineConfig, bucket: Bucket
+) -> tuple[jax.Array, Inputs, DecodeState]:
+    """Run a step without sampling; return the logits of all fed tokens, [T, V], the inputs and the state."""
+    inputs = next_inputs(state, plan_step(state, config, bucket, derived), config, bucket, drafting=False)
     every = inputs._replace(batch=inputs.batch._replace(logits_at=jnp.arange(bucket.tokens)))
     hidden, cache = forward(params, state, config, every, bucket)
     logits = logits_of(params, config, every, hidden)
-    return logits, inputs, derived, state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
+    return logits, inputs, state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -129,10 +128,11 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     block, passes = -1, []
     while True:
         prefilling = int(state.sequence.cursor.phase[0]) == PROMPT
-        need = widths(state, derive(state.sequence, state.automaton, config))
-        due = min(int(need.tokens[0]), MAX_TOKENS if prefilling else capacity)
+        derived = derive(state.sequence, state.automaton, config)
+        due = min(int(widths(state, derived).tokens[0]), MAX_TOKENS if prefilling else capacity)
         size = max(MIN_SIZE, next_power(due))
-        all_logits, inputs, derived, state = replay_pass(lm.params, state, config, Bucket(1, size, size, capacity))
+        bucket = Bucket(1, size, size, capacity)
+        all_logits, inputs, state = replay_step(lm.params, state, derived, config, bucket)
         if not prefilling:
             fed = np.flatnonzero(np.asarray(inputs.batch.layout.sequence) > 0)
             keys = _keys(Layout(*(field[None] for field in inputs.batch.layout)))

@@ -17,8 +17,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket
 from infer import Engine, SamplingParams
-from infer.decode.derived import derive
-from infer.decode.inputs import Lanes, next_inputs
+from infer.decode.inputs import Lanes, next_inputs, plan_step
 from infer.decode.sampling import _counted, _scattered, lane_keys, penalise, restrict, sample
 from infer.decode.state import TITLE, DecodeState, EngineConfig, RequestArrays
 from infer.request import Request
@@ -39,8 +38,8 @@ def state_for(lm: LanguageModel, config: EngineConfig, *params: SamplingParams) 
 def serial_lanes(state: DecodeState, config: EngineConfig) -> Lanes:
     """Those of the next pass, in which every sequence feeds a serial token."""
     rows, capacity = state.cache.tokens.shape
-    derived = derive(state.sequence, state.automaton, config)
-    lanes = next_inputs(state, derived, config, Bucket(rows, rows, 1, capacity), drafting=False).lanes
+    bucket = Bucket(rows, rows, 1, capacity)
+    lanes = next_inputs(state, plan_step(state, config, bucket), config, bucket, drafting=False).lanes
     assert lanes.row.tolist() == list(range(rows)) and not lanes.branch.any()
     return lanes
 

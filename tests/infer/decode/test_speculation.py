@@ -18,7 +18,7 @@ from aspd_jax.errors import RequestError, StructureError
 from infer import Engine, SamplingParams
 from infer.answers.answer import Result
 from infer.decode.derived import Derived, derive
-from infer.decode.speculation import look_up
+from infer.decode.speculation import drafts_from_text
 from infer.decode.state import PARALLEL, SERIAL, DecodeState, DraftSource, EngineConfig
 from infer.request import Mode, Request
 from infer.scheduling.policy import DRAFTING_PASSES, PLAIN_PASSES, DraftControl, StepCost
@@ -57,7 +57,7 @@ def script_of(engine: Engine, parts: list) -> tuple[list[list[int]], list[int]]:
 
 
 def knowing(wrong: int = 0) -> Callable[..., jax.Array]:
-    """A `look_up` that knows the script; every so many places (0: never) it is wrong."""
+    """A `drafts_from_text` that knows the script; every so many places (0: never) it is wrong."""
 
     def guess(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
         s, ahead, end = state.sequence, jnp.arange(config.draft_tokens), state.request.script_end[..., None]
@@ -91,7 +91,7 @@ def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong:
     own = drafting_engine(bare_lm)
     script, expected = script_of(own, parts)
     special = own.config.special
-    with patched(look_up=knowing(wrong)):
+    with patched(drafts_from_text=knowing(wrong)):
         results = own.generate([[1, 2, 3]] * 3, SamplingParams(script=script))
     for result in results:
         assert result.token_ids == expected and result.finish_reason == "stop"
@@ -124,12 +124,12 @@ def the_same(results: list[Result], expected: list[Result]) -> bool:
     return all(a.token_ids == b.token_ids and a.finish_reason == b.finish_reason for a, b in pairs)
 
 
-@pytest.mark.parametrize("guess", [anything, pytest.param(look_up, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("guess", [anything, pytest.param(drafts_from_text, marks=pytest.mark.slow)])
 def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine, guess: Any) -> None:
     """Token by token, greedy and sampled, whatever is guessed."""
     expected = engine.generate(*mixed())
     assert sum(result.stats.blocks for result in expected) >= 3
-    with patched(look_up=guess):
+    with patched(drafts_from_text=guess):
         results = drafting_engine(bare_lm).generate(*mixed())
     assert the_same(results, expected)
     assert sum(result.stats.accepted_tokens for result in results) > 0
@@ -178,7 +178,7 @@ def test_heads_without_effect_guess_repetition(bare_lm: LanguageModel, draft_tok
 def test_rejected_guesses_that_stay_visible_change_answers(bare_lm: LanguageModel, engine: Engine) -> None:
     """Negative control."""
     expected, same_still = engine.generate(*mixed()), True
-    with patched(look_up=anything, hide_rejected=lambda state, *_: state):
+    with patched(drafts_from_text=anything, hide_rejected=lambda state, *_: state):
         try:
             same_still = the_same(drafting_engine(bare_lm).generate(*mixed()), expected)
         except StructureError:
@@ -211,7 +211,7 @@ def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
 
     count = 3000
     params = [SamplingParams(temperature=1.0, max_new_tokens=4, seed=seed) for seed in range(count)]
-    with patched(look_up=guess):
+    with patched(drafts_from_text=guess):
         results = own.generate([prompt] * count, params, "serial")
     assert sum(result.stats.accepted_tokens for result in results) > 50
     seen = np.bincount([(*result.token_ids, 0, 0, 0, 0)[3] for result in results], minlength=words)
@@ -233,7 +233,7 @@ def test_guesses_are_what_followed_before(
     blank: tuple[EngineConfig, DecodeState], prompt: list[int], pending: int
 ) -> None:
     config, state = blank[0], state_after(blank[1], tuple(prompt), pending)
-    found = np.asarray(look_up(state, derive(state.sequence, state.automaton, config), config, 128))[0]
+    found = np.asarray(drafts_from_text(state, derive(state.sequence, state.automaton, config), config, 128))[0]
     assert (found[1:] == -1).all()
     expected: list[int] = []
     text = [*prompt, pending]

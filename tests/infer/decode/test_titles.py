@@ -55,7 +55,7 @@ def test_a_repeated_title_ends_the_list(again: list[int], draft_tokens: int, bar
     repeating = script(engine, serial_tokens(engine, titles, [7, 7, 0]))
     plain = script(engine, serial_tokens(engine, titles[:2], [special.parallel_start, 7, 7, 0]))
     for scripted, discarded in ((repeating, 1 + len(again)), (plain, 0)):
-        with patched(look_up=knowing()):
+        with patched(drafts_from_text=knowing()):
             result = engine.generate([[1, 2, 3]], SamplingParams(script=scripted))[0]
         assert result.token_ids == linearise(special, PARTS) and result.finish_reason == "stop"
         assert result.stats.discarded_tokens == discarded

@@ -16,7 +16,7 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power, powers
 from aspd_jax.tokens import TitleForm
 from infer.decode.decode_step import StepSummary
-from infer.decode.inputs import Widths, max_lanes, share_tokens, widest
+from infer.decode.inputs import Widths, max_lanes, rows_of_step, share_tokens, widest
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, STOP, EngineConfig
 from infer.scheduling.buckets import MAX_TOKENS, PROMPT_BESIDE, SPACING, Buckets, capacity_for, spaced
 
@@ -67,7 +67,8 @@ class Pass(NamedTuple):
             cache=SimpleNamespace(length=jnp.asarray(report.length)),
         )
         need, lanes = Widths(*map(jnp.asarray, report[:2])), max_lanes(config, len(self.rows), bucket)
-        shared: list[int] = share_tokens(state, need, bucket, lanes).tolist()
+        selected = rows_of_step(need.tokens, state.sequence.cursor.phase == PROMPT, bucket)
+        shared: list[int] = share_tokens(state, need, selected, bucket, lanes).tolist()
         return shared
 
 

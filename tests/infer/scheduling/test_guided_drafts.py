@@ -86,7 +86,7 @@ def recorded(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyP
 
 
 def knowing(segments: Sequence[Sequence[int]]) -> Callable[..., jax.Array]:
-    """A `look_up` that knows what follows in each segment."""
+    """A `drafts_from_text` that knows what follows in each segment."""
     size = max(map(len, segments)) + DRAFT
     known = jnp.asarray([[*segment, *[-1] * (size - len(segment))] for segment in segments], jnp.int32)
 
@@ -111,7 +111,7 @@ def test_right_guesses_save_steps(kind: Any, plain: Engine, monkeypatch: pytest.
     params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=4, **kind)
     expected, segments = recorded(plain, params, monkeypatch)
     own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=DRAFT, force_drafts=True, **SIZE)
-    with patched(look_up=knowing(segments)):
+    with patched(drafts_from_text=knowing(segments)):
         (result,) = own.generate([PROMPT], params)
     assert same([result], [expected]) and valid(result.text, kind["json_schema"])
     assert result.stats.accepted_tokens > 0.5 * result.stats.drafted_tokens > 0
@@ -123,7 +123,7 @@ def test_known_tokens_behind_a_draft_are_not_sampled(plain: Engine, monkeypatch:
     params = SamplingParams(max_new_tokens=300, temperature=30.0, seed=4, json_schema=SCHEMA, fields="parallel")
     expected, segments = recorded(plain, params, monkeypatch)
     own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=1, force_drafts=True, **SIZE)
-    with patched(look_up=knowing(segments)):
+    with patched(drafts_from_text=knowing(segments)):
         (result,) = own.generate([PROMPT], params)
     assert same([result], [expected]) and result.stats.accepted_tokens > 0
 
@@ -136,6 +136,6 @@ def test_drafts_that_the_host_does_not_check_change_answers(plain: Engine, monke
     longer = [[*segment, *segment] for segment in segments]
     monkeypatch.setattr(infer.scheduling.filling.HoleState, "_completes", lambda self, tokens: False)
     own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=DRAFT, force_drafts=True, **SIZE)
-    with patched(look_up=knowing(longer)):
+    with patched(drafts_from_text=knowing(longer)):
         (result,) = own.generate([PROMPT], params)
     assert len(result.token_ids) > len(expected.token_ids)
