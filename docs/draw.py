@@ -83,7 +83,7 @@ def _frame(number: int, results: Mapping[str, Result], height: int) -> tuple[str
     table.add_column(ratio=2)
     panels = []
     for name, result in results.items():
-        title = f"{name}, step {result.stats.passes} {'[green]done[/]' if result.finish_reason else ''}"
+        title = f"{name}, step {result.stats.steps} {'[green]done[/]' if result.finish_reason else ''}"
         panels.append(Panel(picture(result), title=title, title_align="left", height=height))
     table.add_row(*panels)
     console.print(table)
@@ -98,7 +98,7 @@ def main() -> None:
     lm = load_model("smollm2-aspd")
     engine = Engine(lm, max_length=1024, max_batch=1, reuse=False)
     (answer,) = engine.generate([[{"role": "user", "content": QUESTION}]], PARAMS)
-    lanes = draw_timeline(timeline(engine.config, answer), "one answer of SmolLM2-135M, pass by pass")
+    lanes = draw_timeline(timeline(engine.config, answer), "one answer of SmolLM2-135M, step by step")
     (HERE / "lanes.svg").write_text(svg(lanes))
     prices = {"\nPens:": " $60.", "\nMaps:": " $40.", "\nCups:": " $80."}
     parts = Parallel(tuple(Branch(lead, lead + rest) for lead, rest in prices.items()))

@@ -54,7 +54,7 @@ class Engine:
         text_tags: tags that the model writes as text, and the instruction that asks for them; None: special tokens.
 
     Attributes:
-        adapters: adapters of a model that was loaded with places for them: `adapters.put(name, folder)`,
+        adapters: adapters of a model that was loaded with slots for them: `adapters.put(name, folder)`,
             `adapters.remove(name)`.
     """
 

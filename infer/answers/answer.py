@@ -42,7 +42,7 @@ class Statistics:
         reused_tokens: number of prompt tokens that the cache held.
         generated_tokens: number of tokens of the answer, those of branches, tags and heads included.
         content_tokens: number of tokens of the plain text; of a template: of all branches, leads included.
-        passes: steps after prefill.
+        steps: steps after prefill.
         critical_path: steps that had to follow one another, plus one.
         blocks, branches: number of blocks and of branches.
         discarded_tokens: number of tokens of titles that repeated another of their block; they took steps, too.
@@ -55,7 +55,7 @@ class Statistics:
     reused_tokens: int
     generated_tokens: int
     content_tokens: int
-    passes: int
+    steps: int
     critical_path: int
     blocks: int
     branches: int
@@ -384,7 +384,7 @@ def make_result(
         reused_tokens=reused,
         generated_tokens=len(token_ids),
         content_tokens=content,
-        passes=output.steps,
+        steps=output.steps,
         critical_path=filled.critical_path if filled else output.critical_path,
         blocks=len(widths),
         branches=sum(widths),

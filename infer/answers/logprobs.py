@@ -51,7 +51,7 @@ def token_logprobs(
 
     Args:
         alternatives: number of likeliest tokens, at most `MAX_ALTERNATIVES`.
-        adapter: place of the adapter that the answer was decoded with; negative: the base model.
+        adapter: slot of the adapter that the answer was decoded with; negative: the base model.
         echo: include the tokens of the prompt and the end of text.
     """
     prompt, ids = result.prompt_token_ids, result.token_ids

@@ -38,7 +38,7 @@ class DraftFigures:
 
     def steps(self, chosen: Sequence[int]) -> int:
         """Return the steps of chosen answers after prefill."""
-        return sum(self.results[number].stats.passes for number in chosen)
+        return sum(self.results[number].stats.steps for number in chosen)
 
     def accepted(self, chosen: Sequence[int]) -> tuple[int, int]:
         """Return the draft tokens of chosen answers that were accepted, and those that were fed."""

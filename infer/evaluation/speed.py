@@ -35,7 +35,7 @@ def time_questions(
 ) -> list[dict[str, Any]]:
     """Time the questions that the file does not hold yet, and return the records of all timed questions.
 
-    A record has `question_id`, `category` and `turns`. A turn has `content_tokens`, `generated_tokens`, `passes`,
+    A record has `question_id`, `category` and `turns`. A turn has `content_tokens`, `generated_tokens`, `steps`,
     `critical_path`, `ideal`, and `runs` with the seconds of every run by phase; in adaptive mode also `serial_runs`,
     the runs of serial mode with the same content.
 
@@ -72,7 +72,7 @@ def _time(engine: Engine, system: System, question: Question, params: Any, repea
         turn: dict[str, Any] = {
             "content_tokens": stats.content_tokens,
             "generated_tokens": stats.generated_tokens,
-            "passes": stats.passes,
+            "steps": stats.steps,
             "critical_path": stats.critical_path,
             "blocks": stats.blocks,
             "reused_tokens": stats.reused_tokens,

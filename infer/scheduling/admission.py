@@ -91,7 +91,7 @@ def admit_request(
         request: the request.
         row: index of the row; out of range means none.
         prefix: prefix of the prompt that the row holds.
-        adapter: place of the adapter among the parameters; negative: the base model.
+        adapter: slot of the adapter in the parameters; negative: the base model.
     """
     layout = prompt_layout(lm, config, request.prompt)
     left = slice(prefix.tokens, len(request.prompt))

@@ -14,7 +14,7 @@ from infer.scheduling.request_state import RequestState
 
 
 class Executor(Protocol):
-    """Runs requests; implemented by `infer.scheduling.scheduler.Scheduler`."""
+    """Executor of requests; implemented by `infer.scheduling.scheduler.Scheduler`."""
 
     def step(self, max_steps: int | None) -> bool:
         """Run a chunk of steps."""
@@ -23,14 +23,14 @@ class Executor(Protocol):
         """Return the answer as far as it is decoded."""
 
     def cancel(self, state: RequestState) -> None:
-        """Give a request up."""
+        """Cancel a request."""
 
 
 class Handle:
-    """A submitted request. Iterating over it yields its events and runs the engine.
+    """Handle of a submitted request. Iterating over it yields its events and runs the engine.
 
     Attributes:
-        state: state of the request, which only the scheduler changes.
+        state: state of the request. The scheduler changes it, except for the stream and the events taken.
     """
 
     def __init__(self, executor: Executor, state: RequestState) -> None:
@@ -53,7 +53,7 @@ class Handle:
 
     @property
     def cancelled(self) -> bool:
-        """Return whether the request was given up."""
+        """Return whether the request was cancelled."""
         return self.state.cancelled
 
     @property
@@ -61,16 +61,16 @@ class Handle:
         """Return whether the engine failed while the request was under way; it has no result then."""
         return self.state.failed
 
-    def listen(self, stream: Stream) -> None:
+    def set_stream(self, stream: Stream) -> None:
         """Change the form of later events (`Request.stream`)."""
-        self.state.stream = stream
+        self.state.set_stream(stream)
 
     def events(self) -> Iterator[Event]:
         """Yield the events of the answer up to `done`; run the engine for them."""
-        self.listen(self.state.stream or "branches")
+        self.set_stream(self.state.stream or "branches")
         while self.state.events or self.result is None:
-            while self.state.events:
-                yield self.state.events.popleft()
+            while (event := self.state.next_event()) is not None:
+                yield event
             if self.result is None:
                 self.advance(self.request.steps)
 
@@ -81,9 +81,7 @@ class Handle:
 
         Without `stream`, all events come together at the end of the answer.
         """
-        events = list(self.state.events)
-        self.state.events.clear()
-        return events
+        return list(iter(self.state.next_event, None))
 
     def wait(self) -> Result:
         """Run the engine until the answer has ended; return it."""
@@ -106,7 +104,7 @@ class Handle:
         return self.result or self._executor.partial(self.state)
 
     def cancel(self) -> None:
-        """Give the request up; its result has the decoded part of the answer and the finish reason `cancelled`."""
+        """Cancel the request; its result has the decoded part of the answer and the finish reason `cancelled`."""
         self._executor.cancel(self.state)
 
 

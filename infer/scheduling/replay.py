@@ -34,13 +34,13 @@ class Trace:
 
     Attributes:
         logits: logits after each answer token, in the order of the linearisation, float32 [T, V].
-        passes: steps after prefill until the last answer token was sampled. The step that feeds this token is not
+        steps: steps after prefill until the last answer token was sampled. The step that feeds this token is not
             counted, because generation does not run it.
         widths: number of tokens fed in each of these steps.
     """
 
     logits: np.ndarray
-    passes: int
+    steps: int
     widths: tuple[int, ...]
 
 
@@ -125,7 +125,7 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     capacity = capacity_for(len(prompt) + len(answer) + 1)
     state = admit_request(lm, config, new_state(lm, config, 1, capacity), request, 0)
     logits = np.full((len(answer), lm.config.vocab_size), np.nan, np.float32)
-    block, passes = -1, []
+    block, widths_fed = -1, []
     while True:
         prefilling = int(state.sequence.cursor.phase[0]) == PROMPT
         derived = derive(state.sequence, state.automaton, config)
@@ -137,9 +137,9 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
             fed = np.flatnonzero(np.asarray(inputs.batch.layout.sequence) > 0)
             keys = _keys(Layout(*(field[None] for field in inputs.batch.layout)))
             logits[[place[keys[index]] for index in fed]] = np.asarray(all_logits)[fed, : lm.config.vocab_size]
-            passes.append(fed.size)
+            widths_fed.append(fed.size)
             if script.done:
-                return Trace(logits, len(passes) - 1, tuple(passes[:-1]))
+                return Trace(logits, len(widths_fed) - 1, tuple(widths_fed[:-1]))
         there = np.asarray(inputs.lanes.row) < 1
         if not there.any():
             continue

@@ -106,7 +106,7 @@ def _time(
     for _ in range(REPEATS + 1):  # the first may compile
         state = jax.block_until_ready(fill_for_timing(state, config, width, bucket.slots - width))
         before = time.perf_counter()
-        state, report = run(lm.params, state, one, config, bucket, drafting)
-        report.read()
+        state, summary = run(lm.params, state, one, config, bucket, drafting)
+        summary.read()
         times.append(1000 * (time.perf_counter() - before))
     return fill_for_timing(state, config, 0, 0), median(times[1:])

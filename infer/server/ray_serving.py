@@ -70,9 +70,9 @@ class EngineReplica:
 
         self._name = serve.get_replica_context().replica_id.unique_id
         self._app = make_app(make(), config)
-        self._driver = self._app.state.driver
-        self._driver.start()
-        while not self._driver.ready.wait(1):
+        self._thread = self._app.state.engine_thread
+        self._thread.start()
+        while not self._thread.ready.wait(1):
             self.check_health()
 
     def check_health(self) -> None:
@@ -81,12 +81,12 @@ class EngineReplica:
         Raises:
             RuntimeError: the thread has ended.
         """
-        if not self._driver.alive:
+        if not self._thread.alive:
             raise RuntimeError("the engine's thread has ended")
 
     async def __del__(self) -> None:
         """Stop the engine after the last request."""
-        await asyncio.to_thread(self._driver.stop)
+        await asyncio.to_thread(self._thread.stop)
 
     async def answer(self, _key: str, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
         """Yield the ASGI messages of the response to a request.

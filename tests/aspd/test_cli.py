@@ -55,7 +55,7 @@ def test_generate_json(capsys: Any, tmp_path: Path, answer: Result) -> None:
     code, out, _ = run(capsys, "generate", *DEMO, "--messages", str(messages), "--json")
     value = json.loads(out)
     assert code == 0 and value["text"] == answer.text and value["finish_reason"] == "stop"
-    assert value["stats"]["passes"] == value["stats"]["critical_path"] - 1
+    assert value["stats"]["steps"] == value["stats"]["critical_path"] - 1
     assert value["structure"] == to_json(PROBLEM.structure)
     assert value["stats"]["branches"] == len(value["structure"][1]["branches"]) >= 3
     code, serial, _ = run(capsys, "generate", *DEMO, "--messages", str(messages), "--json", "--mode", "serial")

@@ -74,18 +74,20 @@ def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
     jobs = [Request((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 150, seed) for seed in range(10, 14)]
     state, whole = after_prompts(bare_lm, own.config, jobs), Bucket(4, 128, 32, 256)
-    while [((report := summarise(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
+    while [((summary := summarise(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
         state = one_step(bare_lm.params, state, own.config, whole)
         assert (state.sequence.cursor.finish == RUNNING).any(), "there was no such pass"
-    best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).select(report, True)
-    close = Bucket(4, int(report.tokens.sum()), int(report.tokens.max()), int((report.length + report.tokens).max()))
+    best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).select(summary, True)
+    close = Bucket(
+        4, int(summary.tokens.sum()), int(summary.tokens.max()), int((summary.length + summary.tokens).max())
+    )
     one_longer = close._replace(per_row=4, longest=close.per_row)
     ways = (whole, best, close, one_longer, close._replace(per_row=4), close._replace(rows=2))
     plain, *alike, narrow, few = (one_step(bare_lm.params, state, own.config, way) for way in ways)
     for state_after in alike:
         assert_same_state(state_after, plain)
     stood_still = plain.cache.length != narrow.cache.length
-    np.testing.assert_array_equal(stood_still, report.tokens > 4)
+    np.testing.assert_array_equal(stood_still, summary.tokens > 4)
     np.testing.assert_array_equal(narrow.cache.length[stood_still], state.cache.length[stood_still])
     np.testing.assert_array_equal(few.cache.length, [*plain.cache.length[:2], *state.cache.length[2:]])
 
@@ -131,10 +133,10 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
     while left or any(handle.result is None for handle in handles):
         if left:
             handles.append(own.submit(*left.pop(0)))
-            handles[-1].listen("branches")
+            handles[-1].set_stream("branches")
         own.step(int(random.integers(1, 6)))
-        report = summarise(own.debug_state().decode, own.config).read()
-        beside += bool((report.phase == PROMPT)[report.tokens > 0].any() and (report.lanes > 1).any())
+        summary = summarise(own.debug_state().decode, own.config).read()
+        beside += bool((summary.phase == PROMPT)[summary.tokens > 0].any() and (summary.lanes > 1).any())
     results = [handle.wait() for handle in handles]
     assert beside, "prompts were fed beside branches"
     assert sum(result.stats.blocks > 0 for result in results) >= 4
@@ -176,9 +178,9 @@ def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
         job = Request((1, 2, 3, 4, 5, 6), SamplingParams(temperature=100.0), "adaptive", 100, seed)
         state = laid_out(lm, config, [job])
         history: list[tuple[int, np.ndarray]] = []
-        while (widest := int((report := summarise(state, config).read()).tokens.max())) > 0:
+        while (widest := int((summary := summarise(state, config).read()).tokens.max())) > 0:
             forks += widest >= 7
-            size = 4 if report.phase[0] == PROMPT else next_power(widest)
+            size = 4 if summary.phase[0] == PROMPT else next_power(widest)
             state = one_step(lm.params, state, config, Bucket(1, size, size, 128))
             history.append((int(state.cache.length[0]), np.asarray(state.cache.layers[-1].key)[0]))
         lengths = [length for length, _ in history]
@@ -239,7 +241,7 @@ def test_a_full_cache_ends_with_length(bare_lm: LanguageModel) -> None:
     cut = [result for result in results if result.finish_reason == "length"]
     assert cut
     assert all(10 + len(result.token_ids) <= 40 for result in cut)
-    assert all(result.stats.critical_path == result.stats.passes + 1 for result in results)
+    assert all(result.stats.critical_path == result.stats.steps + 1 for result in results)
 
 
 def test_stream_ends_with_the_result(lm: LanguageModel) -> None:
@@ -268,7 +270,7 @@ def test_stop_strings_end_their_segment(lm: LanguageModel) -> None:
         if stopped.finish_reason == "stop" and stopped.token_ids[-1] not in own.config.end:
             stopped_answers += 1
             assert free.text.startswith(stopped.text) or stopped.stats.blocks
-        assert stopped.stats.passes == stopped.stats.critical_path - 1
+        assert stopped.stats.steps == stopped.stats.critical_path - 1
     assert stopped_answers > 3
 
 

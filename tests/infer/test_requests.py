@@ -409,7 +409,7 @@ def test_request_ids(server: Running, caplog: Any) -> None:
 
 
 def test_failures_have_the_request_id(server: Running, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(server.driver, "submit", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(server.engine_thread, "submit", lambda *_, **__: 1 / 0)
     failed = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, headers={"x-request-id": "abc"})
     assert failed.status_code == 500 and "(request id abc)" in failed.json()["error"]["message"]
     assert "ZeroDivisionError" in caplog.text and "abc" in caplog.text and "Division" not in failed.text

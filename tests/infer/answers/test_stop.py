@@ -115,7 +115,7 @@ def test_the_text_ends_before_the_first_match(answers: Answers) -> None:
             assert result.text == plain_text(result.structure) == expected, stopping.stop
             assert result.finish_reason == "stop"
             in_block += len(result.structure) == 2
-            fewer += result.stats.passes < whole.stats.passes
+            fewer += result.stats.steps < whole.stats.steps
             parts = [part.text for item in whole.structure for part in getattr(item, "branches", [item])]
             across += not any(one in part for one in stopping.stop for part in parts)
         for stream, stopping in zip(("text", "branches"), asked[-2:], strict=True):

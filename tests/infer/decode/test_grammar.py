@@ -98,7 +98,7 @@ def test_a_thousand_random_answers_are_well_formed_and_in_budget(engine: Engine)
             # The path has tokens that the budget has no room for in reading order, too.
             path, own = result.stats.critical_path, path_of(engine, ids)
             assert path == own if result.finish_reason == "stop" else path >= own
-            assert result.stats.passes == result.stats.critical_path + result.stats.discarded_tokens - 1
+            assert result.stats.steps == result.stats.critical_path + result.stats.discarded_tokens - 1
             discarded += result.stats.discarded_tokens
             for titles in titles_of(engine, ids):
                 assert all(titles.count(title) == 1 for title in titles), titles

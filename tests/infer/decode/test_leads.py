@@ -61,7 +61,7 @@ def test_stepwise_logits_equal_the_full_pass(engine: Engine, after_block: bool) 
     answer = [*codec.linearise(EXAMPLE).tokens.tolist(), engine.config.end[0]]
     trace = engine.replay(prompt, answer)
     np.testing.assert_allclose(trace.logits, full_pass(engine.lm, special, prompt, answer), atol=1e-4)
-    assert trace.passes == path_of(engine, answer) - 1
+    assert trace.steps == path_of(engine, answer) - 1
     assert sum(trace.widths) == len(answer) - 1, "every token is fed once"
 
 
@@ -91,7 +91,7 @@ def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
             structure = codec.parse(whole)
             if result.finish_reason != "length":
                 assert plain_text(structure) == result.text
-            assert result.stats.passes == max(0, result.stats.critical_path + result.stats.discarded_tokens - 1)
+            assert result.stats.steps == max(0, result.stats.critical_path + result.stats.discarded_tokens - 1)
             path = path_of(engine, ids)
             assert (
                 path == result.stats.critical_path
@@ -210,7 +210,7 @@ def test_a_repeated_lead_ends_the_list(engine: Engine, goes_on: bool) -> None:
     script = [[*serial[:behind], *repeated, *serial[behind:]], *asked.script[1:]]
     result = engine.generate([[1, 2]], replace(asked, script=script))[0]
     assert result.structure == two and result.stats.discarded_tokens == len(repeated) - 1
-    assert result.stats.passes == result.stats.critical_path + result.stats.discarded_tokens - 1
+    assert result.stats.steps == result.stats.critical_path + result.stats.discarded_tokens - 1
     logits = engine.replay([1, 2], result.token_ids).logits
     np.testing.assert_allclose(logits, full_pass(engine.lm, special, [1, 2], result.token_ids), atol=1e-4)
     assert codec.text.decode(split(result.token_ids[:-1], special, codec.form)[1].number) == "4"  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ from infer.decode.derived import Derived, derive
 from infer.decode.speculation import drafts_from_text
 from infer.decode.state import PARALLEL, SERIAL, DecodeState, DraftSource, EngineConfig
 from infer.request import Mode, Request
-from infer.scheduling.policy import DRAFTING_PASSES, PLAIN_PASSES, DraftControl, StepCost
+from infer.scheduling.policy import DRAFTING_STEPS, PLAIN_STEPS, DraftControl, StepCost
 from tests.conftest import laid_out, patched
 from tests.helpers.answers import SEPARATOR, critical_path, linearise
 from tests.helpers.draft_heads import with_draft_heads
@@ -99,7 +99,7 @@ def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong:
         assert stats.critical_path == critical_path(special, parts)
         # What is guessed beyond the end of a segment is never taken.
         assert (stats.accepted_tokens > 0.75 * stats.drafted_tokens) == (wrong == 0)
-        assert stats.passes < (0.5 if wrong == 0 else 0.8) * stats.critical_path
+        assert stats.steps < (0.5 if wrong == 0 else 0.8) * stats.critical_path
 
 
 def mixed() -> tuple[list[list[int]], list[SamplingParams], list[Mode]]:
@@ -135,7 +135,7 @@ def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine
     assert sum(result.stats.accepted_tokens for result in results) > 0
     assert sum(result.stats.drafted_tokens for result in results) > 100
     for a, b in zip(results, expected, strict=True):
-        assert a.stats.critical_path == b.stats.critical_path and a.stats.passes <= b.stats.passes
+        assert a.stats.critical_path == b.stats.critical_path and a.stats.steps <= b.stats.steps
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])
@@ -147,7 +147,7 @@ def test_answers_are_the_same_with_draft_heads(bare_lm: LanguageModel, engine: E
     assert sum(result.stats.accepted_tokens for result in results) > 0
     assert sum(result.stats.drafted_tokens for result in results) > 100
     for a, b in zip(results, expected, strict=True):
-        assert a.stats.critical_path == b.stats.critical_path and a.stats.passes <= b.stats.passes
+        assert a.stats.critical_path == b.stats.critical_path and a.stats.steps <= b.stats.steps
 
 
 @pytest.mark.parametrize("draft_tokens", [1, DRAFT, DRAFT + 5])
@@ -159,7 +159,7 @@ def test_heads_without_effect_guess_repetition(bare_lm: LanguageModel, draft_tok
     for seed in range(4):
         prompt = [1 + seed, 2, 3]
         (result,) = own.generate([prompt], SamplingParams(max_new_tokens=60), "serial")
-        tokens, place, passes = result.token_ids, 0, 0
+        tokens, place, steps = result.token_ids, 0, 0
         whole = np.asarray([[*prompt, *tokens]])
         layout = build_layout(whole, own.config.special, bare_lm.config.positions)
         logits = np.asarray(bare_lm.model.apply({"params": bare_lm.params}, whole, layout))[0]
@@ -168,8 +168,8 @@ def test_heads_without_effect_guess_repetition(bare_lm: LanguageModel, draft_tok
             run = 1
             while run <= depth and place + run < len(tokens) and tokens[place + run] == likeliest[place]:
                 run += 1
-            place, passes = place + run, passes + 1
-        assert result.stats.passes == passes
+            place, steps = place + run, steps + 1
+        assert result.stats.steps == steps
         accepted += result.stats.accepted_tokens
     assert accepted > 10
 
@@ -265,21 +265,21 @@ def state_after(state: DecodeState, prompt: tuple[int, ...], pending: int) -> De
 def test_guesses_that_do_not_pay_are_left_out() -> None:
     cost = StepCost(base=1.0, per_token=0.25, per_slot=0.0)  # 1.25 ms with one token, 2.0 ms with four: 1.6 times
     looking = StepCost(base=1.0, per_token=0.25, per_slot=0.0, per_drafting_row=0.25)  # 2.25 ms: 1.8 times
-    for of, accepted, pays in ((cost, 24, True), (cost, 16, False), (looking, 24, False)):  # 1.75, 1.5 tokens a pass
+    for of, accepted, pays in ((cost, 24, True), (cost, 16, False), (looking, 24, False)):  # 1.75, 1.5 tokens a step
         control = DraftControl(3)
-        assert control.on and control.passes == DRAFTING_PASSES
-        control.note(of, DRAFTING_PASSES, 4, 1, 0, DRAFTING_PASSES, accepted)
-        assert control.on == pays
+        assert control.active and control.steps == DRAFTING_STEPS
+        control.note(of, DRAFTING_STEPS, 4, 1, 0, DRAFTING_STEPS, accepted)
+        assert control.active == pays
         if not pays:
-            assert control.passes == PLAIN_PASSES
-            control.note_plain(PLAIN_PASSES)
-            assert control.on, "they are tried again"
+            assert control.steps == PLAIN_STEPS
+            control.note_plain(PLAIN_STEPS)
+            assert control.active, "they are tried again"
         forced = DraftControl(3, always=True)
-        forced.note(of, DRAFTING_PASSES, 4, 1, 0, DRAFTING_PASSES, accepted)
-        assert forced.on and forced.passes > 1 << 20
+        forced.note(of, DRAFTING_STEPS, 4, 1, 0, DRAFTING_STEPS, accepted)
+        assert forced.active and forced.steps > 1 << 20
     never = DraftControl(0)
     never.note_plain(10)
-    assert not never.on
+    assert not never.active
 
 
 def test_drafts_have_limits(bare_lm: LanguageModel) -> None:

@@ -61,7 +61,7 @@ def test_a_repeated_title_ends_the_list(again: list[int], draft_tokens: int, bar
         assert result.stats.discarded_tokens == discarded
         assert result.stats.critical_path == critical_path(special, PARTS)
         if not draft_tokens:
-            assert result.stats.passes == result.stats.critical_path - 1 + discarded
+            assert result.stats.steps == result.stats.critical_path - 1 + discarded
 
 
 def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:

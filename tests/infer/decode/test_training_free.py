@@ -102,7 +102,7 @@ def test_tags_are_recognised_however_they_are_spelled(
         told = [event.text for event in events if event.kind == "branch"]
         blocks = [item for item in structure if isinstance(item, Parallel)]
         assert sorted(told) == sorted(branch.text for block in blocks for branch in block.branches)
-        assert result.stats.blocks == len(blocks) and result.stats.passes == result.stats.critical_path - 1
+        assert result.stats.blocks == len(blocks) and result.stats.steps == result.stats.critical_path - 1
         serial_length, *lengths = map(len, script)
         assert result.stats.critical_path == serial_length + max(lengths)
 
@@ -165,7 +165,7 @@ def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: Language
     blocks = 0
     for budget, result in zip(budgets, free.generate(["Hi"] * 10, params), strict=True):
         assert len(result.token_ids) <= budget
-        assert result.stats.passes == result.stats.critical_path - 1
+        assert result.stats.steps == result.stats.critical_path - 1
         text = lm.codec.text.decode(result.token_ids)
         assert well_formed(text), text
         for found in re.finditer(BLOCK, text, re.DOTALL):

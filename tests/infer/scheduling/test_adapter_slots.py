@@ -105,7 +105,7 @@ def test_a_mixed_batch_is_as_merged_models_are(made: Made) -> None:
 def test_full_passes_too(made: Made) -> None:
     engine = made.together()
     for name, result in zip(NAMES, engine.generate([PROMPT] * 4, GREEDY, adapter=NAMES), strict=True):
-        at = engine.adapters.place(engine.adapters.number(name))
+        at = engine.adapters.slot(engine.adapters.number(name))
         ours = token_logprobs(engine.lm, engine.config, result, 3, at)
         theirs = token_logprobs(made.merged[name], engine.config, result, 3)
         np.testing.assert_allclose([t.logprob for t in ours], [t.logprob for t in theirs], atol=1e-4)
@@ -246,7 +246,7 @@ def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, Languag
     assert len({found.choices[0].message.content for found in answers.values()}) == 3
 
     full = post(running, "load_lora_adapter", lora_name="three", lora_path="three")
-    assert full.status_code == 400 and "all 2 places for adapters are taken" in full.text
+    assert full.status_code == 400 and "adapter slots: expected a free one, got 2 in use" in full.text
     assert post(running, "unload_lora_adapter", lora_name="one").json()["deleted"] is True
     assert post(running, "load_lora_adapter", lora_name="three", lora_path="three").status_code == 200
     gone = httpx.post(f"{running.url}/v1/chat/completions", json=ask(model="one"))

@@ -48,7 +48,7 @@ class Pass(NamedTuple):
     rows: list[Row]
 
     @property
-    def report(self) -> StepSummary:
+    def summary(self) -> StepSummary:
         phase, tokens, lanes, length = np.asarray(self.rows, np.int32).T
         none = np.zeros_like(phase)
         finish = np.where(tokens > 0, RUNNING, STOP)
@@ -61,12 +61,12 @@ class Pass(NamedTuple):
 
     def fed(self, bucket: Bucket) -> list[int]:
         """Tokens that each row feeds in a pass of this size, as the device shares its places out."""
-        report, config = self.report, self.buckets.config
+        summary, config = self.summary, self.buckets.config
         state: Any = SimpleNamespace(
-            sequence=SimpleNamespace(cursor=SimpleNamespace(phase=jnp.asarray(report.phase))),
-            cache=SimpleNamespace(length=jnp.asarray(report.length)),
+            sequence=SimpleNamespace(cursor=SimpleNamespace(phase=jnp.asarray(summary.phase))),
+            cache=SimpleNamespace(length=jnp.asarray(summary.length)),
         )
-        need, lanes = Widths(*map(jnp.asarray, report[:2])), max_lanes(config, len(self.rows), bucket)
+        need, lanes = Widths(*map(jnp.asarray, summary[:2])), max_lanes(config, len(self.rows), bucket)
         selected = rows_of_step(need.tokens, state.sequence.cursor.phase == PROMPT, bucket)
         shared: list[int] = share_tokens(state, need, selected, bucket, lanes).tolist()
         return shared
@@ -111,7 +111,7 @@ A_PROMPT_BESIDE_FORKS = Pass(
 @example(ALL_FORK).via("more than the largest program holds")
 @example(A_PROMPT_BESIDE_FORKS).via("prompts come after answers")
 def test_what_is_chosen_holds_what_is_due(drawn: Pass) -> None:
-    bucket, _, _ = drawn.buckets.select(drawn.report, True)
+    bucket, _, _ = drawn.buckets.select(drawn.summary, True)
     assert bucket in drawn.buckets.buckets
     due = [number for number, row in enumerate(drawn.rows) if row.tokens]
     assert bucket.rows > max(due) or (bucket.rows == 1 and len(due) == 1)
@@ -130,7 +130,7 @@ def test_what_is_chosen_holds_what_is_due(drawn: Pass) -> None:
 @example(ALL_FORK).via("more than the largest program holds")
 def test_at_least_one_pass_happens(drawn: Pass) -> None:
     """The conditions under which the loop on the device goes on (`step.run`) hold before its first pass."""
-    bucket, smaller, larger = drawn.buckets.select(drawn.report, True)
+    bucket, smaller, larger = drawn.buckets.select(drawn.summary, True)
     assert sum(row.tokens for row in drawn.rows) > smaller
     assert sum(drawn.answers) <= larger
     due = [row for row in drawn.rows if row.tokens]
@@ -144,7 +144,7 @@ def test_what_is_due_is_fed(drawn: Pass) -> None:
     """All answers where a program has room for them, but one of those that feed more than the others may; prompts in
     pieces, but never nothing; somebody in any case.
     """
-    bucket, _, _ = drawn.buckets.select(drawn.report, True)
+    bucket, _, _ = drawn.buckets.select(drawn.summary, True)
     fed = drawn.fed(bucket)
     smaller = drawn.fed(bucket._replace(per_row=max(1, bucket.per_row // 4), tokens=max(1, bucket.tokens // 4)))
     assert 0 < sum(fed) <= bucket.tokens and max(fed) <= bucket.most
@@ -174,11 +174,11 @@ def test_what_is_due_is_fed(drawn: Pass) -> None:
 @example(A_PROMPT_BESIDE_FORKS).via("the prompt has the pass to itself")
 def test_a_long_prompt_goes_first_where_nobody_listens(drawn: Pass) -> None:
     """The first prompt of at least `PROMPT_BESIDE` tokens, where no short one lies before it; else all is as usual."""
-    bucket, smaller, larger = drawn.buckets.select(drawn.report, False)
+    bucket, smaller, larger = drawn.buckets.select(drawn.summary, False)
     left = [(row.tokens, number) for number, row in enumerate(drawn.rows) if row.phase == PROMPT and row.tokens]
     tokens, first = left[0] if left else (0, 0)
     if tokens < PROMPT_BESIDE:
-        assert (bucket, smaller, larger) == drawn.buckets.select(drawn.report, True)
+        assert (bucket, smaller, larger) == drawn.buckets.select(drawn.summary, True)
         return
     assert bucket in drawn.buckets.buckets and bucket.rows == 1 and smaller < tokens
     fed = drawn.fed(bucket)
@@ -187,11 +187,11 @@ def test_a_long_prompt_goes_first_where_nobody_listens(drawn: Pass) -> None:
 
 @given(passes(), st.booleans())
 @example(ALL_FORK, True).via("more than the largest program holds")
-def test_the_smallest_program_is_chosen(drawn: Pass, listened: bool) -> None:
+def test_the_smallest_program_is_chosen(drawn: Pass, streamed: bool) -> None:
     """A program with fewer tokens, or as many and fewer slots, has too few rows, tokens, slots or lanes."""
-    buckets, report = drawn.buckets, drawn.report
-    bucket, _, _ = buckets.select(report, listened)
-    need = buckets.need(report, listened)
+    buckets, summary = drawn.buckets, drawn.summary
+    bucket, _, _ = buckets.select(summary, streamed)
+    need = buckets.need(summary, streamed)
     assert need.tokens >= sum(drawn.answers) or need.rows == 1
     for other in buckets.buckets:
         if (other.tokens, other.slots) < (bucket.tokens, bucket.slots) and (
@@ -209,7 +209,7 @@ def test_the_smallest_program_is_chosen(drawn: Pass, listened: bool) -> None:
 @given(passes(prompts=False, forks=False))
 def test_branches_get_a_close_fit(drawn: Pass) -> None:
     """At most `SPACING` times the places that are needed, or twice the rows or branches."""
-    bucket, smaller, _ = drawn.buckets.select(drawn.report, True)
+    bucket, smaller, _ = drawn.buckets.select(drawn.summary, True)
     total, config = sum(drawn.answers), drawn.buckets.config
     assert bucket.tokens <= SPACING * max(total, next_power(bucket.rows), next_power(config.max_branches))
     below = {of.tokens for of in drawn.buckets.buckets if of.rows == bucket.rows and of.tokens < bucket.tokens}
@@ -220,9 +220,9 @@ def test_branches_get_a_close_fit(drawn: Pass) -> None:
 def test_a_fork_is_left_for_a_program_of_its_branches() -> None:
     """17 tokens of heads take a program for 64, and then 4 branches one for 4."""
     buckets = buckets_for(1, 1024, config_for(4))
-    bucket, smaller, _ = buckets.select(Pass(buckets, [Row(SERIAL, 17, 4, 100)]).report, True)
+    bucket, smaller, _ = buckets.select(Pass(buckets, [Row(SERIAL, 17, 4, 100)]).summary, True)
     assert bucket.tokens == 64 and smaller >= 4
-    assert buckets.select(Pass(buckets, [Row(SERIAL, 4, 4, 100)]).report, True)[0].tokens == 4
+    assert buckets.select(Pass(buckets, [Row(SERIAL, 4, 4, 100)]).summary, True)[0].tokens == 4
 
 
 @pytest.mark.parametrize(
@@ -243,11 +243,11 @@ def test_a_serial_pass_computes_nothing_beside() -> None:
     for rows in (1, 4, 8, 32):
         buckets = buckets_for(rows, 2048, config_for(16))
         drawn = Pass(buckets, [Row(SERIAL, 1, 1, 100)] * rows)
-        assert buckets.select(drawn.report, True)[0] == Bucket(rows, rows, 1, 512)
+        assert buckets.select(drawn.summary, True)[0] == Bucket(rows, rows, 1, 512)
     for place in (0, 5, 31):
         rows = [Row(SERIAL, 0, 0, 2000)] * 32
         rows[place] = Row(SERIAL, 1, 1, 100)
-        assert buckets.select(Pass(buckets, rows).report, True)[0] == Bucket(1, 1, 1, 512), "no other row is looked at"
+        assert buckets.select(Pass(buckets, rows).summary, True)[0] == Bucket(1, 1, 1, 512), "no other row is looked at"
 
 
 def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
@@ -255,7 +255,7 @@ def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
     for left in range(1, 4000):
         rows = [Row(SERIAL, 0, 0, 0)] * 7
         rows.insert(left % 8, Row(PROMPT, left, 1, 0))
-        bucket, smaller, _ = buckets.select(Pass(buckets, rows).report, True)
+        bucket, smaller, _ = buckets.select(Pass(buckets, rows).summary, True)
         piece = min(left, bucket.tokens)
         assert bucket.rows == 1 and bucket.tokens == bucket.per_row and 2 * piece >= bucket.tokens
         assert piece == left or smaller < left, "else the loop would end at once, and choose the same again"
@@ -265,10 +265,10 @@ def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
 def test_a_prompt_beside_answers_holds_them_up_little() -> None:
     buckets = buckets_for(8, 4096, config_for(16))
     beside = Pass(buckets, [Row(SERIAL, 1, 1, 100)] * 7 + [Row(PROMPT, 3000, 1, 0)])
-    bucket, _, _ = buckets.select(beside.report, True)
+    bucket, _, _ = buckets.select(beside.summary, True)
     assert (bucket.tokens, bucket.per_row, bucket.longest) == (PROMPT_BESIDE, 16, PROMPT_BESIDE)
     prompts = Pass(buckets, [Row(PROMPT, 3000, 1, 0)] * 8)
-    assert buckets.select(prompts.report, True)[0].tokens == MAX_TOKENS, "nobody waits for the next token"
+    assert buckets.select(prompts.summary, True)[0].tokens == MAX_TOKENS, "nobody waits for the next token"
 
 
 @pytest.mark.parametrize(("count", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (512, 512), (513, 1024)])

@@ -32,7 +32,7 @@ def test_stepwise_logits_equal_the_full_pass(engine: Engine, parts: list, prompt
     answer = linearise(special, parts)
     trace = engine.replay(prompt, answer)
     np.testing.assert_allclose(trace.logits, full_pass(engine.lm, special, prompt, answer), atol=1e-4)
-    assert trace.passes == critical_path(special, parts) - 1
+    assert trace.steps == critical_path(special, parts) - 1
 
 
 @pytest.mark.parametrize("scheme", ["sequential", "max", "predict"])

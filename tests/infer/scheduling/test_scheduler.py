@@ -113,7 +113,7 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) ->
     never.cancel()
     order: list[int] = []
     for handle in (*handles, given_up):
-        handle.listen("branches" if heard else None)
+        handle.set_stream("branches" if heard else None)
     while any(handle.result is None for handle in handles):
         engine.step(3)
         order += [n for n, handle in enumerate(handles) if handle.row is not None and n not in order]
@@ -147,7 +147,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(runner: Runner, started: InFlightSteps, cost: StepCost | None) -> Any:
         done, after = end(runner, started, cost)
-        before = started.before
+        before = started.first
         left = np.where(after.phase == PROMPT, after.tokens, 0)
         if tokens := int((before.tokens - left)[before.phase == PROMPT].sum()):
             counts.append(tokens)
@@ -341,7 +341,7 @@ def test_branches_held_back_change_no_answer(
     for a, b in zip(free, held, strict=True):
         assert a.token_ids == b.token_ids and a.finish_reason == b.finish_reason
         assert a.stats.critical_path == b.stats.critical_path
-        later += b.stats.passes > a.stats.passes
+        later += b.stats.steps > a.stats.steps
     assert later >= 3, "negative control: branches did wait"
     assert any(r.finish_reason == "length" and r.stats.blocks for r in free)
 
@@ -368,8 +368,8 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
     assert any(a.token_ids != b.token_ids for a, b in zip(free, held, strict=True))
 
 
-@pytest.mark.parametrize("listened", [True, False])
-def test_long_prompts_go_in_pieces_beside_an_answer_that_is_listened_to(bare_lm: LanguageModel, listened: bool) -> None:
+@pytest.mark.parametrize("streamed", [True, False])
+def test_long_prompts_go_in_pieces_beside_an_answer_that_is_streamed(bare_lm: LanguageModel, streamed: bool) -> None:
     def engine() -> Engine:
         return Engine(bare_lm, max_length=512, max_batch=2, max_branches=3, separator_ids=SEPARATOR)
 
@@ -380,9 +380,9 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_listened_to(bare_lm:
     first = busy.submit([7, 8], params, "serial")
     while not first.partial().token_ids:
         busy.step(1)
-    first.listen("branches" if listened else None)
+    first.set_stream("branches" if streamed else None)
     second = busy.submit(long, params, "serial")
-    if not listened:
+    if not streamed:
         busy.step(1)
         assert len(first.partial().token_ids) == len(second.partial().token_ids) == 1, "it has a pass to itself"
         assert same(first.wait(), expected[0]) and same(second.wait(), expected[1])
@@ -391,7 +391,7 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_listened_to(bare_lm:
     pieces = ceil(440 / piece)
     decoded, fed = [len(first.partial().token_ids)], [0]
     for left in reversed(range(pieces)):
-        first.listen("branches" if left > 0 else None)  # else passes behind the last piece would be under way
+        first.set_stream("branches" if left > 0 else None)  # else passes behind the last piece would be under way
         busy.step(1)
         assert busy.last_chunk.steps == 1
         decoded.append(len(first.partial().token_ids))
@@ -440,15 +440,15 @@ def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
     """A chunk that somebody waits for ends with what he waits for; one that nobody waits for does all of it."""
     params = [replace(HOT, max_new_tokens=40, seed=seed) for seed in range(8)]
     results = engine.generate([[1, 2]] * 8, params)
-    long = max(zip(results, params, strict=True), key=lambda pair: pair[0].stats.passes)[1]
+    long = max(zip(results, params, strict=True), key=lambda pair: pair[0].stats.steps)[1]
     short = replace(long, max_new_tokens=5)
     quiet, heard = engine.submit([1, 2], long), engine.submit([1, 2], short)
-    heard.listen("branches")
+    heard.set_stream("branches")
     engine.step(30)
     assert engine.last_chunk.steps == 1 and heard.poll(), "its first token, with its prompt"
     engine.step(30)
     assert heard.result is not None and quiet.result is None
-    assert engine.last_chunk.steps == heard.result.stats.passes
+    assert engine.last_chunk.steps == heard.result.stats.steps
     unheard = engine.submit([1, 2], short)
     engine.step()
     assert quiet.result is not None and unheard.result is not None
@@ -463,11 +463,11 @@ def test_passes_go_on_while_answers_are_looked_at(bare_lm: LanguageModel) -> Non
         """After each chunk of 4: the tokens that were told, and the passes that were started."""
         engine = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR, branch_policy=policy)
         handle, seen, told = engine.submit([1, 2], asked, "serial"), [], 0
-        handle.listen("branches")
+        handle.set_stream("branches")
         while handle.result is None:
             engine.step(4)
             told += sum(len(event.token_ids) for event in handle.poll())
-            seen.append((told, handle.partial().stats.passes))
+            seen.append((told, handle.partial().stats.steps))
         assert same(handle.result, engine.generate([[1, 2]], asked, "serial")[0])
         return seen
 
@@ -478,7 +478,7 @@ def test_passes_go_on_while_answers_are_looked_at(bare_lm: LanguageModel) -> Non
 
 def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine) -> None:
     handle = engine.submit([1, 2], replace(HOT, seed=3), "serial")
-    handle.listen("branches")
+    handle.set_stream("branches")
     for _ in range(3):
         engine.step(2)
     handle.cancel()
@@ -538,7 +538,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
     results += own.generate([turn, [*prompts[4], 50], [*prompts[4], 51, 52]], params[0])
     handles = [own.submit(prompt, params[0], steps=2) for prompt in prompts[2:6]]
     for handle in handles:
-        handle.listen("branches")
+        handle.set_stream("branches")
     while any(handle.result is None for handle in handles):
         own.step(1)
         if handles[3].result is None and handles[0].result is not None:

@@ -79,7 +79,7 @@ def delta(event: str, text: str = "", block: int = 0, branch: int = 0, tokens: i
 def closing(tokens: int, reason: str = "stop", structure: Any = (), compiled: int = 0) -> str:
     """The last event, with the statistics that the server sends, and the end of the stream."""
     seconds = {"prefill": 0.0, "total": 1.0}
-    figures = {"content_tokens": tokens, "passes": 7, "programs_compiled": compiled, "seconds": seconds}
+    figures = {"content_tokens": tokens, "steps": 7, "programs_compiled": compiled, "seconds": seconds}
     cost = {"statistics": figures, "structure": list(structure), "token_ids": [1, 2, 3]}
     choices = [{"index": 0, "delta": {}, "finish_reason": reason}]
     return sse({"choices": choices, "usage": {"completion_tokens": tokens}, "aspd": cost}) + "data: [DONE]\n\n"
@@ -225,7 +225,7 @@ def test_clock_tokens_and_ratio(page: Any) -> None:
     (own, tokens), (other, others) = figures(page)
     assert tokens == others == 3 and 0.5 < own < 1.3 and other < 0.3
     ratio = page.inner_text(".ratio")
-    found = re.match(r"(\d+\.\d\d)x: 7 passes, serial 7; ", ratio)
+    found = re.match(r"(\d+\.\d\d)x: 7 steps, serial 7; ", ratio)
     assert found and abs(float(found[1]) - other / own) < 0.02
     assert ratio.endswith("2 programs were compiled meanwhile: ask again")
     page.uncheck("#compare")

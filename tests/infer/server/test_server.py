@@ -36,7 +36,7 @@ SERIAL = {"aspd": {"mode": "serial"}}
 
 @pytest.fixture
 def slow_motion(engine: Engine, monkeypatch: Any) -> None:
-    """Passes of 10 ms at least, so that an answer of `endless` takes a while on any machine."""
+    """Steps of 10 ms at least, so that an answer of `endless` takes a while on any machine."""
     step = engine.step
 
     def one_step(max_steps: int) -> bool:
@@ -136,7 +136,7 @@ def test_serial_mode_on_a_given_text(server: Running) -> None:
     assert text.startswith(cut) and 0 < len(cut) < len(text) and told.choices[0].finish_reason == "length"
     assert not text.startswith(free.choices[0].message.content or "")
     (cost,) = whole.model_extra["aspd"]  # type: ignore[index]
-    assert cost["statistics"]["passes"] == cost["statistics"]["content_tokens"] == whole.usage.completion_tokens  # type: ignore[union-attr]
+    assert cost["statistics"]["steps"] == cost["statistics"]["content_tokens"] == whole.usage.completion_tokens  # type: ignore[union-attr]
 
 
 def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
@@ -212,10 +212,10 @@ def test_a_client_that_goes_frees_its_row(server: Running, slow_motion: None) ->
     with httpx.Client(timeout=60) as client:
         with client.stream("POST", url, json=endless(stream=True)) as reply:
             next(reply.iter_lines())
-        assert wait_for(lambda: server.driver.occupancy == (0, 0), 120)
+        assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 120)
     with pytest.raises(httpx.TimeoutException):
         httpx.post(url, json=endless(n=8), timeout=0.1)
-    assert wait_for(lambda: server.driver.occupancy == (0, 0), 120)
+    assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 120)
 
 
 def test_time_runs_out(engine: Engine, slow_motion: None) -> None:
@@ -322,8 +322,8 @@ def test_many_requests_leave_nothing_behind(server: Running) -> None:
 
     asyncio.run(all_of_them())
     assert len(outcomes) == 160 and len(set(outcomes)) == 4
-    assert wait_for(lambda: server.driver.occupancy == (0, 0), 20)
-    assert wait_for(lambda: not server.driver._live, 5)
+    assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 20)
+    assert wait_for(lambda: server.engine_thread.live == 0, 5)
     metrics = httpx.get(f"{server.url}/metrics").text
     assert "aspd_running 0.0" in metrics and "aspd_waiting 0.0" in metrics
     counted = re.findall(r'aspd_requests_total\{path="/v1/chat/completions",status="200"\} (\d+)', metrics)
@@ -436,7 +436,7 @@ def test_the_page_in_a_browser(server: Running) -> None:
         assert page.input_value("#question").startswith("word word")  # what failed can be changed and asked again
     bare = "".join(QUESTIONS[0].references[0].split())
     assert "".join(text.split()) == bare and "".join(shown.split()) == bare
-    found = re.fullmatch(r"\d+\.\d\dx: (\d+) passes, serial (\d+)", speed)
+    found = re.fullmatch(r"\d+\.\d\dx: (\d+) steps, serial (\d+)", speed)
     assert found is not None and int(found[1]) < int(found[2])
     assert all(url.startswith(server.url) for url in asked)
     assert not [problem for problem in problems if "400" not in problem]
