@@ -115,7 +115,12 @@ def add(commands: Any) -> None:
     drafts.add_argument("--draft-tokens", type=int, default=4, help="maximum draft tokens of a segment in a step")
     drafts.add_argument("--batch", type=int, default=4, help="simultaneous requests")
     drafts.add_argument("--max-new-tokens", type=int, default=640, help="maximum tokens of an answer")
-    drafts.add_argument("--repetition-penalty", type=float, default=1.1)
+    drafts.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.1,
+        help="factor on logits of tokens that occur in the answer; 1: none",
+    )
     drafts.add_argument("--output", type=Path, metavar="FILE", help="Markdown file of the table")
 
     steps = kinds.add_parser("train", help="training steps against plain causal attention")
@@ -286,7 +291,7 @@ def run_bench_train(options: argparse.Namespace) -> None:
     from train.throughput import step_times, table
 
     positive(options, "rows", "length", "repeats")
-    results = measure_steps(options.shape, options.dtype, options.rows, options.length, options.repeats)
+    results = step_times(options.shape, options.dtype, options.rows, options.length, options.repeats)
     machine = where()
     title = f"{options.shape}, {options.dtype}, {options.rows} x {options.length} tokens, {options.repeats} steps"
     print(f"{title}; {machine}\n")

@@ -61,7 +61,7 @@ def bucket_for(engine: Engine, width: int) -> Bucket:
     wide = [bucket for bucket in whole if bucket.per_row >= width and bucket.tokens >= width * bucket.rows]
     if not wide:
         raise RequestError(f"width {width}: no program of {buckets.rows} rows feeds {width} tokens of each row")
-    return min(wide, key=lambda bucket: (bucket.most, bucket.tokens))
+    return min(wide, key=lambda bucket: (bucket.max_per_row, bucket.tokens))
 
 
 def abstract_state(lm: LanguageModel, engine: Engine, topology: Topology) -> DecodeState:

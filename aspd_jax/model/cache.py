@@ -94,7 +94,7 @@ class Bucket(NamedTuple):
     longest: int = 0
 
     @property
-    def most(self) -> int:
+    def max_per_row(self) -> int:
         """Return the maximum number of tokens of any row."""
         return max(self.per_row, self.longest)
 
@@ -164,7 +164,7 @@ class RowView(NamedTuple):
     layout: Layout
     slot: Int32[Array, "R F"]
 
-    def of(self, array: jax.Array) -> jax.Array:
+    def select(self, array: jax.Array) -> jax.Array:
         """Select this view's rows of an array [B, ...]; return the whole array when the view is rows 0..R-1."""
         return array if self.row is None else jax.lax.dynamic_slice_in_dim(array, self.row, 1)
 

@@ -224,7 +224,7 @@ class AttentionLayer(nn.Module):
             cache = write(cache, context.batch, key, value)
             attend, parts = DECODE_BACK_ENDS[c.decode_attention], []
             for part, view in zip(context.rows.parts, context.views, strict=True):
-                keys, values = map(part.of, cache)
+                keys, values = map(part.select, cache)
                 with over(self.mesh):
                     of_part = attend(grouped[part.token], keys, values, view, c.siblings, window)
                 parts.append(of_part.reshape(-1, *of_part.shape[2:]))
@@ -371,7 +371,7 @@ class Transformer(nn.Module):
         views = tuple(
             View(
                 part.layout,
-                Layout(*(part.of(field)[: len(part.token), : bucket.slots] for field in cache.layout)),
+                Layout(*(part.select(field)[: len(part.token), : bucket.slots] for field in cache.layout)),
                 part.slot,
                 jnp.arange(bucket.slots)[None],
             )

@@ -116,10 +116,10 @@ class RequestOutput:
         drafted, accepted: number of draft tokens, and of accepted ones.
         discarded: number of tokens of titles that repeated another.
         cut: whether the budget ended a branch.
-        branch_ids: of a template: tokens of each branch of the current block, leads included.
+        branch_ids: tokens of each branch of the current block, leads included (templates only).
         drafts: draft tokens of each branch, [N, D]; the first are those of the serial segment outside blocks; -1: none.
-        held: of a template: whether the next block may begin.
-        filled: of a template: what these tokens fill.
+        block_ready: whether the next block may begin (templates only).
+        template: state of the filled template; None: none.
     """
 
     finish: int
@@ -136,8 +136,8 @@ class RequestOutput:
     cut: bool = False
     branch_ids: tuple[np.ndarray, ...] = ()
     drafts: np.ndarray = field(default_factory=lambda: NO_DRAFTS)
-    held: bool = False
-    filled: Filled | None = None
+    block_ready: bool = False
+    template: Filled | None = None
 
     def drafts_of(self, segment: int) -> list[int]:
         """Return the draft tokens of a segment: 0 is serial, k is branch k."""
@@ -234,7 +234,7 @@ def _output(
         cut=bool(s.budget.cut[index]),
         branch_ids=branch_ids,
         drafts=np.asarray(s.draft[index]),
-        held=phase == HELD,
+        block_ready=phase == HELD,
     )
     return _within(output, config, limit, int(s.budget.cut_branch[index]), reader is None)
 
@@ -266,7 +266,7 @@ def _items(
 def shortened(items: Sequence[ItemIds], limit: int, cut_branch: int = 0) -> tuple[ItemIds, ...]:
     """Return the items up to a number of tokens of plain text in reading order; what follows them is left out.
 
-    Later branches of the block in which they end stay, without text; heads stay whole.
+    Later branches of the last block are kept with empty text and whole heads.
 
     Args:
         limit: tokens of plain text.
@@ -362,7 +362,7 @@ def make_result(
 ) -> Result:
     """Return an answer as the user gets it; without a tokenizer, texts are empty."""
     items, token_ids = output.items, output.token_ids
-    filled = output.filled
+    filled = output.template
     plain = () if codec is None else _structure(items, codec)
     structure = plain if filled is None else filled.structure
     reason = {RUNNING: None, STOP: "length" if output.cut else "stop", LENGTH: "length"}[output.finish]

@@ -42,10 +42,10 @@ class Event:
 
 
 class StopFilter:
-    """Ends a stream of events in reading order before the first stop string.
+    """Filter that ends a stream of events in reading order before the first stop string.
 
     Attributes:
-        matched: whether a stop string was found. Only `done` passes then.
+        matched: whether a stop string was found. Afterwards only `done` is returned.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -53,12 +53,12 @@ class StopFilter:
         self._stop = stop
         self._held: list[Event] = []
 
-    def take(self, events: Sequence[Event], ended: bool) -> list[Event]:
+    def take(self, events: Sequence[Event], final: bool) -> list[Event]:
         """Return the events that certainly precede a stop string; hold later ones until that is known.
 
         Args:
             events: new events.
-            ended: whether no text follows.
+            final: whether no text follows.
         """
         done = [event for event in events if event.kind == "done"]
         if self.matched:
@@ -66,7 +66,7 @@ class StopFilter:
         self._held += (event for event in events if event.kind != "done")
         text = "".join(event.text for event in self._held if event.kind == "token")
         match = first_match(text, self._stop)
-        left = match.start if match else len(text) - (0 if ended else undecided(text, self._stop))
+        left = match.start if match else len(text) - (0 if final else undecided(text, self._stop))
         self.matched = match is not None
         passed: list[Event] = []
         while self._held:
@@ -83,7 +83,7 @@ class StopFilter:
 
 
 class EventReader:
-    """Makes events of what an answer has gained since the last call.
+    """Reader of the events of an answer since the last call.
 
     Args:
         codec: codec of the model's tokenizer; None: texts are empty.
@@ -188,7 +188,7 @@ class EventReader:
 
 
 class FilledReader:
-    """Makes events of what a template has gained since the last call; takes the place of `EventReader`.
+    """Reader of the events of a template since the last call, in place of `EventReader`.
 
     Args:
         stop: strings that end the answer.
@@ -212,9 +212,9 @@ class FilledReader:
     def collect_events(self, output: RequestOutput, result: Result | None, in_order: bool) -> list[Event]:
         """Return the new events (`EventReader.collect_events`)."""
         events: list[Event] = []
-        if output.filled is not None:
-            text = output.filled.text if result is None or self._stop else result.text
-            events = self.read(output.filled, text) if in_order or self._stop else self.read(output.filled)
+        if output.template is not None:
+            text = output.template.text if result is None or self._stop else result.text
+            events = self.read(output.template, text) if in_order or self._stop else self.read(output.template)
         if result is not None:
             events.append(Event("done", result=result))
         return self._filter.take(events, result is not None) if self._stop else events
@@ -250,6 +250,6 @@ class FilledReader:
                 self._ended.add((number, 0))
                 events.append(Event("merge", number))
         following = filled.template.following(filled.template.holes[-1])
-        if filled.ended and not filled.growing and following:
+        if filled.is_final and not filled.growing and following:
             events.append(Event("token", text=following))
         return events

@@ -240,7 +240,11 @@ def run(
         tokens = jnp.where(plan.rows, need.tokens, 0)
         answers = jnp.where(is_prompt, 0, tokens)
         length = jnp.max(jnp.where(tokens > 0, state.cache.length + jnp.maximum(answers, 1), 0))
-        fits = (jnp.sum(answers) <= conditions.larger) & (jnp.max(answers) <= bucket.most) & (length <= bucket.slots)
+        fits = (
+            (jnp.sum(answers) <= conditions.larger)
+            & (jnp.max(answers) <= bucket.max_per_row)
+            & (length <= bucket.slots)
+        )
         if bucket.rows > 1:
             fits &= jnp.all(plan.rows | (need.tokens == 0))
         finished = jnp.sum(cursor.finish == RUNNING) < running

@@ -25,7 +25,7 @@ class Pending(NamedTuple):
     Attributes:
         tokens: token ids.
         layout: layout; `sequence` is 0 where no token is pending.
-        lane: segment that samples the token behind this one (0 serial, k branch k); -1: none.
+        lane: segment that samples the token after this one (0 serial, k branch k); -1: none.
     """
 
     tokens: Array
@@ -51,11 +51,11 @@ class Drafts(NamedTuple):
     """Draft tokens that the lanes may sample, fed with their pending tokens.
 
     Attributes:
-        at: indices of the draft tokens in the step.
+        indices: indices of the draft tokens in the step.
         tokens: token ids; -1: none.
     """
 
-    at: Int32[Array, "L D"]
+    indices: Int32[Array, "L D"]
     tokens: Int32[Array, "L D"]
 
 
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
     """The inputs of a step.
 
     Attributes:
-        batch: its tokens, with logits for all lanes, and behind them for all draft tokens.
+        batch: tokens of the step; `logits_at` lists the lanes, then the draft tokens.
         lanes: segments that get a next token.
         drafts: draft tokens; None: the step feeds none.
         fed: tokens that each sequence feeds.
@@ -137,7 +137,7 @@ def widest(config: EngineConfig) -> int:
 
 def max_lanes(config: EngineConfig, batch: int, bucket: Bucket) -> int:
     """Return L: `bucket.tokens`, capped when rows feed many tokens; at least 2 N for a fork beside other rows."""
-    if bucket.most < 2 * config.max_branches:  # `Buckets` rounds N up to a power of two
+    if bucket.max_per_row < 2 * config.max_branches:  # `Buckets` rounds N up to a power of two
         return bucket.tokens
     return min(bucket.tokens, batch * config.max_branches, max(2 * config.max_branches, bucket.tokens // 4))
 
@@ -179,13 +179,14 @@ def next_inputs(state: DecodeState, plan: StepPlan, config: EngineConfig, bucket
         adapter=state.request.adapter[own],
         logits_at=flat,
     )
-    at = jnp.nonzero(real & (pending.lane >= 0), size=count, fill_value=bucket.tokens)[0]
-    used, at = at < bucket.tokens, jnp.minimum(at, bucket.tokens - 1)
-    lanes = Lanes(jnp.where(used, row[at], batch), pending.lane[at], Layout(*(field[at] for field in tokens.layout)))
-    drafts, logits_at = None, at
+    index = jnp.nonzero(real & (pending.lane >= 0), size=count, fill_value=bucket.tokens)[0]
+    used, index = index < bucket.tokens, jnp.minimum(index, bucket.tokens - 1)
+    layout = Layout(*(field[index] for field in tokens.layout))
+    lanes = Lanes(jnp.where(used, row[index], batch), pending.lane[index], layout)
+    drafts, logits_at = None, index
     if drafting:
-        drafts = _drafts(derived, config, tokens, lanes, at)
-        logits_at = jnp.concatenate([at, drafts.at.reshape(-1)])
+        drafts = _drafts(derived, config, tokens, lanes, index)
+        logits_at = jnp.concatenate([index, drafts.indices.reshape(-1)])
     return Inputs(tokens._replace(logits_at=logits_at), lanes, drafts, fed)
 
 
@@ -203,12 +204,12 @@ def share_tokens(state: DecodeState, need: Widths, selected: jax.Array, bucket: 
     """
     is_prompt, length = state.sequence.cursor.phase == PROMPT, state.cache.length
     whole = jnp.where(selected & ~is_prompt, need.tokens, 0)
-    whole = jnp.where((whole <= bucket.most) & (length + whole <= bucket.slots), whole, 0)
+    whole = jnp.where((whole <= bucket.max_per_row) & (length + whole <= bucket.slots), whole, 0)
     whole = jnp.where(_first_long(whole, bucket), whole, 0)
     whole_lanes = jnp.where(whole > 0, need.lanes, 0)
     whole = jnp.where((jnp.cumsum(whole) <= bucket.tokens) & (jnp.cumsum(whole_lanes) <= lanes), whole, 0)
     lanes_left = lanes - jnp.sum(jnp.where(whole > 0, need.lanes, 0))
-    part = jnp.minimum(jnp.minimum(need.tokens, bucket.most), bucket.slots - length)
+    part = jnp.minimum(jnp.minimum(need.tokens, bucket.max_per_row), bucket.slots - length)
     part = jnp.where(selected & is_prompt, part, 0)
     alone = ~jnp.any(whole > bucket.per_row)
     part = jnp.where(_first_long(part, bucket) & alone, part, jnp.minimum(part, bucket.per_row))
@@ -242,7 +243,7 @@ def _first_long(tokens: jax.Array, bucket: Bucket) -> jax.Array:
 
 
 def _empty_slots(state: DecodeState, slots: int) -> jax.Array:
-    """Return the empty slots behind each prompt in ascending order, int32 [B, slots]; `slots` behind the last."""
+    """Return the empty slots after each prompt in ascending order, int32 [B, slots]; `slots` after the last one."""
     number = jnp.arange(slots)
     is_empty = state.cache.layout.sequence[:, :slots] == 0
     is_empty &= number >= state.sequence.cursor.prompt_length[:, None]
@@ -257,11 +258,11 @@ def _kinds(phase: jax.Array, pending: Pending, config: EngineConfig) -> jax.Arra
     return jnp.where(tags, OTHER, kind)
 
 
-def _drafts(derived: Derived, config: EngineConfig, batch: TokenBatch, lanes: Lanes, at: jax.Array) -> Drafts:
-    """Return the draft tokens of lanes whose pending tokens are at these indices of the step."""
+def _drafts(derived: Derived, config: EngineConfig, batch: TokenBatch, lanes: Lanes, index: jax.Array) -> Drafts:
+    """Return the draft tokens of lanes; `index` holds the indices of their pending tokens in the step."""
     size, own = batch.tokens.size, jnp.minimum(lanes.row, derived.grows.size - 1)
     ahead = 1 + jnp.arange(config.draft_tokens)
-    behind = at[:, None] + jnp.sum(derived.due, axis=1)[own][:, None] * ahead
+    behind = index[:, None] + jnp.sum(derived.due, axis=1)[own][:, None] * ahead
     inside = (behind < size) & derived.grows[own][:, None]
     behind = jnp.minimum(behind, size - 1)
     real = inside & (batch.row[behind] == lanes.row[:, None]) & (batch.layout.sequence[behind] > 0)
@@ -269,7 +270,7 @@ def _drafts(derived: Derived, config: EngineConfig, batch: TokenBatch, lanes: La
 
 
 def due_tokens(state: DecodeState, derived: Derived, config: EngineConfig, row: jax.Array, place: jax.Array) -> Pending:
-    """Return the due tokens of answers, segment by segment; behind them, the first draft token of each segment, etc.
+    """Return the due tokens of answers, segment by segment, then the first draft token of each segment, and so on.
 
     Args:
         row: rows, any shape.
@@ -295,7 +296,7 @@ def due_tokens(state: DecodeState, derived: Derived, config: EngineConfig, row: 
 
 
 def pending_tokens(state: DecodeState, derived: Derived, config: EngineConfig, size: int) -> Pending:
-    """Return all pending tokens of answers, those that are not due included, [B, size]; prompts and drafts left out."""
+    """Return all pending tokens of answers, [B, size], also those that are not due; no prompts, no draft tokens."""
     everything = derived._replace(due=state.sequence.segments.queued, grows=jnp.zeros_like(derived.grows))
     shape = derived.due.shape[0], size
     row, place = jnp.broadcast_to(jnp.arange(shape[0])[:, None], shape), jnp.broadcast_to(jnp.arange(size), shape)
@@ -303,7 +304,7 @@ def pending_tokens(state: DecodeState, derived: Derived, config: EngineConfig, s
 
 
 def _segment_at(due: jax.Array, row: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the segments of the tokens at these places of their sequence, and the tokens' indices in the queues."""
+    """Return the segments of tokens, from their places in the sequence, and their indices in the queues."""
     ends = jnp.cumsum(due, axis=1)
     segment = jnp.minimum(jnp.sum(place[..., None] >= ends[row], axis=-1), due.shape[1] - 1)
     return segment, place - (ends - due)[row, segment]
@@ -322,13 +323,13 @@ def _positions(
 
 
 def with_prompt(state: DecodeState, row: jax.Array, place: jax.Array, pending: Pending) -> Pending:
-    """Return pending tokens, in rows that feed their prompt those of the prompt."""
+    """Return `pending`, with prompt tokens in rows that feed their prompt."""
     cursor, cache = state.sequence.cursor, state.cache
     is_prompt, slot = cursor.phase[row] == PROMPT, cache.length[row] + place
-    at = row, jnp.minimum(slot, cache.tokens.shape[1] - 1)
+    index = row, jnp.minimum(slot, cache.tokens.shape[1] - 1)
     left = is_prompt & (slot < cursor.prompt_length[row])
-    layout = Layout(*(field[at] for field in cache.layout))._replace(sequence=left.astype(jnp.int32))
+    layout = Layout(*(field[index] for field in cache.layout))._replace(sequence=left.astype(jnp.int32))
     samples = (slot == cursor.prompt_length[row] - 1) & ~cursor.templated[row]
-    prompt = Pending(cache.tokens[at], layout, jnp.where(samples, 0, -1))
+    prompt = Pending(cache.tokens[index], layout, jnp.where(samples, 0, -1))
     chosen: Pending = jax.tree.map(lambda own, other: jnp.where(is_prompt, own, other), prompt, pending)
     return chosen

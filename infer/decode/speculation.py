@@ -76,7 +76,7 @@ def drafts_from_text(state: DecodeState, derived: Derived, config: EngineConfig,
 
 
 def drafts_from_heads(
-    params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, hidden: jax.Array, taken: jax.Array
+    params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, hidden: jax.Array, counts: jax.Array
 ) -> jax.Array:
     """Return the draft tokens of each segment from the draft heads, int32 [B, N, D].
 
@@ -87,11 +87,11 @@ def drafts_from_heads(
         state: state after the step.
         inputs: inputs of the step.
         hidden: input of the head for all lanes, then for all draft tokens.
-        taken: tokens that each lane took, int32 [L].
+        counts: number of tokens that each lane took, int32 [L].
     """
     s, lanes, size = state.sequence, inputs.lanes, inputs.lanes.row.size
     first, ahead = hidden[:size, None], hidden[size:].reshape(size, config.draft_tokens, -1)
-    last = jnp.maximum(taken - 1, 0)[:, None, None]
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
     behind = jnp.take_along_axis(jnp.concatenate([first, ahead], axis=1), last, axis=1)[:, 0]
     own = jnp.minimum(lanes.row, s.draft.shape[0] - 1)
     adapter = state.request.adapter[own] if config.model.config.adapters else None
@@ -112,21 +112,21 @@ def continues(state: DecodeState, derived: Derived, lanes: Lanes) -> jax.Array:
     branch = (lanes.row, jnp.maximum(lanes.branch - 1, 0))
     in_block = (s.cursor.phase == PARALLEL)[lanes.row]
     grows = ((s.cursor.finish == RUNNING) & derived.grows)[lanes.row]
-    may_go_on = in_block & s.branches.live[branch] & derived.budget.known[branch]
+    may_go_on = in_block & s.branches.live[branch] & derived.budget.final[branch]
     return grows & jnp.where(lanes.branch == 0, ~in_block, may_go_on)
 
 
-def hide_rejected(state: DecodeState, inputs: Inputs, taken: jax.Array) -> DecodeState:
+def hide_rejected(state: DecodeState, inputs: Inputs, counts: jax.Array) -> DecodeState:
     """Hide the draft tokens of a step that were not accepted in the cache, and count those fed and accepted.
 
     Args:
-        taken: tokens that each lane took, int32 [L].
+        counts: number of tokens that each lane took, int32 [L].
     """
     assert inputs.drafts is not None
     capacity, batch, lanes = state.cache.tokens.shape[1], inputs.batch, inputs.lanes
     drafted = inputs.drafts.tokens >= 0
-    kept = drafted & (jnp.arange(drafted.shape[1]) < taken[:, None] - 1)
-    slot = jnp.where(drafted & ~kept, batch.slot[inputs.drafts.at], capacity)
+    accepted = drafted & (jnp.arange(drafted.shape[1]) < counts[:, None] - 1)
+    slot = jnp.where(drafted & ~accepted, batch.slot[inputs.drafts.indices], capacity)
     layout = state.cache.layout
     layout = layout._replace(sequence=layout.sequence.at[lanes.row[:, None], slot].set(0, mode="drop"))
     counters = state.sequence.counters
@@ -134,6 +134,6 @@ def hide_rejected(state: DecodeState, inputs: Inputs, taken: jax.Array) -> Decod
     def added(count: jax.Array, values: jax.Array) -> jax.Array:
         return count.at[lanes.row].add(jnp.sum(values, axis=1, dtype=jnp.int32), mode="drop")
 
-    counters = counters._replace(drafted=added(counters.drafted, drafted), accepted=added(counters.accepted, kept))
+    counters = counters._replace(drafted=added(counters.drafted, drafted), accepted=added(counters.accepted, accepted))
     sequence = state.sequence._replace(counters=counters)
     return state._replace(sequence=sequence, cache=state.cache._replace(layout=layout))

@@ -59,10 +59,10 @@ def _time(engine: Engine, system: System, question: Question, params: Any, repea
     serial_runs: list[list[Result]] = []
     try:
         for _ in range(repeats + 1):  # the first ones compile
-            runs.append(list(_converse(engine, system.mode, question, params, [None] * len(question.turns))))
+            runs.append(list(converse(engine, system.mode, question, params, [None] * len(question.turns))))
             if system.mode == "adaptive":
                 content = [content_ids(engine.config, result) for result in runs[-1]]
-                serial_runs.append(list(_converse(engine, "serial", question, params, content)))
+                serial_runs.append(list(converse(engine, "serial", question, params, content)))
     except AspdError as error:
         return {"question_id": question.id, "category": question.category, "turns": [], "error": str(error)}
     turns = []
@@ -89,7 +89,7 @@ def _time(engine: Engine, system: System, question: Question, params: Any, repea
     return {"question_id": question.id, "category": question.category, "turns": turns}
 
 
-def _converse(
+def converse(
     engine: Engine, mode: Any, question: Question, params: Any, scripts: Sequence[Sequence[int] | None]
 ) -> Iterator[Result]:
     """Decode one conversation at batch size 1, starting with an empty prefix cache.

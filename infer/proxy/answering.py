@@ -186,7 +186,7 @@ class Answering:
             async for piece, _ in pieces:
                 written += piece
                 if self._codec.form.leads:
-                    number, titles, more = _read_leads(written, self._max_branches)
+                    number, titles, more = read_leads(written, self._max_branches)
                 else:
                     titles, more = _read_titles(TITLE_START + written)
                 begun = self._codec.text.encode(written.rpartition(TITLE_END)[2])
@@ -314,7 +314,7 @@ def _read_titles(written: str, number: int = 0) -> tuple[list[str], bool]:
     return titles, rest.startswith(TITLE_START) or TITLE_START.startswith(rest)
 
 
-def _read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
+def read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
     """Parse a number and the leads written so far, and return them with whether further leads may follow.
 
     Args:

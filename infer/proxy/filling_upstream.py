@@ -13,7 +13,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.events import Event, FilledReader
-from infer.answers.filled import END_ROOM, Filled, FilledBlock, HoleText, hole_text
+from infer.answers.filled import END_TOKENS, Filled, FilledBlock, HoleText, hole_text
 from infer.proxy.answering import Proxied, merged
 from infer.proxy.upstream import Upstream, UpstreamError
 from infer.request import SamplingParams
@@ -46,13 +46,13 @@ class HoleRequest(NamedTuple):
     Attributes:
         text: text around the hole.
         prompt: token ids, lead included.
-        room: maximum tokens.
+        tokens_left: maximum tokens.
         number: number of the hole in the order of the text.
     """
 
     text: HoleText
     prompt: list[int]
-    room: int
+    tokens_left: int
     number: int
 
 
@@ -121,18 +121,21 @@ class TemplateFilling:
         context, left, waiting = list(prompt), limit, [hole for stage in template.stages for hole in stage]
         for stage in template.stages:
             waiting, used = waiting[len(stage) :], 0
-            room = left - self._needed(template, waiting)
+            spare = left - self._needed(template, waiting)
             filled = replace(filled, blocks=(*filled.blocks, FilledBlock(stage, frozenset(h.name for h in stage))))
             texts = [hole_text(template, hole) for hole in stage]
             prompts = [[*context, *self._codec.encode(text.lead)] for text in texts]
             least = sum(len(ids) - len(context) for ids in prompts)
             sources = [
                 self._fill(
-                    HoleRequest(text, ids, room - least, template.holes.index(text.hole)), sampling, answer, constrained
+                    HoleRequest(text, ids, spare - least, template.holes.index(text.hole)),
+                    sampling,
+                    answer,
+                    constrained,
                 )
                 for text, ids in zip(texts, prompts, strict=True)
             ]
-            async with aclosing(_fill_block(filled, sources, least, room)) as states:
+            async with aclosing(_fill_block(filled, sources, least, spare)) as states:
                 async for filled, used in states:
                     answer.items, answer.tokens = list(filled.structure), limit - left + used
                     for event in reader.read(filled, filled.text if in_order else None):
@@ -141,7 +144,7 @@ class TemplateFilling:
                 break
             left -= used
             context += [i for text in texts for i in self._encode_branch(text, filled.values[text.hole.name])]
-        filled = replace(filled, ended=True)
+        filled = replace(filled, is_final=True)
         answer.items, answer.finish_reason = list(filled.structure), "length" if filled.growing else "stop"
         for event in reader.read(filled, filled.text if in_order else None):
             yield event
@@ -149,7 +152,7 @@ class TemplateFilling:
     def _needed(self, template: Template, holes: Sequence[Hole]) -> int:
         """Return the tokens that holes need at least."""
         leads = (self._codec.encode(hole_text(template, hole).lead) for hole in holes)
-        return sum(len(lead) + END_ROOM for lead in leads if lead)
+        return sum(len(lead) + END_TOKENS for lead in leads if lead)
 
     def _encode_branch(self, text: HoleText, value: str) -> list[int]:
         """Return the tokens of a filled hole in the prompt of later holes; objects that its lead opens are closed."""
@@ -166,7 +169,7 @@ class TemplateFilling:
         more = {"response_format": response_format(hole.schema)} if constrained and hole.schema is not None else {}
         number = 2 * request.number + constrained
         pieces = self._upstream.complete(
-            request.prompt, request.room, self._ends, self._forbidden, sampling, number, more
+            request.prompt, request.tokens_left, self._ends, self._forbidden, sampling, number, more
         )
         answer.requests += 1
         async with aclosing(pieces):
@@ -234,7 +237,7 @@ def response_format(schema: str) -> dict[str, Any]:
 
 
 async def _fill_block(
-    filled: Filled, sources: Sequence[AsyncGenerator[Progress, None]], least: int, room: int
+    filled: Filled, sources: Sequence[AsyncGenerator[Progress, None]], least: int, limit: int
 ) -> AsyncGenerator[tuple[Filled, int], None]:
     """Yield a template whenever the values of its last block have grown, and the tokens of this block.
 
@@ -242,17 +245,17 @@ async def _fill_block(
         filled: the template at the beginning of the block.
         sources: progress of each hole.
         least: tokens of the leads.
-        room: maximum tokens; values that reach it are cut.
+        limit: maximum tokens; values that reach it are cut.
     """
     block, latest = filled.blocks[-1], dict[str, Progress]()
     yield filled, least
     async with aclosing(merged(sources)) as news:
         async for progress in news:
             tokens = least + sum(p.tokens for p in {**latest, progress.name: progress}.values())
-            if tokens <= room:
+            if tokens <= limit:
                 latest[progress.name] = progress
             growing = block.growing - {p.name for p in latest.values() if p.complete}
-            cut = tokens > room or (tokens == room and bool(growing))
+            cut = tokens > limit or (tokens == limit and bool(growing))
             values = {p.name: p.value for p in latest.values() if p.final or cut}
             blocks = (*filled.blocks[:-1], replace(block, growing=growing))
             yield (

@@ -263,11 +263,11 @@ async def _until(
     stop_filter = StopFilter(stop)
     async with aclosing(events):
         async for event in events:
-            for passed in stop_filter.take([event], ended=False):
+            for passed in stop_filter.take([event], final=False):
                 yield passed
             if stop_filter.matched:
                 break
-    for passed in stop_filter.take([], ended=True):
+    for passed in stop_filter.take([], final=True):
         yield passed
     answer.end_before(stop)
 

@@ -120,7 +120,7 @@ def admit_request(
     }
     numbers = {
         "row": row,
-        "kept": prefix.slots,
+        "prefix_slots": prefix.slots,
         "position": layout.position[-1],
         "block": layout.block.max(),
         "budget": request.budget,

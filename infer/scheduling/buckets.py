@@ -146,7 +146,7 @@ class Buckets:
         slots = min(need.slots, self.capacity)
         return (
             rows
-            and bucket.most >= need.per_row
+            and bucket.max_per_row >= need.per_row
             and bucket.slots >= slots
             and (enough or bucket.tokens == self._largest)
         )

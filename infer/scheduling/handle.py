@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from infer.answers.answer import Result
+from infer.answers.answer import RequestOutput, Result
 from infer.answers.events import Event
 from infer.decode.state import DecodeState
 from infer.request import Request, Stream
 from infer.scheduling.policy import StepCost
 from infer.scheduling.request_state import RequestState
+from infer.scheduling.structured import Schemas
 
 
 class Executor(Protocol):
@@ -116,9 +117,13 @@ class DebugState(NamedTuple):
         rows: request of each row; None: the row is free.
         waiting: requests without a row, in the order of submission.
         cost: measured cost of a step; None: not measured.
+        schemas: compiled schemas.
+        read_output: function that returns the output of a request as far as it is decoded.
     """
 
     decode: DecodeState
     rows: tuple[Handle | None, ...]
     waiting: tuple[Handle, ...]
     cost: StepCost | None
+    schemas: Schemas
+    read_output: Callable[[RequestState], RequestOutput]

@@ -19,7 +19,7 @@ from aspd_jax.sizes import next_power
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TitleForm, split
 from infer.decode.decode_step import count_step, forward, logits_of
 from infer.decode.derived import Derived, derive
-from infer.decode.grammar import LaneTokens, lane_node, recognise
+from infer.decode.grammar import LaneTokens, lane_tag_state, recognise
 from infer.decode.inputs import Inputs, next_inputs, plan_step, widths
 from infer.decode.state import FORK, PROMPT, RUNNING, TITLE, DecodeState, EngineConfig, Titles
 from infer.decode.transition import advance, fork_queue
@@ -98,7 +98,7 @@ def replay_advance(
 ) -> DecodeState:
     """Take scripted tokens, one per lane, in place of sampled ones."""
     lanes = inputs.lanes
-    tokens = LaneTokens(sampled, *recognise(state.automaton, lane_node(state, lanes), sampled), sampled < 0)
+    tokens = LaneTokens(sampled, *recognise(state.automaton, lane_tag_state(state, lanes), sampled), sampled < 0)
     return advance(state, derived, config, lanes, tokens, lanes.row < state.sequence.cursor.phase.size)
 
 
@@ -112,9 +112,9 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     config = replace(
         config,
         form=replace(config.form, separator=_separator(blocks, config.form)),
-        max_branches=_room(config.max_branches, *(len(block.branches) for block in blocks)),
+        max_branches=_larger_limit(config.max_branches, *(len(block.branches) for block in blocks)),
         distinct_titles=False,
-        max_title_tokens=_room(config.max_title_tokens, *(len(t) for block in blocks for t in block.titles)),
+        max_title_tokens=_larger_limit(config.max_title_tokens, *(len(t) for block in blocks for t in block.titles)),
     )
     script = _Script(items, config, answer[-1:] if ended else ())
     layout = build_layout(np.asarray([[*prompt, *answer]]), config.special, lm.config.positions)
@@ -157,7 +157,7 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
         state = state._replace(sequence=state.sequence._replace(cursor=cursor))
 
 
-def _room(limit: int, *needed: int) -> int:
+def _larger_limit(limit: int, *needed: int) -> int:
     """Return `limit`, or a power of two that is large enough: answers of similar size share a program."""
     most = max(needed, default=0)
     return limit if most <= limit else next_power(most)

@@ -204,7 +204,7 @@ class Scheduler:
         with self._lock:
             rows = tuple(None if state is None else Handle(self, state) for state in self._rows)
             waiting = tuple(Handle(self, state) for state in self._waiting)
-            return DebugState(self._state_now(), rows, waiting, self._cost)
+            return DebugState(self._state_now(), rows, waiting, self._cost, self._schemas, self._output)
 
     @property
     def _free(self) -> list[int]:

@@ -83,7 +83,7 @@ def measure_cost(
         wanted = [min(tokens * buckets.rows, most) for tokens in TIMED_TOKENS]
         sizes = {min(bucket.tokens for bucket in equal if bucket.tokens >= tokens) for tokens in wanted}
         for tokens in sorted(sizes):
-            bucket = min((bucket for bucket in equal if bucket.tokens == tokens), key=lambda bucket: bucket.most)
+            bucket = min((bucket for bucket in equal if bucket.tokens == tokens), key=lambda bucket: bucket.max_per_row)
             state, milliseconds = _time(lm, config, state, bucket)
             samples.append(Sample(tokens, bucket.rows * slots, milliseconds))
     more = 0.0

@@ -138,7 +138,7 @@ def test_tokens_by_row_are_those_of_the_row_and_come_back_to_their_places(fed: F
         assert not any(slots for row, slots in enumerate(fed.slots) if row != fed_row)
         if any(fed.slots):
             check(every, 0, fed_row, bucket.per_row)
-            np.testing.assert_array_equal(every.of(jnp.arange(len(fed.length))), [fed_row])
+            np.testing.assert_array_equal(every.select(jnp.arange(len(fed.length))), [fed_row])
     else:
         assert every.row is None
         for row in range(bucket.rows):
@@ -149,7 +149,7 @@ def test_tokens_by_row_are_those_of_the_row_and_come_back_to_their_places(fed: F
         row = int(longest.row)
         assert len(fed.slots[row]) == max(map(len, fed.slots))
         check(longest, 0, row, bucket.longest)
-        np.testing.assert_array_equal(longest.of(jnp.arange(len(fed.length))), [row])
+        np.testing.assert_array_equal(longest.select(jnp.arange(len(fed.length))), [row])
     # What is computed by row comes back as it lies: here, which token it is.
     parts = np.concatenate([np.asarray(part.token).reshape(-1) for part in (every, *others)])
     assert ((place >= 0) & (place < parts.size)).all()

@@ -40,13 +40,13 @@ def test_pieces_of_a_text_end_where_the_whole_ends(text: str, stop: list[str], r
     while at < len(text):
         size = random.randint(1, 5)
         events = [Event("token", text=text[at : at + size]), Event("branch", 1, 1)]
-        shown += "".join(event.text for event in filter.take(events, ended=False))
+        shown += "".join(event.text for event in filter.take(events, final=False))
         at += size
         assert before(text, tuple(stop)).startswith(shown), "nothing is taken back"
         sure = before(text[:at], tuple(stop))
         if not filter.matched:
             assert len(shown) == len(sure) - undecided(sure, stop), "and nothing is held without need"
-    shown += "".join(event.text for event in filter.take([], ended=True))
+    shown += "".join(event.text for event in filter.take([], final=True))
     assert shown == before(text, tuple(stop)) and filter.matched == (match is not None)
 
 

@@ -126,7 +126,7 @@ def test_numbers_of_leads_are_those_that_the_engine_can_decode(engine: Engine, l
     state = new_state(engine.lm, config, 1, 64)
     for written in ["", *sorted(prefixes)[:40]]:
         titles = state.sequence.titles._replace(stated=jnp.asarray([int(written or "0")]))
-        legal = grammar._number_tokens(state._replace(sequence=state.sequence._replace(titles=titles)), config)
+        legal = grammar.number_tokens(state._replace(sequence=state.sequence._replace(titles=titles)), config)
         allowed = {text for text, fits in zip(texts, np.asarray(legal[0]), strict=False) if fits}
         assert allowed == {text for text in texts if text and written + text in prefixes}
 

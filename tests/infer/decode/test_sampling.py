@@ -18,7 +18,7 @@ from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket
 from infer import Engine, SamplingParams
 from infer.decode.inputs import Lanes, next_inputs, plan_step
-from infer.decode.sampling import _counted, _scattered, lane_keys, penalise, restrict, sample
+from infer.decode.sampling import count_by_product, count_by_scatter, lane_keys, penalise, restrict, sample
 from infer.decode.state import TITLE, DecodeState, EngineConfig, RequestArrays
 from infer.request import Request
 from tests.conftest import after_prompts
@@ -161,7 +161,7 @@ def test_tokens_are_counted_as_they_are_scattered(slots: list[tuple[int, bool]],
     expected = np.array(
         [[(lane[mask] == token).sum() for token in range(size)] for lane, mask in zip(tokens, seen, strict=True)]
     )
-    for form in (_counted, _scattered):
+    for form in (count_by_product, count_by_scatter):
         np.testing.assert_array_equal(jax.jit(form, static_argnums=0)(size, tokens, seen), expected)
 
 

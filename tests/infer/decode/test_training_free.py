@@ -251,22 +251,22 @@ def test_the_recogniser_finds_what_is_there(tables: TagAutomaton, spellings: dic
     alphabet = st.sampled_from(["<", "/", "t", "title", ">", "part", "parts", "s>", " ", "a", "</", *TAGS.strings])
     text = "".join(data.draw(st.lists(alphabet, max_size=12)))
     random = Random(data.draw(st.integers(0, 999)))
-    node, nodes, read = 0, tables.next.shape[0], ""
+    tag_state, states, read = 0, tables.next.shape[0], ""
     while text:
         sizes = [n for n in range(1, 9) if text[:n] in spellings and n <= len(text)]
         size = random.choice(sizes)
         token = random.choice(spellings[text[:size]])
         before, read, text = read, read + text[:size], text[size:]
-        following = int(tables.next[node, token])
+        following = int(tables.next[tag_state, token])
         whole = [tag for tag in TAGS.strings if read.endswith(tag)]
         inside = [
             tag for tag in TAGS.strings for stop in range(len(before) + 1, len(read)) if read[:stop].endswith(tag)
         ]
         if inside:
-            assert tables.bits[node, token] == 0, "a token that goes past a tag is never allowed"
+            assert tables.bits[tag_state, token] == 0, "a token that goes past a tag is never allowed"
             return
-        assert (following >= nodes) == bool(whole)
+        assert (following >= states) == bool(whole)
         if whole:
-            assert TAGS.strings[following - nodes - 1] == whole[0]
+            assert TAGS.strings[following - states - 1] == whole[0]
             return
-        node = following
+        tag_state = following

@@ -114,14 +114,14 @@ def test_speed_compares_the_same_content(demo_engine: Engine, tmp_path: Path) ->
 
 
 def test_the_serial_run_says_what_the_adaptive_answer_said(demo_engine: Engine) -> None:
-    from infer.evaluation.speed import _converse
+    from infer.evaluation.speed import converse
 
     engine = demo_engine
     question = next(question for question in two_turns() if question.forks)
     params = SamplingParams(max_new_tokens=400, seed=0)
-    adaptive = list(_converse(engine, "adaptive", question, params, [None, None]))
+    adaptive = list(converse(engine, "adaptive", question, params, [None, None]))
     content = [content_ids(engine.config, result) for result in adaptive]
-    serial = list(_converse(engine, "serial", question, params, content))
+    serial = list(converse(engine, "serial", question, params, content))
     assert [result.text for result in serial] == [result.text for result in adaptive]
     for one, other, ids in zip(adaptive, serial, content, strict=True):
         assert other.token_ids == ids and other.stats.blocks == 0
@@ -129,7 +129,7 @@ def test_the_serial_run_says_what_the_adaptive_answer_said(demo_engine: Engine) 
         assert other.stats.steps == len(ids) - 1  # one pass for each token after the first
     wrong = [list(ids) for ids in content]
     wrong[0][3] = wrong[0][3] % 300 + 20  # the script decides, not the model
-    assert next(_converse(engine, "serial", question, params, wrong)).token_ids == wrong[0]
+    assert next(converse(engine, "serial", question, params, wrong)).token_ids == wrong[0]
 
 
 def test_timeline_ends_at_the_critical_path(demo_engine: Engine) -> None:

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from aspd_jax.tokens import Codec
-from infer.proxy.answering import _read_leads
+from infer.proxy.answering import read_leads
 from infer.proxy.routes import make_app
 from infer.proxy.upstream import UpstreamConfig
 from tests.helpers.serving import wait_for
@@ -206,13 +206,13 @@ def test_leads_are_part_of_the_answer(demo: LanguageModel, upstream: Upstream) -
     ],
 )
 def test_lists_of_leads_end(written: str, leads: list[str]) -> None:
-    number, found, more = _read_leads(written, 16)
+    number, found, more = read_leads(written, 16)
     assert found == leads and not more and written.startswith(number)
     if number in ("2", "3") and leads:
         whole = written.index(leads[-1] + "<|/title|>") + len(leads[-1])
-        assert all(_read_leads(written[:size], 16)[2] for size in range(whole)), "more may follow"
+        assert all(read_leads(written[:size], 16)[2] for size in range(whole)), "more may follow"
     for size in range(len(written)):
-        assert leads[: len(_read_leads(written[:size], 16)[1])] == _read_leads(written[:size], 16)[1]
+        assert leads[: len(read_leads(written[:size], 16)[1])] == read_leads(written[:size], 16)[1]
 
 
 LISTS = {

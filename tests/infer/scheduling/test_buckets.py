@@ -115,7 +115,7 @@ def test_what_is_chosen_holds_what_is_due(drawn: Pass) -> None:
     assert bucket in drawn.buckets.buckets
     due = [number for number, row in enumerate(drawn.rows) if row.tokens]
     assert bucket.rows > max(due) or (bucket.rows == 1 and len(due) == 1)
-    assert bucket.most >= max(drawn.answers, default=0)
+    assert bucket.max_per_row >= max(drawn.answers, default=0)
     for row in drawn.rows:
         if row.tokens:
             assert bucket.slots >= row.length + (1 if row.phase == PROMPT else row.tokens)
@@ -147,7 +147,7 @@ def test_what_is_due_is_fed(drawn: Pass) -> None:
     bucket, _, _ = drawn.buckets.select(drawn.summary, True)
     fed = drawn.fed(bucket)
     smaller = drawn.fed(bucket._replace(per_row=max(1, bucket.per_row // 4), tokens=max(1, bucket.tokens // 4)))
-    assert 0 < sum(fed) <= bucket.tokens and max(fed) <= bucket.most
+    assert 0 < sum(fed) <= bucket.tokens and max(fed) <= bucket.max_per_row
     assert sum(size > bucket.per_row for size in fed) <= 1
     lanes = 0
     for row, size in zip(drawn.rows, fed, strict=True):
@@ -200,7 +200,7 @@ def test_the_smallest_program_is_chosen(drawn: Pass, streamed: bool) -> None:
             assert (
                 (other.rows < need.rows if need.rows > 1 else other.rows > 1)
                 or other.tokens < need.tokens
-                or other.most < need.per_row
+                or other.max_per_row < need.per_row
                 or other.slots < need.slots
                 or max_lanes(buckets.config, buckets.rows, other) < need.lanes
             )

@@ -76,11 +76,11 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
     while handle.result is None:
         handle.advance(1)
         if handle.state.row is not None and handle.state.decoding and handle.result is None:
-            output = engine._scheduler._output(handle.state)
+            output = engine.debug_state().read_output(handle.state)
             tokens, layout = np.asarray(output.token_ids), output.cached_layout
             cached = output.cached_tokens
-            assert isinstance(output.filled, Filled)
-            filled.append(output.filled)
+            assert isinstance(output.template, Filled)
+            filled.append(output.template)
     assert len(filled[-1].blocks) == 2 and valid(handle.result.text, LATER)
     prompt = len(handle.result.prompt_token_ids)
     by_branch: dict[tuple[int, int], list[int]] = {}
@@ -107,7 +107,7 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
     checked = 0
     for (of, k), own in by_branch.items():
         places = [n for n in range(len(ids)) if (block[n], branch[n]) == (of, k)]
-        matcher = engine._schemas.matcher("grammar", value_grammar(json.dumps(WORD)))
+        matcher = engine.debug_state().schemas.matcher("grammar", value_grammar(json.dumps(WORD)))
         lead = len(
             engine.lm.codec.text.encode(['{"first":', '{"second":', '{"third":', '{"both":'][k - 1 + 3 * (of - 1)])
         )
@@ -308,6 +308,6 @@ def test_the_end_of_a_value_is_free(engine: Engine) -> None:
     """Negative control of the prototype's finding: after a value the model may go on in every way it would."""
     assert "TAIL" in VALUE_GRAMMAR and "[,}" in VALUE_GRAMMAR
     for text, follows in (('"x",', True), (' "x"}', True), ('"x" }\n', True), ("7, ", True), ('"x"y', False)):
-        matcher = engine._schemas.matcher("grammar", value_grammar("{}"))
+        matcher = engine.debug_state().schemas.matcher("grammar", value_grammar("{}"))
         ids = engine.lm.codec.text.encode(text)
-        assert (matcher._matcher.try_consume_tokens(ids) == len(ids)) == follows, text
+        assert (matcher.accepted(ids) == len(ids)) == follows, text

@@ -134,7 +134,7 @@ def test_drafts_that_the_host_does_not_check_change_answers(plain: Engine, monke
     params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=4, json_schema=SCHEMA, fields="parallel")
     expected, segments = recorded(plain, params, monkeypatch)
     longer = [[*segment, *segment] for segment in segments]
-    monkeypatch.setattr(infer.scheduling.filling.HoleState, "_completes", lambda self, tokens: False)
+    monkeypatch.setattr(infer.scheduling.filling.HoleState, "completes", lambda self, tokens: False)
     own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=DRAFT, force_drafts=True, **SIZE)
     with patched(drafts_from_text=knowing(longer)):
         (result,) = own.generate([PROMPT], params)

@@ -73,7 +73,7 @@ def written(name: str, *called: tuple[str, str]) -> str:
 
 def read(reader: CallReader, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Return the text and the calls of an answer that comes in pieces."""
-    found: list[Piece] = [part for piece in pieces for part in reader.read(piece)] + reader.read("", ended=True)
+    found: list[Piece] = [part for piece in pieces for part in reader.read(piece)] + reader.read("", final=True)
     calls = [piece for piece in found if piece.kind == "call"]
     assert [piece.call for piece in calls] == list(range(len(calls)))
     arguments = ["".join(p.text for p in found if p.kind == "arguments" and p.call == call.call) for call in calls]
