@@ -61,7 +61,7 @@ def _request(fields: dict[str, Any]) -> Request:
 
 
 class Lockstep:
-    """Executes commands.
+    """Executor of commands on an engine.
 
     Attributes:
         handles: handles of requests, by number, until `forget`.

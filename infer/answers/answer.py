@@ -400,7 +400,7 @@ def make_result(
 def content_segments(config: EngineConfig, ids: list[int]) -> list[range]:
     """Return the places of the plain text in a linearisation, a range for each segment.
 
-    Tags, titles, heads and end of text are none of it, except the leads in heads.
+    Tags, titles, heads and end of text are excluded; leads in heads are included.
     """
     whole = ids[:-1] if ids and ids[-1] in config.end else ids
     places: list[range] = []

@@ -102,7 +102,7 @@ class EventReader:
 
     @property
     def stopped(self) -> bool:
-        """Return whether the answer holds a stop string."""
+        """Return whether the answer contains a stop string."""
         return self._filter.matched
 
     def collect_events(self, output: RequestOutput, result: Result | None, in_order: bool) -> list[Event]:
@@ -146,9 +146,9 @@ class EventReader:
         return self._filter.take(events, result is not None) if self._stop else events
 
     def branches_past_stop(self, output: RequestOutput) -> list[int]:
-        """Return the open branches, from 1, that no reader will get: the first one with a stop string and later ones.
+        """Return the open branches after the first match, and the branch of the match; numbers from 1.
 
-        The first open branch is left out: `stopped` is true when its text holds a stop string.
+        The first open branch is left out: `stopped` is true when its text contains a stop string.
         """
         last = output.items[-1] if output.items else None
         if not isinstance(last, BlockIds) or not output.open_branches or self._codec is None:
@@ -202,7 +202,7 @@ class FilledReader:
 
     @property
     def stopped(self) -> bool:
-        """Return whether the answer holds a stop string."""
+        """Return whether the answer contains a stop string."""
         return self._filter.matched
 
     def branches_past_stop(self, output: RequestOutput) -> list[int]:

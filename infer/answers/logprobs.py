@@ -22,8 +22,8 @@ from aspd_jax.sizes import next_power
 from infer.answers.answer import Result, content_segments
 from infer.decode.state import EngineConfig
 
-CHUNK = 128  # tokens whose logits exist at a time, and tokens of the shortest pass
-MAX_ALTERNATIVES = 20  # computed for every request, so that all passes of one length share a program
+CHUNK = 128  # tokens per chunk of logits, and minimum padded length
+MAX_ALTERNATIVES = 20  # computed for every request, so that all answers of one length share a program
 
 
 class TokenLogprob(NamedTuple):

@@ -161,7 +161,9 @@ class _StepTimer:
         after = summary.read()
         self._times[width].append((time.perf_counter() - start) / self._steps)
         if after.tokens.max() != width or after.left:
-            raise RequestError(f"a random branch ended by itself at width {width}. Use fewer steps.")
+            raise RequestError(
+                f"steps: expected random branches to go on, got one that ended at width {width}. Use fewer."
+            )
 
     def results(self, repeats: int) -> list[StepTime]:
         """Return the times of all runs but the first of each width."""

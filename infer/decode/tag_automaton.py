@@ -109,10 +109,10 @@ class TextTags:
     def __post_init__(self) -> None:
         for field, tag in zip(fields(self), self.strings, strict=True):
             if not tag or not tag.isascii():
-                raise ConfigError(f"{field.name} must be ASCII text, got {tag!r}")
+                raise ConfigError(f"{field.name}: expected ASCII text, got {tag!r}.")
             for other_field, other in zip(fields(self), self.strings, strict=True):
                 if other_field.name != field.name and tag in other:
-                    raise ConfigError(f"{field.name} {tag!r} is part of {other_field.name} {other!r}")
+                    raise ConfigError(f"{field.name}: expected no part of {other_field.name} {other!r}, got {tag!r}.")
         if sum(map(len, self.strings)) > 110:
             raise ConfigError("the six tags together may have 110 characters at most")
 

@@ -54,7 +54,7 @@ class Task:
 
 
 def _hint(schema: Mapping[str, Any]) -> str:
-    """Return what a prompt says of the values of a field."""
+    """Return the description of a field for the prompt."""
     if "enum" in schema:
         return f" ({' or '.join(map(str, schema['enum']))})"
     return " (true or false)" if schema.get("type") == "boolean" else ""

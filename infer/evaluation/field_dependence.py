@@ -22,7 +22,7 @@ from infer.evaluation.extraction import equal
 from infer.request import SamplingParams
 
 MIN_COST = 0.5  # nats per value; below, hiding siblings changes little
-MIN_SHARE = 0.5  # of the cost that a sibling has to save, to be proposed
+MIN_SHARE = 0.5  # minimum share of the cost that a sibling must save
 
 
 @dataclass(frozen=True)

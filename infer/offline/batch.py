@@ -28,7 +28,7 @@ from infer.offline.journal import append, read_journal
 from infer.request import Mode, SamplingParams
 from infer.scheduling.handle import Handle
 
-SAMPLE_SEEDS = 1_000_003  # between the seeds of two samples of a line
+SAMPLE_SEEDS = 1_000_003  # difference between the seeds of two samples of a line
 STEPS = 256  # engine steps between two checks for finished answers
 
 
@@ -189,7 +189,9 @@ def write_answers(answer: Callable[[Iterator[Task]], Iterator[Task]], job: Job) 
     settings |= {"instruction": job.instruction, "params": json.loads(json.dumps(asdict(job.params)))}
     journal = job.output.with_name(f"{job.output.name}.journal")
     if job.output.exists():
-        raise RequestError(f"{job.output} exists; delete it, or choose another file")
+        raise RequestError(
+            f"{job.output}: expected a new file, got an existing one. Delete it, or choose another file."
+        )
     done = _read_answers(journal, settings)
     resumed = len(done)
     waiting = [((item.line, item.sample), item) for item in items if (item.line, item.sample) not in done]

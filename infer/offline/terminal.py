@@ -44,7 +44,7 @@ def print_growing(engine: Engine, prompt: Prompt, params: SamplingParams, mode: 
             for result in engine.stream(prompt, params, mode):
                 live.update(picture(result))
         return
-    for event in engine.submit(prompt, params, mode, steps=1, stream="text"):
+    for event in engine.submit(prompt, params, mode, max_steps=1, stream="text"):
         if event.kind == "token":
             print(event.text, end="", flush=True)
     print()

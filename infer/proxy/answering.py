@@ -53,7 +53,7 @@ class Proxied:
 
 
 class Answering:
-    """Decodes answers with blocks on an upstream server.
+    """Decoder of answers with blocks on an upstream server.
 
     The titles that the model writes become one request per branch with a common prefix. After the block, the prompt of
     the next request contains the branches one after the other, so that the upstream reads them again; the engine does

@@ -57,10 +57,10 @@ class HoleRequest(NamedTuple):
 
 
 class TemplateFilling:
-    """Fills templates on an upstream server.
+    """Client that fills templates on an upstream server.
 
-    A JSON value is first requested without a constraint, because the token that ends it may hold what follows it, too:
-    under a constraint of the value alone, a model cannot end it so, and runs on. The stream is closed where the value
+    A JSON value is first requested without a constraint. The token that ends a value may contain the text after it. A
+    constraint of the value alone forbids this token, and the model continues. The stream is closed where the value
     ends. Only a value that does not fit its schema is requested again with the constraint, as `response_format`.
 
     Args:
@@ -91,7 +91,7 @@ class TemplateFilling:
                 except RequestError as error:
                     raise RequestError(": ".join(filter(None, ["json_schema", hole.name, str(error)]))) from None
         if (needed := self._needed(template, template.holes)) > limit:
-            raise RequestError(f"the template needs {needed} tokens at least; the answer may have {limit}")
+            raise RequestError(f"template: expected a budget of at least {needed} tokens, got {limit}.")
 
     async def events(
         self,
@@ -193,7 +193,7 @@ class TemplateFilling:
 
 
 class ValueCheck:
-    """Follows a growing JSON value, and tells whether it can become a value of a schema.
+    """Check of a growing JSON value: whether it can become a value of a schema.
 
     Args:
         schema: the schema as text; None: any text is permitted.

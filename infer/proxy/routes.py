@@ -168,7 +168,7 @@ class _Proxy:
 
     def _encode(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
         if messages[-1]["role"] == "assistant":
-            raise Refused(400, "the last message is an answer; a prompt ends with a message of the user")
+            raise Refused(400, "messages: expected a last message of the user, got one of the assistant.")
         try:
             (ids, *segments), answers = encode_history(
                 self._tokenizer, self._codec.text, self._ends, messages, variables=variables

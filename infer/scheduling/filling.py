@@ -275,12 +275,12 @@ def check_template(
                 raise RequestError(f"json_schema: {hole.name}: {error}") from None
     blocks = template_blocks(template, codec, config.max_branches)
     if (needed := needed_tokens(blocks)) > budget:
-        raise RequestError(f"the template needs {needed} tokens at least; the answer may have {budget}")
+        raise RequestError(f"template: expected a budget of at least {needed} tokens, got {budget}.")
     longest = max((start for block in blocks for start in block), key=lambda start: len(start.lead))
     if len(longest.lead) + END_TOKENS > max_branch_tokens:
         raise RequestError(
-            f"hole {longest.hole.name!r}: its literal text has {len(longest.lead)} tokens; "
-            f"max_branch_tokens is {max_branch_tokens}"
+            f"hole {longest.hole.name!r}: expected literal text of at most {max_branch_tokens - END_TOKENS} tokens "
+            f"(max_branch_tokens), got {len(longest.lead)}."
         )
 
 

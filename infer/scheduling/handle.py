@@ -73,7 +73,7 @@ class Handle:
             while (event := self.state.next_event()) is not None:
                 yield event
             if self.result is None:
-                self.advance(self.request.steps)
+                self.advance(self.request.max_steps)
 
     __iter__ = events
 

@@ -105,7 +105,7 @@ def replay_advance(
 def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answer: Sequence[int]) -> Trace:
     """Run `Engine.replay`; limits of the config are raised to the sizes of the answer."""
     if not answer:
-        raise StructureError("the answer is empty")
+        raise StructureError("answer: expected at least one token, got none.")
     ended = answer[-1] in config.end
     items = split(answer[:-1] if ended else answer, config.special, config.form, paired=False)
     blocks = [item for item in items if isinstance(item, BlockIds)]
@@ -203,7 +203,7 @@ def _own_titles(block: BlockIds) -> list[np.ndarray]:
     for number, branch in enumerate(block.branches, 1):
         fitting = [title for title in block.titles if branch[: len(title)].tolist() == title.tolist()]
         if not fitting:
-            raise StructureError(f"branch {number} of a block starts with none of its titles")
+            raise StructureError(f"branch {number}: expected to start with a title of its block, got other tokens.")
         own.append(max(fitting, key=len))
     return own
 

@@ -25,11 +25,11 @@ from infer.decode.guidance import RowGuidance
 from infer.decode.state import EngineConfig
 from infer.request import SamplingParams
 
-MAX_COMPILED = 256  # compiled schemas that are kept
+MAX_COMPILED = 256  # maximum compiled schemas in memory
 # White space between the parts of a value. With more, a small model at a high temperature may never stop repeating it.
 BLANKS = " ?"
 MAX_KNOWN = 64  # known tokens that are fed with a pending one
-RESERVE = 4  # tokens that known tokens leave in a budget, so that budgets end answers as without them
+RESERVE = 4  # tokens reserved after known tokens, so that a budget ends the answer at the same token
 # Fields of a request, and the names of their formats in llguidance.
 FORMATS: Mapping[str, Literal["json_schema", "regex", "choice", "grammar"]] = {
     "json_schema": "json_schema",
@@ -78,7 +78,7 @@ class Schemas:
 
         backend = getattr(self._lm.tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise RequestError("a JSON schema needs a model with a (fast) tokenizer")
+            raise RequestError("json_schema: expected a model with a fast tokenizer, got another.")
         return LLTokenizer(
             backend.to_str(),
             n_vocab=self._lm.config.padded_vocab_size,

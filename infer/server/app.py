@@ -24,8 +24,8 @@ from aspd_jax.errors import RequestError
 from aspd_jax.tool_format import read_tool_format
 from infer.answers.answer import Result
 from infer.engine import Engine
+from infer.request import PromptTooLong, SamplingParams
 from infer.request import Request as DecodingRequest
-from infer.request import SamplingParams
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
@@ -269,7 +269,7 @@ class _Server:
         try:
             requests = await asyncio.to_thread(self._requests, body, prompts, adapter, continues, calls)
         except RequestError as error:
-            too_long = "leaves no room" in str(error)
+            too_long = isinstance(error, PromptTooLong)
             code = "context_length_exceeded" if too_long else None
             raise Refused(400, str(error), INVALID, code) from None
         except Exception as error:  # such as a chat template that refuses the order of roles
@@ -306,7 +306,7 @@ class _Server:
                     params, mode = self._params(body, choice, calls), body.aspd.mode
                     requests.append(self._engine.check(prompt, params, mode, adapter, continues, variables, tools))
             except RequestError as error:
-                raise RequestError(f"prompt[{number}]: {error}" if len(prompts) > 1 else str(error)) from None
+                raise type(error)(f"prompt[{number}]: {error}" if len(prompts) > 1 else str(error)) from None
         return requests
 
     def _params(self, body: Common, choice: int, calls: ToolCalls | None) -> SamplingParams:

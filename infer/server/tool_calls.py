@@ -16,7 +16,7 @@ from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import ID, ToolFormat
 from infer.scheduling.structured import json_rule
 
-ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # of ids that the model writes; they are not those of the answer
+ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # pattern of call ids in the model's text; responses have other ids
 # Keywords next to which a schema must not be closed, because they may name further properties.
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if"}
 
@@ -253,7 +253,7 @@ class Piece(NamedTuple):
 
 
 class CallReader:
-    """Splits the growing text of an answer into text and calls.
+    """Reader that splits the growing text of an answer into text and calls.
 
     Attributes:
         complete: number of calls whose arguments have ended.
@@ -272,7 +272,7 @@ class CallReader:
 
         Args:
             text: new text.
-            final: no text follows; the beginning of a call that is not complete is dropped.
+            final: whether no text follows; the beginning of an incomplete call is dropped.
         """
         self._buffer += text
         pieces: list[Piece] = []
@@ -301,7 +301,7 @@ class CallReader:
         return [Piece("text", text)]
 
     def _certain(self, final: bool) -> int:
-        """Return the number of characters of the buffer that are no beginning of a call."""
+        """Return the number of characters of the buffer that cannot begin a call."""
         begin, trigger, size = self._form.begin, self._form.trigger, len(self._buffer)
         if trigger and (at := self._buffer.find(trigger)) >= 0:
             return len(self._buffer[:at].rstrip())

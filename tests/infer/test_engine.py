@@ -196,19 +196,19 @@ def test_budgets_and_limits_have_errors_that_name_them(engine: Engine) -> None:
         RequestError, match=r"request 1: the prompt has 600 tokens.*max_length \(prompt and answer\) is 256"
     ):
         engine.generate([[1], [1] * 600])
-    with pytest.raises(RequestError, match="request 0: the prompt is empty"):
+    with pytest.raises(RequestError, match="request 0: prompt: expected at least one token"):
         engine.generate([[]])
-    with pytest.raises(RequestError, match="token ids must be between 0 and 23"):
+    with pytest.raises(RequestError, match="token ids: expected ids from 0 to 23"):
         engine.generate([[24]])
-    with pytest.raises(RequestError, match="generate takes a list of prompts"):
+    with pytest.raises(RequestError, match="prompts: expected a list, got a string"):
         engine.generate("hello")
-    with pytest.raises(RequestError, match="no tokenizer; pass prompts as token ids"):
+    with pytest.raises(RequestError, match="prompt: expected token ids, got text"):
         engine.generate(["hello"])
-    with pytest.raises(RequestError, match="params has 1 entries for 2 prompts"):
+    with pytest.raises(RequestError, match="params: expected 2 entries, one for each prompt, got 1"):
         engine.generate([[1], [2]], [SamplingParams()])
-    with pytest.raises(RequestError, match="prompt and answer have 257 tokens, max_length is 256"):
+    with pytest.raises(RequestError, match=r"prompt and answer: expected at most 256 tokens \(max_length\), got 257"):
         engine.replay([1], [1] * 256)
-    with pytest.raises(RequestError, match="ends inside a branch"):
+    with pytest.raises(RequestError, match="got one that ends inside a branch"):
         engine.generate([[1, engine.config.special.branch_start, 2]])
 
 
@@ -247,7 +247,7 @@ def test_a_full_cache_ends_with_length(bare_lm: LanguageModel) -> None:
 def test_stream_ends_with_the_result(lm: LanguageModel) -> None:
     own = Engine(lm, max_length=256)
     params = SamplingParams(temperature=1.0, max_new_tokens=60, seed=4)
-    partial = list(own.stream("Run", params, steps=3))
+    partial = list(own.stream("Run", params, max_steps=3))
     final = own.generate(["Run"], params)[0]
     assert same(partial[-1], final)
     assert partial[-1].text == final.text
@@ -257,7 +257,7 @@ def test_stream_ends_with_the_result(lm: LanguageModel) -> None:
     assert len(lengths) > 5
 
 
-def test_stop_strings_end_their_segment(lm: LanguageModel) -> None:
+def test_stop_strings_end_the_answer(lm: LanguageModel) -> None:
     own = Engine(lm, max_length=512)
     stopped_answers = 0
     for seed in range(8):

@@ -63,7 +63,7 @@ def stops(text: str, structure: tuple[object, ...], random: Random) -> list[tupl
 
 
 def streamed(engine: Engine, params: SamplingParams, stream: str, **more: object) -> tuple[str, Result]:
-    handle = engine.submit("Run", params, steps=1, stream=stream, **more)  # type: ignore[arg-type]
+    handle = engine.submit("Run", params, max_steps=1, stream=stream, **more)  # type: ignore[arg-type]
     events = list(handle)
     assert handle.result is not None
     return "".join(event.text for event in events if event.kind == "token"), handle.result

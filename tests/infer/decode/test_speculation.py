@@ -283,14 +283,14 @@ def test_guesses_that_do_not_pay_are_left_out() -> None:
 
 
 def test_drafts_have_limits(bare_lm: LanguageModel) -> None:
-    with pytest.raises(RequestError, match="draft_tokens must be at least 1"):
+    with pytest.raises(RequestError, match="draft_tokens: expected at least 1"):
         drafting_engine(bare_lm, 0)
-    with pytest.raises(RequestError, match="this model has no draft heads"):
+    with pytest.raises(RequestError, match="got heads; this model has none"):
         drafting_engine(bare_lm, drafts="heads")
     with pytest.raises(RequestError, match="drafts: expected none, lookup, heads, got 'medusa'"):
         drafting_engine(bare_lm, drafts=cast(Any, "medusa"))
     config = replace(bare_lm.config, siblings="shared")
     shared = replace(bare_lm, config=config, model=bare_lm.model.clone(config=config))
-    with pytest.raises(RequestError, match="see each other's guesses"):
+    with pytest.raises(RequestError, match="see each other's draft tokens"):
         drafting_engine(shared)
     assert drafting_engine(shared, drafts="none").generate([[1]], SamplingParams(max_new_tokens=2))

@@ -94,7 +94,7 @@ def test_tags_are_recognised_however_they_are_spelled(
         random = Random(seed)
         script, _ = script_of(structure, spellings, random, end)
         params = SamplingParams(max_new_tokens=400, script=script)
-        events = list(free.submit("Hi", params, steps=random.choice([1, 3, 50])))
+        events = list(free.submit("Hi", params, max_steps=random.choice([1, 3, 50])))
         result = events[-1].result
         assert result is not None and result.structure == structure and result.finish_reason == "stop"
         serial = [event.text for event in events if event.kind == "token" and not event.block]
@@ -226,14 +226,17 @@ def test_the_prompt_asks_for_the_tags(lm: LanguageModel, free: Engine, monkeypat
 
 def test_mistakes_are_named(bare_lm: LanguageModel, free: Engine) -> None:
     for changed, message in (
-        ({"title_start": ""}, "title_start must be ASCII text"),
-        ({"branch_end": "«"}, "branch_end must be ASCII"),
-        ({"branch_start": "<p", "parallel_start": "<pp"}, "branch_start '<p' is part of parallel_start"),
+        ({"title_start": ""}, "title_start: expected ASCII text"),
+        ({"branch_end": "«"}, "branch_end: expected ASCII"),
+        (
+            {"branch_start": "<p", "parallel_start": "<pp"},
+            "branch_start: expected no part of parallel_start '<pp', got '<p'",
+        ),
         ({"title_start": "x" * 100}, "110 characters"),
     ):
         with pytest.raises(ConfigError, match=message):
             TextTags(**changed)
-    with pytest.raises(RequestError, match="need a tokenizer"):
+    with pytest.raises(RequestError, match="text_tags: expected a model with a tokenizer"):
         Engine(bare_lm, text_tags=TAGS)
     with pytest.raises(RequestError, match="special tokens"):
         free.replay([1], [2])
@@ -246,7 +249,7 @@ def tables(lm: LanguageModel) -> TagAutomaton:
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_the_recogniser_finds_what_is_there(tables: TagAutomaton, spellings: dict[str, list[int]], data: Any) -> None:
+def test_the_automaton_finds_what_is_there(tables: TagAutomaton, spellings: dict[str, list[int]], data: Any) -> None:
     """Tables against searching the text."""
     alphabet = st.sampled_from(["<", "/", "t", "title", ">", "part", "parts", "s>", " ", "a", "</", *TAGS.strings])
     text = "".join(data.draw(st.lists(alphabet, max_size=12)))

@@ -96,7 +96,7 @@ def test_questions_that_cannot_be_asked_hold_an_error(demo_engine: Engine, tmp_p
     record, other = answer_questions(
         demo_engine, ADAPTIVE, [long, *synthetic_questions(1)], DECODING, tmp_path / "a", ""
     )
-    assert "leaves no room" in record["error"] and record["turns"] == [] and record["correct"] is None
+    assert "prompt: expected at most" in record["error"] and record["turns"] == [] and record["correct"] is None
     assert other["correct"] is True
 
 
@@ -472,14 +472,14 @@ def test_mistakes_in_a_configuration(tmp_path: Path) -> None:
 
     good = "models: {a: {path: demo}}\nbenchmarks: {t: {kind: synthetic}}\n"
     for text, said in (
-        ("", "models: name at least one"),
-        ("models: {a: {path: demo}}\n", "benchmarks: name at least one"),
+        ("", "models: expected at least one name"),
+        ("models: {a: {path: demo}}\n", "benchmarks: expected at least one name"),
         (good + "judge: {pairs: [a]}", "expected two systems"),
-        (good + "judge: {pairs: [a/b]}", "'b' is none of the systems a, a-serial"),
+        (good + "judge: {pairs: [a/b]}", "expected systems among a, a-serial, got 'b'"),
         ("models: {a: {pth: demo}}\n", r"unknown key 'models.a.pth'; did you mean 'models.\*.path'"),
-        ("models: {a: {}}\nbenchmarks: {t: {kind: synthetic}}", "every model needs a path"),
+        ("models: {a: {}}\nbenchmarks: {t: {kind: synthetic}}", "expected a path of every model"),
         ("models: {a: demo}\n", "models.a must hold"),
-        ("models: {a/b: {path: demo}}\nbenchmarks: {t: {kind: synthetic}}", "must consist of letters"),
+        ("models: {a/b: {path: demo}}\nbenchmarks: {t: {kind: synthetic}}", "expected letters"),
         ("models: {a: {path: demo}}\nbenchmarks: {t: {kind: chat}}", "expected a file of questions"),
         (good + "decoding: {temperature: -1}", "temperature"),
     ):

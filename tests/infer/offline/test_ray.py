@@ -81,7 +81,7 @@ def test_output_equals_that_of_one_process(model: Path, source: Path, whole: Pat
     assert f"{url}, line 6: not JSON" in json.loads((tmp_path / "out.jsonl").read_text().splitlines()[5])["error"]
     assert {file.name for file in tmp_path.iterdir()} == {"out.jsonl"}
     other = subprocess.run([*words[:-4], "--seed", "1"], capture_output=True, text=True)
-    assert "exists; delete it" in other.stderr
+    assert "expected a new file" in other.stderr
     (tmp_path / "out.jsonl").unlink()
     subprocess.run([*words[:-4], "--seed", "1"], capture_output=True)
     assert contents(tmp_path / "out.jsonl").replace(b"file://", b"") != contents(whole), "negative control"

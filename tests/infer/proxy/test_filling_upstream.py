@@ -327,7 +327,7 @@ def test_budgets_end_answers(proxy: str, upstream: Scripted) -> None:
     for most in range(1, 60):
         answer = ask_fields(proxy, PAIR, max_tokens=most)
         if answer.status_code == 400:
-            assert "tokens at least; the answer may have" in answer.json()["error"]["message"]
+            assert "template: expected a budget of at least" in answer.json()["error"]["message"]
             continue
         choice = answer.json()["choices"][0]
         assert whole.startswith(choice["message"]["content"]) and answer.json()["usage"]["completion_tokens"] <= most

@@ -357,7 +357,7 @@ def test_faults_of_the_upstream(proxy: str, upstream: Upstream) -> None:
         ({"logit_bias": {"5": 1}}, 400, "logit_bias: not supported by the proxy"),
         ({"min_tokens": 1}, 400, "min_tokens: not supported by the proxy"),
         ({"logprobs": True}, 400, "logprobs"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "the last message is an answer"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "expected a last message of the user"),
         ({"messages": []}, 400, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools: not supported by the proxy"),
     ],

@@ -140,13 +140,15 @@ def test_nothing_is_reused_of_another_adapter(made: Made) -> None:
 @untied
 def test_places_are_given_away_when_nobody_uses_them(made: Made) -> None:
     engine = made.together()
-    with pytest.raises(RequestError, match="all 3 places"):
+    with pytest.raises(RequestError, match="adapter slots: expected a free one, got 3 in use"):
         engine.adapters.put("fourth", made.folders["first"])
     handle = engine.submit(PROMPT, GREEDY, adapter="first")
     engine.adapters.remove("first")
-    with pytest.raises(RequestError, match="no adapter 'first'; there are second"):
+    with pytest.raises(RequestError, match="adapter: expected one of 'second', got 'first'"):
         engine.check(PROMPT, GREEDY, adapter="first")
-    with pytest.raises(RequestError, match="all 3 places"):  # the request still has it
+    with pytest.raises(
+        RequestError, match="adapter slots: expected a free one, got 3 in use"
+    ):  # the request still has it
         engine.adapters.put("first", made.folders["second"])
     expected = Engine(made.merged["first"], max_batch=1, max_length=128).generate([PROMPT], GREEDY)[0].token_ids
     assert handle.wait().token_ids == expected
@@ -185,9 +187,9 @@ def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -
     wrong = Adapter("odd", {"model.layers.0.mlp.up_proj": Factors(np.zeros((1, 2)), np.zeros((2, 1)), 1.0)})
     with pytest.raises(CheckpointError, match=r"its factors of model.layers.0.mlp.up_proj are \[1, 2\] and \[2, 1\]"):
         put_adapter(engine.lm, 0, wrong)
-    with pytest.raises(RequestError, match="needs a name that none has, got 'first'"):
+    with pytest.raises(RequestError, match="name: expected a name that no loaded adapter has, got 'first'"):
         engine.adapters.put("first", made.folders["first"])
-    with pytest.raises(RequestError, match="no adapter 'bad'"):
+    with pytest.raises(RequestError, match="got 'bad'"):
         engine.adapters.remove("bad")
     engine.reset_cache()
     after = engine.generate([PROMPT] * 2, GREEDY, adapter=["first", "without rows"])
@@ -201,9 +203,9 @@ def test_a_model_without_room_says_so(made: Made) -> None:
     with pytest.raises(CheckpointError, match="has an adapter merged already"):
         load_model(made.base, adapter=made.folders["first"], adapters=2, lora_rank=RANK)
     engine = Engine(made.merged[""], max_batch=1, max_length=64)
-    with pytest.raises(RequestError, match="all 0 places"):
+    with pytest.raises(RequestError, match="adapter slots: expected a free one, got 0 in use"):
         engine.adapters.put("first", made.folders["first"])
-    with pytest.raises(RequestError, match=r"request 0: there is no adapter 'first'; there are none"):
+    with pytest.raises(RequestError, match=r"request 0: adapter: expected the base model, got 'first'; loaded: none"):
         engine.generate([PROMPT], GREEDY, adapter="first")
 
 

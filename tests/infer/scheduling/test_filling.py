@@ -216,7 +216,7 @@ def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def events_of(engine: Engine, asked: SamplingParams, stream: Any) -> list[Event]:
-    return list(engine.submit(PROMPT, asked, "serial", steps=1, stream=stream))
+    return list(engine.submit(PROMPT, asked, "serial", max_steps=1, stream=stream))
 
 
 def test_events_join_to_the_answer(engine: Engine) -> None:
@@ -282,7 +282,7 @@ def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fields": "parallel"}, "needs a json_schema"),
+        ({"fields": "parallel"}, "json_schema: expected a schema"),
         ({"fields": "both", "json_schema": SCHEMA}, "fields"),
         ({"template": "none"}, "at least one hole"),
         ({"template": "{a} {b}"}, "hole 'a': expected literal text before it"),
@@ -290,7 +290,7 @@ def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> Non
         ({"template": "x\ny <|para|> A:{a}"}, r"line 2, column 3: expected text, got the special token '<\|para\|>'"),
         ({"template": "A:{a}", "regex": "a"}, "regex and template: expected one of them"),
         ({"template": "A:{a}", "script": [[1]]}, "script: not available"),
-        ({"template": "A:{a}", "max_new_tokens": 2}, "the template needs"),
+        ({"template": "A:{a}", "max_new_tokens": 2}, "template: expected a budget"),
         ({"json_schema": record(a={"type": "objekt"}, b=WORD), "fields": "parallel"}, "json_schema.*objekt"),
         ({"json_schema": record(a={**WORD, "x-after": ["z"]}, b=WORD), "fields": "parallel"}, "unknown field 'z'"),
         ({"json_schema": record(a={**WORD, "x-after": ["b"]}, b={**WORD, "x-after": ["a"]}), "fields": "parallel"},

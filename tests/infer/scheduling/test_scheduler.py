@@ -64,7 +64,7 @@ def test_events_tell_the_whole_answer(engine: Engine, steps: int) -> None:
         (whole,) = engine.generate([[1, 2]], params)
         # As branches grow, nobody knows yet which of their tokens a budget has no room for.
         stream: Any = "text" if whole.finish_reason == "length" else "branches"
-        events = list(engine.submit([1, 2], params, steps=steps, stream=stream))
+        events = list(engine.submit([1, 2], params, max_steps=steps, stream=stream))
         assert events[-1].kind == "done" and [e.kind for e in events].count("done") == 1
         result = events[-1].result
         assert result is not None and same(result, whole)
@@ -89,7 +89,7 @@ def test_events_have_text_and_stop_strings_never_show(lm: LanguageModel) -> None
     own = Engine(lm, max_length=256, max_batch=1)
     for seed in range(6):
         params = SamplingParams(temperature=1.0, max_new_tokens=60, seed=seed, stop=("e1", "an"))
-        events = list(own.submit("Run", params, steps=1))
+        events = list(own.submit("Run", params, max_steps=1))
         result = events[-1].result
         assert result is not None
         serial = "".join(event.text for event in events if event.kind == "token" and not event.block)
@@ -536,7 +536,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
         token_logprobs(own.lm, own.config, result, number, echo=number % 2 == 0)
     turn = [*results[0].prompt_token_ids, *results[0].token_ids, 50]
     results += own.generate([turn, [*prompts[4], 50], [*prompts[4], 51, 52]], params[0])
-    handles = [own.submit(prompt, params[0], steps=2) for prompt in prompts[2:6]]
+    handles = [own.submit(prompt, params[0], max_steps=2) for prompt in prompts[2:6]]
     for handle in handles:
         handle.set_stream("branches")
     while any(handle.result is None for handle in handles):
@@ -551,7 +551,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
     handle = own.submit([40])
     own.step(1)
     if handle.result is None:
-        with pytest.raises(RequestError, match="engine at rest"):
+        with pytest.raises(RequestError, match="warm_up: expected no running request, got"):
             own.warm_up()
         handle.cancel()
 

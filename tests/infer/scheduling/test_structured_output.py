@@ -106,8 +106,8 @@ def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("field", "schema", "words"),
     [
-        ("json_schema", "{", "json_schema must be a JSON schema"),
-        ("json_schema", "[1]", "json_schema must be a JSON schema"),
+        ("json_schema", "{", "json_schema: expected a JSON schema"),
+        ("json_schema", "[1]", "json_schema: expected a JSON schema"),
         ("json_schema", {"type": "objekt"}, "json_schema: Invalid type: objekt"),
         ("branch_schema", {"type": "objekt"}, "branch_schema: Invalid type: objekt"),
     ],

@@ -170,11 +170,11 @@ def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
         ("chat/completions", ask(aspd={"content": "x"}), 400, "aspd: content needs mode: serial"),
         ("chat/completions", ask(aspd=SAID, stop="a"), 400, "and neither stop nor response_format"),
         ("chat/completions", ask(aspd=SAID | {"content": "word " * 600}), 400, "script has"),
-        ("chat/completions", ask() | {"messages": [LONG]}, 400, "leaves no room"),
+        ("chat/completions", ask() | {"messages": [LONG]}, 400, "prompt: expected at most"),
         ("chat/completions", ask() | {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id"),
         ("completions", {"model": "demo", "prompt": "a", "tools": [{}]}, 400, "tools: tool calls are for chat"),
-        ("completions", {"model": "demo", "prompt": [1, 99999]}, 400, "token ids must be between"),
-        ("completions", {"model": "demo", "prompt": ""}, 400, "the prompt is empty"),
+        ("completions", {"model": "demo", "prompt": [1, 99999]}, 400, "token ids: expected ids from 0"),
+        ("completions", {"model": "demo", "prompt": ""}, 400, "prompt: expected at least one token"),
         ("completions", {"model": "demo"}, 400, "prompt: a value is required"),
         ("nothing", {}, 404, "Not Found"),
     ],
@@ -432,7 +432,7 @@ def test_the_page_in_a_browser(server: Running) -> None:
         page.fill("#question", "word " * 3000)
         page.click("#ask")
         page.wait_for_selector(".answer .error", timeout=60_000)
-        assert "leaves no room" in page.inner_text(".error")
+        assert "prompt: expected at most" in page.inner_text(".error")
         assert page.input_value("#question").startswith("word word")  # what failed can be changed and asked again
     bare = "".join(QUESTIONS[0].references[0].split())
     assert "".join(text.split()) == bare and "".join(shown.split()) == bare
