@@ -109,7 +109,7 @@ class Filled:
     def structure(self) -> Structure:
         """Return the answer as serial text and blocks, in reading order; literal text precedes each value.
 
-        While the answer grows, all branches that have begun have their text; afterwards none behind a value that was
+        While the answer grows, all branches that have begun are included; afterwards none after a value that was
         cut.
         """
         template = self.template

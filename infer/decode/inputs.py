@@ -262,11 +262,11 @@ def _drafts(derived: Derived, config: EngineConfig, batch: TokenBatch, lanes: La
     """Return the draft tokens of lanes; `index` holds the indices of their pending tokens in the step."""
     size, own = batch.tokens.size, jnp.minimum(lanes.row, derived.grows.size - 1)
     ahead = 1 + jnp.arange(config.draft_tokens)
-    behind = index[:, None] + jnp.sum(derived.due, axis=1)[own][:, None] * ahead
-    inside = (behind < size) & derived.grows[own][:, None]
-    behind = jnp.minimum(behind, size - 1)
-    real = inside & (batch.row[behind] == lanes.row[:, None]) & (batch.layout.sequence[behind] > 0)
-    return Drafts(behind, jnp.where(real, batch.tokens[behind], -1))
+    indices = index[:, None] + jnp.sum(derived.due, axis=1)[own][:, None] * ahead
+    inside = (indices < size) & derived.grows[own][:, None]
+    indices = jnp.minimum(indices, size - 1)
+    real = inside & (batch.row[indices] == lanes.row[:, None]) & (batch.layout.sequence[indices] > 0)
+    return Drafts(indices, jnp.where(real, batch.tokens[indices], -1))
 
 
 def due_tokens(state: DecodeState, derived: Derived, config: EngineConfig, row: jax.Array, place: jax.Array) -> Pending:

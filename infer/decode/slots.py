@@ -42,7 +42,7 @@ class Admission(NamedTuple):
         row: index of the cache row; out of range means none.
         request: parameters of the request, scalars.
         prefix_slots: number of slots of the row that hold a prefix of the prompt, which is not fed again.
-        tokens: token ids of the prompt behind the prefix.
+        tokens: token ids of the prompt after the prefix.
         layout: layout of these tokens, int32 [S] per field; `sequence` is 0 at padding.
         position: position of the last prompt token.
         block: number of blocks in the prompt.
@@ -171,7 +171,7 @@ def put_bias(state: DecodeState, row: jax.Array, bias: jax.Array, config: Engine
 
 @partial(jax.jit, static_argnames=("config", "width"), donate_argnames="state")
 def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length: int) -> DecodeState:
-    """Fill the state for timing: every sequence decodes behind `length` arbitrary tokens.
+    """Fill the state for timing: every sequence decodes after `length` arbitrary tokens.
 
     Args:
         width: branches of every sequence; 1: serial text; 0: all sequences are finished.

@@ -92,12 +92,12 @@ def drafts_from_heads(
     s, lanes, size = state.sequence, inputs.lanes, inputs.lanes.row.size
     first, ahead = hidden[:size, None], hidden[size:].reshape(size, config.draft_tokens, -1)
     last = jnp.maximum(counts - 1, 0)[:, None, None]
-    behind = jnp.take_along_axis(jnp.concatenate([first, ahead], axis=1), last, axis=1)[:, 0]
+    last_hidden = jnp.take_along_axis(jnp.concatenate([first, ahead], axis=1), last, axis=1)[:, 0]
     own = jnp.minimum(lanes.row, s.draft.shape[0] - 1)
     adapter = state.request.adapter[own] if config.model.config.adapters else None
     pending = s.segments.queue[own, lanes.branch, 0]
     tokens = cast(Any, config.model).apply(
-        {"params": params}, behind, pending, config.draft_tokens, adapter, method="draft"
+        {"params": params}, last_hidden, pending, config.draft_tokens, adapter, method="draft"
     )
     return s.draft.at[lanes.row, jnp.maximum(lanes.branch - 1, 0)].set(tokens, mode="drop")
 

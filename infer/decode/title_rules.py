@@ -17,7 +17,7 @@ from infer.decode.tag_automaton import NO_NUMBER, SLASH, TagAutomaton
 
 
 def _names(titles: Titles, automaton: TagAutomaton) -> tuple[jax.Array, jax.Array]:
-    """Return titles without leading markers: tokens int32 [B, N, E], -1 behind them, and lengths [B, N].
+    """Return titles without leading markers: tokens int32 [B, N, E], -1 after them, and lengths [B, N].
 
     A title that consists of markers keeps them.
     """
@@ -52,8 +52,8 @@ def completes_plan(titles: Titles, automaton: TagAutomaton) -> Bool[Array, " B"]
         value = jnp.take_along_axis(number, jnp.minimum(index, number.shape[1] - 1), axis=1)
         return jnp.where(index < number.shape[1], value, NO_NUMBER)
 
-    slash, behind = at(size[:, None]) == SLASH, at(place + size[:, None] + 1)
-    alike = jnp.all((behind == number) | (place >= size[:, None]), axis=1)
+    slash, after = at(size[:, None]) == SLASH, at(place + size[:, None] + 1)
+    alike = jnp.all((after == number) | (place >= size[:, None]), axis=1)
     ends = at(2 * size[:, None] + 1) < 0  # 1/1 is not the beginning of 1/10
     return (size > 0) & slash[:, 0] & alike & ends[:, 0]
 

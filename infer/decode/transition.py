@@ -282,8 +282,8 @@ def _serial_segments(
 ) -> Segments:
     """Return the segments after a serial token: it is pending, and in a fork the heads are."""
     tags = config.special
-    behind = jnp.where(event.completes, tags.parallel_start, tags.title_start)  # the known tag after the token
-    serial = jnp.stack([token, behind], axis=1)
+    known = jnp.where(event.completes, tags.parallel_start, tags.title_start)  # the known tag after the token
+    serial = jnp.stack([token, known], axis=1)
     queue, heads = fork_queue(titles, serial, config)
     is_serial = jnp.arange(segments.queued.shape[1])[None] == 0
     return Segments(

@@ -99,7 +99,7 @@ def _report(
 
 
 def _loss(engine: Engine, prompt: Sequence[int], context: str, value: str) -> float:
-    """Return the loss of a value behind prompt and context, in nats."""
+    """Return the loss of a value after prompt and context, in nats."""
     encode = engine.lm.codec.text.encode
     tokens = encode(f" {value}")
     before = [*prompt, *encode(context)]

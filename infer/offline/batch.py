@@ -66,7 +66,7 @@ def read_prompts(file: Path | str, chat: bool, instruction: str = "") -> list[It
     Args:
         file: path, glob or URL; Parquet if its name ends with `.parquet`.
         chat: whether a `prompt` is a message of the user, which the chat template renders.
-        instruction: text behind every prompt; the records of the answers do not repeat it.
+        instruction: text after every prompt; the records of the answers do not repeat it.
 
     Raises:
         DataError: the file cannot be read, or has only blank lines.

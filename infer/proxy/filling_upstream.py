@@ -28,7 +28,7 @@ class Progress(NamedTuple):
     Attributes:
         name: name of the hole.
         value: its value so far.
-        tokens: tokens of the value so far, and of what the model has written behind it.
+        tokens: tokens of the value so far, and of the text after it.
         complete: whether the value has ended.
         final: whether no further request replaces this part of the value.
     """

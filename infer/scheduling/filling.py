@@ -192,8 +192,8 @@ class Filling:
         known = {number: state.queue(self._known_limit(state, left)) for number, state in grown.items()}
         words, drafts, masks = self._schemas.words, dict[int, list[int]](), dict[int, list[np.ndarray]]()
         for number, state in grown.items():  # draft tokens follow the pending token, not known ones
-            guessed = [] if known[number] else output.drafts_of(number)
-            drafts[number], masks[number] = state.draft_masks(guessed, words)
+            unchecked = [] if known[number] else output.drafts_of(number)
+            drafts[number], masks[number] = state.draft_masks(unchecked, words)
         closed = frozenset(number for number, state in states.items() if not state.growing)
         emptied = frozenset(number for number in closed if states[number].emptied)
         finish = self._finish(output) if len(closed) == len(states) else RUNNING
@@ -285,7 +285,7 @@ def check_template(
 
 
 def value_grammar(schema: str) -> str:
-    """Return the grammar of a JSON value of a schema and of what the model may write after it."""
+    """Return the grammar of a JSON value of a schema and of the text after it."""
     value: Any = json.loads(schema)
     value = {} if value is True else value
     return f"{VALUE_GRAMMAR}{json_rule(value)}\n"

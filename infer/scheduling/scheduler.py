@@ -450,7 +450,7 @@ class Scheduler:
 
     @staticmethod
     def _memory(request: Request, output: RequestOutput) -> RowMemory:
-        """Return what a row holds for later prompts: prompt and answer, or the prompt of a template.
+        """Return the contents of a row for later prompts: prompt and answer, or the prompt of a template.
 
         No token of a later prompt marks the blocks of a template.
         """

@@ -220,8 +220,8 @@ class Constraint:
                 known[segment] = self._grown(key, ids, self._known_limit(output, len(ids)))
             elif not output.drafts_of(segment):
                 continue
-            guessed = [] if known.get(segment) else output.drafts_of(segment)
-            drafts[segment], masks[segment] = self._draft_masks(key, guessed)
+            unchecked = [] if known.get(segment) else output.drafts_of(segment)
+            drafts[segment], masks[segment] = self._draft_masks(key, unchecked)
         return RowGuidance(masks, drafts, known)
 
     def _fresh(self) -> dict[int, Sequence[np.ndarray]]:

@@ -274,7 +274,7 @@ class EngineThread:
                 self._on_chunk(seconds, steps)
 
     def _retry_failed(self) -> None:
-        """Retry the requests that were under way one at a time; those that fail alone are given up."""
+        """Retry the requests that were under way one at a time; those that fail alone end with an error."""
         for ticket in list(self._live):
             handle = ticket.handle
             if handle is None or not handle.failed:
