@@ -190,7 +190,7 @@ def after_prompts(lm: LanguageModel, config: EngineConfig, requests: Sequence[Re
     state, longest = laid_out(lm, config, requests), next_power(max(len(request.prompt) for request in requests))
     rows, capacity = state.cache.tokens.shape
     state = one_step(lm.params, state, config, Bucket(rows, rows * longest, longest, capacity))
-    assert not (state.sequence.cursor.phase == PROMPT).any(), "one pass has room for all prompts"
+    assert not (state.sequence.cursor.phase == PROMPT).any(), "all prompts fit one step"
     return state
 
 

@@ -60,7 +60,7 @@ def test_output_is_the_same_alone_in_a_batch_and_afterwards(engine: Engine) -> N
 
 
 def assert_same_state(state: DecodeState, expected: DecodeState) -> None:
-    """In all that the host can read; keys and values may be rounded otherwise."""
+    """Check that all that the host can read is equal; keys and values may be rounded differently."""
     states = (state, expected)
     read = (jax.tree.map(np.asarray, (of.sequence, of.cache._replace(layers=()))) for of in states)
     jax.tree.map(np.testing.assert_array_equal, *read)
@@ -69,14 +69,14 @@ def assert_same_state(state: DecodeState, expected: DecodeState) -> None:
         np.testing.assert_allclose(one.value, other.value, atol=1e-4)
 
 
-def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None:
-    """Sequences whose titles are many tokens feed them in a pass in which others feed those of their branches."""
+def test_a_fork_beside_branches_is_one_step(bare_lm: LanguageModel) -> None:
+    """Check that sequences feed long heads in a step in which others feed tokens of branches."""
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
     jobs = [Request((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 150, seed) for seed in range(10, 14)]
     state, whole = after_prompts(bare_lm, own.config, jobs), Bucket(4, 128, 32, 256)
     while [((summary := summarise(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
         state = one_step(bare_lm.params, state, own.config, whole)
-        assert (state.sequence.cursor.finish == RUNNING).any(), "there was no such pass"
+        assert (state.sequence.cursor.finish == RUNNING).any(), "there was no such step"
     best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).select(summary, True)
     close = Bucket(
         4, int(summary.tokens.sum()), int(summary.tokens.max()), int((summary.length + summary.tokens).max())
@@ -92,35 +92,35 @@ def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None
     np.testing.assert_array_equal(few.cache.length, [*plain.cache.length[:2], *state.cache.length[2:]])
 
 
-def test_what_does_not_fit_a_pass_waits_and_no_answer_changes(bare_lm: LanguageModel) -> None:
-    """Prompts in pieces and alone, branches, forks and merges, in passes that are too small for some of them."""
+def test_tokens_that_do_not_fit_a_step_wait_and_no_answer_changes(bare_lm: LanguageModel) -> None:
+    """Check prompts in pieces and alone, branches, forks and merges, in steps that are too small for some of them."""
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
     prompts = [(1, 2, 3), (4,), tuple(range(1, 15)) * 2, (5, 6, 7, 8, 9)]
     hot = SamplingParams(temperature=100.0)
     jobs = [Request(prompt, hot, "adaptive", 100, 10 + seed) for seed, prompt in enumerate(prompts)]
 
     def decoded(ways: list[Bucket]) -> tuple[DecodeState, int]:
-        state, passes = laid_out(bare_lm, own.config, jobs), 0
+        state, steps = laid_out(bare_lm, own.config, jobs), 0
         while summarise(state, own.config).read().tokens.any():
-            state = one_step(bare_lm.params, state, own.config, ways[passes % len(ways)])
-            passes += 1
-            assert passes < 2000
-        return state, passes
+            state = one_step(bare_lm.params, state, own.config, ways[steps % len(ways)])
+            steps += 1
+            assert steps < 2000
+        return state, steps
 
     whole = Bucket(4, 128, 32, 256)
     expected, fewest = decoded([whole])
     assert (expected.sequence.counters.blocks > 0).sum() >= 2
-    waiting, passes = decoded(
+    waiting, steps = decoded(
         [Bucket(4, 4, 1, 256), Bucket(4, 8, 4, 256), Bucket(4, 32, 4, 256, 32), Bucket(2, 8, 8, 256)]
     )
-    assert passes > 1.2 * fewest, "negative control: something had to wait"
+    assert steps > 1.2 * fewest, "negative control: something had to wait"
     assert_same_state(waiting, expected)
     np.testing.assert_array_equal(waiting.sequence.cursor.prompt_length, [len(prompt) for prompt in prompts])
     assert not (waiting.sequence.cursor.phase == PROMPT).any()
 
 
 def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
-    """Requests come while others decode; every answer is what it is alone, in an engine of its own."""
+    """Check requests that come while others decode: every answer equals that of a new engine."""
     random = np.random.default_rng(7)
     own, alone = (
         Engine(bare_lm, max_length=512, max_batch=rows, max_branches=4, max_title_tokens=3, separator_ids=SEPARATOR)
@@ -171,7 +171,7 @@ def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
-    """Every slot keeps its keys and values, bit by bit, from the pass that wrote it to the end; prompts in pieces."""
+    """Check that every slot keeps its keys and values, bit by bit, from the step that writes it to the end."""
     config, lm = engine.config, engine.lm
     forks = 0
     for seed in range(4):

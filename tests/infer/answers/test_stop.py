@@ -1,4 +1,4 @@
-"""Stop strings: the text is what a reader has read before the first match, whole and streamed (protocol, section 5)."""
+"""Stop strings: the text before the first match in reading order, whole and streamed (protocol, section 5)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.infer.decode.test_training_free import TAGS
 
 
 def before(text: str, stop: tuple[str, ...]) -> str:
-    """The text before the match that ends first, found by trying every beginning of the text."""
+    """Return the text before the match that ends first, from all beginnings of the text."""
     for end in range(len(text) + 1):
         starts = [end - len(one) for one in stop if text[:end].endswith(one)]
         if starts:
@@ -51,7 +51,7 @@ def test_pieces_of_a_text_end_where_the_whole_ends(text: str, stop: list[str], r
 
 
 def stops(text: str, structure: tuple[object, ...], random: Random) -> list[tuple[str, ...]]:
-    """Strings of a text: anywhere, at the boundaries of its branches, and two at once."""
+    """Draw strings of a text: anywhere, at the boundaries of its branches, and two at once."""
     places = [random.randrange(len(text)) for _ in range(2)]
     at = 0
     for item in structure:
@@ -70,7 +70,7 @@ def streamed(engine: Engine, params: SamplingParams, stream: str, **more: object
 
 
 def answer(random: Random) -> tuple[Serial | Parallel, ...]:
-    """An answer with a block, in letters that come up everywhere."""
+    """Return an answer with a block, of a few letters."""
 
     def text(most: int) -> str:
         return "".join(random.choice("ab \n.é") for _ in range(random.randint(0, most)))
@@ -80,7 +80,7 @@ def answer(random: Random) -> tuple[Serial | Parallel, ...]:
 
 
 def written(lm: LanguageModel, structure: Sequence[Serial | Parallel]) -> SamplingParams:
-    """Parameters with which an engine writes a structure of one block."""
+    """Return parameters with which an engine writes a structure of one block."""
     special, serial, branches = lm.codec.special, list[int](), list[list[int]]()
     for item in split(lm.codec.linearise(structure).tokens, special, lm.codec.form):
         if isinstance(item, SerialIds):
@@ -131,7 +131,7 @@ def test_a_string_that_never_comes_changes_nothing(answers: Answers) -> None:
 
 
 def test_texts_stream_in_reading_order(answers: Answers) -> None:
-    """Every text that was sent is a beginning of the answer; a limit takes nothing of it back."""
+    """Check that every text sent is a beginning of the answer; a limit removes nothing of it."""
     engine, free = answers
     mixed = 0
     for params, whole in free[:6]:
@@ -144,7 +144,7 @@ def test_texts_stream_in_reading_order(answers: Answers) -> None:
 
 
 def test_the_rest_is_cancelled(lm: LanguageModel, answers: Answers) -> None:
-    """A match in a branch ends this branch and those behind it; those before go on to their ends."""
+    """Check that a match in a branch ends this branch and later ones; earlier ones go on to their ends."""
     engine, _ = answers
     branches = [Branch("one", "a" * 10), Branch("two", "bbXX" + "b" * 80), Branch("three", "c" * 80)]
     params = written(lm, (Serial("x"), Parallel(branches), Serial("end")))

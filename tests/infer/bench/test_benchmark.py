@@ -75,7 +75,7 @@ def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
 
 
 def test_drafts_are_compared_with_steps_without(bare_lm: LanguageModel) -> None:
-    """Heads without effect guess repetition; answers are the same, and the factors are those of the steps."""
+    """Check that answers are equal and the factors are those of the steps; heads without effect repeat a token."""
     prompts, params = [[1, 2, 3], [2, 2], [3, 1]], SamplingParams(max_new_tokens=40)
     lm = with_draft_heads(bare_lm, 2, scale=0.0)
     figures = draft_figures(lm, prompts, ["heads", "lookup"], params, batch=2, draft_tokens=4)

@@ -1,4 +1,4 @@
-"""No malformed structure, whatever the weights; passes are the critical path (protocol, sections 5 and 6.5)."""
+"""No malformed structure, whatever the weights; steps are the critical path (protocol, sections 5 and 6.5)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def well_formed(engine: Engine, ids: list[int]) -> bool:
 
 
 def titles_of(engine: Engine, ids: list[int]) -> list[list[list[int]]]:
-    """Titles of every block of an answer."""
+    """Return the titles of every block of an answer."""
     letters = ids_as_letters(engine, ids)
     return [
         [ids[block.start() + m.start() + 1 : block.start() + m.end() - 1] for m in re.finditer(r"t\.+T", block[0])]
@@ -45,7 +45,7 @@ def titles_of(engine: Engine, ids: list[int]) -> list[list[list[int]]]:
 
 
 def path_of(engine: Engine, ids: list[int]) -> int:
-    """The critical path, from the tokens of an answer alone."""
+    """Return the critical path, from the tokens of an answer alone."""
     special, path, blocks, inside, longest = engine.config.special, 0, 0, 0, 0
     titles: list[int] = []
     size = 0
@@ -116,7 +116,7 @@ def ids_as_letters(engine: Engine, ids: list[int]) -> str:
 
 
 def test_without_the_grammar_answers_are_malformed(engine: Engine) -> None:
-    """Negative control of the fuzz test."""
+    """Check that answers are malformed without the grammar (negative control of the fuzz test)."""
     malformed = 0
     with patched(legal_tokens=lambda state, derived, config, lanes: np.ones((lanes.row.size, 24), bool)):
         for seed in range(8):

@@ -43,7 +43,7 @@ def engine(leads_lm: LanguageModel) -> Engine:
 
 
 def path_of(engine: Engine, ids: Sequence[int]) -> int:
-    """The critical path, from the tokens of an answer alone: no tag between leads and no `<|para|>` takes a step."""
+    """Return the critical path, from the tokens of an answer alone: tags between leads and `<|para|>` take no step."""
     special, path, ended = engine.config.special, 0, bool(ids) and ids[-1] in engine.config.end
     for item in split(ids[:-1] if ended else ids, special, engine.config.form):
         if isinstance(item, SerialIds):
@@ -116,7 +116,7 @@ def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
 
 @pytest.mark.parametrize("limit", [3, 9, 12, 150])
 def test_numbers_of_leads_are_those_that_the_engine_can_decode(engine: Engine, limit: int) -> None:
-    """Compared with all strings of digits: none begins with 0, none exceeds the limit, and 1 has to continue."""
+    """Compare with all strings of digits: none begins with 0, none exceeds the limit, and 1 has to continue."""
     codec, vocabulary = engine.lm.codec.text, engine.lm.config.vocab_size
     before = codec.encode("a")
     texts = [codec.decode([*before, token])[1:] for token in range(vocabulary)]
@@ -132,7 +132,7 @@ def test_numbers_of_leads_are_those_that_the_engine_can_decode(engine: Engine, l
 
 
 def written(engine: Engine, structure: Sequence[Item], number: int | None = None) -> SamplingParams:
-    """Parameters with which an engine writes a structure of one block."""
+    """Return parameters with which an engine writes a structure of one block."""
     codec, special = engine.lm.codec, engine.config.special
     serial, branches = list[int](), list[list[int]]()
     for item in split(codec.linearise(structure).tokens, special, codec.form):
@@ -217,7 +217,7 @@ def test_a_repeated_lead_ends_the_list(engine: Engine, goes_on: bool) -> None:
 
 
 def test_penalties_take_leads_for_text(engine: Engine) -> None:
-    """All leads count once for the first token of a branch, as in serial text; the copy in its head does not."""
+    """Check that penalties count each lead once, as in serial text, and not its copy in the head."""
     codec, special, end = engine.lm.codec, engine.config.special, engine.config.end
     asked = written(engine, EXAMPLE[:2])
     script = [asked.script[0], [], *asked.script[2:]]  # the first branch is free

@@ -1,4 +1,4 @@
-"""Requests that say which tokens to take: each its own, beside others, and nothing else about them is different."""
+"""Requests with a script of tokens, each its own, beside others; nothing else changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def own(bare_lm: LanguageModel) -> Engine:
 
 
 def test_every_request_has_its_own(own: Engine) -> None:
-    """Rows are used again, by requests with another script and by some without: those answer as they would alone."""
+    """Check rows that serve requests with different scripts and without one in turn: answers equal those alone."""
     free = SamplingParams(temperature=100.0, max_new_tokens=30, seed=7)
     told = [SamplingParams(max_new_tokens=100, script=script_of(own, parts)) for parts in (ONE, OTHER)]
     beginning = SamplingParams(max_new_tokens=9, script=[[3, 3, 3]])

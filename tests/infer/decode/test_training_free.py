@@ -40,7 +40,7 @@ def spellings(lm: LanguageModel) -> dict[str, list[int]]:
 
 
 def spell(text: str, spellings: dict[str, list[int]], random: Random) -> list[int]:
-    """One of the many ways to cut a text into tokens."""
+    """Return one of the ways to cut a text into tokens."""
     ids: list[int] = []
     while text:
         length = random.choice([n for n in range(1, 9) if text[:n] in spellings and n <= len(text)])
@@ -110,7 +110,7 @@ def test_tags_are_recognised_however_they_are_spelled(
 def test_mask_and_positions_are_those_of_blocks(
     free: Engine, lm: LanguageModel, spellings: dict[str, list[int]]
 ) -> None:
-    """The cache against the definition: branches side by side after `<parts>`, everything else in order."""
+    """Compare the cache with the definition: branches side by side after `<parts>`, the rest in order."""
     script, titles = script_of(STRUCTURES[0], spellings, Random(3), free.config.end[0])
     result = free.generate(["Hi"], SamplingParams(max_new_tokens=400, script=script))[0]
     shot = snapshot(free.debug_state().decode, np.asarray([0, 1]), free.config).read()
@@ -143,13 +143,13 @@ def well_formed(text: str) -> bool:
 
 
 def opening_only(lm: LanguageModel) -> list[list[int]]:
-    """What makes a model open a block, and leaves the rest to it."""
+    """Return parameters that open a block and leave the rest to the model."""
     return [lm.codec.text.encode(t)]
 
 
 @pytest.mark.slow
 def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: LanguageModel) -> None:
-    """The model is made to open a block; what follows is random, and closes everything whatever the budget."""
+    """Check random answers after a forced block: all tags are closed, whatever the budget."""
     random = np.random.default_rng(0)
     budgets = [int(n) for n in random.integers(100, 260, 10)]
     params = [
@@ -250,7 +250,7 @@ def tables(lm: LanguageModel) -> TagAutomaton:
 @settings(max_examples=300)
 @given(data=st.data())
 def test_the_automaton_finds_what_is_there(tables: TagAutomaton, spellings: dict[str, list[int]], data: Any) -> None:
-    """Tables against searching the text."""
+    """Compare the tables with a search of the text."""
     alphabet = st.sampled_from(["<", "/", "t", "title", ">", "part", "parts", "s>", " ", "a", "</", *TAGS.strings])
     text = "".join(data.draw(st.lists(alphabet, max_size=12)))
     random = Random(data.draw(st.integers(0, 999)))

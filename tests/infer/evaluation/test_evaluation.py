@@ -126,7 +126,7 @@ def test_the_serial_run_says_what_the_adaptive_answer_said(demo_engine: Engine) 
     for one, other, ids in zip(adaptive, serial, content, strict=True):
         assert other.token_ids == ids and other.stats.blocks == 0
         assert other.stats.content_tokens == one.stats.content_tokens == len(ids) - 1
-        assert other.stats.steps == len(ids) - 1  # one pass for each token after the first
+        assert other.stats.steps == len(ids) - 1  # one step for each token after the first
     wrong = [list(ids) for ids in content]
     wrong[0][3] = wrong[0][3] % 300 + 20  # the script decides, not the model
     assert next(converse(engine, "serial", question, params, wrong)).token_ids == wrong[0]

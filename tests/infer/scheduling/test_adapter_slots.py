@@ -64,7 +64,7 @@ def write(
 
 
 class Made:
-    """A base with two of three places taken, and the same models merged."""
+    """A base with two of three slots in use, and the same models merged."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.base = base_folder(folder / "base", config)
@@ -113,7 +113,7 @@ def test_full_passes_too(made: Made) -> None:
 
 @untied
 def test_programs_are_those_of_before(made: Made) -> None:
-    """An array that is tied to a device makes programs of its own: all would be compiled again."""
+    """Check that no program is compiled again; arrays committed to a device would have their own."""
     lm = load_model(made.base, adapters=3, lora_rank=RANK)
     before = jax.tree.map(lambda leaf: (leaf.committed, leaf.sharding, leaf.aval), lm.params)
     put_adapter(lm, 1, open_adapter(made.folders["first"]))
@@ -124,7 +124,7 @@ def test_programs_are_those_of_before(made: Made) -> None:
 
 @untied
 def test_nothing_is_reused_of_another_adapter(made: Made) -> None:
-    """The same prompt with one adapter after another, in one row: as in new engines."""
+    """Check one prompt with one adapter after another in one row: answers equal those of new engines."""
     engine = Engine(made.together().lm, max_batch=1, max_length=128)
     for name, folder in made.folders.items():
         engine.adapters.put(name, folder)
@@ -211,7 +211,7 @@ def test_a_model_without_room_says_so(made: Made) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path, LanguageModel]]:
-    """The embedded model with room for two adapters, of which clients may load three."""
+    """Serve the embedded model with two adapter slots; clients may load three adapters."""
     folder = tmp_path_factory.mktemp("served")
     base = load_model("demo")
     for number, name in enumerate(["one", "two", "three"]):
