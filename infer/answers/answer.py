@@ -202,9 +202,9 @@ def _output(
     layout = Layout(*(field[index, :slots] for field in shot.layout))
     written = _written(layout)
     fed = written[written >= start]
-    there = np.flatnonzero(due.layout.sequence[index] > 0)
-    ids = np.concatenate([tokens[fed], due.tokens[index, there]])
-    own = Layout(*(np.concatenate([a[fed], b[index, there]]) for a, b in zip(layout, due.layout, strict=True)))
+    pending = np.flatnonzero(due.layout.sequence[index] > 0)
+    ids = np.concatenate([tokens[fed], due.tokens[index, pending]])
+    own = Layout(*(np.concatenate([a[fed], b[index, pending]]) for a, b in zip(layout, due.layout, strict=True)))
     order = linear_order(own)
     in_block = phase in (FORK, PARALLEL)
     still_open = frozenset((np.flatnonzero(s.branches.live[index]) + 1).tolist()) if in_block else frozenset()
@@ -236,7 +236,7 @@ def _output(
         drafts=np.asarray(s.draft[index]),
         block_ready=phase == HELD,
     )
-    return _within(output, config, limit, int(s.budget.cut_branch[index]), reader is None)
+    return _limited_output(output, config, limit, int(s.budget.cut_branch[index]), reader is None)
 
 
 def _items(
@@ -272,13 +272,13 @@ def shortened(items: Sequence[ItemIds], limit: int, cut_branch: int = 0) -> tupl
         limit: tokens of plain text.
         cut_branch: number, from 1, of a branch of the last block whose text is the last; 0: none.
     """
-    kept: list[ItemIds] = []
+    shortened_items: list[ItemIds] = []
     last = max((place for place, item in enumerate(items) if isinstance(item, BlockIds)), default=-1)
     for place, item in enumerate(items):
         if limit <= 0:
             break
         if isinstance(item, SerialIds):
-            kept.append(item.first(limit))
+            shortened_items.append(item.first(limit))
             limit -= item.size
             continue
         branches, texts = [], []
@@ -286,11 +286,11 @@ def shortened(items: Sequence[ItemIds], limit: int, cut_branch: int = 0) -> tupl
             texts.append(text.first(max(0, limit)))
             branches.append(branch[: len(branch) - len(text.ids) + len(texts[-1].ids)])
             limit = 0 if place == last and number == cut_branch else limit - text.size
-        kept.append(item._replace(branches=tuple(branches), texts=tuple(texts)))
-    return tuple(kept)
+        shortened_items.append(item._replace(branches=tuple(branches), texts=tuple(texts)))
+    return tuple(shortened_items)
 
 
-def _within(
+def _limited_output(
     output: RequestOutput, config: EngineConfig, limit: int | None, cut_branch: int, tags_are_tokens: bool
 ) -> RequestOutput:
     """Return an output without the tokens that exceed the budgets of plain text and of all tokens."""
@@ -298,11 +298,11 @@ def _within(
     content = count_content(items)
     if not cut_branch and (limit is None or limit > content):
         return output
-    kept = shortened(items, content + 1 if limit is None else limit, cut_branch)
-    if count_content(kept) == content and len(kept) == len(items):
+    shortened_items = shortened(items, content + 1 if limit is None else limit, cut_branch)
+    if count_content(shortened_items) == content and len(shortened_items) == len(items):
         return output
-    ids = join(kept, config.special) if tags_are_tokens else output.token_ids
-    return replace(output, items=kept, token_ids=ids)
+    ids = join(shortened_items, config.special) if tags_are_tokens else output.token_ids
+    return replace(output, items=shortened_items, token_ids=ids)
 
 
 def count_content(items: Sequence[ItemIds]) -> int:

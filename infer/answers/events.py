@@ -219,27 +219,27 @@ class FilledReader:
             events.append(Event("done", result=result))
         return self._filter.take(events, result is not None) if self._stop else events
 
-    def read(self, filled: Filled, text: str | None = None) -> list[Event]:
+    def read(self, state: Filled, text: str | None = None) -> list[Event]:
         """Return the new events of a template.
 
         Args:
-            filled: the template as far as it is filled.
+            state: the template as far as it is filled.
             text: its text so far, for events in reading order; None: events of all branches as they grow.
         """
         events: list[Event] = []
         if text is not None:
             new, self._text = text[len(self._text) :], text
             return [Event("token", text=new)] if new else []
-        if filled.blocks and not self._shown and filled.template.opening:
-            events.append(Event("token", text=filled.template.opening))
-        for number, block in enumerate(filled.blocks, 1):
+        if state.blocks and not self._shown and state.template.opening:
+            events.append(Event("token", text=state.template.opening))
+        for number, block in enumerate(state.blocks, 1):
             if (number, 0) in self._ended:
                 continue
             if (number, 1) not in self._shown:
                 events.append(Event("fork", number, titles=tuple(hole.name for hole in block.holes)))
             for branch, hole in enumerate(block.holes, 1):
                 key, before = (number, branch), self._shown.get((number, branch), "")
-                text = filled.template.lead(hole) + filled.values.get(hole.name, "")
+                text = state.template.lead(hole) + state.values.get(hole.name, "")
                 self._shown[key] = text
                 if len(text) > len(before):
                     events.append(Event("token", number, branch, text=text[len(before) :]))
@@ -249,7 +249,7 @@ class FilledReader:
             if not block.growing:
                 self._ended.add((number, 0))
                 events.append(Event("merge", number))
-        following = filled.template.following(filled.template.holes[-1])
-        if filled.is_final and not filled.growing and following:
+        following = state.template.following(state.template.holes[-1])
+        if state.is_final and not state.growing and following:
             events.append(Event("token", text=following))
         return events

@@ -160,7 +160,7 @@ class _StepTimer:
         self._state, summary = run(self._lm.params, state, self._limits, self._config, bucket, False)
         after = summary.read()
         self._times[width].append((time.perf_counter() - start) / self._steps)
-        if after.tokens.max() != width or after.left:
+        if after.tokens.max() != width or after.steps_left:
             raise RequestError(
                 f"steps: expected random branches to go on, got one that ended at width {width}. Use fewer."
             )

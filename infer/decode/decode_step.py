@@ -104,8 +104,8 @@ def _verify(
     """
     assert inputs.drafts is not None
     lanes, size = inputs.lanes, inputs.lanes.row.size
-    first, ahead = logits[:size, None], logits[size:].reshape(size, config.draft_tokens, -1)
-    after = jnp.concatenate([first, ahead], axis=1)
+    first, further = logits[:size, None], logits[size:].reshape(size, config.draft_tokens, -1)
+    all_logits = jnp.concatenate([first, further], axis=1)
     drafts = jnp.pad(inputs.drafts.tokens, ((0, 0), (0, 1)), constant_values=-1)
     began = lanes.row < state.sequence.cursor.phase.size
 
@@ -115,22 +115,22 @@ def _verify(
     def body(
         carry: tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array],
     ) -> tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array]:
-        sequence, derived, nth, active, taken = carry
+        sequence, derived, nth, active, counts = carry
         mask = jax.lax.dynamic_slice_in_dim(state.token_mask, nth, 1, axis=2)
         now = state._replace(sequence=sequence, token_mask=mask)
-        at = jnp.take(after, nth, axis=1)
+        nth_logits = jnp.take(all_logits, nth, axis=1)
         moved = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
-        tokens = sample_lanes(at, now, derived, config, moved)
+        tokens = sample_lanes(nth_logits, now, derived, config, moved)
         now = advance(now, derived, config, lanes, tokens, active)
         derived = derive(now.sequence, state.automaton, config)
         active &= (tokens.token == drafts[:, nth]) & continues(now, derived, lanes)
-        return now.sequence, derived, nth + 1, active, taken + active
+        return now.sequence, derived, nth + 1, active, counts + active
 
     start = state.sequence, derived, jnp.int32(0), began, began.astype(jnp.int32)
-    sequence, derived, _, _, taken = jax.lax.while_loop(more, body, start)
+    sequence, derived, _, _, counts = jax.lax.while_loop(more, body, start)
     counters = sequence.counters
     counters = counters._replace(segments=counters.segments.at[lanes.row].add(began, mode="drop"))
-    return state._replace(sequence=sequence._replace(counters=counters)), derived, taken
+    return state._replace(sequence=sequence._replace(counters=counters)), derived, counts
 
 
 def count_step(s: SequenceState, fed: jax.Array) -> SequenceState:
@@ -166,7 +166,7 @@ class StepSummary(NamedTuple):
 
     Attributes:
         tokens, lanes: `Widths` of the next step.
-        left: steps of `StopConditions.steps` that are left.
+        steps_left: steps of `StopConditions.steps` that are left.
         phase, finish: see `Cursor`.
         steps, parallel_steps, segments, accepted: see `Counters`.
         length: slots in use in the cache.
@@ -174,7 +174,7 @@ class StepSummary(NamedTuple):
 
     tokens: Int32[Array, " B"]
     lanes: Int32[Array, " B"]
-    left: Int32[Array, ""]
+    steps_left: Int32[Array, ""]
     phase: Int32[Array, " B"]
     finish: Int32[Array, " B"]
     steps: Int32[Array, " B"]
@@ -185,25 +185,25 @@ class StepSummary(NamedTuple):
 
 
 @partial(jax.jit, static_argnames="config")
-def summarise(state: DecodeState, config: EngineConfig, left: jax.Array | int = 0) -> Packed[StepSummary]:
+def summarise(state: DecodeState, config: EngineConfig, steps_left: jax.Array | int = 0) -> Packed[StepSummary]:
     """Return the summary of a state.
 
     Args:
         state: the state.
         config: configuration of the engine.
-        left: steps of `StopConditions.steps` that are left.
+        steps_left: steps of `StopConditions.steps` that are left.
     """
-    return _summary(state, widths(state, derive(state.sequence, state.automaton, config)), left)
+    return _summary(state, widths(state, derive(state.sequence, state.automaton, config)), steps_left)
 
 
-def _summary(state: DecodeState, need: Widths, left: jax.Array | int) -> Packed[StepSummary]:
+def _summary(state: DecodeState, need: Widths, steps_left: jax.Array | int) -> Packed[StepSummary]:
     """Return the summary of a state with these widths of its next step."""
     cursor, counters = state.sequence.cursor, state.sequence.counters
-    return Packed.of(
+    return Packed.pack(
         StepSummary(
             tokens=need.tokens,
             lanes=need.lanes,
-            left=jnp.int32(left),
+            steps_left=jnp.int32(steps_left),
             phase=cursor.phase,
             finish=cursor.finish,
             steps=counters.steps,

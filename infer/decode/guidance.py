@@ -84,7 +84,7 @@ class Guidance(NamedTuple):
 
 
 def guidance_arrays(
-    rows: Mapping[int, RowGuidance], batch: int, words: int, config: EngineConfig, least: int = 1
+    rows: Mapping[int, RowGuidance], batch: int, words: int, config: EngineConfig, min_size: int = 1
 ) -> Guidance:
     """Return the decisions for rows as arrays.
 
@@ -93,10 +93,10 @@ def guidance_arrays(
         batch: B.
         words: W.
         config: configuration of the engine.
-        least: least P.
+        min_size: minimum P.
     """
     entries = [(row, segment) for row, guidance in rows.items() for segment in guidance.masks]
-    size = next_power(max(least, len(entries)))
+    size = next_power(max(min_size, len(entries)))
     arrays: dict[str, Any] = {
         "row": np.full(size, batch, np.int32),
         "segment": np.zeros(size, np.int32),

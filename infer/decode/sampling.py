@@ -169,14 +169,14 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
         logits: float32 [L, V], -inf where the grammar forbids a token.
     """
     request = RequestArrays(*(field[lanes.row] for field in state.request))
-    there = lanes.row < state.sequence.cursor.phase.size
+    used = lanes.row < state.sequence.cursor.phase.size
     request = request._replace(
-        temperature=jnp.where(there, request.temperature, 0.0),
-        repetition_penalty=jnp.where(there, request.repetition_penalty, 1.0),
-        frequency_penalty=jnp.where(there, request.frequency_penalty, 0.0),
-        presence_penalty=jnp.where(there, request.presence_penalty, 0.0),
-        biased=request.biased & there,
-        min_tokens=jnp.where(there, request.min_tokens, 0),
+        temperature=jnp.where(used, request.temperature, 0.0),
+        repetition_penalty=jnp.where(used, request.repetition_penalty, 1.0),
+        frequency_penalty=jnp.where(used, request.frequency_penalty, 0.0),
+        presence_penalty=jnp.where(used, request.presence_penalty, 0.0),
+        biased=request.biased & used,
+        min_tokens=jnp.where(used, request.min_tokens, 0),
     )
     too_short = request.min_tokens > 0
     penalised = (request.repetition_penalty != 1) | (request.frequency_penalty != 0) | (request.presence_penalty != 0)
@@ -186,8 +186,8 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
 
     def shape() -> jax.Array:
         arguments = request, state, config, lanes
-        held = where_any(too_short, lambda: hold_back_end(logits, *arguments), logits)
-        biased = jnp.where(request.biased[:, None], held + state.bias[lanes.row], held)
+        extended = where_any(too_short, lambda: hold_back_end(logits, *arguments), logits)
+        biased = jnp.where(request.biased[:, None], extended + state.bias[lanes.row], extended)
         return where_any(penalised, lambda: penalise(biased, *arguments), biased)
 
     # Each conditional copies the logits, so one encloses the others.

@@ -144,7 +144,7 @@ def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packe
     """Copy rows together with their pending tokens, int32 [M] row numbers; finished sequences included."""
     pending = pending_tokens(state, derive(state.sequence, state.automaton, config), config, widest(config))
     read = OutputSnapshot(state.cache.tokens, state.cache.layout, state.cache.length, pending, state.sequence)
-    return Packed.of(jax.tree.map(lambda field: field[rows], read))
+    return Packed.pack(jax.tree.map(lambda field: field[rows], read))
 
 
 @partial(jax.jit, donate_argnames="state")

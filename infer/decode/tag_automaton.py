@@ -180,7 +180,7 @@ def text_automaton(
                 if tag.startswith(head[start:]):
                     candidates.update(_beginning_alike(by_text, tag[len(head) - start :]))
         for token in candidates:
-            following[place, token], bits[place, token] = _after(tags, number, head, aligned, texts[token])
+            following[place, token], bits[place, token] = _transition(tags, number, head, aligned, texts[token])
         for kind, tag in enumerate(tags.strings, TITLE_START):
             if tag.startswith(head) and (aligned or kind != TITLE_END):
                 leads = (1 << kind) | (1 << (PROGRESS + kind))
@@ -201,7 +201,7 @@ def _beginning_alike(by_text: list[tuple[str, int]], rest: str) -> list[int]:
     return found
 
 
-def _after(
+def _transition(
     tags: TextTags, number: dict[tuple[str, bool], int], head: str, aligned: bool, piece: str
 ) -> tuple[int, int]:
     """Return the next state and the bits of a token in a state."""

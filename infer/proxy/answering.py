@@ -106,7 +106,7 @@ class Answering:
             async with aclosing(self._ask(answer, prefix, left, [], forbidden, sampling)) as pieces:
                 async for piece, reason in pieces:
                     written, ended = written + piece, reason or ended
-                    safe = _before(TITLE_START, written)
+                    safe = _text_length(TITLE_START, written)
                     if safe > shown:
                         answer.items[-1] = Serial(written[:safe])
                         yield Event("token", text=written[shown:safe])
@@ -138,7 +138,7 @@ class Answering:
             async with aclosing(self._branches(prefix, titles, left, sampling, answer, branch_pieces, final)) as events:
                 async for event in events:
                     first = next((n for n in range(1, len(titles)) if n not in final), len(titles))
-                    readable, left_behind = self._within(branch_pieces[:first], left)
+                    readable, left_behind = self._truncate(branch_pieces[:first], left)
                     branches = zip(titles, [*readable, *[""] * (len(titles) - first)], strict=True)
                     answer.items[-1] = Parallel([Branch(title, text) for title, text in branches])
                     if not in_order:
@@ -194,7 +194,7 @@ class Answering:
                     break
         return number, titles
 
-    def _within(self, texts: Sequence[Sequence[str]], left: int) -> tuple[list[str], int]:
+    def _truncate(self, texts: Sequence[Sequence[str]], left: int) -> tuple[list[str], int]:
         """Join the pieces of texts up to `left` tokens in all, and return the texts and the remaining tokens."""
         kept = []
         for pieces in texts:
@@ -323,14 +323,14 @@ def read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
     """
     number, closed, rest = written.partition(TITLE_END)
     if not closed:
-        digits = number[: _before(TITLE_END, number)]
+        digits = number[: _text_length(TITLE_END, number)]
         return digits, [], digits.isdecimal() or not digits
     if not number.isdecimal() or not 2 <= int(number) <= limit:
         return number, [], False
     return (number, *_read_titles(rest, int(number)))
 
 
-def _before(tag: str, written: str) -> int:
+def _text_length(tag: str, written: str) -> int:
     """Return the length of the text before a tag, or before an ending that may become the tag."""
     if (index := written.find(tag)) >= 0:
         return index

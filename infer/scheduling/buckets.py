@@ -179,7 +179,7 @@ class Buckets:
             lanes=int(lanes.sum()),
         )
 
-    def prefill_chunk(self, left: int) -> int:
+    def prefill_chunk(self, tokens: int) -> int:
         """Return the tokens of the largest single-row bucket that the rest of a prompt fills at least half."""
         sizes = [bucket.tokens for bucket in self.buckets if bucket.rows == 1]
-        return max(size for size in sizes if size <= 2 * max(left, 1))
+        return max(size for size in sizes if size <= 2 * max(tokens, 1))

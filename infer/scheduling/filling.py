@@ -96,7 +96,7 @@ class HoleState:
     def queue(self, limit: int) -> list[int]:
         """Return the known tokens that follow, at most `limit`, and take them."""
         queued: list[int] = []
-        while self.growing and len(queued) < limit and (known := self._known()[: limit - len(queued)]):
+        while self.growing and len(queued) < limit and (known := self._next_known()[: limit - len(queued)]):
             self.length += len(known)
             queued += known
             self._add(known)
@@ -123,8 +123,8 @@ class HoleState:
         stream.extend([*self._ids, *tokens])
         return self._text.read(stream.text, False)[1]
 
-    def _known(self) -> list[int]:
-        return self._lead or ([] if self._matcher is None else self._matcher.known())
+    def _next_known(self) -> list[int]:
+        return self._lead or ([] if self._matcher is None else self._matcher.known_tokens())
 
     def _add(self, tokens: list[int]) -> None:
         lead, value = tokens[: len(self._lead)], tokens[len(self._lead) :]
@@ -188,7 +188,7 @@ class Filling:
             return RowGuidance()
         states = {number: self._begun[-1][number - 1] for number in sorted(output.open_branches)}
         grown = {number: state for number, state in states.items() if state.growing}
-        left = self._left(output) // max(1, len(grown)) - END_TOKENS
+        left = self._tokens_left(output) // max(1, len(grown)) - END_TOKENS
         known = {number: state.queue(self._known_limit(state, left)) for number, state in grown.items()}
         words, drafts, masks = self._schemas.words, dict[int, list[int]](), dict[int, list[np.ndarray]]()
         for number, state in grown.items():  # draft tokens follow the pending token, not known ones
@@ -216,22 +216,22 @@ class Filling:
             return LENGTH
         if len(self._begun) == len(self._blocks):
             return LENGTH if self._cut else STOP
-        return RUNNING if self._left(output) >= 0 else LENGTH
+        return RUNNING if self._tokens_left(output) >= 0 else LENGTH
 
     @property
     def _cut(self) -> bool:
         """Return whether a budget ended free text."""
         return any(state.cut for block in self._begun for state in block)
 
-    def _left(self, output: RequestOutput) -> int:
+    def _tokens_left(self, output: RequestOutput) -> int:
         """Return the tokens of the budget that later blocks do not need for leads and ends."""
         later = self._blocks[len(self._begun) :]
         return self._request.budget - output.token_ids.size - needed_tokens(later)
 
-    def _known_limit(self, state: HoleState, left: int) -> int:
+    def _known_limit(self, state: HoleState, tokens_left: int) -> int:
         """Return how many known tokens may be fed with the pending token of a branch."""
         within = self._request.params.max_branch_tokens - state.length - END_TOKENS
-        return known_limit(min(left, within), self._config)
+        return known_limit(min(tokens_left, within), self._config)
 
 
 def template_blocks(template: Template, codec: TextCodec, max_branches: int) -> list[list[BranchStart]]:

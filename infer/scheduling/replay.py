@@ -140,10 +140,10 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
             widths_fed.append(fed.size)
             if script.done:
                 return Trace(logits, len(widths_fed) - 1, tuple(widths_fed[:-1]))
-        there = np.asarray(inputs.lanes.row) < 1
-        if not there.any():
+        used = np.asarray(inputs.lanes.row) < 1
+        if not used.any():
             continue
-        lanes = np.where(there, np.asarray(inputs.lanes.branch), -1).tolist()
+        lanes = np.where(used, np.asarray(inputs.lanes.branch), -1).tolist()
         sampled = np.asarray([script.next(block, lane) for lane in lanes], np.int32)
         state = replay_advance(state, derived, config, inputs, jnp.asarray(sampled))
         phase = int(state.sequence.cursor.phase[0])
@@ -159,8 +159,8 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
 
 def _larger_limit(limit: int, *needed: int) -> int:
     """Return `limit`, or a power of two that is large enough: answers of similar size share a program."""
-    most = max(needed, default=0)
-    return limit if most <= limit else next_power(most)
+    needed_size = max(needed, default=0)
+    return limit if needed_size <= limit else next_power(needed_size)
 
 
 def _keys(layout: Layout) -> list[tuple[int, ...]]:

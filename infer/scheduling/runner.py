@@ -96,7 +96,7 @@ class Runner:
             cost: cost of a step, with which the gain of draft tokens is compared; None: not measured.
         """
         before, after = started.first, started.last.read()
-        done = started.steps - int(after.left)
+        done = started.steps - int(after.steps_left)
         if not started.drafting:
             self.drafts.note_plain(done)
         elif cost is not None:

@@ -100,7 +100,7 @@ class Scheduler:
         self._cost: StepCost | None = None
         self._state: DecodeState | None = None
         self._summary: StepSummary | None = None  # summary of `_state`; None: outdated
-        self._ahead: InFlightSteps | None = None
+        self._in_flight: InFlightSteps | None = None
         self._changed = False  # whether something has changed the state since the last steps were started
         self._cap: int | None = None
         self._lock = threading.RLock()
@@ -143,7 +143,7 @@ class Scheduler:
             self._change(stop_segments(self._state_now(), mask, branches))
             self._end(state, output)
             if not self._decoding:
-                self._ahead = None
+                self._in_flight = None
 
     def step(self, max_steps: int | None = None) -> bool:
         """Admit waiting requests, and run a chunk of steps.
@@ -161,7 +161,7 @@ class Scheduler:
         with self._lock:
             self.last_chunk = StepStats()
             try:
-                self._end_ahead()
+                self._end_in_flight()
                 self._admit()
                 if not self._running:
                     return False
@@ -242,7 +242,7 @@ class Scheduler:
 
     def _fail(self) -> None:
         """Drop the state, which may be incomplete; waiting requests continue with a new one, running ones fail."""
-        self._state, self._summary, self._ahead, self._cap, self._alone = None, None, None, None, None
+        self._state, self._summary, self._in_flight, self._cap, self._alone = None, None, None, None, None
         for state in self._running.values():
             self._adapters.release(state.request.adapter)
             state.fail()
@@ -333,11 +333,11 @@ class Scheduler:
         self._state, self._summary, self._changed = started.state, None, False
         return started
 
-    def _end_ahead(self) -> None:
-        """Wait for the steps that were started ahead."""
-        if self._ahead is None:
+    def _end_in_flight(self) -> None:
+        """Wait for the steps in flight."""
+        if self._in_flight is None:
             return
-        started, self._ahead = self._ahead, None
+        started, self._in_flight = self._in_flight, None
         steps, summary = self.runner.end(started, self._cost)
         if not self._changed:
             self._summary = summary
@@ -379,12 +379,12 @@ class Scheduler:
             caps = np.full(len(self._rows), NO_CAP if cap is None else cap, np.int32)
             self._change(set_branch_cap(self._state_now(), caps))
 
-    def _process_outputs(self, summary: StepSummary, ahead: int) -> None:
+    def _process_outputs(self, summary: StepSummary, next_steps: int) -> None:
         """Read the answers that have ended, have stop strings, a schema or a template, or are streamed.
 
         Args:
             summary: summary of `_state`.
-            ahead: maximum steps to start before the answers are read; 0: none.
+            next_steps: maximum steps to start before the answers are read; 0: none.
         """
         self._prefixes.tick()
         finish = summary.finish
@@ -392,8 +392,8 @@ class Scheduler:
         if not states:
             return
         copy = copy_outputs(self._state_now(), self._config, list(states))
-        if ahead:
-            self._ahead = self._start(summary, ahead, join=True)
+        if next_steps:
+            self._in_flight = self._start(summary, next_steps, join=True)
         outputs = dict(zip(states, self._fetch(copy, states.values()), strict=True))
         for row, output in outputs.items():
             if finish[row] == RUNNING:

@@ -148,7 +148,7 @@ class Matcher:
         """Return how many of these tokens, from the first, the grammar accepts; the position stays."""
         return int(self._matcher.deep_copy().try_consume_tokens(list(tokens)))
 
-    def known(self) -> list[int]:
+    def known_tokens(self) -> list[int]:
         """Return the tokens that have to come next, as far as the grammar determines the text."""
         return list(self._matcher.compute_ff_tokens())
 
@@ -251,7 +251,7 @@ class Constraint:
         """Follow a segment; return its known tokens, which count as followed."""
         matcher = self._matcher(key)
         matcher.take(ids[self._followed.get(key, 0) :])
-        queued = matcher.known()[:limit]
+        queued = matcher.known_tokens()[:limit]
         if queued:
             matcher.take(queued)
         self._followed[key] = len(ids) + len(queued)
@@ -335,5 +335,5 @@ def next_mask(matcher: Matcher | None, words: int) -> np.ndarray:
     """
     if matcher is None:
         return np.full(words, ~np.uint32(0))
-    known = matcher.known()
+    known = matcher.known_tokens()
     return only_token(known[0], words) if known else matcher.mask()

@@ -115,8 +115,8 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
             bits = matcher.mask()
             allowed = (bits[np.arange(logits.shape[1]) // 32] >> (np.arange(logits.shape[1]) % 32)) & 1
             likeliest = int(np.where(allowed > 0, logits[places[n] - 1], -np.inf).argmax())
-            if matcher.known():
-                likeliest = matcher.known()[0]
+            if matcher.known_tokens():
+                likeliest = matcher.known_tokens()[0]
             else:
                 checked += 1
             assert own[n] == likeliest, (of, k, n)
