@@ -114,7 +114,7 @@ class TextTags:
                 if other_field.name != field.name and tag in other:
                     raise ConfigError(f"{field.name}: expected no part of {other_field.name} {other!r}, got {tag!r}.")
         if sum(map(len, self.strings)) > 110:
-            raise ConfigError("the six tags together may have 110 characters at most")
+            raise ConfigError(f"tags: expected at most 110 characters together, got {sum(map(len, self.strings))}.")
 
     @property
     def strings(self) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ def text_automaton(
             if tag.startswith(head) and (aligned or kind != TITLE_END):
                 leads = (1 << kind) | (1 << (PROGRESS + kind))
                 if not (bits[place] & leads).any():
-                    raise TokenizerError(f"tag {tag!r}: the tokenizer has no token that continues it after {head!r}")
+                    raise TokenizerError(f"tag {tag!r}: expected a token that continues it after {head!r}, got none.")
     return alone._replace(next=following.astype(np.uint8), bits=bits, line_break=breaks_line(texts))
 
 

@@ -241,7 +241,8 @@ def _read_answers(journal: Path, settings: dict[str, Any]) -> dict[tuple[int, in
     different = _different(first, settings)
     if different:
         raise RequestError(
-            f"{journal} holds answers with another {', '.join(different)}; delete it, or choose another output"
+            f"{journal}: expected answers with the same {', '.join(different)}, got others. Delete it, or choose "
+            "another output."
         )
     return {(record.pop("line"), record.get("sample", 0)): record for record in records}
 

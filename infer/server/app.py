@@ -168,9 +168,15 @@ class _Server:
         root = Path(self._config.adapter_folder).resolve()
         folder = (root / body.lora_path).resolve()
         if not folder.is_relative_to(root):
-            raise Refused(400, f"lora_path: {body.lora_path!r} is outside the adapter folder", param="lora_path")
+            raise Refused(
+                400,
+                f"lora_path: expected a folder inside the adapter folder, got {body.lora_path!r}",
+                param="lora_path",
+            )
         if body.lora_name == self._config.name:
-            raise Refused(400, f"lora_name: {body.lora_name!r} is the model", param="lora_name")
+            raise Refused(
+                400, f"lora_name: expected a name other than the model's, got {body.lora_name!r}", param="lora_name"
+            )
         await self._change(body.lora_name, str(folder))
         return self._model(body.lora_name)
 

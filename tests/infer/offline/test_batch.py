@@ -122,7 +122,9 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
     while own.step():
         pass
     assert not cut.exists() and len(written) == 4
-    with pytest.raises(RequestError, match=r"journal holds answers with another mode, temperature; delete it"):
+    with pytest.raises(
+        RequestError, match=r"journal: expected answers with the same mode, temperature, got others\. Delete it"
+    ):
         generate_file(own, job(source, cut, params=SamplingParams(max_new_tokens=24), mode="serial"))
     seen: list[str] = []
     submit = own.submit

@@ -261,11 +261,11 @@ def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, Languag
 @pytest.mark.parametrize(
     "name, path, status, message",
     [
-        ("x", "../elsewhere", 400, "outside the adapter folder"),
-        ("x", "/etc", 400, "outside the adapter folder"),
+        ("x", "../elsewhere", 400, "expected a folder inside the adapter folder"),
+        ("x", "/etc", 400, "expected a folder inside the adapter folder"),
         ("x", "broken", 400, "expected an adapter folder"),
         ("x", "none", 400, "expected an adapter folder"),
-        ("demo", "one", 400, "'demo' is the model"),
+        ("demo", "one", 400, "other than the model's, got 'demo'"),
         ("", "one", 400, "lora_name"),
     ],
 )
