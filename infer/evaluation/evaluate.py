@@ -163,7 +163,7 @@ def _claim(
         different += [f"the questions of {bench}" for bench in hashes if old_hashes.get(bench) != hashes[bench]]
         if different:
             raise ConfigError(
-                f"{output}: expected an evaluation with the same {', '.join(different)}, got others. Choose a new folder."
+                f"{output}: expected an evaluation with the same {', '.join(different)}, got others. Choose another."
             )
     else:
         record = environment() | {"questions": hashes, "left_out": list(left_out)}
