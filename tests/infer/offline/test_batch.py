@@ -186,8 +186,8 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
 
 
 def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
-    """If the client sends them back: then nothing is fed twice. By text alone, it goes in as plain text, in this
-    process as in any other.
+    """Check that nothing is fed twice if the client sends the tokens back. By text alone, the answer enters as plain
+    text, in every process.
     """
     from aspd_jax import load_model
     from train.tasks import problem

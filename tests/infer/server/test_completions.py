@@ -28,7 +28,7 @@ def post(server: Running, path: str = "completions", status: int = 200, **fields
 
 
 def full_pass(engine: Engine, ids: list[int]) -> np.ndarray:
-    """Log probabilities [S, V] of what follows each token."""
+    """Return the log probabilities of the token after each token, [S, V]."""
     lm = engine.lm
     tokens = np.asarray([ids], np.int32)
     assert lm.special_tokens is not None
@@ -38,7 +38,7 @@ def full_pass(engine: Engine, ids: list[int]) -> np.ndarray:
 
 
 def test_prompts_come_in_four_forms(server: Running) -> None:
-    """Choices are in the order of the prompts, n of each; usage counts every prompt once."""
+    """Check that choices follow the order of the prompts, n for each; usage counts every prompt once."""
     ids = [server.engine.encode(prompt) for prompt in PROMPTS]
     whole = [post(server, prompt=prompt, max_tokens=6) for prompt in PROMPTS]
     texts = [answer["choices"][0]["text"] for answer in whole]
@@ -88,7 +88,7 @@ def test_echo_gives_the_log_probabilities_of_a_full_pass(server: Running, max_to
 
 
 def test_echo_has_the_end_of_text_that_was_sampled(server: Running) -> None:
-    """So that there is one token more than the prompt has, whatever the model says first."""
+    """Check that echo returns one token more than the prompt has, whatever the model samples first."""
     end = server.engine.config.end[0]
     answer = post(server, prompt="x", max_tokens=1, echo=True, logprobs=1, logit_bias={end: 100})
     assert answer["choices"][0]["text"] == "x" and answer["choices"][0]["finish_reason"] == "stop"
@@ -166,7 +166,7 @@ def test_answers_are_json(server: Running, fields: dict[str, Any]) -> None:
 
 
 def test_an_answer_goes_on(server: Running) -> None:
-    """Behind the beginning of an answer, the rest of it; the engine says the same."""
+    """Check the rest of an answer after its beginning; the engine returns the same."""
     messages = ask()["messages"]
     whole = post(server, "chat/completions", messages=messages)["choices"][0]["message"]["content"]
     begun = [*messages, {"role": "assistant", "content": whole[:12]}]

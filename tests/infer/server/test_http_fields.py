@@ -72,7 +72,7 @@ def test_templates(client: TestClient) -> None:
 
 
 def test_arguments_of_a_named_function() -> None:
-    """The embedded model, because the description of a tool needs a longer context."""
+    """Check with the embedded model, because the description of a tool needs a longer context."""
     tool = {"type": "function", "function": {"name": "order", "parameters": LATER}}
     named = {"type": "function", "function": {"name": "order"}}
     asked: dict[str, Any] = {"tools": [tool], "tool_choice": named}

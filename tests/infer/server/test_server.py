@@ -36,7 +36,7 @@ SERIAL = {"aspd": {"mode": "serial"}}
 
 @pytest.fixture
 def slow_motion(engine: Engine, monkeypatch: Any) -> None:
-    """Steps of 10 ms at least, so that an answer of `endless` takes a while on any machine."""
+    """Delay steps to 10 ms at least, so that an answer of `endless` takes a while on any machine."""
     step = engine.step
 
     def one_step(max_steps: int) -> bool:
@@ -48,7 +48,7 @@ def slow_motion(engine: Engine, monkeypatch: Any) -> None:
 
 
 def endless(seed: int = 7, **more: Any) -> dict[str, Any]:
-    """Asks for an answer of at least 24 tokens."""
+    """Return a request for an answer of at least 24 tokens."""
     return ask(seed=seed, temperature=2.0, **more, **SERIAL)
 
 
@@ -69,7 +69,7 @@ def test_the_official_client(server: Running) -> None:
 
 
 def test_branches_in_the_stream(server: Running, slow_motion: None) -> None:
-    """They come mixed, every one whole; put together by block and branch they are the same text."""
+    """Check that branches are interleaved and complete, and join to the same text."""
     blocks: dict[int, list[str]] = {}
     pieces: list[Any] = []
     order = []
@@ -92,7 +92,7 @@ def test_branches_in_the_stream(server: Running, slow_motion: None) -> None:
 
 
 def test_what_is_asked_is_what_is_sampled(server: Running) -> None:
-    """Seeds, several answers, stop strings, limits and log probabilities, beside the engine itself."""
+    """Compare seeds, several answers, stop strings, limits and log probabilities with the engine itself."""
     client = server.client()
     short = {"max_tokens": 24, "extra_body": SERIAL}
     sampled = ask(temperature=2.0, seed=7, n=2, **short)
@@ -125,7 +125,7 @@ def test_what_is_asked_is_what_is_sampled(server: Running) -> None:
 
 
 def test_serial_mode_on_a_given_text(server: Running) -> None:
-    """Tags in it are text; beside it, others decode what they choose."""
+    """Check that tags in it are text, beside requests without a script."""
     client, text = server.client(), "Six <|title|>pens\n* at $20 are </s> 120."
     free, told, whole = (
         client.chat.completions.create(**ask(max_tokens=limit, extra_body={"aspd": aspd}))
@@ -140,7 +140,7 @@ def test_serial_mode_on_a_given_text(server: Running) -> None:
 
 
 def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
-    """Of an answer with a block, beside the stepwise engine."""
+    """Compare an answer with a block with the stepwise engine."""
     (result,) = engine.generate([ask()["messages"]], SamplingParams(max_new_tokens=400))
     found = token_logprobs(engine.lm, engine.config, result, 1)
     assert engine.lm.codec.text.decode([of.token for of in found]) == result.text
@@ -243,7 +243,7 @@ def test_keys(engine: Engine) -> None:
 
 
 def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: Any) -> None:
-    """It fails, alone too; the other's stream goes on where it was, and is the same."""
+    """Check that a request that fails alone, too, does not change the stream of another."""
     step, end, failures, ends = engine.step, Runner.end, [], []
 
     def together(max_steps: int) -> bool:
@@ -293,7 +293,7 @@ def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: 
 
 
 def test_many_requests_leave_nothing_behind(server: Running) -> None:
-    """Whole answers, streams, clients that go, and nonsense, all mixed."""
+    """Check complete answers, streams, clients that leave, and malformed requests, all mixed."""
     random = Random(0)
     outcomes: list[str] = []
 
