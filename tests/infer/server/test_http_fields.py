@@ -108,7 +108,7 @@ def test_the_default_of_the_server(lm: LanguageModel) -> None:
         ({"aspd": {"template": "{a"}}, "line 1, column 1"),
         ({"aspd": {"template": "A:{a}"}, "response_format": FORMAT}, "template"),
         ({"aspd": {"template": "A:{a}"}, "logprobs": True}, "logprobs: not available"),
-        ({"aspd": {"template": "A:{a}"}, "max_tokens": 1}, "the template needs"),
+        ({"aspd": {"template": "A:{a}"}, "max_tokens": 1}, "template: expected a budget"),
     ],
 )
 def test_requests_that_are_refused(client: TestClient, fields: dict[str, Any], message: str) -> None:
