@@ -115,12 +115,7 @@ def add(commands: Any) -> None:
     drafts.add_argument("--draft-tokens", type=int, default=4, help="maximum draft tokens of a segment in a step")
     drafts.add_argument("--batch", type=int, default=4, help="simultaneous requests")
     drafts.add_argument("--max-new-tokens", type=int, default=640, help="maximum tokens of an answer")
-    drafts.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.1,
-        help="factor on logits of tokens that occur in the answer; 1: none",
-    )
+    drafts.add_argument("--repetition-penalty", type=float, default=1.1, help="penalty of visible tokens; 1: none")
     drafts.add_argument("--output", type=Path, metavar="FILE", help="Markdown file of the table")
 
     steps = kinds.add_parser("train", help="training steps against plain causal attention")

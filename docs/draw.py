@@ -98,7 +98,7 @@ def main() -> None:
     lm = load_model("smollm2-aspd")
     engine = Engine(lm, max_length=1024, max_batch=1, reuse=False)
     (answer,) = engine.generate([[{"role": "user", "content": QUESTION}]], PARAMS)
-    lanes = draw_timeline(timeline(engine.config, answer), "one answer of SmolLM2-135M, step by step")
+    lanes = draw_timeline(timeline(engine.config, answer), "one answer of SmolLM2-135M, pass by pass")
     (HERE / "lanes.svg").write_text(svg(lanes))
     prices = {"\nPens:": " $60.", "\nMaps:": " $40.", "\nCups:": " $80."}
     parts = Parallel(tuple(Branch(lead, lead + rest) for lead, rest in prices.items()))
