@@ -133,7 +133,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     from aspd_jax.language_model import as_int8
     from aspd_jax.shapes import benchmark_model
     from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times, published_speeds, transformers_time
-    from infer.bench.passes import copy_bandwidth, logit_error, pass_table, pass_times, peak_bytes
+    from infer.bench.step_times import copy_bandwidth, logit_error, measure_steps, peak_bytes, step_table
 
     positive(options, "context", "batch", "repeats")
     if options.widths and (options.widths[0] != 1 or any(w < 1 or w & (w - 1) for w in options.widths)):
@@ -171,14 +171,14 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     for context in options.context:
         title = f"{name}, {options.dtype}, context {context}; {machine}; copy {copied / 1e9:.1f} GB/s"
         print(f"{title}\n")
-        timed = pass_times([lm, *with_slots], options.widths, context, options.repeats) if options.widths else [[]]
-        passes = timed[0]
-        if passes:
-            print(f"Steps, batch 1, {options.repeats} runs of 16:\n\n{pass_table(passes, copied)}\n", flush=True)
+        timed = measure_steps([lm, *with_slots], options.widths, context, options.repeats) if options.widths else [[]]
+        times = timed[0]
+        if times:
+            print(f"Steps, batch 1, {options.repeats} runs of 16:\n\n{step_table(times, copied)}\n", flush=True)
             for slot_times in timed[1:]:
                 print(f"Steps with {options.adapters} adapter slots of rank {options.adapter_rank}:\n")
-                print(f"{pass_table(slot_times, copied, passes)}\n", flush=True)
-        runs.append({"context": context, "passes": [vars(p) for p in passes], "answers": []})
+                print(f"{step_table(slot_times, copied, times)}\n", flush=True)
+        runs.append({"context": context, "steps": [vars(time) for time in times], "answers": []})
         runs[-1] |= {"with_adapters": [vars(p) for p in timed[1]]} if with_slots else {}
         note()
         pairs = []
@@ -201,7 +201,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
 
             file = options.plot
             several = len(options.context) > 1
-            plot_decoding(passes, pairs, copied, title, file.with_stem(f"{file.stem}-{context}") if several else file)
+            plot_decoding(times, pairs, copied, title, file.with_stem(f"{file.stem}-{context}") if several else file)
     print(f"peak memory {peak_bytes() / 1e9:.2f} GB")
 
 

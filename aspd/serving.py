@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
         help="adapters of one base model, selected by model name and mixed in a batch (--adapter merges one instead)",
     )
     serve.add_argument(
-        "--adapter-places", type=int, default=0, help="maximum adapters at a time; default: those of --adapters"
+        "--adapter-slots", type=int, default=0, help="maximum adapters at a time; default: those of --adapters"
     )
     serve.add_argument("--adapter-rank", type=int, default=16, help="maximum rank of an adapter")
     serve.add_argument(
@@ -247,10 +247,10 @@ def make_engine(options: argparse.Namespace, mesh: str | None) -> Engine:
     from infer.engine import Engine
 
     adapters = _named(options.adapters)
-    places = max(options.adapter_places, len(adapters), int(bool(options.adapter_folder)))
-    rank = options.adapter_rank if places else 0
+    slots = max(options.adapter_slots, len(adapters), int(bool(options.adapter_folder)))
+    rank = options.adapter_rank if slots else 0
     lm = load_model(
-        options.model, options.dtype, mesh_of(mesh), options.weights, rank, adapter=options.adapter, adapters=places
+        options.model, options.dtype, mesh_of(mesh), options.weights, rank, adapter=options.adapter, adapters=slots
     )
     for_conversations(lm, options.model, options.chat_template)
     engine = Engine(

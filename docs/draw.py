@@ -83,7 +83,7 @@ def _frame(number: int, results: Mapping[str, Result], height: int) -> tuple[str
     table.add_column(ratio=2)
     panels = []
     for name, result in results.items():
-        title = f"{name}, step {result.stats.passes} {'[green]done[/]' if result.finish_reason else ''}"
+        title = f"{name}, step {result.stats.steps} {'[green]done[/]' if result.finish_reason else ''}"
         panels.append(Panel(picture(result), title=title, title_align="left", height=height))
     table.add_row(*panels)
     console.print(table)

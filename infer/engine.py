@@ -19,7 +19,7 @@ from aspd_jax.tool_format import tool_conversation
 from infer.answers.answer import Result
 from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig, Tags
 from infer.decode.tag_automaton import TextReader, TextTags, text_automaton
-from infer.request import Mode, Request, SamplingParams, Stream
+from infer.request import Mode, PromptTooLong, Request, SamplingParams, Stream
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import Buckets, capacity_for
@@ -36,7 +36,7 @@ NO_TOKENS = SpecialTokens(-1, -2, -3, -4, -5, -6)  # for models without special 
 
 
 class Engine:
-    """Decodes requests in serial and adaptive mode as one batch over one cache.
+    """Engine that decodes requests in serial and adaptive mode as one batch over one cache.
 
     Args:
         lm: the model.
@@ -54,7 +54,7 @@ class Engine:
         text_tags: tags that the model writes as text, and the instruction that asks for them; None: special tokens.
 
     Attributes:
-        adapters: adapters of a model that was loaded with places for them: `adapters.put(name, folder)`,
+        adapters: adapters of a model that was loaded with slots for them: `adapters.put(name, folder)`,
             `adapters.remove(name)`.
     """
 
@@ -81,9 +81,9 @@ class Engine:
             ("draft_tokens", draft_tokens, 1),
         ):
             if value < least:
-                raise RequestError(f"{name} must be at least {least}, got {value}")
+                raise RequestError(f"{name}: expected at least {least}, got {value}.")
         if max_branches >= MAX_BRANCHES:
-            raise RequestError(f"max_branches must be below {MAX_BRANCHES}, got {max_branches}")
+            raise RequestError(f"max_branches: expected less than {MAX_BRANCHES}, got {max_branches}.")
         draft_tokens = _draft_tokens(lm, drafts, draft_tokens)
         self.lm, self.text_tags = lm, text_tags
         self.max_length = min(max_length, lm.context_length)
@@ -91,7 +91,8 @@ class Engine:
         special = NO_TOKENS if text_tags else lm.special_tokens or NO_TOKENS
         form = NAMES if lm.tokenizer is None else lm.codec.form
         if form.leads and (text_tags is not None or separator_ids is not None):
-            raise RequestError("the titles of this model are leads: text_tags and separator_ids must be None")
+            got = "text_tags" if text_tags is not None else "separator_ids"
+            raise RequestError(f"{got}: expected None for a model whose titles are leads, got a value.")
         if separator_ids is not None:
             form = replace(form, separator=tuple(int(i) for i in separator_ids))
         known = () if lm.tokenizer is None else lm.tokenizer.all_special_ids
@@ -173,17 +174,22 @@ class Engine:
         if items and all(isinstance(item, dict) for item in items):
             return self._encode_messages(items, mode, continue_final_message, chat_template_kwargs, tools)  # type: ignore[arg-type]
         if not all(isinstance(item, (int, np.integer)) for item in items):
-            raise RequestError("a prompt is text, a list of {'role', 'content'} messages, or a list of token ids")
+            raise RequestError(
+                "prompt: expected text, a list of {'role', 'content'} messages or a list of token ids, "
+                f"got {type(prompt).__name__} of {', '.join(sorted({type(item).__name__ for item in items}))}."
+            )
         ids = [int(item) for item in items]  # type: ignore[call-overload]
         self._check_ids(ids)
         return ids
 
-    def _check_ids(self, ids: Sequence[int], where: str = "") -> None:
+    def _check_ids(self, ids: Sequence[int], where: str = "token ids: ") -> None:
         vocabulary = self.lm.config.vocab_size
-        if any(not 0 <= token < vocabulary for token in ids):
-            raise RequestError(f"{where}token ids must be between 0 and {vocabulary - 1}")
+        if outside := [token for token in ids if not 0 <= token < vocabulary]:
+            raise RequestError(f"{where}expected ids from 0 to {vocabulary - 1}, got {outside[0]}.")
         if unused := [token for token in ids if self.lm.config.is_unused(token)]:
-            raise RequestError(f"{where}token id {unused[0]} has no name in the tokenizer or no row in the embedding")
+            raise RequestError(
+                f"{where}expected ids that the tokenizer and the embedding have, got the unused id {unused[0]}."
+            )
 
     def _encode_messages(
         self,
@@ -200,15 +206,17 @@ class Engine:
         """
         tokenizer = self._tokenizer()
         if tokenizer.chat_template is None:
-            raise RequestError("this model's tokenizer has no chat template; pass the prompt as text")
+            raise RequestError("prompt: expected text, got messages; this model has no chat template.")
         for number, message in enumerate(messages):
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-                raise RequestError(f"message {number}: 'role' and 'content' must be strings")
+                raise RequestError(f"message {number}: expected strings in 'role' and 'content', got another type.")
         messages, tools = tool_conversation(tokenizer, messages, tools)
         if continue_final_message != (messages[-1]["role"] == "assistant"):
             if continue_final_message:
-                raise RequestError("continue_final_message: expected a last message of the assistant")
-            raise RequestError("the last message is an answer; a prompt ends with a message of the user")
+                raise RequestError(
+                    "continue_final_message: expected a last message of the assistant, got another role."
+                )
+            raise RequestError("messages: expected a last message of the user, got one of the assistant.")
         if self.text_tags is not None and mode == "adaptive":
             number = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
             asking = dict(messages[number])
@@ -216,7 +224,9 @@ class Engine:
             messages = [*messages[:number], asking, *messages[number + 1 :]]
         ends = self.lm.end_ids
         if not ends and any(map(is_answer, messages)):
-            raise RequestError("this model names no end of text, so a conversation cannot go on after an answer")
+            raise RequestError(
+                "messages: expected no answer, got one; this model has no end-of-text token to close it."
+            )
         codec = self.lm.codec.text
         (ids, *segments), answers = encode_history(
             tokenizer, codec, ends, messages, continue_final_message, chat_template_kwargs, tools
@@ -245,12 +255,14 @@ class Engine:
             raise RequestError(f"{where}{error}") from None
         other = self.lm.codec.text.special_ids - set(self.config.special.ids)
         if text != message["content"] or other & set(ids):
-            raise RequestError(f"{where}expected the tokens of the message's content; send them as they were answered")
+            raise RequestError(
+                f"{where}expected the tokens of the message's content, got others. Send them as they were answered."
+            )
         return ids
 
     def _tokenizer(self) -> Any:
         if self.lm.tokenizer is None:
-            raise RequestError("this model has no tokenizer; pass prompts as token ids")
+            raise RequestError("prompt: expected token ids, got text; this model has no tokenizer.")
         return self.lm.tokenizer
 
     def generate(
@@ -280,7 +292,7 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         mode: Mode = "adaptive",
-        steps: int | None = None,
+        max_steps: int | None = None,
         adapter: str = "",
         stream: Stream = None,
     ) -> Handle:
@@ -288,14 +300,15 @@ class Engine:
 
         Args:
             prompt, params, mode, adapter: see `check`.
-            steps, stream: see `infer.request.Request`.
+            max_steps, stream: see `infer.request.Request`.
 
         Raises:
             RequestError: the request breaks a limit.
         """
-        if steps is not None and steps < 1:
-            raise RequestError(f"steps must be at least 1, got {steps}")
-        return self.submit_checked(replace(self.check(prompt, params, mode, adapter), steps=steps, stream=stream))
+        if max_steps is not None and max_steps < 1:
+            raise RequestError(f"max_steps: expected at least 1, got {max_steps}.")
+        request = self.check(prompt, params, mode, adapter)
+        return self.submit_checked(replace(request, max_steps=max_steps, stream=stream))
 
     def submit_checked(self, request: Request) -> Handle:
         """Queue a request that `check` returned."""
@@ -327,27 +340,30 @@ class Engine:
         template = params.known_text
         mode = "serial" if params.answer_grammar or template else mode
         if template is not None and self.lm.tokenizer is None:
-            raise RequestError("a template needs a model with a tokenizer")
+            raise RequestError("template: expected a model with a tokenizer, got one without.")
         if continue_final_message or chat_template_kwargs or tools:
             prompt = self.encode(prompt, mode, continue_final_message, chat_template_kwargs, tools)
         if mode == "adaptive" and self.lm.special_tokens is None and self.text_tags is None:
-            raise RequestError("this model has no special tokens to fork with; use mode='serial', or give text_tags")
+            raise RequestError(
+                "mode: expected serial, got adaptive; this model has no special tokens. Use mode='serial' or text_tags."
+            )
         if params.stop and self.lm.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer")
+            raise RequestError("stop: expected a model with a tokenizer, got one without.")
         if params.branch_schema and self.text_tags is not None:
-            raise RequestError("branch_schema is for a model whose tags are special tokens")
+            raise RequestError("branch_schema: expected a model whose tags are special tokens, got text_tags.")
         if params.answer_grammar or params.branch_schema:
             self._schemas.constraint(params, params.max_new_tokens)  # reports errors before anything is decoded
         ids = self.encode(prompt, mode)
         if template is not None and template.opening:
             ids = [*ids, *self.lm.codec.text.encode(template.opening)]
         if not ids:
-            raise RequestError("the prompt is empty; it needs at least one token")
+            raise RequestError("prompt: expected at least one token, got none.")
         left = self.max_length - len(ids)
         if left < (params.max_content_tokens != 0):
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, which leaves no room for an answer: "
-                f"max_length (prompt and answer) is {self.max_length}"
+            expected = self.max_length - (params.max_content_tokens != 0)
+            raise PromptTooLong(
+                f"prompt: expected at most {expected} tokens (max_length for prompt and answer: {self.max_length}), "
+                f"got {len(ids)}."
             )
         prompt_layout(self.lm, self.config, ids)
         budget = 0 if params.max_content_tokens == 0 else min(params.max_new_tokens, left)
@@ -368,7 +384,7 @@ class Engine:
         return self._scheduler.step(max_steps)
 
     def retry_alone(self, handle: Handle) -> None:
-        """Queue a request that failed with the engine before all others, which wait until it has ended or failed."""
+        """Queue a failed request first. Other requests wait until it ends or fails."""
         self._scheduler.retry_alone(handle.state)
 
     def reset_cache(self) -> None:
@@ -384,7 +400,7 @@ class Engine:
         return self._scheduler.warm_up(alone)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", steps: int = 1
+        self, prompt: Prompt, params: SamplingParams | None = None, mode: Mode = "adaptive", max_steps: int = 1
     ) -> Iterator[Result]:
         """Yield partial results while the answer grows; the last one is what `generate` returns.
 
@@ -392,11 +408,11 @@ class Engine:
 
         Args:
             prompt, params, mode: see `check`.
-            steps: maximum steps between two partial results.
+            max_steps: maximum steps between two partial results.
         """
         handle = self.submit(prompt, params, mode)
         while handle.result is None:
-            handle.advance(steps)
+            handle.advance(max_steps)
             yield handle.partial()
 
     def replay(self, prompt_token_ids: Sequence[int], answer_token_ids: Sequence[int]) -> Trace:
@@ -414,13 +430,15 @@ class Engine:
             StructureError: the answer is not well formed.
         """
         if self.text_tags is not None:
-            raise RequestError("replay is for answers whose tags are special tokens")
+            raise RequestError("replay: expected an engine whose tags are special tokens, got text_tags.")
         length = len(prompt_token_ids) + len(answer_token_ids)
         if length > self.max_length:
-            raise RequestError(f"prompt and answer have {length} tokens, max_length is {self.max_length}")
+            raise RequestError(
+                f"prompt and answer: expected at most {self.max_length} tokens (max_length), got {length}."
+            )
         prompt, answer = self.encode(prompt_token_ids), self.encode(answer_token_ids)
         if not prompt:
-            raise RequestError("the prompt is empty; it needs at least one token")
+            raise RequestError("prompt: expected at least one token, got none.")
         return replay(self.lm, self.config, prompt, answer)
 
     def _check_all(
@@ -432,7 +450,7 @@ class Engine:
     ) -> list[Request]:
         """Return the checked requests of `generate`."""
         if isinstance(prompts, str):
-            raise RequestError("generate takes a list of prompts, got a string; write [prompt]")
+            raise RequestError("prompts: expected a list, got a string. Write [prompt].")
         count = len(prompts)
         params = params or SamplingParams()
         each_params = [params] * count if isinstance(params, SamplingParams) else list(params)
@@ -440,7 +458,7 @@ class Engine:
         each_adapter = [adapter] * count if isinstance(adapter, str) else list(adapter)
         for name, values in (("params", each_params), ("mode", each_mode), ("adapter", each_adapter)):
             if len(values) != count:
-                raise RequestError(f"{name} has {len(values)} entries for {count} prompts")
+                raise RequestError(f"{name}: expected {count} entries, one for each prompt, got {len(values)}.")
         requests = []
         for number, arguments in enumerate(zip(prompts, each_params, each_mode, each_adapter, strict=True)):
             try:
@@ -452,14 +470,14 @@ class Engine:
     def _check_script(self, script: Sequence[Sequence[int]], budget: int) -> None:
         limit = 1 + self.config.max_branches
         if len(script) > limit:
-            raise RequestError(f"script has {len(script)} segments; with max_branches there are {limit} at most")
+            raise RequestError(f"script: expected at most {limit} segments (max_branches + 1), got {len(script)}.")
         if (tokens := sum(map(len, script))) > budget:
-            raise RequestError(f"script has {tokens} tokens, the answer may have {budget}")
+            raise RequestError(f"script: expected at most {budget} tokens, got {tokens}.")
         for segment in script:
             self._check_ids(segment, "script: ")
 
 
-def _draft_tokens(lm: LanguageModel, drafts: DraftSource, most: int) -> int:
+def _draft_tokens(lm: LanguageModel, drafts: DraftSource, limit: int) -> int:
     """Return the draft tokens of a segment in a step.
 
     Raises:
@@ -470,12 +488,16 @@ def _draft_tokens(lm: LanguageModel, drafts: DraftSource, most: int) -> int:
     if drafts == "none":
         return 0
     if lm.config.siblings == "shared":
-        raise RequestError("drafts must be none for this model: its branches would see each other's guesses")
+        raise RequestError(
+            f"drafts: expected none, got {drafts}; branches of this model would see each other's draft tokens."
+        )
     if drafts == "lookup":
-        return most
+        return limit
     if not lm.config.draft_heads:
-        raise RequestError("drafts: heads: this model has no draft heads; train them (docs/training.md)")
-    return min(most, lm.config.draft_heads)
+        raise RequestError(
+            "drafts: expected lookup or none, got heads; this model has none. Train them (docs/training.md)."
+        )
+    return min(limit, lm.config.draft_heads)
 
 
 def _make_text_tags(
@@ -483,7 +505,7 @@ def _make_text_tags(
 ) -> tuple[Tags, TextReader]:
     """Return tags that are text as the device writes them, and their reader on the host."""
     if lm.tokenizer is None:
-        raise RequestError("text_tags need a tokenizer, and this model has none")
+        raise RequestError("text_tags: expected a model with a tokenizer, got one without.")
     codec = lm.codec.text
     opening, ending, closing = map(codec.encode, (tags.branch_start, tags.parallel_end, tags.branch_end))
     costs = map(len, (tags.title_start, tags.title_end, tags.parallel_start, tags.branch_end))

@@ -61,7 +61,7 @@ def _request(fields: dict[str, Any]) -> Request:
 
 
 class Lockstep:
-    """Executes commands.
+    """Executor of commands on an engine.
 
     Attributes:
         handles: handles of requests, by number, until `forget`.
@@ -132,7 +132,7 @@ class Lockstep:
     def _logprobs(self, request: Request, result: Result) -> list[TokenLogprob] | None:
         assert request.alternatives is not None
         try:
-            adapter = self.engine.adapters.place(request.adapter)
+            adapter = self.engine.adapters.slot(request.adapter)
             return token_logprobs(
                 self.engine.lm, self.engine.config, result, request.alternatives, adapter, request.echo
             )

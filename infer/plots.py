@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from infer.answers.timeline import Span
     from infer.bench.decoding import AnswerTime
     from infer.bench.load import Load
-    from infer.bench.passes import PassTime
+    from infer.bench.step_times import StepTime
 
 BLUE = "#4c78a8"
 MAX_LABELLED = 64  # tokens whose names are readable beside a matrix
@@ -107,12 +107,12 @@ def draw_timeline(spans: Sequence[Span], title: str = "") -> Figure:
 
 
 def plot_decoding(
-    passes: Sequence[PassTime], answers: Sequence[Sequence[AnswerTime]], copied: float, title: str, file: Path
+    steps: Sequence[StepTime], answers: Sequence[Sequence[AnswerTime]], copied: float, title: str, file: Path
 ) -> None:
     """Plot step time and bandwidth by width, and ideal and realised speed-up by number of branches.
 
     Args:
-        passes: step times by width.
+        steps: step times by width.
         answers: pairs of answer times.
         copied: copy bandwidth in bytes per second.
         title: title of the figure.
@@ -121,12 +121,12 @@ def plot_decoding(
     figure = Figure(figsize=(13, 4), layout="constrained")
     figure.suptitle(title, fontsize=10)
     times, bandwidth, speed = figure.subplots(1, 3)
-    widths = [p.width for p in passes]
-    below = [p.median - p.fastest for p in passes]
-    above = [p.slowest - p.median for p in passes]
-    times.errorbar(widths, [p.median for p in passes], yerr=[below, above], marker="o", capsize=3)
+    widths = [p.width for p in steps]
+    below = [p.median - p.fastest for p in steps]
+    above = [p.slowest - p.median for p in steps]
+    times.errorbar(widths, [p.median for p in steps], yerr=[below, above], marker="o", capsize=3)
     times.set(xscale="log", xlabel="tokens per step", ylabel="ms per step", ylim=(0, None))
-    bandwidth.plot(widths, [100 * p.bandwidth / copied for p in passes], marker="o")
+    bandwidth.plot(widths, [100 * p.bandwidth / copied for p in steps], marker="o")
     bandwidth.set(xscale="log", xlabel="tokens per step", ylabel="% of copy bandwidth", ylim=(0, None))
     for batch in sorted({pair[0].batch for pair in answers}):
         pairs = [pair for pair in answers if pair[0].batch == batch]

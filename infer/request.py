@@ -61,6 +61,10 @@ class Bounds(NamedTuple):
 UNBOUNDED = Bounds()
 
 
+class PromptTooLong(RequestError):
+    """Error of a prompt that leaves no tokens of `max_length` for an answer."""
+
+
 class Offer(NamedTuple):
     """Default and bounds of a parameter in one interface.
 
@@ -119,7 +123,7 @@ class Parameter:
     default: Any = None
 
     def named(self, name: str, kind: Any, default: Any) -> Parameter:
-        """Return the declaration with what the field of `SamplingParams` holds, in its offers too."""
+        """Return the declaration with the name, type and default of its field."""
 
         def filled(offer: Offer | None) -> Offer | None:
             if offer is None:
@@ -138,10 +142,10 @@ class Parameter:
         """
         if self.kind in (STRINGS, Sequence[str]):
             if not all(isinstance(text, str) and text for text in value):
-                raise RequestError(f"{self.name} must be non-empty strings, got {value!r}")
+                raise RequestError(f"{self.name}: expected non-empty strings, got {value!r}.")
         elif self.kind is str:
             if value == "":
-                raise RequestError(f"{self.name} must be a non-empty string, got {value!r}")
+                raise RequestError(f"{self.name}: expected a non-empty string, got {value!r}.")
         elif self.kind == BIASES:
             for token, bias in value.items():
                 self._check_number(f"{self.name}[{token}]", bias)
@@ -150,7 +154,7 @@ class Parameter:
 
     def _check_number(self, name: str, value: float) -> None:
         if not self.bounds.contain(value):
-            raise RequestError(f"{name} must be {self.bounds}, got {value!r}")
+            raise RequestError(f"{name}: expected {self.bounds}, got {value!r}.")
 
 
 def _parameter(default: Any, help: str, bounds: Bounds = UNBOUNDED, **details: Any) -> Any:
@@ -226,7 +230,7 @@ class SamplingParams:
         1024, "maximum tokens sampled in one branch, its closing tag included", Bounds(ge=1, lt=1 << 24), http=None
     )
     stop: tuple[str, ...] = _parameter(
-        (), "string that ends the segment it appears in: a branch, or in a serial segment the answer",
+        (), "string before which the text of the answer ends",
         http=Offer(None), yaml=None, proxy=Forward(), device=False,
     )  # fmt: skip
     seed: int | None = _parameter(
@@ -256,7 +260,7 @@ class SamplingParams:
     script: Sequence[Sequence[int]] = _library_parameter(
         (), "token ids to take in place of sampled ones: of the serial segment (titles and tags included), of the "
         "first branch, and so on; the same for every block. A segment is sampled after the end of its script. Steps "
-        "are those of any answer, so that two ways to decode one content can be compared",
+        "run as usual, so both modes can be timed on equal content",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -275,14 +279,12 @@ class SamplingParams:
             parameter.check(getattr(self, parameter.name))
         limit = self.max_new_tokens if self.max_content_tokens is None else self.max_content_tokens
         if self.min_tokens > limit:
-            raise RequestError(
-                f"min_tokens must be between 0 and the limit of the answer, {limit}, got {self.min_tokens}"
-            )
+            raise RequestError(f"min_tokens: expected 0 to the limit of the answer, {limit}, got {self.min_tokens}.")
         if len(named := [name for name in (*GRAMMARS, "template") if getattr(self, name)]) > 1:
             raise RequestError(f"{' and '.join(named)}: expected one of them, got {len(named)}")
         check_choice("fields", self.fields, Fields)
         if self.fields == "parallel" and self.json_schema is None:
-            raise RequestError("fields: 'parallel' needs a json_schema, got none")
+            raise RequestError("json_schema: expected a schema for fields='parallel', got none.")
         if self.known_text is not None and (beside := [name for name in BESIDE_TEMPLATES if getattr(self, name)]):
             raise RequestError(f"{beside[0]}: not available together with a template or parallel fields")
 
@@ -350,7 +352,7 @@ def _schema_text(name: str, schema: str | Mapping[str, Any] | None) -> str | Non
             raise ValueError("a schema is a JSON object")
         return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise RequestError(f"{name} must be a JSON schema: {error}") from None
+        raise RequestError(f"{name}: expected a JSON schema, got text that is not JSON: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -366,7 +368,7 @@ class Request:
         adapter: number of an adapter (`infer.scheduling.adapter_slots`); 0: the base model.
         stream: form of the events while the answer grows: `text`: in reading order; `branches`: all branches as they
             grow; None: events at the end only.
-        steps: maximum steps of a chunk, when the owner iterates over the events; None: no limit.
+        max_steps: maximum steps of a chunk, when the owner iterates over the events; None: no limit.
         alternatives: number of likeliest tokens that log probabilities come with; None: no log probabilities.
         echo: log probabilities include those of the prompt.
     """
@@ -378,7 +380,7 @@ class Request:
     seed: int
     adapter: int = 0
     stream: Stream = None
-    steps: int | None = None
+    max_steps: int | None = None
     alternatives: int | None = None
     echo: bool = False
 

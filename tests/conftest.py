@@ -47,7 +47,7 @@ from aspd_jax import LanguageModel, SpecialTokens, load_model
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power
 from infer import Engine
-from infer.decode.derived import derive
+from infer.decode.inputs import plan_step
 from infer.decode.state import PROMPT, DecodeState, EngineConfig
 from infer.request import Request
 from infer.scheduling.admission import admit_request, new_state
@@ -172,8 +172,8 @@ def one_step(
     params: Any, state: DecodeState, config: EngineConfig, bucket: Bucket, drafting: bool = False
 ) -> DecodeState:
     """Run one decoding step."""
-    derived = derive(state.sequence, state.automaton, config)
-    return infer.decode.decode_step.step(params, state, derived, config, bucket, drafting)
+    plan = plan_step(state, config, bucket)
+    return infer.decode.decode_step.step(params, state, plan, config, bucket, drafting)[0]
 
 
 def laid_out(lm: LanguageModel, config: EngineConfig, requests: Sequence[Request]) -> DecodeState:

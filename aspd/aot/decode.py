@@ -63,7 +63,7 @@ def bucket_for(engine: Engine, width: int) -> Bucket:
         raise RequestError(
             f"--widths: expected at most the tokens per row of a program of {buckets.rows} rows, got {width}"
         )
-    return min(wide, key=lambda bucket: (bucket.most, bucket.tokens))
+    return min(wide, key=lambda bucket: (bucket.max_per_row, bucket.tokens))
 
 
 def abstract_state(lm: LanguageModel, engine: Engine, topology: Topology) -> DecodeState:

@@ -94,7 +94,7 @@ class Bucket(NamedTuple):
     longest: int = 0
 
     @property
-    def most(self) -> int:
+    def max_per_row(self) -> int:
         """Return the maximum number of tokens of any row."""
         return max(self.per_row, self.longest)
 

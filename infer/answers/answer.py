@@ -42,7 +42,7 @@ class Statistics:
         reused_tokens: number of prompt tokens that the cache held.
         generated_tokens: number of tokens of the answer, those of branches, tags and heads included.
         content_tokens: number of tokens of the plain text; of a template: of all branches, leads included.
-        passes: steps after prefill.
+        steps: steps after prefill.
         critical_path: steps that had to follow one another, plus one.
         blocks, branches: number of blocks and of branches.
         discarded_tokens: number of tokens of titles that repeated another of their block; they took steps, too.
@@ -55,7 +55,7 @@ class Statistics:
     reused_tokens: int
     generated_tokens: int
     content_tokens: int
-    passes: int
+    steps: int
     critical_path: int
     blocks: int
     branches: int
@@ -116,10 +116,10 @@ class RequestOutput:
         drafted, accepted: number of draft tokens, and of accepted ones.
         discarded: number of tokens of titles that repeated another.
         cut: whether the budget ended a branch.
-        branch_ids: of a template: tokens of each branch of the current block, leads included.
+        branch_ids: tokens of each branch of the current block, leads included (templates only).
         drafts: draft tokens of each branch, [N, D]; the first are those of the serial segment outside blocks; -1: none.
-        held: of a template: whether the next block may begin.
-        filled: of a template: what these tokens fill.
+        block_ready: whether the next block may begin (templates only).
+        template: state of the filled template; None: none.
     """
 
     finish: int
@@ -136,8 +136,8 @@ class RequestOutput:
     cut: bool = False
     branch_ids: tuple[np.ndarray, ...] = ()
     drafts: np.ndarray = field(default_factory=lambda: NO_DRAFTS)
-    held: bool = False
-    filled: Filled | None = None
+    block_ready: bool = False
+    template: Filled | None = None
 
     def drafts_of(self, segment: int) -> list[int]:
         """Return the draft tokens of a segment: 0 is serial, k is branch k."""
@@ -202,9 +202,9 @@ def _output(
     layout = Layout(*(field[index, :slots] for field in shot.layout))
     written = _written(layout)
     fed = written[written >= start]
-    there = np.flatnonzero(due.layout.sequence[index] > 0)
-    ids = np.concatenate([tokens[fed], due.tokens[index, there]])
-    own = Layout(*(np.concatenate([a[fed], b[index, there]]) for a, b in zip(layout, due.layout, strict=True)))
+    pending = np.flatnonzero(due.layout.sequence[index] > 0)
+    ids = np.concatenate([tokens[fed], due.tokens[index, pending]])
+    own = Layout(*(np.concatenate([a[fed], b[index, pending]]) for a, b in zip(layout, due.layout, strict=True)))
     order = linear_order(own)
     in_block = phase in (FORK, PARALLEL)
     still_open = frozenset((np.flatnonzero(s.branches.live[index]) + 1).tolist()) if in_block else frozenset()
@@ -234,9 +234,9 @@ def _output(
         cut=bool(s.budget.cut[index]),
         branch_ids=branch_ids,
         drafts=np.asarray(s.draft[index]),
-        held=phase == HELD,
+        block_ready=phase == HELD,
     )
-    return _within(output, config, limit, int(s.budget.cut_branch[index]), reader is None)
+    return _limited_output(output, config, limit, int(s.budget.cut_branch[index]), reader is None)
 
 
 def _items(
@@ -266,19 +266,19 @@ def _items(
 def shortened(items: Sequence[ItemIds], limit: int, cut_branch: int = 0) -> tuple[ItemIds, ...]:
     """Return the items up to a number of tokens of plain text in reading order; what follows them is left out.
 
-    Later branches of the block in which they end stay, without text; heads stay whole.
+    Later branches of the last block are kept with empty text and whole heads.
 
     Args:
         limit: tokens of plain text.
         cut_branch: number, from 1, of a branch of the last block whose text is the last; 0: none.
     """
-    kept: list[ItemIds] = []
+    shortened_items: list[ItemIds] = []
     last = max((place for place, item in enumerate(items) if isinstance(item, BlockIds)), default=-1)
     for place, item in enumerate(items):
         if limit <= 0:
             break
         if isinstance(item, SerialIds):
-            kept.append(item.first(limit))
+            shortened_items.append(item.first(limit))
             limit -= item.size
             continue
         branches, texts = [], []
@@ -286,11 +286,11 @@ def shortened(items: Sequence[ItemIds], limit: int, cut_branch: int = 0) -> tupl
             texts.append(text.first(max(0, limit)))
             branches.append(branch[: len(branch) - len(text.ids) + len(texts[-1].ids)])
             limit = 0 if place == last and number == cut_branch else limit - text.size
-        kept.append(item._replace(branches=tuple(branches), texts=tuple(texts)))
-    return tuple(kept)
+        shortened_items.append(item._replace(branches=tuple(branches), texts=tuple(texts)))
+    return tuple(shortened_items)
 
 
-def _within(
+def _limited_output(
     output: RequestOutput, config: EngineConfig, limit: int | None, cut_branch: int, tags_are_tokens: bool
 ) -> RequestOutput:
     """Return an output without the tokens that exceed the budgets of plain text and of all tokens."""
@@ -298,11 +298,11 @@ def _within(
     content = count_content(items)
     if not cut_branch and (limit is None or limit > content):
         return output
-    kept = shortened(items, content + 1 if limit is None else limit, cut_branch)
-    if count_content(kept) == content and len(kept) == len(items):
+    shortened_items = shortened(items, content + 1 if limit is None else limit, cut_branch)
+    if count_content(shortened_items) == content and len(shortened_items) == len(items):
         return output
-    ids = join(kept, config.special) if tags_are_tokens else output.token_ids
-    return replace(output, items=kept, token_ids=ids)
+    ids = join(shortened_items, config.special) if tags_are_tokens else output.token_ids
+    return replace(output, items=shortened_items, token_ids=ids)
 
 
 def count_content(items: Sequence[ItemIds]) -> int:
@@ -362,7 +362,7 @@ def make_result(
 ) -> Result:
     """Return an answer as the user gets it; without a tokenizer, texts are empty."""
     items, token_ids = output.items, output.token_ids
-    filled = output.filled
+    filled = output.template
     plain = () if codec is None else _structure(items, codec)
     structure = plain if filled is None else filled.structure
     reason = {RUNNING: None, STOP: "length" if output.cut else "stop", LENGTH: "length"}[output.finish]
@@ -384,7 +384,7 @@ def make_result(
         reused_tokens=reused,
         generated_tokens=len(token_ids),
         content_tokens=content,
-        passes=output.steps,
+        steps=output.steps,
         critical_path=filled.critical_path if filled else output.critical_path,
         blocks=len(widths),
         branches=sum(widths),
@@ -400,7 +400,7 @@ def make_result(
 def content_segments(config: EngineConfig, ids: list[int]) -> list[range]:
     """Return the places of the plain text in a linearisation, a range for each segment.
 
-    Tags, titles, heads and end of text are none of it, except the leads in heads.
+    Tags, titles, heads and end of text are excluded; leads in heads are included.
     """
     whole = ids[:-1] if ids and ids[-1] in config.end else ids
     places: list[range] = []

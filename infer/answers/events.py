@@ -42,10 +42,10 @@ class Event:
 
 
 class StopFilter:
-    """Ends a stream of events in reading order before the first stop string.
+    """Filter that ends a stream of events in reading order before the first stop string.
 
     Attributes:
-        matched: whether a stop string was found. Only `done` passes then.
+        matched: whether a stop string was found. Afterwards only `done` is returned.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -53,12 +53,12 @@ class StopFilter:
         self._stop = stop
         self._held: list[Event] = []
 
-    def take(self, events: Sequence[Event], ended: bool) -> list[Event]:
+    def take(self, events: Sequence[Event], final: bool) -> list[Event]:
         """Return the events that certainly precede a stop string; hold later ones until that is known.
 
         Args:
             events: new events.
-            ended: whether no text follows.
+            final: whether no text follows.
         """
         done = [event for event in events if event.kind == "done"]
         if self.matched:
@@ -66,7 +66,7 @@ class StopFilter:
         self._held += (event for event in events if event.kind != "done")
         text = "".join(event.text for event in self._held if event.kind == "token")
         match = first_match(text, self._stop)
-        left = match.start if match else len(text) - (0 if ended else undecided(text, self._stop))
+        left = match.start if match else len(text) - (0 if final else undecided(text, self._stop))
         self.matched = match is not None
         passed: list[Event] = []
         while self._held:
@@ -83,7 +83,7 @@ class StopFilter:
 
 
 class EventReader:
-    """Makes events of what an answer has gained since the last call.
+    """Reader of the events of an answer since the last call.
 
     Args:
         codec: codec of the model's tokenizer; None: texts are empty.
@@ -102,7 +102,7 @@ class EventReader:
 
     @property
     def stopped(self) -> bool:
-        """Return whether the answer holds a stop string."""
+        """Return whether the answer contains a stop string."""
         return self._filter.matched
 
     def collect_events(self, output: RequestOutput, result: Result | None, in_order: bool) -> list[Event]:
@@ -146,9 +146,9 @@ class EventReader:
         return self._filter.take(events, result is not None) if self._stop else events
 
     def branches_past_stop(self, output: RequestOutput) -> list[int]:
-        """Return the open branches, from 1, that no reader will get: the first one with a stop string and later ones.
+        """Return the open branches after the first match, and the branch of the match; numbers from 1.
 
-        The first open branch is left out: `stopped` is true when its text holds a stop string.
+        The first open branch is left out: `stopped` is true when its text contains a stop string.
         """
         last = output.items[-1] if output.items else None
         if not isinstance(last, BlockIds) or not output.open_branches or self._codec is None:
@@ -188,7 +188,7 @@ class EventReader:
 
 
 class FilledReader:
-    """Makes events of what a template has gained since the last call; takes the place of `EventReader`.
+    """Reader of the events of a template since the last call, in place of `EventReader`.
 
     Args:
         stop: strings that end the answer.
@@ -202,7 +202,7 @@ class FilledReader:
 
     @property
     def stopped(self) -> bool:
-        """Return whether the answer holds a stop string."""
+        """Return whether the answer contains a stop string."""
         return self._filter.matched
 
     def branches_past_stop(self, output: RequestOutput) -> list[int]:
@@ -212,34 +212,34 @@ class FilledReader:
     def collect_events(self, output: RequestOutput, result: Result | None, in_order: bool) -> list[Event]:
         """Return the new events (`EventReader.collect_events`)."""
         events: list[Event] = []
-        if output.filled is not None:
-            text = output.filled.text if result is None or self._stop else result.text
-            events = self.read(output.filled, text) if in_order or self._stop else self.read(output.filled)
+        if output.template is not None:
+            text = output.template.text if result is None or self._stop else result.text
+            events = self.read(output.template, text) if in_order or self._stop else self.read(output.template)
         if result is not None:
             events.append(Event("done", result=result))
         return self._filter.take(events, result is not None) if self._stop else events
 
-    def read(self, filled: Filled, text: str | None = None) -> list[Event]:
+    def read(self, state: Filled, text: str | None = None) -> list[Event]:
         """Return the new events of a template.
 
         Args:
-            filled: the template as far as it is filled.
+            state: the template as far as it is filled.
             text: its text so far, for events in reading order; None: events of all branches as they grow.
         """
         events: list[Event] = []
         if text is not None:
             new, self._text = text[len(self._text) :], text
             return [Event("token", text=new)] if new else []
-        if filled.blocks and not self._shown and filled.template.opening:
-            events.append(Event("token", text=filled.template.opening))
-        for number, block in enumerate(filled.blocks, 1):
+        if state.blocks and not self._shown and state.template.opening:
+            events.append(Event("token", text=state.template.opening))
+        for number, block in enumerate(state.blocks, 1):
             if (number, 0) in self._ended:
                 continue
             if (number, 1) not in self._shown:
                 events.append(Event("fork", number, titles=tuple(hole.name for hole in block.holes)))
             for branch, hole in enumerate(block.holes, 1):
                 key, before = (number, branch), self._shown.get((number, branch), "")
-                text = filled.template.lead(hole) + filled.values.get(hole.name, "")
+                text = state.template.lead(hole) + state.values.get(hole.name, "")
                 self._shown[key] = text
                 if len(text) > len(before):
                     events.append(Event("token", number, branch, text=text[len(before) :]))
@@ -249,7 +249,7 @@ class FilledReader:
             if not block.growing:
                 self._ended.add((number, 0))
                 events.append(Event("merge", number))
-        following = filled.template.following(filled.template.holes[-1])
-        if filled.ended and not filled.growing and following:
+        following = state.template.following(state.template.holes[-1])
+        if state.is_final and not state.growing and following:
             events.append(Event("token", text=following))
         return events

@@ -13,7 +13,7 @@ from aspd_jax.template import Hole, Template
 from infer.answers.stop import undecided
 
 WHITE = " \t\r\n"
-END_ROOM = 2  # tokens of a hole that have to be left in a budget: one more, and its end
+END_TOKENS = 2  # minimum tokens reserved for a hole: one, and its end
 
 
 class HoleText(NamedTuple):
@@ -31,23 +31,23 @@ class HoleText(NamedTuple):
     stop: str
     spaced: bool
 
-    def read(self, text: str, ended: bool) -> tuple[str, bool]:
-        """Read the value from what the model has written behind the lead.
+    def read(self, text: str, final: bool) -> tuple[str, bool]:
+        """Read the value from the text after the lead.
 
         Args:
             text: the text so far.
-            ended: whether no text follows.
+            final: whether no text follows.
 
         Returns:
             The value, of a growing one the part that later text cannot change, and whether it is complete.
         """
         if self.hole.schema is not None:
-            size = value_length(text + " " * ended)
+            size = value_length(text + " " * final)
             return text[:size].strip(WHITE), size is not None
         text = text.removeprefix(" ") if self.spaced else text
         if self.stop and (at := text.find(self.stop)) >= 0:
             return text[:at], True
-        return text[: len(text) - (0 if ended else undecided(text, [self.stop]))], ended
+        return text[: len(text) - (0 if final else undecided(text, [self.stop]))], final
 
 
 def hole_text(template: Template, hole: Hole) -> HoleText:
@@ -79,14 +79,14 @@ class Filled:
         values: values by name; of holes that grow, what later tokens cannot change.
         blocks: blocks that have begun.
         critical_path: see `Statistics`.
-        ended: whether the answer has ended.
+        is_final: whether the answer has ended.
     """
 
     template: Template
     values: Mapping[str, str]
     blocks: tuple[FilledBlock, ...] = ()
     critical_path: int = 1
-    ended: bool = False
+    is_final: bool = False
 
     @property
     def growing(self) -> frozenset[str]:
@@ -109,14 +109,14 @@ class Filled:
     def structure(self) -> Structure:
         """Return the answer as serial text and blocks, in reading order; literal text precedes each value.
 
-        While the answer grows, all branches that have begun have their text; afterwards none behind a value that was
+        While the answer grows, all branches that have begun are included; afterwards none after a value that was
         cut.
         """
         template = self.template
         numbers = {hole.name: number for number, block in enumerate(self.blocks) for hole in block.holes}
         begun = [hole for hole in template.holes if hole.name in numbers]
         cut = next((n for n, hole in enumerate(template.holes) if not self._complete(hole)), len(template.holes))
-        if self.ended:
+        if self.is_final:
             begun = begun[: cut + 1]
         items: list[Item] = [Serial(template.opening)]
         for _, group in groupby(begun, key=lambda hole: numbers[hole.name]):

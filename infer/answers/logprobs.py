@@ -22,8 +22,8 @@ from aspd_jax.sizes import next_power
 from infer.answers.answer import Result, content_segments
 from infer.decode.state import EngineConfig
 
-CHUNK = 128  # tokens whose logits exist at a time, and tokens of the shortest pass
-MAX_ALTERNATIVES = 20  # computed for every request, so that all passes of one length share a program
+CHUNK = 128  # tokens per chunk of logits, and minimum padded length
+MAX_ALTERNATIVES = 20  # computed for every request, so that all answers of one length share a program
 
 
 class TokenLogprob(NamedTuple):
@@ -51,7 +51,7 @@ def token_logprobs(
 
     Args:
         alternatives: number of likeliest tokens, at most `MAX_ALTERNATIVES`.
-        adapter: place of the adapter that the answer was decoded with; negative: the base model.
+        adapter: slot of the adapter that the answer was decoded with; negative: the base model.
         echo: include the tokens of the prompt and the end of text.
     """
     prompt, ids = result.prompt_token_ids, result.token_ids

@@ -19,7 +19,7 @@ import jax
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from infer.answers.answer import Result
-from infer.bench.passes import random_prompt
+from infer.bench.step_times import random_prompt
 from infer.engine import NO_TOKENS, Engine
 from infer.request import Mode, SamplingParams
 
@@ -40,7 +40,7 @@ class AnswerTime:
         branches: number of branches of the block; 0: no block.
         length: tokens of a branch, with head and closing tag.
         content, raw: content tokens and all tokens of an answer.
-        passes: steps after prefill.
+        steps: steps after prefill.
         seconds: seconds from request to the last token of the batch.
         fastest, slowest: extremes of `seconds`.
         latency: seconds of one request, median over requests.
@@ -55,7 +55,7 @@ class AnswerTime:
     length: int
     content: int
     raw: int
-    passes: int
+    steps: int
     seconds: float
     fastest: float
     slowest: float
@@ -153,7 +153,7 @@ def answer_times(
                 length=length if mode == "adaptive" else 0,
                 content=content,
                 raw=stats[0].generated_tokens,
-                passes=stats[0].passes,
+                steps=stats[0].steps,
                 seconds=median(measured),
                 fastest=min(measured),
                 slowest=max(measured),
@@ -237,7 +237,7 @@ def answer_rows(pair: Sequence[AnswerTime]) -> str:
             str(r.batch),
             label,
             str(r.content),
-            str(r.passes),
+            str(r.steps),
             f"{r.seconds:.3f}",
             f"{r.fastest:.3f} - {r.slowest:.3f}",
             f"{r.batch * r.content / r.seconds:.0f}",

@@ -38,7 +38,7 @@ class DraftFigures:
 
     def steps(self, chosen: Sequence[int]) -> int:
         """Return the steps of chosen answers after prefill."""
-        return sum(self.results[number].stats.passes for number in chosen)
+        return sum(self.results[number].stats.steps for number in chosen)
 
     def accepted(self, chosen: Sequence[int]) -> tuple[int, int]:
         """Return the draft tokens of chosen answers that were accepted, and those that were fed."""
@@ -80,7 +80,7 @@ def draft_table(figures: Sequence[DraftFigures]) -> str:
     Answers of the two modes differ in length, so content tokens per step are compared with those of serial mode without
     draft tokens.
     """
-    adaptive = next(of for of in figures if of.mode == "adaptive")
+    adaptive = next(one for one in figures if one.mode == "adaptive")
     forking = [number for number, result in enumerate(adaptive.results) if result.stats.blocks]
     every = range(len(adaptive.results))
     tables = []
@@ -90,13 +90,13 @@ def draft_table(figures: Sequence[DraftFigures]) -> str:
         head = f"| {about} | content tokens | steps | tokens per step | of serial | drafts accepted of fed | differ |"
         lines = [head, "|---" * 7 + "|"]
         base = figures[0].content(chosen) / max(1, figures[0].steps(chosen))
-        for of in figures:
-            plain = next(other for other in figures if other.mode == of.mode)
-            differ = sum(of.results[n].token_ids != plain.results[n].token_ids for n in chosen)
-            accepted, fed = of.accepted(chosen)
+        for one in figures:
+            plain = next(other for other in figures if other.mode == one.mode)
+            differ = sum(one.results[n].token_ids != plain.results[n].token_ids for n in chosen)
+            accepted, fed = one.accepted(chosen)
             share = f"{accepted} of {fed} ({accepted / fed:.0%})" if fed else ""
-            name = of.mode if of.drafts == "none" else f"{of.mode}, {of.drafts}"
-            content, steps = of.content(chosen), of.steps(chosen)
+            name = one.mode if one.drafts == "none" else f"{one.mode}, {one.drafts}"
+            content, steps = one.content(chosen), one.steps(chosen)
             rate = content / max(1, steps)
             lines.append(f"| {name} | {content} | {steps} | {rate:.2f} | {rate / base:.2f}x | {share} | {differ} |")
         tables.append("\n".join(lines))

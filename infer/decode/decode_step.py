@@ -16,10 +16,10 @@ from aspd_jax.layout import Array
 from aspd_jax.model.cache import Bucket
 from infer.decode.derived import Derived, derive
 from infer.decode.grammar import LaneTokens, legal_tokens, read_tokens
-from infer.decode.inputs import Inputs, Lanes, next_inputs, rows_of_step, widths
+from infer.decode.inputs import Inputs, Lanes, StepPlan, Widths, next_inputs, plan_step, widths
 from infer.decode.packed import Packed
 from infer.decode.sampling import sample, scripted
-from infer.decode.speculation import continues, guess, hide_rejected, look_up
+from infer.decode.speculation import continues, drafts_from_heads, drafts_from_text, hide_rejected
 from infer.decode.state import (
     FORK,
     MERGE,
@@ -49,16 +49,22 @@ def logits_of(params: Any, config: EngineConfig, inputs: Inputs, hidden: jax.Arr
 
 
 def step(
-    params: Any, state: DecodeState, derived: Derived, config: EngineConfig, bucket: Bucket, drafting: bool = False
-) -> DecodeState:
-    """Feed the due tokens that fit, and take the tokens sampled behind them.
+    params: Any, state: DecodeState, plan: StepPlan, config: EngineConfig, bucket: Bucket, drafting: bool = False
+) -> tuple[DecodeState, StepPlan]:
+    """Feed the due tokens that fit, and take the tokens sampled after them.
 
     Args:
-        derived: derived from `state`.
-        drafting: also feed the draft tokens of the state, and guess those of the next step; otherwise there must be
-            none.
+        params: parameters of the model.
+        state: state before the step.
+        plan: plan of the step, made from `state` and `bucket`.
+        config: configuration of the engine.
+        bucket: sizes of the program.
+        drafting: whether to feed the draft tokens of the state and make new ones; if false, the state has none.
+
+    Returns:
+        The state after the step, and the plan of the next one.
     """
-    inputs = next_inputs(state, derived, config, bucket, drafting)
+    derived, inputs = plan.derived, next_inputs(state, plan, config, bucket, drafting)
     hidden, cache = forward(params, state, config, inputs, bucket)
     logits = logits_of(params, config, inputs, hidden)
     state = state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
@@ -66,14 +72,16 @@ def step(
     if not drafting:
         tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
         state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.closing))
-        return hide_discarded(state)
+        state = hide_discarded(state)
+        return state, plan_step(state, config, bucket)
     state, derived, count = _verify(state, derived, config, inputs, logits)
     state = hide_discarded(hide_rejected(state, inputs, count))
     if config.drafts == "heads":
-        draft = guess(params, state, config, inputs, hidden, count)
+        draft = drafts_from_heads(params, state, config, inputs, hidden, count)
     else:
-        draft = look_up(state, derived, config, bucket.slots)
-    return state._replace(sequence=state.sequence._replace(draft=draft))
+        draft = drafts_from_text(state, derived, config, bucket.slots)
+    state = state._replace(sequence=state.sequence._replace(draft=draft))
+    return state, plan_step(state, config, bucket, derived)
 
 
 def sample_lanes(
@@ -87,40 +95,42 @@ def sample_lanes(
 def _verify(
     state: DecodeState, derived: Derived, config: EngineConfig, inputs: Inputs, logits: jax.Array
 ) -> tuple[DecodeState, Derived, jax.Array]:
-    """Let every lane take tokens as long as they equal its draft tokens, and one more.
+    """Sample each lane until a token differs from its draft token, or no draft token is left.
+
+    The loop runs at least once, also without lanes: what it returns is derived from the state that it returns.
 
     Returns:
-        The state, what is derived from it, and the tokens that each lane took, int32 [L].
+        The state, the quantities derived from it, and the number of tokens of each lane, int32 [L].
     """
     assert inputs.drafts is not None
     lanes, size = inputs.lanes, inputs.lanes.row.size
-    first, ahead = logits[:size, None], logits[size:].reshape(size, config.draft_tokens, -1)
-    after = jnp.concatenate([first, ahead], axis=1)
+    first, further = logits[:size, None], logits[size:].reshape(size, config.draft_tokens, -1)
+    all_logits = jnp.concatenate([first, further], axis=1)
     drafts = jnp.pad(inputs.drafts.tokens, ((0, 0), (0, 1)), constant_values=-1)
     began = lanes.row < state.sequence.cursor.phase.size
 
     def more(carry: tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        return jnp.any(carry[3])
+        return jnp.any(carry[3]) | (carry[2] == 0)
 
     def body(
         carry: tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array],
     ) -> tuple[SequenceState, Derived, jax.Array, jax.Array, jax.Array]:
-        sequence, derived, nth, active, taken = carry
+        sequence, derived, nth, active, counts = carry
         mask = jax.lax.dynamic_slice_in_dim(state.token_mask, nth, 1, axis=2)
         now = state._replace(sequence=sequence, token_mask=mask)
-        at = jnp.take(after, nth, axis=1)
+        nth_logits = jnp.take(all_logits, nth, axis=1)
         moved = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
-        tokens = sample_lanes(at, now, derived, config, moved)
+        tokens = sample_lanes(nth_logits, now, derived, config, moved)
         now = advance(now, derived, config, lanes, tokens, active)
         derived = derive(now.sequence, state.automaton, config)
         active &= (tokens.token == drafts[:, nth]) & continues(now, derived, lanes)
-        return now.sequence, derived, nth + 1, active, taken + active
+        return now.sequence, derived, nth + 1, active, counts + active
 
     start = state.sequence, derived, jnp.int32(0), began, began.astype(jnp.int32)
-    sequence, derived, _, _, taken = jax.lax.while_loop(more, body, start)
+    sequence, derived, _, _, counts = jax.lax.while_loop(more, body, start)
     counters = sequence.counters
     counters = counters._replace(segments=counters.segments.at[lanes.row].add(began, mode="drop"))
-    return state._replace(sequence=sequence._replace(counters=counters)), derived, taken
+    return state._replace(sequence=sequence._replace(counters=counters)), derived, counts
 
 
 def count_step(s: SequenceState, fed: jax.Array) -> SequenceState:
@@ -136,13 +146,13 @@ def count_step(s: SequenceState, fed: jax.Array) -> SequenceState:
 
 
 class StopConditions(NamedTuple):
-    """When `run` returns control to the host.
+    """Conditions under which `run` returns.
 
     Attributes:
-        steps: after this number of steps.
-        smaller: when the next step would feed at most this number of tokens: a smaller program exists; -1: never.
-        larger: when it would feed more than this number: a larger program exists.
-        join: as soon as a sequence finishes, because another request waits for its row.
+        steps: maximum number of steps.
+        smaller: tokens up to which a smaller program fits; -1: none.
+        larger: maximum due tokens of answers in a step of this program.
+        join: whether to return when a sequence finishes, because another request waits for its row.
     """
 
     steps: Int32[Array, ""]
@@ -156,7 +166,7 @@ class StepSummary(NamedTuple):
 
     Attributes:
         tokens, lanes: `Widths` of the next step.
-        left: steps of `StopConditions.steps` that are left.
+        steps_left: steps of `StopConditions.steps` that are left.
         phase, finish: see `Cursor`.
         steps, parallel_steps, segments, accepted: see `Counters`.
         length: slots in use in the cache.
@@ -164,7 +174,7 @@ class StepSummary(NamedTuple):
 
     tokens: Int32[Array, " B"]
     lanes: Int32[Array, " B"]
-    left: Int32[Array, ""]
+    steps_left: Int32[Array, ""]
     phase: Int32[Array, " B"]
     finish: Int32[Array, " B"]
     steps: Int32[Array, " B"]
@@ -175,15 +185,25 @@ class StepSummary(NamedTuple):
 
 
 @partial(jax.jit, static_argnames="config")
-def summarise(state: DecodeState, config: EngineConfig, left: jax.Array | int = 0) -> Packed[StepSummary]:
-    """Return what the host needs to know of a state."""
-    need, cursor = widths(state, derive(state.sequence, state.automaton, config)), state.sequence.cursor
-    counters = state.sequence.counters
-    return Packed.of(
+def summarise(state: DecodeState, config: EngineConfig, steps_left: jax.Array | int = 0) -> Packed[StepSummary]:
+    """Return the summary of a state.
+
+    Args:
+        state: the state.
+        config: configuration of the engine.
+        steps_left: steps of `StopConditions.steps` that are left.
+    """
+    return _summary(state, widths(state, derive(state.sequence, state.automaton, config)), steps_left)
+
+
+def _summary(state: DecodeState, need: Widths, steps_left: jax.Array | int) -> Packed[StepSummary]:
+    """Return the summary of a state with these widths of its next step."""
+    cursor, counters = state.sequence.cursor, state.sequence.counters
+    return Packed.pack(
         StepSummary(
             tokens=need.tokens,
             lanes=need.lanes,
-            left=jnp.int32(left),
+            steps_left=jnp.int32(steps_left),
             phase=cursor.phase,
             finish=cursor.finish,
             steps=counters.steps,
@@ -204,32 +224,39 @@ def run(
     bucket: Bucket,
     drafting: bool,
 ) -> tuple[DecodeState, Packed[StepSummary]]:
-    """Run steps while this is the right program for them: due tokens of answers fit, and no condition holds."""
+    """Run steps until a stop condition holds, or the due tokens do not fit the bucket.
+
+    The plan of a step is made once: by the step before it, or before the loop.
+    """
     if not drafting:
         state = state._replace(sequence=state.sequence._replace(draft=jnp.full_like(state.sequence.draft, -1)))
     running = jnp.sum(state.sequence.cursor.finish == RUNNING)
     prompts = jnp.sum(state.sequence.cursor.phase == PROMPT)
 
-    def more(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
-        state, left = carry
-        cursor, need = state.sequence.cursor, widths(state, derive(state.sequence, state.automaton, config))
+    def more(carry: tuple[DecodeState, StepPlan, jax.Array]) -> jax.Array:
+        state, plan, left = carry
+        cursor, need = state.sequence.cursor, plan.need
         is_prompt = cursor.phase == PROMPT
-        selected = rows_of_step(need.tokens, is_prompt, bucket)
-        tokens = jnp.where(selected, need.tokens, 0)
+        tokens = jnp.where(plan.rows, need.tokens, 0)
         answers = jnp.where(is_prompt, 0, tokens)
         length = jnp.max(jnp.where(tokens > 0, state.cache.length + jnp.maximum(answers, 1), 0))
-        fits = (jnp.sum(answers) <= conditions.larger) & (jnp.max(answers) <= bucket.most) & (length <= bucket.slots)
+        fits = (
+            (jnp.sum(answers) <= conditions.larger)
+            & (jnp.max(answers) <= bucket.max_per_row)
+            & (length <= bucket.slots)
+        )
         if bucket.rows > 1:
-            fits &= jnp.all(selected | (need.tokens == 0))
+            fits &= jnp.all(plan.rows | (need.tokens == 0))
         finished = jnp.sum(cursor.finish == RUNNING) < running
         changed = (jnp.sum(is_prompt) < prompts) | (conditions.join & finished)
-        few = jnp.sum(tokens) <= conditions.smaller
-        return (left > 0) & jnp.any(tokens > 0) & fits & ~changed & ~few
+        is_narrow = jnp.sum(tokens) <= conditions.smaller
+        return (left > 0) & jnp.any(tokens > 0) & fits & ~changed & ~is_narrow
 
-    def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
-        state, left = carry
-        derived = derive(state.sequence, state.automaton, config)
-        return shard_state(step(params, state, derived, config, bucket, drafting), config.mesh), left - 1
+    def body(carry: tuple[DecodeState, StepPlan, jax.Array]) -> tuple[DecodeState, StepPlan, jax.Array]:
+        state, plan, left = carry
+        state, plan = step(params, state, plan, config, bucket, drafting)
+        return shard_state(state, config.mesh), plan, left - 1
 
-    state, left = jax.lax.while_loop(more, body, (state, jnp.int32(conditions.steps)))
-    return state, summarise(state, config, left)
+    start = state, plan_step(state, config, bucket), jnp.int32(conditions.steps)
+    state, plan, left = jax.lax.while_loop(more, body, start)
+    return state, _summary(state, plan.need, left)

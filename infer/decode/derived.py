@@ -1,6 +1,7 @@
 """Quantities that follow from the state: which pending tokens are due, where they stand, and what budgets allow.
 
-They are derived once for each step, and its parts share them.
+They are derived once for each step (`inputs.plan_step`), and once for each further token that a step with draft tokens
+takes. `guidance` asks for `merge_position` of sequences whose merge has no tokens to feed.
 
 B rows, one sequence each, N maximum branches, M = N + 1 segments.
 """
@@ -16,21 +17,21 @@ from jaxtyping import Bool, Int32
 
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, EngineConfig, SequenceState
 from infer.decode.tag_automaton import TagAutomaton
-from infer.decode.title_rules import Room, barred_token, budget_room, complete_tokens, completes_plan, repeats_title
+from infer.decode.title_rules import Fits, barred_token, complete_tokens, completes_plan, fitting_parts, repeats_title
 
 
 class BranchBudget(NamedTuple):
     """Permission of each branch to take another token that is not its closing tag.
 
     Attributes:
-        affordable: the budget of all tokens has room for it.
-        readable: the budget of plain text has room for it, in reading order.
-        known: whether `affordable` is final, whatever the other branches take.
+        affordable: whether the token fits the budget of all tokens.
+        readable: whether it fits the budget of plain text, in reading order.
+        final: whether `affordable` is final, whatever the other branches take.
     """
 
     affordable: Bool[Array, "B N"]
     readable: Bool[Array, "B N"]
-    known: Bool[Array, "B N"]
+    final: Bool[Array, "B N"]
 
 
 class Derived(NamedTuple):
@@ -38,11 +39,11 @@ class Derived(NamedTuple):
 
     Attributes:
         due: pending tokens that each segment may feed; 0 while a prompt is fed.
-        samples: whether a segment gets a next token behind those.
+        samples: whether a segment gets a next token after those.
         grows: whether the segments of a sequence grow by one token in the step, so that draft tokens may follow.
         budget: permissions of the branches.
-        merge_position: position of the first token behind the current block (protocol, section 4).
-        room: what the budget of all tokens has room for in serial text and titles.
+        merge_position: position of the first token after the current block (protocol, section 4).
+        fits: parts of serial text and titles that fit the budget of all tokens.
         title_length: tokens of the title under way.
         repeats_title: whether the title under way equals an earlier one of its block.
         completes_plan: whether the last complete title says that it is the last.
@@ -54,7 +55,7 @@ class Derived(NamedTuple):
     grows: Bool[Array, " B"]
     budget: BranchBudget
     merge_position: Int32[Array, " B"]
-    room: Room
+    fits: Fits
     title_length: Int32[Array, " B"]
     repeats_title: Bool[Array, " B"]
     completes_plan: Bool[Array, " B"]
@@ -62,7 +63,7 @@ class Derived(NamedTuple):
 
 
 def derive(s: SequenceState, automaton: TagAutomaton, config: EngineConfig) -> Derived:
-    """Return what follows from the progress of the sequences."""
+    """Return the quantities that the next step takes from the progress of the sequences."""
     phase = s.cursor.phase[:, None]
     budget = branch_budget(s, config)
     serial = jnp.zeros_like(phase, bool)
@@ -79,7 +80,7 @@ def derive(s: SequenceState, automaton: TagAutomaton, config: EngineConfig) -> D
         grows=((phase != FORK) & (phase != MERGE) & (phase != PROMPT))[:, 0] & jnp.all(due <= 1, axis=1),
         budget=budget,
         merge_position=merge_position(s, config),
-        room=budget_room(s, length, complete_tokens(s.titles), config),
+        fits=fitting_parts(s, length, complete_tokens(s.titles), config),
         title_length=length,
         repeats_title=repeats_title(s.titles, automaton),
         completes_plan=completes_plan(s.titles, automaton),
@@ -91,25 +92,25 @@ def branch_budget(s: SequenceState, config: EngineConfig) -> BranchBudget:
     """Return which branches may go on within the budgets of their block (protocol, section 5).
 
     The order in which branches are decoded must not change an answer. The budget of all tokens is therefore spent in
-    lockstep: whether a branch may take its s-th token is decided as if every branch took one token per step. All
-    branches have taken s - 1 tokens, as far as they are that long; those that are long enough take one now, and each of
-    these still needs its closing tag. Branches that are behind are assumed to be long enough. Where that decides, the
-    branch waits until it is known.
+    lockstep: whether a branch may take its s-th token is decided as if every branch took one token per step. Before the
+    s-th token, each branch has taken min(length, s - 1) tokens. Each branch that is longer takes one, and needs its
+    closing tag afterwards. The length of a branch that is behind is unknown: if it affects the decision, the branch
+    waits.
 
-    The budget of plain text is spent in reading order: a branch goes on while its text and the texts of the branches
-    before it, as far as they are, leave room. Tokens beyond it are dropped when the answer is read.
+    The budget of plain text is spent in reading order: a branch goes on while its text and the current texts of the
+    earlier branches leave tokens. Tokens beyond the budget are dropped when the answer is read.
     """
     sampled, live = s.segments.sampled[:, 1:], s.branches.live
     exists = jnp.arange(live.shape[1])[None] < s.titles.complete[:, None]
-    taken = sampled[:, :, None]  # of the branch whose token it is
+    own = sampled[:, :, None]  # tokens of the branch under test
     others = sampled[:, None, :]
     still = (live & exists)[:, None, :]
 
-    before = jnp.where(still, taken, jnp.minimum(others, taken))
-    now = (still | (others > taken)) & exists[:, None, :]
+    before = jnp.where(still, own, jnp.minimum(others, own))
+    now = (still | (others > own)) & exists[:, None, :]
     spent = jnp.sum(jnp.where(exists[:, None, :], before, 0), axis=2)
     affordable = s.budget.block_tokens[:, None] - spent >= (1 + config.tags.branch_end_cost) * jnp.sum(now, axis=2)
-    behind = jnp.any(still & (others < taken), axis=2)
+    behind = jnp.any(still & (others < own), axis=2)
 
     closed = exists & ~live & (sampled > 0)
     lead = s.titles.length if config.form.leads else 0
@@ -120,12 +121,12 @@ def branch_budget(s: SequenceState, config: EngineConfig) -> BranchBudget:
 
 def ready_branches(s: SequenceState, budget: BranchBudget) -> Bool[Array, "B N"]:
     """Return the live branches that the next step may feed: the first `branch_cap` that need not wait."""
-    able = s.branches.live & budget.known
+    able = s.branches.live & budget.final
     return able & (jnp.cumsum(able, axis=1) <= s.cursor.branch_cap[:, None])
 
 
 def merge_position(s: SequenceState, config: EngineConfig) -> Int32[Array, " B"]:
-    """Return the position behind the block when all pending tokens of its branches are fed (protocol, section 4)."""
+    """Return the position after the block when all pending tokens of its branches are fed (protocol, section 4)."""
     exists = jnp.arange(config.max_branches)[None] < s.titles.complete[:, None]
     length = jnp.where(exists, s.branches.offset + s.segments.queued[:, 1:], 0)
     scheme = config.model.config.positions

@@ -3,7 +3,7 @@
 B sequences, L lanes, V vocabulary.
 
 Every token belongs to one class; a rule allows or forbids whole classes. The budget forbids nothing in serial text and
-titles: an answer that has no room for the block or title that the model begins ends there (`transition`). A branch
+titles: if the block or title that the model begins does not fit, the answer ends there (`transition`). A branch
 token is allowed only if the block can still be closed after it.
 """
 
@@ -46,15 +46,15 @@ def legal_tokens(state: DecodeState, derived: Derived, config: EngineConfig, lan
     classes = jnp.arange(CLASSES)
     tag = (classes >= TITLE_START) & (classes <= BRANCH_END)
     bits = jnp.sum(rule * (1 << classes) + (rule & tag) * (1 << (PROGRESS + classes)), axis=1).astype(jnp.uint16)
-    legal = (state.automaton.bits[lane_node(state, lanes)] & bits[:, None]) > 0
+    legal = (state.automaton.bits[lane_tag_state(state, lanes)] & bits[:, None]) > 0
     if config.form.leads:
         counts = (lanes.branch == 0) & (state.sequence.cursor.phase == COUNT)[lanes.row]
 
-        def number_tokens() -> jax.Array:
+        def counting() -> jax.Array:
             tag = jnp.arange(legal.shape[1]) == config.special.title_end
-            return ~counts[:, None] | tag | _number_tokens(state, config)[lanes.row]
+            return ~counts[:, None] | tag | number_tokens(state, config)[lanes.row]
 
-        legal = jax.lax.cond(jnp.any(counts), lambda every: every & number_tokens(), lambda every: every, legal)
+        legal = jax.lax.cond(jnp.any(counts), lambda every: every & counting(), lambda every: every, legal)
     else:
         in_title = (lanes.branch == 0) & (state.sequence.cursor.phase == TITLE)[lanes.row]
         legal &= ~(in_title[:, None] & state.automaton.line_break)
@@ -68,11 +68,11 @@ def legal_tokens(state: DecodeState, derived: Derived, config: EngineConfig, lan
 
 
 def extended_number(stated: jax.Array, token: jax.Array, automaton: TagAutomaton) -> jax.Array:
-    """Return a number behind a further token of digits; arrays of one shape."""
+    """Append the digits of a token to a number; arrays of one shape."""
     return stated * 10 ** automaton.digits[token].astype(jnp.int32) + automaton.number[token]
 
 
-def _number_tokens(state: DecodeState, config: EngineConfig) -> jax.Array:
+def number_tokens(state: DecodeState, config: EngineConfig) -> jax.Array:
     """Return the tokens that continue the number of leads, bool [B, V]: to 2 or more, and at most `max_branches`."""
     stated = state.sequence.titles.stated[:, None]
     number = extended_number(stated, jnp.arange(state.automaton.digits.size)[None], state.automaton)
@@ -95,50 +95,52 @@ def apply_token_mask(legal: jax.Array, state: DecodeState, lanes: Lanes) -> jax.
 
 
 class LaneTokens(NamedTuple):
-    """The next tokens of lanes, and what they mean in their segments; [L] each.
+    """The next tokens of lanes, with their classes and automaton states; [L] each.
 
     Attributes:
         token: token ids.
         kind: class of what the token completes.
-        node: node of the automaton behind the token.
+        tag_state: state of the tag automaton after the token.
         continues: whether the token continues a tag.
         closing: whether it is the first token of a closing tag, in place of end of text.
     """
 
     token: Int32[Array, " L"]
     kind: Int32[Array, " L"]
-    node: Int32[Array, " L"]
+    tag_state: Int32[Array, " L"]
     continues: Bool[Array, " L"]
     closing: Bool[Array, " L"]
 
 
 def read_tokens(state: DecodeState, config: EngineConfig, lanes: Lanes, token: jax.Array) -> LaneTokens:
-    """Return what the next tokens of lanes mean, int32 [L]; end of text in a branch becomes its closing tag.
+    """Return the classes and automaton states of next tokens; end of text in a branch becomes its closing tag.
 
     In templated sequences every token is text: the host reads where a branch ends.
     """
-    node, templated = lane_node(state, lanes), state.sequence.cursor.templated[lanes.row]
-    kind, _, _ = recognise(state.automaton, node, token)
+    tag_state, templated = lane_tag_state(state, lanes), state.sequence.cursor.templated[lanes.row]
+    kind, _, _ = recognise(state.automaton, tag_state, token)
     closing = (lanes.branch > 0) & (kind == END) & ~templated
     token = jnp.where(closing, config.tags.branch_end, token)
-    kind, node, continues = recognise(state.automaton, node, token)
-    kind, node = jnp.where(templated, TEXT, kind), jnp.where(templated, 0, node)
-    return LaneTokens(token, kind, node, continues & ~templated, closing)
+    kind, tag_state, continues = recognise(state.automaton, tag_state, token)
+    kind, tag_state = jnp.where(templated, TEXT, kind), jnp.where(templated, 0, tag_state)
+    return LaneTokens(token, kind, tag_state, continues & ~templated, closing)
 
 
-def recognise(automaton: TagAutomaton, node: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the class of what a token completes, the next node, and whether it continues a tag; any shape."""
-    following = automaton.next[node, token].astype(jnp.int32)
-    nodes = automaton.next.shape[0]
-    completes = following >= nodes
-    continues = (automaton.bits[node, token] >> CONTINUES) > 0
-    return jnp.where(completes, following - nodes, TEXT), jnp.where(completes, 0, following), continues
+def recognise(
+    automaton: TagAutomaton, tag_state: jax.Array, token: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the class of what a token completes, the next automaton state, and whether it continues a tag."""
+    following = automaton.next[tag_state, token].astype(jnp.int32)
+    states = automaton.next.shape[0]
+    completes = following >= states
+    continues = (automaton.bits[tag_state, token] >> CONTINUES) > 0
+    return jnp.where(completes, following - states, TEXT), jnp.where(completes, 0, following), continues
 
 
-def lane_node(state: DecodeState, lanes: Lanes) -> jax.Array:
-    """Return the automaton's node of the segment of each lane, int32 [L]."""
+def lane_tag_state(state: DecodeState, lanes: Lanes) -> jax.Array:
+    """Return the state of the tag automaton in the segment of each lane, int32 [L]."""
     restarts = (lanes.branch == 0) & (state.sequence.cursor.phase == MERGE)[lanes.row]
-    return jnp.where(restarts, 0, state.sequence.segments.node[lanes.row, lanes.branch])
+    return jnp.where(restarts, 0, state.sequence.segments.tag_state[lanes.row, lanes.branch])
 
 
 def _serial_rule(state: DecodeState, derived: Derived, config: EngineConfig) -> jax.Array:
@@ -154,7 +156,7 @@ def _serial_rule(state: DecodeState, derived: Derived, config: EngineConfig) -> 
     columns[TEXT] = in_serial | (in_title & (length < config.max_title_tokens)) | counts
     columns[OTHER] = columns[END] = in_serial
     columns[TITLE_START] = (in_serial & may_open) | (titled & may_add_title)
-    columns[TITLE_END] = (in_title & (length > cursor.chain)) | (counts & (state.sequence.titles.stated > 1))
+    columns[TITLE_END] = (in_title & (length > cursor.match_length)) | (counts & (state.sequence.titles.stated > 1))
     columns[PARALLEL_START] = titled & (count >= 2)
     return jnp.stack(columns, axis=1)
 
@@ -170,5 +172,5 @@ def _branch_rule(state: DecodeState, derived: Derived, config: EngineConfig, lan
     columns = [never] * CLASSES
     columns[TEXT] = free
     columns[BRANCH_END] = always
-    columns[END] = segments.node[at] == 0  # it counts as the closing tag, unless one is under way
+    columns[END] = segments.tag_state[at] == 0  # it counts as the closing tag, unless one is under way
     return jnp.stack(columns, axis=1)

@@ -29,20 +29,20 @@ class RowGuidance:
     """Decisions for one sequence.
 
     Attributes:
-        masks: tokens that may come next, and behind each draft token, uint32 [W] each, by segment: 0 is serial, k is
+        masks: tokens that may come next, and after each draft token, uint32 [W] each, by segment: 0 is serial, k is
             branch k.
         drafts: draft tokens of segments that have masks; the others keep theirs.
-        known: tokens that follow the pending ones, by segment; they are fed together with these.
+        known_tokens: tokens that follow the pending ones, by segment; they are fed together with these.
         branches: number of branches of a block that begins with the known tokens as leads; 0: none begins.
         closed: numbers, from 1, of branches that end; their pending tokens are fed by the merge.
         emptied: those of `closed` whose pending tokens are dropped.
         merges: whether the pending tokens of all branches are fed next.
-        finish: STOP or LENGTH to end the answer; RUNNING: it goes on.
+        finish: STOP or LENGTH to end the answer; RUNNING: it continues.
     """
 
     masks: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    known: Mapping[int, list[int]] = field(default_factory=dict)
+    known_tokens: Mapping[int, list[int]] = field(default_factory=dict)
     branches: int = 0
     closed: frozenset[int] = frozenset()
     emptied: frozenset[int] = frozenset()
@@ -50,7 +50,7 @@ class RowGuidance:
     finish: int = RUNNING
 
     def __bool__(self) -> bool:
-        return bool(self.masks or self.known or self.branches or self.closed or self.merges or self.finish)
+        return bool(self.masks or self.known_tokens or self.branches or self.closed or self.merges or self.finish)
 
 
 class Guidance(NamedTuple):
@@ -61,7 +61,7 @@ class Guidance(NamedTuple):
         bits: token masks.
         drafts: draft tokens; -1: none.
         drafted: branch, from 0, whose draft tokens are replaced; 0 also serves the serial segment; N: none are.
-        known: known tokens.
+        known_tokens: known tokens.
         size: number of known tokens.
         branches: branches of a block that begins.
         closed, emptied: branches that end.
@@ -74,7 +74,7 @@ class Guidance(NamedTuple):
     bits: UInt32[Array, "P 1+D W"]
     drafts: Int32[Array, "P D"]
     drafted: Int32[Array, " P"]
-    known: Int32[Array, "P Q"]
+    known_tokens: Int32[Array, "P Q"]
     size: Int32[Array, " P"]
     branches: Int32[Array, " B"]
     closed: Bool[Array, "B N"]
@@ -84,7 +84,7 @@ class Guidance(NamedTuple):
 
 
 def guidance_arrays(
-    rows: Mapping[int, RowGuidance], batch: int, words: int, config: EngineConfig, least: int = 1
+    rows: Mapping[int, RowGuidance], batch: int, words: int, config: EngineConfig, min_size: int = 1
 ) -> Guidance:
     """Return the decisions for rows as arrays.
 
@@ -93,17 +93,17 @@ def guidance_arrays(
         batch: B.
         words: W.
         config: configuration of the engine.
-        least: least P.
+        min_size: minimum P.
     """
     entries = [(row, segment) for row, guidance in rows.items() for segment in guidance.masks]
-    size = next_power(max(least, len(entries)))
+    size = next_power(max(min_size, len(entries)))
     arrays: dict[str, Any] = {
         "row": np.full(size, batch, np.int32),
         "segment": np.zeros(size, np.int32),
         "bits": np.zeros((size, 1 + config.draft_tokens, words), np.uint32),
         "drafts": np.full((size, config.draft_tokens), -1, np.int32),
         "drafted": np.full(size, config.max_branches, np.int32),
-        "known": np.zeros((size, config.max_queued), np.int32),
+        "known_tokens": np.zeros((size, config.max_queued), np.int32),
         "size": np.zeros(size, np.int32),
         "branches": np.zeros(batch, np.int32),
         "closed": np.zeros((batch, config.max_branches), bool),
@@ -113,13 +113,13 @@ def guidance_arrays(
     }
     made: Any = Guidance(**arrays)
     for number, (row, segment) in enumerate(entries):
-        tokens = rows[row].known.get(segment, [])
+        tokens = rows[row].known_tokens.get(segment, [])
         made.row[number], made.segment[number] = row, segment
         masks, drafts = rows[row].masks[segment], rows[row].drafts.get(segment)
         made.bits[number, : len(masks)] = masks
         if drafts is not None:
             made.drafts[number, : len(drafts)], made.drafted[number] = drafts, max(segment - 1, 0)
-        made.known[number, : len(tokens)], made.size[number] = tokens, len(tokens)
+        made.known_tokens[number, : len(tokens)], made.size[number] = tokens, len(tokens)
     for row, guidance in rows.items():
         made.branches[row], made.merges[row], made.finish[row] = guidance.branches, guidance.merges, guidance.finish
         made.closed[row, [number - 1 for number in guidance.closed]] = True
@@ -164,7 +164,7 @@ def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
     return s._replace(
         cursor=s.cursor._replace(phase=jnp.where(opens, FORK, s.cursor.phase), block=s.cursor.block + opens),
         segments=segments._replace(
-            queued=cleared(segments.queued), node=cleared(segments.node), sampled=cleared(segments.sampled)
+            queued=cleared(segments.queued), tag_state=cleared(segments.tag_state), sampled=cleared(segments.sampled)
         ),
         branches=s.branches._replace(offset=cleared(s.branches.offset), live=live, closing=cleared(s.branches.closing)),
         titles=s.titles._replace(
@@ -178,18 +178,20 @@ def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
 
 
 def _queue_known(s: SequenceState, guidance: Guidance) -> SequenceState:
-    """Queue known tokens behind the pending ones, and take them from the budgets."""
-    segments, place = s.segments, jnp.arange(guidance.known.shape[1])
-    at = guidance.row, guidance.segment
-    slot = segments.queued[at][:, None] + place
-    slot = jnp.where(place < guidance.size[:, None], slot, guidance.known.shape[1])
-    queue = segments.queue.at[guidance.row[:, None], guidance.segment[:, None], slot].set(guidance.known, mode="drop")
+    """Queue known tokens after the pending ones, and subtract them from the budgets."""
+    segments, place = s.segments, jnp.arange(guidance.known_tokens.shape[1])
+    index = guidance.row, guidance.segment
+    slot = segments.queued[index][:, None] + place
+    slot = jnp.where(place < guidance.size[:, None], slot, guidance.known_tokens.shape[1])
+    queue = segments.queue.at[guidance.row[:, None], guidance.segment[:, None], slot].set(
+        guidance.known_tokens, mode="drop"
+    )
     budget = s.budget
     return s._replace(
         segments=segments._replace(
             queue=queue,
-            queued=segments.queued.at[at].add(guidance.size, mode="drop"),
-            sampled=segments.sampled.at[at].add(guidance.size, mode="drop"),
+            queued=segments.queued.at[index].add(guidance.size, mode="drop"),
+            sampled=segments.sampled.at[index].add(guidance.size, mode="drop"),
         ),
         budget=budget._replace(
             tokens=budget.tokens.at[guidance.row].add(-guidance.size, mode="drop"),

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket, TokenBatch
-from infer.decode.derived import Derived, branch_position
+from infer.decode.derived import Derived, branch_position, derive
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, TITLE, DecodeState, EngineConfig
 
 
@@ -25,7 +25,7 @@ class Pending(NamedTuple):
     Attributes:
         tokens: token ids.
         layout: layout; `sequence` is 0 where no token is pending.
-        lane: segment that samples the token behind this one (0 serial, k branch k); -1: none.
+        lane: segment that samples the token after this one (0 serial, k branch k); -1: none.
     """
 
     tokens: Array
@@ -51,11 +51,11 @@ class Drafts(NamedTuple):
     """Draft tokens that the lanes may sample, fed with their pending tokens.
 
     Attributes:
-        at: indices of the draft tokens in the step.
+        indices: indices of the draft tokens in the step.
         tokens: token ids; -1: none.
     """
 
-    at: Int32[Array, "L D"]
+    indices: Int32[Array, "L D"]
     tokens: Int32[Array, "L D"]
 
 
@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
     """The inputs of a step.
 
     Attributes:
-        batch: its tokens, with logits for all lanes, and behind them for all draft tokens.
+        batch: tokens of the step; `logits_at` lists the lanes, then the draft tokens.
         lanes: segments that get a next token.
         drafts: draft tokens; None: the step feeds none.
         fed: tokens that each sequence feeds.
@@ -76,10 +76,10 @@ class Inputs(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """What every sequence would feed next; 0 if it is finished.
+    """Tokens and lanes of every sequence in the next step; 0 if it is finished.
 
     Attributes:
-        tokens: due tokens, drafts included; of a prompt all that is left.
+        tokens: due tokens and draft tokens; for a prompt, all remaining tokens.
         lanes: segments that get a next token.
     """
 
@@ -87,10 +87,39 @@ class Widths(NamedTuple):
     lanes: Int32[Array, " B"]
 
 
+class StepPlan(NamedTuple):
+    """Quantities of the next step that follow from its state.
+
+    Attributes:
+        derived: due tokens, budgets and positions.
+        need: tokens and lanes of every sequence.
+        rows: rows that the step may feed.
+    """
+
+    derived: Derived
+    need: Widths
+    rows: Bool[Array, " B"]
+
+
+def plan_step(state: DecodeState, config: EngineConfig, bucket: Bucket, derived: Derived | None = None) -> StepPlan:
+    """Return the plan of the next step.
+
+    Args:
+        state: state before the step.
+        config: configuration of the engine.
+        bucket: sizes of the program.
+        derived: quantities derived from `state`; None: they are derived here.
+    """
+    derived = derive(state.sequence, state.automaton, config) if derived is None else derived
+    need = widths(state, derived)
+    is_prompt = state.sequence.cursor.phase == PROMPT
+    return StepPlan(derived, need, rows_of_step(need.tokens, is_prompt, bucket))
+
+
 def widths(state: DecodeState, derived: Derived) -> Widths:
     """Return the tokens and lanes that each sequence needs in the next step."""
     s, is_prompt = state.sequence, state.sequence.cursor.phase == PROMPT
-    first = s.draft[:, :, :1]  # that of branch 1 also serves the serial segment
+    first = s.draft[:, :, :1]  # index 0 holds the drafts of branch 1 or of the serial segment
     has_draft = jnp.concatenate([first[:, :1], first], axis=1) >= 0
     follows = jnp.any(has_draft & derived.samples[..., None], axis=(1, 2)) & derived.grows
     due = jnp.sum(derived.due, axis=1) * (1 + follows * s.draft.shape[2])
@@ -108,22 +137,27 @@ def widest(config: EngineConfig) -> int:
 
 def max_lanes(config: EngineConfig, batch: int, bucket: Bucket) -> int:
     """Return L: `bucket.tokens`, capped when rows feed many tokens; at least 2 N for a fork beside other rows."""
-    if bucket.most < 2 * config.max_branches:  # `Buckets` rounds N up to a power of two
+    if bucket.max_per_row < 2 * config.max_branches:  # `Buckets` rounds N up to a power of two
         return bucket.tokens
     return min(bucket.tokens, batch * config.max_branches, max(2 * config.max_branches, bucket.tokens // 4))
 
 
-def next_inputs(state: DecodeState, derived: Derived, config: EngineConfig, bucket: Bucket, drafting: bool) -> Inputs:
+def next_inputs(state: DecodeState, plan: StepPlan, config: EngineConfig, bucket: Bucket, drafting: bool) -> Inputs:
     """Return the inputs of a step: all due tokens that fit, in the order of the rows, then parts of prompts.
 
     A sequence whose tokens do not fit feeds nothing.
 
     Args:
-        drafting: also feed the draft tokens of the state; otherwise there must be none.
+        state: state before the step.
+        plan: plan of the step.
+        config: configuration of the engine.
+        bucket: sizes of the program.
+        drafting: whether to feed the draft tokens of the state; if false, the state has none.
     """
+    derived = plan.derived
     batch, capacity = state.cache.tokens.shape
     count = max_lanes(config, batch, bucket)
-    fed = share_tokens(state, widths(state, derived), bucket, count)
+    fed = share_tokens(state, plan.need, plan.rows, bucket, count)
     ends = jnp.cumsum(fed)
     flat = jnp.arange(bucket.tokens)
     row = jnp.searchsorted(ends, flat, side="right", method="compare_all").astype(jnp.int32)
@@ -145,27 +179,37 @@ def next_inputs(state: DecodeState, derived: Derived, config: EngineConfig, buck
         adapter=state.request.adapter[own],
         logits_at=flat,
     )
-    at = jnp.nonzero(real & (pending.lane >= 0), size=count, fill_value=bucket.tokens)[0]
-    used, at = at < bucket.tokens, jnp.minimum(at, bucket.tokens - 1)
-    lanes = Lanes(jnp.where(used, row[at], batch), pending.lane[at], Layout(*(field[at] for field in tokens.layout)))
-    drafts, logits_at = None, at
+    index = jnp.nonzero(real & (pending.lane >= 0), size=count, fill_value=bucket.tokens)[0]
+    used, index = index < bucket.tokens, jnp.minimum(index, bucket.tokens - 1)
+    layout = Layout(*(field[index] for field in tokens.layout))
+    lanes = Lanes(jnp.where(used, row[index], batch), pending.lane[index], layout)
+    drafts, logits_at = None, index
     if drafting:
-        drafts = _drafts(derived, config, tokens, lanes, at)
-        logits_at = jnp.concatenate([at, drafts.at.reshape(-1)])
+        drafts = _drafts(derived, config, tokens, lanes, index)
+        logits_at = jnp.concatenate([index, drafts.indices.reshape(-1)])
     return Inputs(tokens._replace(logits_at=logits_at), lanes, drafts, fed)
 
 
-def share_tokens(state: DecodeState, need: Widths, bucket: Bucket, lanes: int) -> jax.Array:
-    """Return the tokens that each sequence feeds in a step, int32 [B]: answers whole or not at all, prompts in part."""
+def share_tokens(state: DecodeState, need: Widths, selected: jax.Array, bucket: Bucket, lanes: int) -> jax.Array:
+    """Return the tokens that each sequence feeds in a step, int32 [B].
+
+    The due tokens of an answer are fed together or wait; a prompt may be fed in part.
+
+    Args:
+        state: state before the step.
+        need: tokens and lanes of every sequence.
+        selected: rows that the step may feed, bool [B].
+        bucket: sizes of the program.
+        lanes: L.
+    """
     is_prompt, length = state.sequence.cursor.phase == PROMPT, state.cache.length
-    selected = rows_of_step(need.tokens, is_prompt, bucket)
     whole = jnp.where(selected & ~is_prompt, need.tokens, 0)
-    whole = jnp.where((whole <= bucket.most) & (length + whole <= bucket.slots), whole, 0)
+    whole = jnp.where((whole <= bucket.max_per_row) & (length + whole <= bucket.slots), whole, 0)
     whole = jnp.where(_first_long(whole, bucket), whole, 0)
     whole_lanes = jnp.where(whole > 0, need.lanes, 0)
     whole = jnp.where((jnp.cumsum(whole) <= bucket.tokens) & (jnp.cumsum(whole_lanes) <= lanes), whole, 0)
     lanes_left = lanes - jnp.sum(jnp.where(whole > 0, need.lanes, 0))
-    part = jnp.minimum(jnp.minimum(need.tokens, bucket.most), bucket.slots - length)
+    part = jnp.minimum(jnp.minimum(need.tokens, bucket.max_per_row), bucket.slots - length)
     part = jnp.where(selected & is_prompt, part, 0)
     alone = ~jnp.any(whole > bucket.per_row)
     part = jnp.where(_first_long(part, bucket) & alone, part, jnp.minimum(part, bucket.per_row))
@@ -199,7 +243,7 @@ def _first_long(tokens: jax.Array, bucket: Bucket) -> jax.Array:
 
 
 def _empty_slots(state: DecodeState, slots: int) -> jax.Array:
-    """Return the empty slots behind each prompt in ascending order, int32 [B, slots]; `slots` behind the last."""
+    """Return the empty slots after each prompt in ascending order, int32 [B, slots]; `slots` after the last one."""
     number = jnp.arange(slots)
     is_empty = state.cache.layout.sequence[:, :slots] == 0
     is_empty &= number >= state.sequence.cursor.prompt_length[:, None]
@@ -214,19 +258,19 @@ def _kinds(phase: jax.Array, pending: Pending, config: EngineConfig) -> jax.Arra
     return jnp.where(tags, OTHER, kind)
 
 
-def _drafts(derived: Derived, config: EngineConfig, batch: TokenBatch, lanes: Lanes, at: jax.Array) -> Drafts:
-    """Return the draft tokens of lanes whose pending tokens are at these indices of the step."""
+def _drafts(derived: Derived, config: EngineConfig, batch: TokenBatch, lanes: Lanes, index: jax.Array) -> Drafts:
+    """Return the draft tokens of lanes; `index` holds the indices of their pending tokens in the step."""
     size, own = batch.tokens.size, jnp.minimum(lanes.row, derived.grows.size - 1)
     ahead = 1 + jnp.arange(config.draft_tokens)
-    behind = at[:, None] + jnp.sum(derived.due, axis=1)[own][:, None] * ahead
-    inside = (behind < size) & derived.grows[own][:, None]
-    behind = jnp.minimum(behind, size - 1)
-    real = inside & (batch.row[behind] == lanes.row[:, None]) & (batch.layout.sequence[behind] > 0)
-    return Drafts(behind, jnp.where(real, batch.tokens[behind], -1))
+    indices = index[:, None] + jnp.sum(derived.due, axis=1)[own][:, None] * ahead
+    inside = (indices < size) & derived.grows[own][:, None]
+    indices = jnp.minimum(indices, size - 1)
+    real = inside & (batch.row[indices] == lanes.row[:, None]) & (batch.layout.sequence[indices] > 0)
+    return Drafts(indices, jnp.where(real, batch.tokens[indices], -1))
 
 
 def due_tokens(state: DecodeState, derived: Derived, config: EngineConfig, row: jax.Array, place: jax.Array) -> Pending:
-    """Return the due tokens of answers, segment by segment; behind them, the first draft token of each segment, etc.
+    """Return the due tokens of answers, segment by segment, then the first draft token of each segment, and so on.
 
     Args:
         row: rows, any shape.
@@ -252,7 +296,7 @@ def due_tokens(state: DecodeState, derived: Derived, config: EngineConfig, row: 
 
 
 def pending_tokens(state: DecodeState, derived: Derived, config: EngineConfig, size: int) -> Pending:
-    """Return all pending tokens of answers, those that are not due included, [B, size]; prompts and drafts left out."""
+    """Return all pending tokens of answers, [B, size], also those that are not due; no prompts, no draft tokens."""
     everything = derived._replace(due=state.sequence.segments.queued, grows=jnp.zeros_like(derived.grows))
     shape = derived.due.shape[0], size
     row, place = jnp.broadcast_to(jnp.arange(shape[0])[:, None], shape), jnp.broadcast_to(jnp.arange(size), shape)
@@ -260,7 +304,7 @@ def pending_tokens(state: DecodeState, derived: Derived, config: EngineConfig, s
 
 
 def _segment_at(due: jax.Array, row: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the segments of the tokens at these places of their sequence, and the tokens' indices in the queues."""
+    """Return the segments of tokens, from their places in the sequence, and their indices in the queues."""
     ends = jnp.cumsum(due, axis=1)
     segment = jnp.minimum(jnp.sum(place[..., None] >= ends[row], axis=-1), due.shape[1] - 1)
     return segment, place - (ends - due)[row, segment]
@@ -279,13 +323,13 @@ def _positions(
 
 
 def with_prompt(state: DecodeState, row: jax.Array, place: jax.Array, pending: Pending) -> Pending:
-    """Return pending tokens, in rows that feed their prompt those of the prompt."""
+    """Return `pending`, with prompt tokens in rows that feed their prompt."""
     cursor, cache = state.sequence.cursor, state.cache
     is_prompt, slot = cursor.phase[row] == PROMPT, cache.length[row] + place
-    at = row, jnp.minimum(slot, cache.tokens.shape[1] - 1)
+    index = row, jnp.minimum(slot, cache.tokens.shape[1] - 1)
     left = is_prompt & (slot < cursor.prompt_length[row])
-    layout = Layout(*(field[at] for field in cache.layout))._replace(sequence=left.astype(jnp.int32))
+    layout = Layout(*(field[index] for field in cache.layout))._replace(sequence=left.astype(jnp.int32))
     samples = (slot == cursor.prompt_length[row] - 1) & ~cursor.templated[row]
-    prompt = Pending(cache.tokens[at], layout, jnp.where(samples, 0, -1))
+    prompt = Pending(cache.tokens[index], layout, jnp.where(samples, 0, -1))
     chosen: Pending = jax.tree.map(lambda own, other: jnp.where(is_prompt, own, other), prompt, pending)
     return chosen

@@ -25,7 +25,7 @@ class Packed(Generic[Tree]):
         self.array, self.form = array, form
 
     @classmethod
-    def of(cls, tree: Tree) -> Packed[Tree]:
+    def pack(cls, tree: Tree) -> Packed[Tree]:
         """Pack a tree on the device.
 
         Raises:

@@ -61,35 +61,38 @@ def penalise(
     penalty on them would end lists early. Heads are exempt, so that a branch can repeat its title.
     """
     kind = jnp.where(state.sequence.cursor.phase[lanes.row] == TITLE, TITLE_TEXT, PLAIN_TEXT)
-    seen = visible_text(state, config, lanes, kind)
-    count = _count(state.cache.tokens[lanes.row], seen, logits.shape[-1])
+    visible = visible_text(state, config, lanes, kind)
+    count = _count(state.cache.tokens[lanes.row], visible, logits.shape[-1])
     penalty = request.repetition_penalty[:, None]
     divided = jnp.where(logits > 0, logits / penalty, logits * penalty)
     subtracted = request.frequency_penalty[:, None] * count + request.presence_penalty[:, None]
     return jnp.where(count > 0, divided - subtracted, logits)
 
 
-def _count(tokens: jax.Array, seen: jax.Array, size: int) -> jax.Array:
+def _count(tokens: jax.Array, visible: jax.Array, size: int) -> jax.Array:
     """Count the occurrences of each of `size` token ids, float32 [L, V].
 
     On TPU, XLA sorts the indices of a scatter and writes one after another, so a product counts them there.
 
     Args:
         tokens: token ids, int32 [L, C].
-        seen: tokens that are counted, bool [L, C].
+        visible: tokens that are counted, bool [L, C].
     """
-    return jax.lax.platform_dependent(tokens, seen, tpu=partial(_counted, size), default=partial(_scattered, size))
+    return jax.lax.platform_dependent(
+        tokens, visible, tpu=partial(count_by_product, size), default=partial(count_by_scatter, size)
+    )
 
 
-def _scattered(size: int, tokens: jax.Array, seen: jax.Array) -> jax.Array:
+def count_by_scatter(size: int, tokens: jax.Array, visible: jax.Array) -> jax.Array:
+    """Count by adding 1 at each token."""
     lane = jnp.arange(tokens.shape[0])[:, None]
     count = jnp.zeros((tokens.shape[0], size), jnp.float32)
-    return count.at[lane, jnp.where(seen, tokens, size)].add(1.0, mode="drop")
+    return count.at[lane, jnp.where(visible, tokens, size)].add(1.0, mode="drop")
 
 
-def _counted(size: int, tokens: jax.Array, seen: jax.Array) -> jax.Array:
+def count_by_product(size: int, tokens: jax.Array, visible: jax.Array) -> jax.Array:
     """Count by a product over slots of two one-hot arrays: the group of a token, and its index in the group."""
-    group = (tokens[..., None] // GROUP == jnp.arange(-(-size // GROUP))) & seen[..., None]
+    group = (tokens[..., None] // GROUP == jnp.arange(-(-size // GROUP))) & visible[..., None]
     place = tokens[..., None] % GROUP == jnp.arange(GROUP)
     one_hot = group.astype(jnp.bfloat16), place.astype(jnp.bfloat16)
     count = jnp.einsum("lcg,lcp->lgp", *one_hot, preferred_element_type=jnp.float32)
@@ -105,8 +108,8 @@ def restrict(logits: jax.Array, request: RequestArrays) -> jax.Array:
     lowest = jnp.min(keys, axis=-1)
 
     def by_count() -> jax.Array:
-        wanted = jnp.where(request.top_k > 0, jnp.minimum(request.top_k, size), size)
-        return _bound(keys, jnp.ones_like(logits), wanted.astype(logits.dtype))
+        target = jnp.where(request.top_k > 0, jnp.minimum(request.top_k, size), size)
+        return _bound(keys, jnp.ones_like(logits), target.astype(logits.dtype))
 
     bound = jax.lax.cond(jnp.any(request.top_k > 0), by_count, lambda: lowest)
     logits = jnp.where(keys >= bound[:, None], logits, -jnp.inf)
@@ -114,9 +117,9 @@ def restrict(logits: jax.Array, request: RequestArrays) -> jax.Array:
     limited = request.top_p < 1.0
     top_p = jnp.maximum(request.top_p, jnp.finfo(jnp.float32).tiny)  # the likeliest is kept if it rounded to 0
     nucleus = jax.lax.cond(jnp.any(limited), lambda: _bound(keys, share, top_p), lambda: lowest)
-    kept = (keys >= nucleus[:, None]) | ~limited[:, None]
-    kept &= share >= request.min_p[:, None] * jnp.max(share, axis=-1, keepdims=True)
-    return jnp.where(kept, logits, -jnp.inf)
+    likely = (keys >= nucleus[:, None]) | ~limited[:, None]
+    likely &= share >= request.min_p[:, None] * jnp.max(share, axis=-1, keepdims=True)
+    return jnp.where(likely, logits, -jnp.inf)
 
 
 def _ordered(logits: jax.Array) -> jax.Array:
@@ -125,8 +128,8 @@ def _ordered(logits: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _bound(keys: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Return the largest key, uint32 [L], for which all keys from it upwards have the wanted weight, [L].
+def _bound(keys: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
+    """Return the largest key, uint32 [L], for which all keys from it upwards have the target weight, [L].
 
     Each round determines `BITS` bits. It reads all keys, and on a mesh adds up across devices.
     """
@@ -135,7 +138,7 @@ def _bound(keys: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
         place = jnp.uint32(32 - BITS) - BITS * number.astype(jnp.uint32)
         higher = bound[:, None] + (jnp.arange(1, 1 << BITS, dtype=jnp.uint32) << place)
         weighs = jnp.sum(jnp.where(keys[:, None] >= higher[..., None], weight[:, None], 0), axis=-1)
-        enough = jnp.sum(weighs >= wanted[:, None], axis=-1, dtype=jnp.uint32)
+        enough = jnp.sum(weighs >= target[:, None], axis=-1, dtype=jnp.uint32)
         return bound + (enough << place)
 
     return jax.lax.fori_loop(0, 32 // BITS, digit, jnp.zeros(keys.shape[:1], jnp.uint32))
@@ -166,14 +169,14 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
         logits: float32 [L, V], -inf where the grammar forbids a token.
     """
     request = RequestArrays(*(field[lanes.row] for field in state.request))
-    there = lanes.row < state.sequence.cursor.phase.size
+    used = lanes.row < state.sequence.cursor.phase.size
     request = request._replace(
-        temperature=jnp.where(there, request.temperature, 0.0),
-        repetition_penalty=jnp.where(there, request.repetition_penalty, 1.0),
-        frequency_penalty=jnp.where(there, request.frequency_penalty, 0.0),
-        presence_penalty=jnp.where(there, request.presence_penalty, 0.0),
-        biased=request.biased & there,
-        min_tokens=jnp.where(there, request.min_tokens, 0),
+        temperature=jnp.where(used, request.temperature, 0.0),
+        repetition_penalty=jnp.where(used, request.repetition_penalty, 1.0),
+        frequency_penalty=jnp.where(used, request.frequency_penalty, 0.0),
+        presence_penalty=jnp.where(used, request.presence_penalty, 0.0),
+        biased=request.biased & used,
+        min_tokens=jnp.where(used, request.min_tokens, 0),
     )
     too_short = request.min_tokens > 0
     penalised = (request.repetition_penalty != 1) | (request.frequency_penalty != 0) | (request.presence_penalty != 0)
@@ -183,8 +186,8 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
 
     def shape() -> jax.Array:
         arguments = request, state, config, lanes
-        held = where_any(too_short, lambda: hold_back_end(logits, *arguments), logits)
-        biased = jnp.where(request.biased[:, None], held + state.bias[lanes.row], held)
+        extended = where_any(too_short, lambda: hold_back_end(logits, *arguments), logits)
+        biased = jnp.where(request.biased[:, None], extended + state.bias[lanes.row], extended)
         return where_any(penalised, lambda: penalise(biased, *arguments), biased)
 
     # Each conditional copies the logits, so one encloses the others.

@@ -41,8 +41,8 @@ class Admission(NamedTuple):
     Attributes:
         row: index of the cache row; out of range means none.
         request: parameters of the request, scalars.
-        kept: number of slots of the row that hold a prefix of the prompt, which is not fed again.
-        tokens: token ids of the prompt behind the prefix.
+        prefix_slots: number of slots of the row that hold a prefix of the prompt, which is not fed again.
+        tokens: token ids of the prompt after the prefix.
         layout: layout of these tokens, int32 [S] per field; `sequence` is 0 at padding.
         position: position of the last prompt token.
         block: number of blocks in the prompt.
@@ -53,7 +53,7 @@ class Admission(NamedTuple):
 
     row: Int32[Array, ""]
     request: RequestArrays
-    kept: Int32[Array, ""]
+    prefix_slots: Int32[Array, ""]
     tokens: Int32[Array, " S"]
     layout: Layout
     position: Int32[Array, ""]
@@ -68,21 +68,21 @@ class Admission(NamedTuple):
 def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeState:
     """Give a row to a request and lay out its prompt, which the next steps feed.
 
-    The previous contents of the row are dropped, except for the first `kept` slots.
+    The previous contents of the row are dropped, except for the first `prefix_slots` slots.
     """
     cache, capacity = state.cache, state.cache.tokens.shape[1]
-    slot = jnp.where(new.layout.sequence > 0, new.kept + jnp.arange(new.tokens.size), capacity)
-    kept = jnp.where(jnp.arange(capacity) < new.kept, cache.layout.sequence[new.row], 0)
+    slot = jnp.where(new.layout.sequence > 0, new.prefix_slots + jnp.arange(new.tokens.size), capacity)
+    cached = jnp.where(jnp.arange(capacity) < new.prefix_slots, cache.layout.sequence[new.row], 0)
 
     def put(old: jax.Array, values: Any) -> jax.Array:
         return old.at[new.row, slot].set(values, mode="drop")
 
-    layout = cache.layout._replace(sequence=cache.layout.sequence.at[new.row].set(kept, mode="drop"))
+    layout = cache.layout._replace(sequence=cache.layout.sequence.at[new.row].set(cached, mode="drop"))
     cache = cache._replace(
         tokens=put(cache.tokens, new.tokens),
         kind=put(cache.kind, OTHER),
         layout=Layout(*map(put, layout, new.layout)),
-        length=cache.length.at[new.row].set(new.kept, mode="drop"),
+        length=cache.length.at[new.row].set(new.prefix_slots, mode="drop"),
     )
 
     def cleared(old: jax.Array) -> jax.Array:
@@ -99,7 +99,7 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
     sequence = sequence._replace(
         cursor=assigned(
             sequence.cursor,
-            prompt_length=new.kept + jnp.sum(new.layout.sequence > 0),
+            prompt_length=new.prefix_slots + jnp.sum(new.layout.sequence > 0),
             phase=PROMPT,
             position=new.position,
             block=new.block,
@@ -144,7 +144,7 @@ def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packe
     """Copy rows together with their pending tokens, int32 [M] row numbers; finished sequences included."""
     pending = pending_tokens(state, derive(state.sequence, state.automaton, config), config, widest(config))
     read = OutputSnapshot(state.cache.tokens, state.cache.layout, state.cache.length, pending, state.sequence)
-    return Packed.of(jax.tree.map(lambda field: field[rows], read))
+    return Packed.pack(jax.tree.map(lambda field: field[rows], read))
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -171,7 +171,7 @@ def put_bias(state: DecodeState, row: jax.Array, bias: jax.Array, config: Engine
 
 @partial(jax.jit, static_argnames=("config", "width"), donate_argnames="state")
 def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length: int) -> DecodeState:
-    """Fill the state for timing: every sequence decodes behind `length` arbitrary tokens.
+    """Fill the state for timing: every sequence decodes after `length` arbitrary tokens.
 
     Args:
         width: branches of every sequence; 1: serial text; 0: all sequences are finished.

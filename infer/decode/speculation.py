@@ -1,13 +1,13 @@
-"""Speculation: guesses of the tokens behind the pending one of a segment are fed with it, and verified.
+"""Speculation: draft tokens are fed after the pending token of a segment, and verified.
 
-Guesses come from the draft heads of the model, or from the text: what followed the last tokens of a segment before.
+Draft tokens come from the draft heads of the model, or from the text: the tokens that followed the last tokens of the
+segment before.
 
-B sequences, N branches at most, T tokens of a pass, L lanes, D draft tokens of a segment, C cache slots.
+B sequences, N maximum branches, T tokens of a step, L lanes, D draft tokens of a segment, C cache slots.
 
-Drafts are guesses, so nothing depends on them but speed. A segment takes the token that it would have sampled without
-them: if that is the draft, the logits behind the draft are those of the next token, and it takes another; if not, the
-rest of the drafts is hidden in the cache, and their slots are filled by what comes. Random streams go by the place of
-a token in its segment, so sampled answers too are the same with and without drafts, token by token.
+A segment samples as it would without draft tokens. While the sample equals the next draft token, the segment takes it
+and samples again from the logits after it. The remaining draft tokens are hidden, and later tokens fill their slots.
+The random key depends on the position in the segment, so draft tokens do not change answers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from infer.decode.inputs import Inputs, Lanes
 from infer.decode.state import PARALLEL, RUNNING, DecodeState, EngineConfig
 
 
-def look_up(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
-    """Return the draft tokens behind the pending token of each segment, int32 [B, N, D]; -1: none.
+def drafts_from_text(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
+    """Return the draft tokens of each segment from the text, int32 [B, N, D]; -1: none.
 
-    These are the tokens that followed the latest place in the cache at which the last three tokens of the segment,
-    pending one included, stand one after another; or the last two, if the three stand nowhere. Index 0 of the branches
-    also serves the serial segment.
+    Find the last occurrence in the cache of the segment's last three tokens, pending one included, or else of its last
+    two; return the tokens after it. Index 0 of the branches also serves the serial segment.
 
     Args:
+        state: state after the step.
+        derived: quantities derived from `state`.
+        config: configuration of the engine.
         used: C, slots of the cache that are in use.
     """
     s, number = state.sequence, jnp.arange(config.max_branches)[None]
@@ -73,29 +75,29 @@ def look_up(state: DecodeState, derived: Derived, config: EngineConfig, used: in
     return jnp.where(jnp.cumprod(known, axis=2) > 0, gathered(tokens), -1)
 
 
-def guess(
-    params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, hidden: jax.Array, taken: jax.Array
+def drafts_from_heads(
+    params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, hidden: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """Return the draft tokens behind the pending token of each segment by draft heads, int32 [B, N, D].
+    """Return the draft tokens of each segment from the draft heads, int32 [B, N, D].
 
-    Segments that took no token in the step keep theirs.
+    Segments that took no token in the step keep their draft tokens.
 
     Args:
         params: parameters of the model.
         state: state after the step.
         inputs: inputs of the step.
-        hidden: input of the head for all lanes, and behind them for all draft tokens.
-        taken: tokens that each lane took, int32 [L].
+        hidden: input of the head for all lanes, then for all draft tokens.
+        counts: number of tokens that each lane took, int32 [L].
     """
     s, lanes, size = state.sequence, inputs.lanes, inputs.lanes.row.size
     first, ahead = hidden[:size, None], hidden[size:].reshape(size, config.draft_tokens, -1)
-    last = jnp.maximum(taken - 1, 0)[:, None, None]
-    behind = jnp.take_along_axis(jnp.concatenate([first, ahead], axis=1), last, axis=1)[:, 0]
+    last = jnp.maximum(counts - 1, 0)[:, None, None]
+    last_hidden = jnp.take_along_axis(jnp.concatenate([first, ahead], axis=1), last, axis=1)[:, 0]
     own = jnp.minimum(lanes.row, s.draft.shape[0] - 1)
     adapter = state.request.adapter[own] if config.model.config.adapters else None
     pending = s.segments.queue[own, lanes.branch, 0]
     tokens = cast(Any, config.model).apply(
-        {"params": params}, behind, pending, config.draft_tokens, adapter, method="draft"
+        {"params": params}, last_hidden, pending, config.draft_tokens, adapter, method="draft"
     )
     return s.draft.at[lanes.row, jnp.maximum(lanes.branch - 1, 0)].set(tokens, mode="drop")
 
@@ -110,21 +112,21 @@ def continues(state: DecodeState, derived: Derived, lanes: Lanes) -> jax.Array:
     branch = (lanes.row, jnp.maximum(lanes.branch - 1, 0))
     in_block = (s.cursor.phase == PARALLEL)[lanes.row]
     grows = ((s.cursor.finish == RUNNING) & derived.grows)[lanes.row]
-    may_go_on = in_block & s.branches.live[branch] & derived.budget.known[branch]
+    may_go_on = in_block & s.branches.live[branch] & derived.budget.final[branch]
     return grows & jnp.where(lanes.branch == 0, ~in_block, may_go_on)
 
 
-def hide_rejected(state: DecodeState, inputs: Inputs, taken: jax.Array) -> DecodeState:
+def hide_rejected(state: DecodeState, inputs: Inputs, counts: jax.Array) -> DecodeState:
     """Hide the draft tokens of a step that were not accepted in the cache, and count those fed and accepted.
 
     Args:
-        taken: tokens that each lane took, int32 [L].
+        counts: number of tokens that each lane took, int32 [L].
     """
     assert inputs.drafts is not None
     capacity, batch, lanes = state.cache.tokens.shape[1], inputs.batch, inputs.lanes
     drafted = inputs.drafts.tokens >= 0
-    kept = drafted & (jnp.arange(drafted.shape[1]) < taken[:, None] - 1)
-    slot = jnp.where(drafted & ~kept, batch.slot[inputs.drafts.at], capacity)
+    accepted = drafted & (jnp.arange(drafted.shape[1]) < counts[:, None] - 1)
+    slot = jnp.where(drafted & ~accepted, batch.slot[inputs.drafts.indices], capacity)
     layout = state.cache.layout
     layout = layout._replace(sequence=layout.sequence.at[lanes.row[:, None], slot].set(0, mode="drop"))
     counters = state.sequence.counters
@@ -132,6 +134,6 @@ def hide_rejected(state: DecodeState, inputs: Inputs, taken: jax.Array) -> Decod
     def added(count: jax.Array, values: jax.Array) -> jax.Array:
         return count.at[lanes.row].add(jnp.sum(values, axis=1, dtype=jnp.int32), mode="drop")
 
-    counters = counters._replace(drafted=added(counters.drafted, drafted), accepted=added(counters.accepted, kept))
+    counters = counters._replace(drafted=added(counters.drafted, drafted), accepted=added(counters.accepted, accepted))
     sequence = state.sequence._replace(counters=counters)
     return state._replace(sequence=sequence, cache=state.cache._replace(layout=layout))

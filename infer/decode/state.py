@@ -33,7 +33,7 @@ TITLED = 2  # `<|/title|>`
 FORK = 3  # `<|para|>` and the heads of all branches
 PARALLEL = 4  # one token of every live branch
 MERGE = 5  # the closing tags of all branches, and `<|/para|>`
-PROMPT = 6  # what is left of the prompt; the next sample is the first of the answer
+PROMPT = 6  # the rest of the prompt; the next sample is the first of the answer
 HELD = 7  # none: the host opens the next block of a template
 COUNT = 8  # `<|title|>` before the number of leads, or a digit of it
 
@@ -42,17 +42,17 @@ NOTHING = 1 << 30  # `Cursor.hide_from` without a hidden title
 MAX_BRANCHES = 1 << 12  # limit of N; blocks and branches share one number in random streams
 
 
-DraftSource = Literal["none", "lookup", "heads"]  # of draft tokens: the text so far, or draft heads of the model
+DraftSource = Literal["none", "lookup", "heads"]  # sources of draft tokens: the text so far, or draft heads
 
 
 @dataclass(frozen=True)
 class Tags:
-    """What the engine feeds by itself, and what sampled tags may cost.
+    """Tags that the engine feeds, and maximum tokens of sampled tags.
 
     Attributes:
         branch_start, parallel_end: ids.
         branch_end: the first id of a closing tag, which takes the place of an end of text; the rest is sampled.
-        title_start_cost, title_end_cost, parallel_start_cost, branch_end_cost: most tokens of each.
+        title_start_cost, title_end_cost, parallel_start_cost, branch_end_cost: maximum tokens of each.
     """
 
     branch_start: tuple[int, ...]
@@ -66,7 +66,7 @@ class Tags:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What is fixed while an engine lives; hashable, so that programs are compiled once for it.
+    """Static configuration of an engine; a hashable argument of the compiled programs.
 
     Attributes:
         model: the decoder.
@@ -76,11 +76,11 @@ class EngineConfig:
         forbidden: further ids that may not occur inside titles and branches.
         max_branches: N.
         max_title_tokens: E.
-        draft_tokens: D, guessed tokens that a segment may be fed with its pending one; 0: no speculation.
-        drafts: source of the guesses.
-        distinct_titles: a title that repeats an earlier one of its block ends the list, and is discarded.
-        text_tags: of a model whose tags are strings; None: they are the special tokens.
-        mesh: that parameters and cache are spread over.
+        draft_tokens: D, maximum draft tokens of a segment in a step; 0: no speculation.
+        drafts: source of draft tokens.
+        distinct_titles: whether a repeated title ends the list and is discarded.
+        text_tags: tags of a model that writes them as strings; None: special tokens.
+        mesh: mesh over which parameters and cache are sharded; None: one device.
     """
 
     model: Transformer
@@ -157,7 +157,7 @@ class Cursor(NamedTuple):
         position: position of the first pending serial token; in PARALLEL and MERGE: of `<|para|>`; in PROMPT: of the
             last prompt token.
         block: number of blocks opened so far, those of the prompt included.
-        chain: tokens of the tag that the serial segment ends with a part of.
+        match_length: tokens of the partial tag at the end of the serial segment.
         stride: positions between the starts of sibling branches in scheme `predict`.
         hide_from: position from which a discarded title is hidden; NOTHING: none is.
         branch_cap: maximum branches that a step may feed.
@@ -169,7 +169,7 @@ class Cursor(NamedTuple):
     finish: Int32[Array, " B"]
     position: Int32[Array, " B"]
     block: Int32[Array, " B"]
-    chain: Int32[Array, " B"]
+    match_length: Int32[Array, " B"]
     stride: Int32[Array, " B"]
     hide_from: Int32[Array, " B"]
     branch_cap: Int32[Array, " B"]
@@ -182,13 +182,13 @@ class Segments(NamedTuple):
     Attributes:
         queue: pending tokens in the order in which they are fed. Those of a closed branch wait for the merge.
         queued: number of pending tokens.
-        node: state of the tag automaton (`infer.decode.tag_automaton`).
+        tag_state: state of the tag automaton (`infer.decode.tag_automaton`).
         sampled: tokens sampled so far.
     """
 
     queue: Int32[Array, "B M Q"]
     queued: Int32[Array, "B M"]
-    node: Int32[Array, "B M"]
+    tag_state: Int32[Array, "B M"]
     sampled: Int32[Array, "B M"]
 
 
@@ -268,7 +268,7 @@ class Counters(NamedTuple):
 
 
 class SequenceState(NamedTuple):
-    """Progress of each sequence. Only steps change it, and the host through `infer.decode.slots`.
+    """Progress of each sequence. Steps change it; the host changes it through `slots` and `guidance`.
 
     Attributes:
         draft: draft tokens that follow the pending token of each segment (index 0 also serves the serial segment); -1:
@@ -290,7 +290,7 @@ class DecodeState(NamedTuple):
     Attributes:
         automaton: tag automaton; constant.
         request: parameters of the requests; changes when a row is assigned to another request.
-        token_mask: tokens allowed in each segment of a constrained row, next and behind each draft token, one bit each.
+        token_mask: tokens allowed in each segment of a constrained row, next and after each draft token, one bit each.
             Changes between steps, when the host advances the grammars.
         bias: bias of the logits in rows that are `biased`, of V tokens. Changes as `request` does.
         sequence: progress; changes in every step.
@@ -328,7 +328,7 @@ def empty_state(config: EngineConfig, cache: Cache, automaton: TagAutomaton) -> 
 
 
 def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
-    """Shard the cache over the mesh and replicate the rest, which any process can read then."""
+    """Shard the cache over the mesh and replicate the rest, so that every process can read it."""
     if mesh is None:
         return state
     everywhere = NamedSharding(mesh, PartitionSpec())

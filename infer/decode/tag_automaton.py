@@ -1,11 +1,11 @@
 """Recognition of tags: single tokens of a fine-tuned model, or strings in the plain text of any model.
 
-S nodes, V vocabulary.
+S states, V vocabulary.
 
-A node of the automaton is the part of a tag that a segment ends with; node 0 is none. Every token leads from a node to
-another, or completes a tag. Tags are therefore recognised on the device, by one table look-up per token, however the
-tokenizer cuts them. A token that contains the end of a tag and further characters is never allowed: the text behind a
-tag begins with a new token.
+A state of the automaton is the partial tag at the end of a segment; in state 0 there is none. Every token leads from a
+state to another, or completes a tag. Tags are therefore recognised on the device, by one table look-up per token,
+however the tokenizer cuts them. A token that contains the end of a tag and further characters is never allowed: the
+text after a tag begins with a new token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TextCodec, TitleForm
 TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
 CLASSES = 9
 PROGRESS = 8  # bit 8 + class: the token is part of a tag of that class
-CONTINUES = 15  # bit: the token continues the part of a tag that the node stands for
+CONTINUES = 15  # bit: the token continues the partial tag of the state
 NO_NUMBER, SLASH = -1, -2  # values of `TagAutomaton.number`
 
 
@@ -31,8 +31,9 @@ class TagAutomaton(NamedTuple):
     """The transitions and properties of tokens.
 
     Attributes:
-        next: node behind a token at a node, uint8 [S, V]; S + class if the token completes or is something of a class.
-        bits: allowed classes of a token at a node, uint16 [S, V]: bit c for class c; see `PROGRESS` and `CONTINUES`.
+        next: state after a token in a state, uint8 [S, V]; S + class if the token completes a tag of the class, or is
+            text of it.
+        bits: allowed classes of a token in a state, uint16 [S, V]: bit c for class c; see `PROGRESS` and `CONTINUES`.
         marker: whether a token has no letters, bool [V]: digits, blanks and punctuation, as in "3/5 " and "2. ".
         number: number that a token spells, int16 [V]; SLASH; otherwise NO_NUMBER.
         digits: number of digits of a token that has nothing else, int8 [V]; otherwise 0.
@@ -108,12 +109,12 @@ class TextTags:
     def __post_init__(self) -> None:
         for field, tag in zip(fields(self), self.strings, strict=True):
             if not tag or not tag.isascii():
-                raise ConfigError(f"{field.name} must be ASCII text, got {tag!r}")
+                raise ConfigError(f"{field.name}: expected ASCII text, got {tag!r}.")
             for other_field, other in zip(fields(self), self.strings, strict=True):
                 if other_field.name != field.name and tag in other:
-                    raise ConfigError(f"{field.name} {tag!r} is part of {other_field.name} {other!r}")
+                    raise ConfigError(f"{field.name}: expected no part of {other_field.name} {other!r}, got {tag!r}.")
         if sum(map(len, self.strings)) > 110:
-            raise ConfigError("the six tags together may have 110 characters at most")
+            raise ConfigError(f"tags: expected at most 110 characters together, got {sum(map(len, self.strings))}.")
 
     @property
     def strings(self) -> tuple[str, ...]:
@@ -121,7 +122,7 @@ class TextTags:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
-    def nodes(self) -> list[tuple[str, bool]]:
+    def states(self) -> list[tuple[str, bool]]:
         """Return the parts of tags that a segment may end with, and whether each begins with a token.
 
         `</title>` has to begin with a token.
@@ -165,26 +166,26 @@ def text_automaton(
     texts = token_texts(codec, vocabulary)
     ordinary = [token for token in range(vocabulary) if alone.bits[0, token] == 1 << TEXT and texts[token]]
     by_text = sorted((texts[token], token) for token in ordinary)
-    nodes = tags.nodes
-    number = {node: place for place, node in enumerate(nodes)}
-    size = len(nodes)
+    states = tags.states
+    number = {state: place for place, state in enumerate(states)}
+    size = len(states)
     following = np.where(alone.next > 0, alone.next.astype(np.int32) - 1 + size, 0).repeat(size, axis=0)
     bits = alone.bits.repeat(size, axis=0)
     begins = {tag[0] for tag in tags.strings}
     starting = [token for token in ordinary if begins & set(texts[token])]
-    for place, (head, aligned) in enumerate(nodes):
+    for place, (head, aligned) in enumerate(states):
         candidates = set(starting)
         for start in range(len(head)):
             for tag in tags.strings:
                 if tag.startswith(head[start:]):
                     candidates.update(_beginning_alike(by_text, tag[len(head) - start :]))
         for token in candidates:
-            following[place, token], bits[place, token] = _after(tags, number, head, aligned, texts[token])
+            following[place, token], bits[place, token] = _transition(tags, number, head, aligned, texts[token])
         for kind, tag in enumerate(tags.strings, TITLE_START):
             if tag.startswith(head) and (aligned or kind != TITLE_END):
                 leads = (1 << kind) | (1 << (PROGRESS + kind))
                 if not (bits[place] & leads).any():
-                    raise TokenizerError(f"tag {tag!r}: the tokenizer has no token that continues it after {head!r}")
+                    raise TokenizerError(f"tag {tag!r}: expected a token that continues it after {head!r}, got none.")
     return alone._replace(next=following.astype(np.uint8), bits=bits, line_break=breaks_line(texts))
 
 
@@ -200,10 +201,10 @@ def _beginning_alike(by_text: list[tuple[str, int]], rest: str) -> list[int]:
     return found
 
 
-def _after(
+def _transition(
     tags: TextTags, number: dict[tuple[str, bool], int], head: str, aligned: bool, piece: str
 ) -> tuple[int, int]:
-    """Return the next node and the bits of a token at a node."""
+    """Return the next state and the bits of a token in a state."""
     whole, size = head + piece, len(number)
 
     def begins_with_token(start: int) -> bool:
@@ -222,7 +223,7 @@ def _after(
         continues = start == 0 and bool(head)
         bits = (1 << TEXT) | (continues << CONTINUES)
         for kind, tag in enumerate(tags.strings, TITLE_START):
-            # Where a tag is due, one that has begun is continued; between titles two tags are possible.
+            # If a tag is required, only tokens that continue it are legal. Between titles, two tags are possible.
             rivals = {TITLE_START, PARALLEL_START} if kind in (TITLE_START, PARALLEL_START) else {kind}
             usable = bool(head) and (aligned or kind != TITLE_END)
             under_way = usable and any(tags.strings[rival - TITLE_START].startswith(head) for rival in rivals)
@@ -247,7 +248,7 @@ class TextReader:
     def __init__(self, codec: TextCodec, tags: TextTags, automaton: TagAutomaton, opening: int, ending: int) -> None:
         self.automaton = automaton
         self._codec, self._tags, self._opening, self._ending = codec, tags, opening, ending
-        self._depth = [len(head) for head, _ in tags.nodes]
+        self._depth = [len(head) for head, _ in tags.states]
 
     def items(self, ids: np.ndarray, branch: np.ndarray, form: TitleForm, growing: bool) -> tuple[ItemIds, ...]:
         """Return the segments and blocks of an answer in the order of the linearisation.
@@ -270,8 +271,8 @@ class TextReader:
                     end = at + int(np.argmax(np.append(branch[at:], 0) != inside))
                     own = ids[at + self._opening : end]
                     text = form.text_of(title, own).ids
-                    kind, stop, node = self._first_tag(text)
-                    kept, drop = self._without_tag(text[:stop], kind, node, growing)
+                    kind, stop, state = self._first_tag(text)
+                    kept, drop = self._without_tag(text[:stop], kind, state, growing)
                     branches.append(own[: len(own) - len(text) + kept])
                     texts.append(SerialIds(text[:kept], drop))
                     at = end
@@ -279,33 +280,33 @@ class TextReader:
                 titles, at = [], at + self._ending
                 continue
             end = at + int(np.argmax(np.append(branch[at:], 1) > 0))
-            kind, stop, node = self._first_tag(ids[at:end])
-            kept, drop = self._without_tag(ids[at : at + stop], kind, node, growing)
+            kind, stop, state = self._first_tag(ids[at:end])
+            kept, drop = self._without_tag(ids[at : at + stop], kind, state, growing)
             if not titles and kept and kind != TITLE_END:
                 items.append(SerialIds(ids[at : at + kept], drop))
             at += stop
             while kind in (TITLE_START, TITLE_END) and at < end:
                 started = kind == TITLE_START
-                kind, stop, node = self._first_tag(ids[at:end])
+                kind, stop, state = self._first_tag(ids[at:end])
                 if started and kind == TITLE_END:
-                    kept, _ = self._without_tag(ids[at : at + stop], kind, node, growing)
+                    kept, _ = self._without_tag(ids[at : at + stop], kind, state, growing)
                     titles.append(ids[at : at + kept])
                 at += stop
         return tuple(items)
 
     def _first_tag(self, ids: np.ndarray) -> tuple[int, int, int]:
-        """Return the class of the first tag in a segment (TEXT: none), the tokens up to its end, and the next node."""
-        nodes, node = self.automaton.next.shape[0], 0
+        """Return the class of the first tag in a segment (TEXT: none), the tokens up to its end, and the next state."""
+        states, state = self.automaton.next.shape[0], 0
         for place, token in enumerate(ids):
-            following = int(self.automaton.next[node, token])
-            if following >= nodes and TITLE_START <= following - nodes <= BRANCH_END:
-                return following - nodes, place + 1, 0
-            node = 0 if following >= nodes else following
-        return TEXT, len(ids), node
+            following = int(self.automaton.next[state, token])
+            if following >= states and TITLE_START <= following - states <= BRANCH_END:
+                return following - states, place + 1, 0
+            state = 0 if following >= states else following
+        return TEXT, len(ids), state
 
-    def _without_tag(self, ids: np.ndarray, kind: int, node: int, growing: bool) -> tuple[int, int]:
+    def _without_tag(self, ids: np.ndarray, kind: int, state: int, growing: bool) -> tuple[int, int]:
         """Return the number of tokens that contain text, and the characters of the last one that belong to a tag."""
-        tag = len(self._tags.strings[kind - TITLE_START]) if kind != TEXT else self._depth[node] * growing
+        tag = len(self._tags.strings[kind - TITLE_START]) if kind != TEXT else self._depth[state] * growing
         if not tag:
             return len(ids), 0
         kept, length = len(ids), len(self._codec.decode(ids)) - tag

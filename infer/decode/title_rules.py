@@ -1,4 +1,4 @@
-"""Titles: what follows from those of a block about its next token, and what its budget has room for.
+"""Rules for the titles of a block: repeated titles, complete plans and budget.
 
 B sequences, N maximum branches, E maximum title tokens.
 """
@@ -17,7 +17,7 @@ from infer.decode.tag_automaton import NO_NUMBER, SLASH, TagAutomaton
 
 
 def _names(titles: Titles, automaton: TagAutomaton) -> tuple[jax.Array, jax.Array]:
-    """Return titles without leading markers: tokens int32 [B, N, E], -1 behind them, and lengths [B, N].
+    """Return titles without leading markers: tokens int32 [B, N, E], -1 after them, and lengths [B, N].
 
     A title that consists of markers keeps them.
     """
@@ -52,8 +52,8 @@ def completes_plan(titles: Titles, automaton: TagAutomaton) -> Bool[Array, " B"]
         value = jnp.take_along_axis(number, jnp.minimum(index, number.shape[1] - 1), axis=1)
         return jnp.where(index < number.shape[1], value, NO_NUMBER)
 
-    slash, behind = at(size[:, None]) == SLASH, at(place + size[:, None] + 1)
-    alike = jnp.all((behind == number) | (place >= size[:, None]), axis=1)
+    slash, after = at(size[:, None]) == SLASH, at(place + size[:, None] + 1)
+    alike = jnp.all((after == number) | (place >= size[:, None]), axis=1)
     ends = at(2 * size[:, None] + 1) < 0  # 1/1 is not the beginning of 1/10
     return (size > 0) & slash[:, 0] & alike & ends[:, 0]
 
@@ -92,13 +92,13 @@ def fed_cost(titles: jax.Array, title_tokens: jax.Array, config: EngineConfig) -
 
 
 def _close_cost(titles: jax.Array, title_tokens: jax.Array, config: EngineConfig) -> jax.Array:
-    """Return the tokens of a block behind its titles if all its branches stay empty."""
+    """Return the tokens of a block after its titles if all its branches stay empty."""
     tags = config.tags
     return tags.parallel_start_cost + fed_cost(titles, title_tokens, config) + titles * tags.branch_end_cost
 
 
-class Room(NamedTuple):
-    """Parts that fit the budget of all tokens together with what closes them, bool [B] each.
+class Fits(NamedTuple):
+    """Whether each part fits the budget with its closing tags, bool [B] each.
 
     Attributes:
         block: the smallest block.
@@ -113,12 +113,14 @@ class Room(NamedTuple):
     title_token: Bool[Array, " B"]
 
 
-def budget_room(s: SequenceState, length: jax.Array, complete: jax.Array, config: EngineConfig) -> Room:
-    """Return what the serial segment of each sequence may still begin (protocol, section 5).
+def fitting_parts(s: SequenceState, length: jax.Array, complete: jax.Array, config: EngineConfig) -> Fits:
+    """Return whether the next parts of the serial segment fit the budget (protocol, section 5).
 
     Args:
+        s: progress of the sequences.
         length: tokens of the title under way, int32 [B].
         complete: tokens of all complete titles of the block, int32 [B].
+        config: configuration of the engine.
     """
     tags, count, stated, budget = config.tags, s.titles.complete, s.titles.stated, s.budget
     # A further title of one token, and its head and closing tag.
@@ -128,13 +130,13 @@ def budget_room(s: SequenceState, length: jax.Array, complete: jax.Array, config
     smallest = number_cost + 2 * title_cost + _close_cost(jnp.asarray(2), jnp.asarray(2), config)
     every = tags.title_end_cost + stated * title_cost + _close_cost(stated, stated, config)
 
-    # In a title: one more token, its copy in the head, and then everything that has to follow. Tokens that may turn
-    # out to begin a tag count as text until they do.
+    # In a title: one more token, its copy in the head, and the tokens that have to follow. Tokens of a partial tag
+    # count as text.
     missing = jnp.maximum(jnp.where(stated > 0, stated, 2) - (count + 1), 0) * another
     after_token = 1 + tags.title_end_cost + _close_cost(count + 1, complete + length + 1, config) + missing
-    # Between titles, the tokens of the next tag that are there already have been reserved with it.
-    reserved = budget.tokens + s.cursor.chain
-    return Room(
+    # Between titles, the tokens of the partial tag have been reserved with the tag.
+    reserved = budget.tokens + s.cursor.match_length
+    return Fits(
         block=(budget.tokens >= smallest) & (budget.content >= 1),
         stated=budget.tokens >= every,
         title=(count < 2) | (reserved >= another + _close_cost(count, complete, config)),

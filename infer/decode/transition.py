@@ -42,18 +42,18 @@ from infer.decode.tag_automaton import BRANCH_END, END, PARALLEL_START, TITLE_EN
 from infer.decode.title_rules import complete_tokens, fed_cost
 
 
-class Taken(NamedTuple):
-    """The tokens that segments took in a step; 0 the serial segment, k branch k.
+class SegmentTokens(NamedTuple):
+    """The tokens that segments take in a step; 0 the serial segment, k branch k.
 
     Attributes:
-        took: whether a segment took a token.
-        token, kind, node, continues, closing: see `LaneTokens`.
+        active: whether a segment takes a token.
+        token, kind, tag_state, continues, closing: see `LaneTokens`.
     """
 
-    took: Bool[Array, "B M"]
+    active: Bool[Array, "B M"]
     token: Int32[Array, "B M"]
     kind: Int32[Array, "B M"]
-    node: Int32[Array, "B M"]
+    tag_state: Int32[Array, "B M"]
     continues: Bool[Array, "B M"]
     closing: Bool[Array, "B M"]
 
@@ -61,7 +61,7 @@ class Taken(NamedTuple):
 def advance(
     state: DecodeState, derived: Derived, config: EngineConfig, lanes: Lanes, tokens: LaneTokens, active: jax.Array
 ) -> DecodeState:
-    """Take the tokens sampled behind those that were fed; sequences without one stay as they are.
+    """Take the tokens sampled after those that were fed; sequences without one stay as they are.
 
     Args:
         active: lanes that take their token, bool [L].
@@ -72,16 +72,16 @@ def advance(
     def scattered(values: jax.Array) -> jax.Array:
         return jnp.zeros(shape, values.dtype).at[at].set(values, mode="drop")
 
-    taken = Taken(scattered(active), *map(scattered, tokens))
-    after_serial = _advance_serial(state, derived, config, jax.tree.map(lambda field: field[:, 0], taken))
-    after_block = _advance_block(state, derived, config, jax.tree.map(lambda field: field[:, 1:], taken))
-    in_block = jnp.any(taken.took[:, 1:], axis=1)
-    took = taken.took[:, 0] | in_block
+    by_segment = SegmentTokens(scattered(active), *map(scattered, tokens))
+    after_serial = _advance_serial(state, derived, config, jax.tree.map(lambda field: field[:, 0], by_segment))
+    after_block = _advance_block(state, derived, config, jax.tree.map(lambda field: field[:, 1:], by_segment))
+    in_block = jnp.any(by_segment.active[:, 1:], axis=1)
+    moves = by_segment.active[:, 0] | in_block
 
     def select(old: jax.Array, serial: jax.Array, block: jax.Array) -> jax.Array:
         rank = (-1,) + (1,) * (old.ndim - 1)
         new = jnp.where(in_block.reshape(rank), block, serial)
-        return jnp.where(took.reshape(rank), new, old)
+        return jnp.where(moves.reshape(rank), new, old)
 
     return state._replace(sequence=jax.tree.map(select, state.sequence, after_serial, after_block))
 
@@ -101,11 +101,11 @@ def hold_templated(state: DecodeState, derived: Derived, fed: jax.Array) -> Deco
 
 
 def hide_discarded(state: DecodeState) -> DecodeState:
-    """Hide discarded titles in the cache; nothing else stands at or behind their position."""
+    """Hide discarded titles in the cache: all tokens from `Cursor.hide_from` on."""
     layout, sequence = state.cache.layout, state.sequence
     hide_from = sequence.cursor.hide_from
-    kept = jnp.where(layout.position >= hide_from[:, None], 0, layout.sequence)
-    cache = state.cache._replace(layout=layout._replace(sequence=kept))
+    visible = jnp.where(layout.position >= hide_from[:, None], 0, layout.sequence)
+    cache = state.cache._replace(layout=layout._replace(sequence=visible))
     cursor = sequence.cursor._replace(hide_from=jnp.full_like(hide_from, NOTHING))
     return state._replace(cache=cache, sequence=sequence._replace(cursor=cursor))
 
@@ -114,19 +114,19 @@ class SerialEvents(NamedTuple):
     """Effects of a token of the serial segment, bool [B] each.
 
     Attributes:
-        ends: ends the answer.
-        opens_block: completes the first `<|title|>` of a block.
-        counts: is a digit of the number of leads.
-        closes_count: completes `<|/title|>` behind this number.
-        opens_title: completes `<|title|>`, or leads to it: between leads, it is known.
-        extends_title: is part of a title.
-        closes_title: completes `<|/title|>`.
-        completes: completes the last lead that was stated: `<|para|>` is known.
-        discards: completes `<|/title|>` of a name that repeats another, or follows a lead that does: the list ends.
-        knows_tag: a tag is known behind the token, and pending with it: `<|title|>` between leads, or `<|para|>`.
-        forks: completes `<|para|>`, or `completes`, or `discards`.
-        stays_titled: is part of a tag behind a title.
-        is_content: is plain text.
+        ends: whether the token ends the answer.
+        opens_block: whether it completes the first `<|title|>` of a block.
+        counts: whether it is a digit of the number of leads.
+        closes_count: whether it completes `<|/title|>` after this number.
+        opens_title: whether it completes `<|title|>`, or is followed by it as a known tag, as between leads.
+        extends_title: whether it is part of a title.
+        closes_title: whether it completes `<|/title|>`.
+        completes: whether it completes the last stated lead, after which `<|para|>` is known.
+        discards: whether the title repeats an earlier one, which ends the list.
+        knows_tag: whether a known tag follows the token and is pending with it: `<|title|>` or `<|para|>`.
+        forks: whether it completes `<|para|>`, or `completes`, or `discards`.
+        stays_titled: whether it is part of a tag after a title.
+        is_content: whether it is plain text.
     """
 
     ends: Bool[Array, " B"]
@@ -145,7 +145,7 @@ class SerialEvents(NamedTuple):
 
 
 def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kind: jax.Array) -> SerialEvents:
-    """Return what tokens that complete something of class `kind`, int32 [B], do."""
+    """Return the effects of serial tokens of class `kind`, int32 [B]."""
     phase, leads = s.cursor.phase, config.form.leads
     rule = jnp.where((phase == MERGE) | (phase == PROMPT), SERIAL, phase)
     starts, closes = kind == TITLE_START, kind == TITLE_END
@@ -176,22 +176,22 @@ def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kin
     )
 
 
-def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, taken: Taken) -> SequenceState:
-    """Return the progress after tokens of the serial segment, `taken` [B] each."""
+def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, tokens: SegmentTokens) -> SequenceState:
+    """Return the progress after tokens of the serial segment, `tokens` [B] each."""
     s = state.sequence
-    event = _serial_events(s, derived, config, taken.kind)
+    event = _serial_events(s, derived, config, tokens.kind)
     # A discarded title ends the list: `<|para|>` stands where the title began.
-    token = jnp.where(event.discards, config.special.parallel_start, taken.token)
+    token = jnp.where(event.discards, config.special.parallel_start, tokens.token)
     discarded = jnp.where(event.discards, 1 + derived.title_length, 0)
     sampled = jnp.where(event.discards, derived.title_length + (not config.form.leads), 0)
-    titles = _advance_titles(s.titles, state.automaton, event, s.cursor.chain, token)
+    titles = _advance_titles(s.titles, state.automaton, event, s.cursor.match_length, token)
     budget = _spend_serial(s.budget, titles, event, config)
     cursor = _advance_cursor(s, derived, event, budget, discarded, config)
-    chain = jnp.where(taken.node == 0, 0, jnp.where(taken.continues, s.cursor.chain + 1, 1))
+    match_length = jnp.where(tokens.tag_state == 0, 0, jnp.where(tokens.continues, s.cursor.match_length + 1, 1))
     live = (jnp.arange(config.max_branches)[None] < titles.complete[:, None]) & event.forks[:, None]
     return SequenceState(
-        cursor=cursor._replace(chain=chain),
-        segments=_serial_segments(s.segments, titles, token, taken.node, event, config),
+        cursor=cursor._replace(match_length=match_length),
+        segments=_serial_segments(s.segments, titles, token, tokens.tag_state, event, config),
         branches=Branches(jnp.zeros_like(s.branches.offset), live, jnp.zeros_like(live)),
         titles=titles,
         budget=budget,
@@ -206,7 +206,7 @@ def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, 
 
 
 def _advance_titles(
-    titles: Titles, automaton: TagAutomaton, event: SerialEvents, chain: jax.Array, token: jax.Array
+    titles: Titles, automaton: TagAutomaton, event: SerialEvents, match_length: jax.Array, token: jax.Array
 ) -> Titles:
     """Return the titles after a token of the serial segment; a block that opens begins with none."""
     number, place = jnp.arange(titles.length.shape[1])[None], jnp.arange(titles.tokens.shape[2])
@@ -217,15 +217,15 @@ def _advance_titles(
     extends = is_current & event.extends_title[:, None]
     writes = extends[..., None] & (place == length[..., None])
     tokens = jnp.where(writes, token[:, None, None], titles.tokens)
-    # The beginning of the tag that closes a title was taken for a part of the title.
-    tag = jnp.where(event.closes_title, chain, 0)[:, None] * is_current
+    # `length` counts the first tokens of the closing tag; subtract them.
+    tag = jnp.where(event.closes_title, match_length, 0)[:, None] * is_current
     stated = jnp.where(event.opens_block, 0, titles.stated)
     stated = jnp.where(event.counts, extended_number(stated, token, automaton), stated)
     return Titles(count, length + extends - tag, tokens, stated)
 
 
 def _spend_serial(budget: Budget, titles: Titles, event: SerialEvents, config: EngineConfig) -> Budget:
-    """Return the budget after a token of the serial segment, and tags that are known behind it.
+    """Return the budget after a serial token and the known tags that follow it.
 
     A fork reserves the tokens that the engine feeds, and the leads, which are plain text.
     """
@@ -251,15 +251,15 @@ def _advance_cursor(
 ) -> Cursor:
     """Return the cursor after a token of the serial segment.
 
-    A block or title without room ends the answer; the host leaves it out.
+    A block or title that does not fit the budget ends the answer; the host leaves it out.
     """
-    cursor, room = s.cursor, derived.room
-    no_room = (event.opens_block & ~room.block) | (event.extends_title & ~room.title_token)
-    no_room |= (cursor.phase == TITLED) & event.opens_title & ~room.title
-    no_room |= event.closes_count & ~room.stated
+    cursor, fits = s.cursor, derived.fits
+    exceeds = (event.opens_block & ~fits.block) | (event.extends_title & ~fits.title_token)
+    exceeds |= (cursor.phase == TITLED) & event.opens_title & ~fits.title
+    exceeds |= event.closes_count & ~fits.stated
     first = jnp.where(cursor.phase == MERGE, derived.merge_position, cursor.position)
     position = first + jnp.where(cursor.phase == PROMPT, 1, derived.due[:, 0]) - discarded + event.completes
-    spent = (budget.tokens <= 0) | (event.is_content & (budget.content <= 0)) | no_room
+    spent = (budget.tokens <= 0) | (event.is_content & (budget.content <= 0)) | exceeds
     counts = (event.opens_block & config.form.leads) | event.counts
     in_title, titled = event.opens_title | event.extends_title, event.closes_title | event.stays_titled
     conditions = [event.forks, counts, in_title, titled]
@@ -273,18 +273,23 @@ def _advance_cursor(
 
 
 def _serial_segments(
-    segments: Segments, titles: Titles, token: jax.Array, node: jax.Array, event: SerialEvents, config: EngineConfig
+    segments: Segments,
+    titles: Titles,
+    token: jax.Array,
+    tag_state: jax.Array,
+    event: SerialEvents,
+    config: EngineConfig,
 ) -> Segments:
-    """Return the segments after a token of the serial one: it is pending, and in a fork the heads are."""
+    """Return the segments after a serial token: it is pending, and in a fork the heads are."""
     tags = config.special
-    behind = jnp.where(event.completes, tags.parallel_start, tags.title_start)  # the known tag behind the token
-    serial = jnp.stack([token, behind], axis=1)
+    known = jnp.where(event.completes, tags.parallel_start, tags.title_start)  # the known tag after the token
+    serial = jnp.stack([token, known], axis=1)
     queue, heads = fork_queue(titles, serial, config)
     is_serial = jnp.arange(segments.queued.shape[1])[None] == 0
     return Segments(
         queue=queue,
         queued=jnp.where(is_serial, 1 + event.knows_tag[:, None], jnp.where(event.forks[:, None], heads, 0)),
-        node=jnp.where(is_serial, node[:, None], 0),
+        tag_state=jnp.where(is_serial, tag_state[:, None], 0),
         sampled=jnp.where(is_serial, segments.sampled + 1, 0),
     )
 
@@ -308,52 +313,53 @@ def fork_queue(titles: Titles, serial: jax.Array, config: EngineConfig) -> tuple
     return jnp.concatenate([first, heads], axis=1), jnp.pad(counts, ((0, 0), (1, 0)))
 
 
-def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, taken: Taken) -> SequenceState:
-    """Return the progress after tokens of branches, `taken` [B, N] each."""
-    s, did = state.sequence, taken.took
-    closes = did & (taken.kind == BRANCH_END)
+def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, tokens: SegmentTokens) -> SequenceState:
+    """Return the progress after tokens of branches, `tokens` [B, N] each."""
+    s, active = state.sequence, tokens.active
+    closes = active & (tokens.kind == BRANCH_END)
     live = s.branches.live & ~closes
     done = ~jnp.any(live, axis=1)
-    budget = _spend_branches(state, derived, config, did, closes)
+    budget = _spend_branches(state, derived, config, active, closes)
     spent = (budget.tokens <= 0) | (budget.content <= 0) | (budget.cut_branch > 0)
-    longest = jnp.max(s.segments.sampled[:, 1:] + did, axis=1)
+    longest = jnp.max(s.segments.sampled[:, 1:] + active, axis=1)
     return s._replace(
         cursor=s.cursor._replace(
             phase=jnp.where(done, MERGE, PARALLEL), finish=jnp.where(done & spent, LENGTH, RUNNING)
         ),
-        segments=_branch_segments(s.segments, taken, done, config),
+        segments=_branch_segments(s.segments, tokens, done, config),
         branches=s.branches._replace(
-            offset=s.branches.offset + jnp.where(did, derived.due[:, 1:], 0),
+            offset=s.branches.offset + jnp.where(active, derived.due[:, 1:], 0),
             live=live,
-            closing=s.branches.closing | taken.closing,
+            closing=s.branches.closing | tokens.closing,
         ),
         budget=budget,
         counters=s.counters._replace(critical_path=s.counters.critical_path + jnp.where(done, longest, 0)),
     )
 
 
-def _branch_segments(segments: Segments, taken: Taken, done: jax.Array, config: EngineConfig) -> Segments:
-    """Return the segments after tokens of branches: these are pending, and when all are closed `<|/para|>` is."""
-    took, token, node = (jnp.pad(field, ((0, 0), (1, 0))) for field in (taken.took, taken.token, taken.node))
+def _branch_segments(segments: Segments, tokens: SegmentTokens, done: jax.Array, config: EngineConfig) -> Segments:
+    """Return the segments after tokens of branches: these are pending, then, if all are closed, `<|/para|>`."""
+    fields = tokens.active, tokens.token, tokens.tag_state
+    active, token, tag_state = (jnp.pad(field, ((0, 0), (1, 0))) for field in fields)
     ending = jnp.asarray(config.tags.parallel_end, jnp.int32)
     ending = ending[jnp.minimum(jnp.arange(segments.queue.shape[2]), ending.size - 1)]
-    queue = jnp.where(took[..., None], token[..., None], segments.queue)
-    queued = jnp.where(took, 1, segments.queued)
+    queue = jnp.where(active[..., None], token[..., None], segments.queue)
+    queued = jnp.where(active, 1, segments.queued)
     return Segments(
         queue=queue.at[:, 0].set(jnp.where(done[:, None], ending, queue[:, 0])),
         queued=queued.at[:, 0].set(jnp.where(done, len(config.tags.parallel_end), 0)),
-        node=jnp.where(took, node, segments.node),
-        sampled=segments.sampled + took,
+        tag_state=jnp.where(active, tag_state, segments.tag_state),
+        sampled=segments.sampled + active,
     )
 
 
 def _spend_branches(
-    state: DecodeState, derived: Derived, config: EngineConfig, did: jax.Array, closes: jax.Array
+    state: DecodeState, derived: Derived, config: EngineConfig, active: jax.Array, closes: jax.Array
 ) -> Budget:
-    """Return the budget after tokens of branches, and whether a limit has closed one of these.
+    """Return the budget after tokens of branches; `cut` records a closed branch.
 
     Args:
-        did: branches that took a token, bool [B, N].
+        active: branches that take a token, bool [B, N].
         closes: branches whose token completes the closing tag, bool [B, N].
     """
     s, budget, allowed = state.sequence, state.sequence.budget, derived.budget
@@ -363,8 +369,8 @@ def _spend_branches(
     first_cut = jnp.min(jnp.where(closed & ~allowed.affordable, number, NOTHING), axis=1)
     cut_branch = jnp.minimum(jnp.where(budget.cut_branch > 0, budget.cut_branch, NOTHING), first_cut) % NOTHING
     return budget._replace(
-        tokens=budget.tokens - jnp.sum(did, axis=1),
-        content=budget.content - jnp.sum(did & ~closes, axis=1),
+        tokens=budget.tokens - jnp.sum(active, axis=1),
+        content=budget.content - jnp.sum(active & ~closes, axis=1),
         cut=budget.cut | jnp.any(closed & allowed.affordable & allowed.readable & ~within, axis=1),
         cut_branch=cut_branch,
     )

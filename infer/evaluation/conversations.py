@@ -50,7 +50,7 @@ def answer_questions(
                 running.append(_Conversation(engine, system.mode, question, decoding, place))
             engine.step(STEPS)
             for conversation in running:
-                if conversation.ended():
+                if conversation.advance():
                     record = conversation.record()
                     append(log, record)
                     done[record["question_id"]] = record
@@ -72,7 +72,7 @@ class _Conversation:
         self.over = False
         self._ask()
 
-    def ended(self) -> bool:
+    def advance(self) -> bool:
         """Collect a finished answer and submit the next turn; return whether the conversation has ended."""
         if self._handle is not None and self._handle.result is not None:
             result = self._handle.result

@@ -39,7 +39,7 @@ class ModelSection:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ConfigError("models: every model needs a path")
+            raise ConfigError("models: expected a path of every model, got none.")
         check_choice("models.*.role", self.role, Role)
         check_choice("models.*.weights", self.weights, Weights)
         if self.dtype not in ("float32", "bfloat16"):
@@ -194,15 +194,15 @@ class EvalConfig:
     def __post_init__(self) -> None:
         for what, named in (("models", self.models), ("benchmarks", self.benchmarks)):
             if not named:
-                raise ConfigError(f"{what}: name at least one")
+                raise ConfigError(f"{what}: expected at least one name, got none.")
             for name in named:
                 if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
-                    raise ConfigError(f"{what}: {name!r} must consist of letters, digits, '-', '_' and '.'")
+                    raise ConfigError(f"{what}: expected letters, digits, '-', '_' and '.', got {name!r}.")
         known = {system.name for system in self.systems}
         for pair in self.judge.pairs:
             for name in pair.split("/"):
                 if name not in known:
-                    raise ConfigError(f"judge.pairs: {name!r} is none of the systems {', '.join(sorted(known))}")
+                    raise ConfigError(f"judge.pairs: expected systems among {', '.join(sorted(known))}, got {name!r}.")
 
     @property
     def systems(self) -> tuple[System, ...]:

@@ -217,8 +217,8 @@ def _speed_table(systems: dict[str, Any]) -> list[str]:
             _around(s["seconds"], "{:.3f}"),
             _percent(s["spread"]),
             f"{s['first_token_ms']:.1f}",
-            f"{s['passes']:.0f}",
-            f"{s['ms_per_pass']:.2f}",
+            f"{s['steps']:.0f}",
+            f"{s['ms_per_step']:.2f}",
             _percent(s["parallel_share"]),
         ]
         if s["realised"]:

@@ -87,7 +87,8 @@ def load(section: ModelSection) -> LanguageModel:
     for_conversations(lm, section.path, section.chat_template)
     if lm.tokenizer.chat_template is None:
         raise CheckpointError(
-            f"{section.path} has no chat template; set chat_template to a Jinja file such as configs/chat/vicuna.jinja"
+            f"{section.path}: expected a chat template, got none. Set chat_template to a Jinja file such as "
+            "configs/chat/vicuna.jinja."
         )
     return lm
 
@@ -143,7 +144,7 @@ def read_run(output: Path) -> tuple[EvalConfig, dict[str, Any]]:
     """
     file = output / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{output} holds no evaluation; create one with `aspd eval run`")
+        raise ConfigError(f"{output}: expected an evaluation, got none. Create one with `aspd eval run`.")
     return config_from_dict(EvalConfig, json.loads(file.read_text()), str(file)), json.loads(
         (output / "environment.json").read_text()
     )
@@ -162,7 +163,7 @@ def _claim(
         different += [f"the questions of {bench}" for bench in hashes if old_hashes.get(bench) != hashes[bench]]
         if different:
             raise ConfigError(
-                f"{output} holds an evaluation with another {', '.join(different)}; choose another folder"
+                f"{output}: expected an evaluation with the same {', '.join(different)}, got others. Choose another."
             )
     else:
         record = environment() | {"questions": hashes, "left_out": list(left_out)}

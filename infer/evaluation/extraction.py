@@ -54,7 +54,7 @@ class Task:
 
 
 def _hint(schema: Mapping[str, Any]) -> str:
-    """Return what a prompt says of the values of a field."""
+    """Return the description of a field for the prompt."""
     if "enum" in schema:
         return f" ({' or '.join(map(str, schema['enum']))})"
     return " (true or false)" if schema.get("type") == "boolean" else ""
@@ -70,7 +70,7 @@ class Decoded:
         fields: number of fields.
         values: values by field; empty if the text is no JSON object.
         right: whether each field has the right value.
-        passes: steps after prefill.
+        steps: steps after prefill.
         seconds: wall time from submission to the last token.
         decoding_seconds: wall time after prefill.
     """
@@ -80,7 +80,7 @@ class Decoded:
     fields: int
     values: Mapping[str, Any]
     right: Mapping[str, bool]
-    passes: int
+    steps: int
     seconds: float
     decoding_seconds: float
 
@@ -130,7 +130,7 @@ def score(task: Task, mode: str, result: Result) -> Decoded:
     right = {name: name in values and equal(values[name], gold) for name, gold in task.gold.items()}
     seconds = result.stats.seconds
     after = seconds["total"] - seconds["first_token"]
-    return Decoded(task.id, mode, len(task.gold), values, right, result.stats.passes, seconds["total"], after)
+    return Decoded(task.id, mode, len(task.gold), values, right, result.stats.steps, seconds["total"], after)
 
 
 def equal(value: Any, gold: Any) -> bool:
@@ -151,7 +151,7 @@ def _normal(value: Any) -> Any:
 
 
 def summarise_extraction(decoded: Sequence[Decoded]) -> list[dict[str, Any]]:
-    """Return a row for each kind of task: field counts, correctness, agreement, passes and seconds.
+    """Return a row for each kind of task: field counts, correctness, agreement, steps and seconds.
 
     Args:
         decoded: tasks, each in serial mode and then with parallel fields.
@@ -175,7 +175,7 @@ def _row(name: str, pairs: Sequence[tuple[Decoded, Decoded]]) -> dict[str, Any]:
         sum(equal(serial.values.get(key), parallel.values.get(key)) for key in serial.right) / serial.fields
         for serial, parallel in pairs
     ]
-    passes = [[one.passes for one in column] for column in zip(*pairs, strict=True)]
+    steps = [[one.steps for one in column] for column in zip(*pairs, strict=True)]
     ratios = interval([serial.seconds / parallel.seconds for serial, parallel in pairs])
     return {
         "tasks": name,
@@ -185,9 +185,9 @@ def _row(name: str, pairs: Sequence[tuple[Decoded, Decoded]]) -> dict[str, Any]:
         "right_parallel": sum(sum(parallel.right.values()) for _, parallel in pairs),
         "difference": difference(right[1], right[0])._asdict(),
         "agreement": interval(same)._asdict(),
-        "passes_serial": sum(passes[0]) / len(pairs),
-        "passes_parallel": sum(passes[1]) / len(pairs),
-        "pass_ratio": sum(passes[0]) / sum(passes[1]),
+        "steps_serial": sum(steps[0]) / len(pairs),
+        "steps_parallel": sum(steps[1]) / len(pairs),
+        "step_ratio": sum(steps[0]) / sum(steps[1]),
         "seconds_serial": sum(serial.seconds for serial, _ in pairs) / len(pairs),
         "seconds_parallel": sum(parallel.seconds for _, parallel in pairs) / len(pairs),
         "speedup": ratios._asdict(),
@@ -196,7 +196,7 @@ def _row(name: str, pairs: Sequence[tuple[Decoded, Decoded]]) -> dict[str, Any]:
 
 
 EXTRACTION_HEAD = (
-    "| tasks | fields | right, serial | right, parallel | difference (95 %) | agreement | passes, serial | parallel | "
+    "| tasks | fields | right, serial | right, parallel | difference (95 %) | agreement | steps, serial | parallel | "
     "ratio | seconds, serial | parallel | speed-up (95 %) | without prefill |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
@@ -211,8 +211,8 @@ def extraction_table(rows: Sequence[Mapping[str, Any]]) -> str:
             f"| {row['tasks']} ({row['count']}) | {fields} | {row['right_serial'] / fields:.1%} "
             f"| {row['right_parallel'] / fields:.1%} "
             f"| {100 * gap['mean']:+.1f} ({100 * gap['low']:+.1f} to {100 * gap['high']:+.1f}) points "
-            f"| {row['agreement']['mean']:.1%} | {row['passes_serial']:.1f} | {row['passes_parallel']:.1f} "
-            f"| {row['pass_ratio']:.2f}x | {row['seconds_serial']:.2f} | {row['seconds_parallel']:.2f} "
+            f"| {row['agreement']['mean']:.1%} | {row['steps_serial']:.1f} | {row['steps_parallel']:.1f} "
+            f"| {row['step_ratio']:.2f}x | {row['seconds_serial']:.2f} | {row['seconds_parallel']:.2f} "
             f"| {ratio['mean']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f}) | {row['decoding_speedup']:.2f}x |"
         )
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from infer.evaluation.extraction import equal
 from infer.request import SamplingParams
 
 MIN_COST = 0.5  # nats per value; below, hiding siblings changes little
-MIN_SHARE = 0.5  # of the cost that a sibling has to save, to be proposed
+MIN_SHARE = 0.5  # minimum share of the cost that a sibling must save
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _report(
 
 
 def _loss(engine: Engine, prompt: Sequence[int], context: str, value: str) -> float:
-    """Return the loss of a value behind prompt and context, in nats."""
+    """Return the loss of a value after prompt and context, in nats."""
     encode = engine.lm.codec.text.encode
     tokens = encode(f" {value}")
     before = [*prompt, *encode(context)]

@@ -140,7 +140,7 @@ def _speed(timed: Sequence[Record]) -> dict[str, Any] | None:
     if not turns:
         return None
     seconds = [total(turn["runs"]) for turn in turns]
-    passes = sum(turn["passes"] for turn in turns)
+    steps = sum(turn["steps"] if "steps" in turn else turn["passes"] for turn in turns)  # `passes` in older records
     phases = {phase: sum(total(turn["runs"], phase) for turn in turns) for phase in ("prefill", "serial", "parallel")}
     decoding = phases["serial"] + phases["parallel"]
     summary: dict[str, Any] = {
@@ -152,8 +152,8 @@ def _speed(timed: Sequence[Record]) -> dict[str, Any] | None:
         "seconds": interval(seconds)._asdict(),
         "spread": median(_relative_spread(turn["runs"]) for turn in turns),
         "first_token_ms": 1000 * median(total(turn["runs"], "first_token") for turn in turns),
-        "ms_per_pass": 1000 * decoding / max(1, passes),
-        "passes": passes / len(turns),
+        "ms_per_step": 1000 * decoding / max(1, steps),
+        "steps": steps / len(turns),
         "parallel_share": phases["parallel"] / decoding if decoding else None,
         "realised": None,
     }

@@ -24,7 +24,7 @@ class Health:
         dependent: number of blocks whose words indicate dependence (`aspd_jax.pipeline.checks`).
         numbered: number of branches that begin with a number such as `3.`.
         misnumbered: number of those whose number does not follow that of the previous branch.
-        joined: number of parts, and of texts behind a block, that begin on the line on which the part before ends.
+        joined: number of parts, and of texts after a block, that begin on the line on which the part before ends.
         mixed: number of blocks in which some branches begin with bold words and others do not.
         repeated: share of five-word sequences of a branch that also occur in a sibling, mean over branches; None: no
             branch has five words.
@@ -80,7 +80,7 @@ def health(question: str, structure: Structure, finished: bool, count: Count, ti
 
 
 def _joined(structure: Structure) -> Iterator[bool]:
-    """Yield, for every part behind the first of its block and every text behind a block, whether it is joined."""
+    """Yield, for every part after the first of its block and every text after a block, whether it is joined."""
     before, in_block = "", False
     for item in structure:
         parts = [item.text] if isinstance(item, Serial) else [branch.text for branch in item.branches]

@@ -73,7 +73,7 @@ def read_prompts(file: str) -> dict[str, Prompt]:
         raise ConfigError(f"judge.prompts: {where}: {type(error).__name__}: {error}") from None
     missing = [name for name in (*NAMES, *PAIR_NAMES) if name not in prompts]
     if missing:
-        raise ConfigError(f"judge.prompts: {where} has no prompt named {', '.join(missing)}")
+        raise ConfigError(f"judge.prompts: {where}: expected prompts named {', '.join(missing)}, got none.")
     return prompts
 
 

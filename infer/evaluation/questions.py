@@ -127,7 +127,7 @@ def _texts(value: Any) -> tuple[str, ...]:
     """Return answers as texts from one text or number, or a list of them."""
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(item, (str, int, float)) for item in values):
-        raise DataError("an answer must be a text or a number")
+        raise DataError(f"answer: expected a text or a number, got {value!r:.60}.")
     return tuple(map(str, values))
 
 
@@ -150,7 +150,7 @@ def _question(
 ) -> Question:
     id = record.get("question_id", record.get("id", record.get("unique_id", number)))
     if not isinstance(id, (str, int)):
-        raise DataError('"question_id" must be a string or a number')
+        raise DataError(f'"question_id": expected a string or a number, got {id!r:.60}.')
     turns = _turns(record)
     documents = record.get("documents", record.get("context"))
     if documents is not None:
@@ -159,7 +159,7 @@ def _question(
     answers = () if reference is None else _texts(reference)
     temperature = record.get("required_temperature")
     if temperature is not None and not (isinstance(temperature, (int, float)) and 0 <= temperature < inf):
-        raise DataError('"required_temperature" must be a number from 0')
+        raise DataError(f'"required_temperature": expected a number from 0, got {temperature!r:.60}.')
     question = Question(
         id=id,
         category=str(record.get("category") or record.get("subject") or "all"),
@@ -181,7 +181,9 @@ def _turns(record: dict[str, Any]) -> tuple[str, ...]:
     turns = record.get("turns", record.get("question", record.get("problem", record.get("prompt"))))
     turns = [turns] if isinstance(turns, str) else turns
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise DataError('"turns" must be a list of strings (or "question", "problem" or "prompt" one string)')
+        raise DataError(
+            f'"turns": expected a list of strings (or one in "question", "problem" or "prompt"), got {turns!r:.60}.'
+        )
     return tuple(turns)
 
 
@@ -189,7 +191,7 @@ def _documents(documents: Any) -> str:
     items = documents if isinstance(documents, list) else [documents]
     texts = [item.get("text", item.get("content")) if isinstance(item, dict) else item for item in items]
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise DataError('"documents" must be texts, or objects with a "text"')
+        raise DataError(f'"documents": expected texts, or objects with a "text", got {documents!r:.60}.')
     return "\n\n".join(f"Document {number}:\n{text}" for number, text in enumerate(texts, 1))
 
 
@@ -203,7 +205,7 @@ def _with_answer(question: Question, answer: str, instruction: str) -> Question:
 def _choice(question: Question, record: dict[str, Any]) -> Question:
     choices = record.get("choices", record.get("options"))
     if not isinstance(choices, list) or not 2 <= len(_texts(choices)) <= len(ascii_uppercase):
-        raise DataError('"choices" must be a list of 2 to 26 texts')
+        raise DataError(f'"choices": expected a list of 2 to 26 texts, got {choices!r:.60}.')
     letters = ascii_uppercase[: len(choices)]
     right = record.get("answer")
     if isinstance(right, int) and 0 <= right < len(choices):
@@ -213,7 +215,7 @@ def _choice(question: Question, record: dict[str, Any]) -> Question:
     elif right in choices:
         letter = letters[choices.index(right)]
     else:
-        raise DataError('"answer" must be a letter, a number from 0, or one of the choices')
+        raise DataError(f'"answer": expected a letter, a number from 0, or one of the choices, got {right!r:.60}.')
     listed = "\n".join(f"{name}. {text}" for name, text in zip(letters, choices, strict=True))
     turn = f"{question.turns[-1]}\n\n{listed}{CHOICE}"
     return replace(question, turns=(*question.turns[:-1], turn), references=(letter,), choices=tuple(letters))

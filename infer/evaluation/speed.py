@@ -35,7 +35,7 @@ def time_questions(
 ) -> list[dict[str, Any]]:
     """Time the questions that the file does not hold yet, and return the records of all timed questions.
 
-    A record has `question_id`, `category` and `turns`. A turn has `content_tokens`, `generated_tokens`, `passes`,
+    A record has `question_id`, `category` and `turns`. A turn has `content_tokens`, `generated_tokens`, `steps`,
     `critical_path`, `ideal`, and `runs` with the seconds of every run by phase; in adaptive mode also `serial_runs`,
     the runs of serial mode with the same content.
 
@@ -59,10 +59,10 @@ def _time(engine: Engine, system: System, question: Question, params: Any, repea
     serial_runs: list[list[Result]] = []
     try:
         for _ in range(repeats + 1):  # the first ones compile
-            runs.append(list(_converse(engine, system.mode, question, params, [None] * len(question.turns))))
+            runs.append(list(converse(engine, system.mode, question, params, [None] * len(question.turns))))
             if system.mode == "adaptive":
                 content = [content_ids(engine.config, result) for result in runs[-1]]
-                serial_runs.append(list(_converse(engine, "serial", question, params, content)))
+                serial_runs.append(list(converse(engine, "serial", question, params, content)))
     except AspdError as error:
         return {"question_id": question.id, "category": question.category, "turns": [], "error": str(error)}
     turns = []
@@ -72,7 +72,7 @@ def _time(engine: Engine, system: System, question: Question, params: Any, repea
         turn: dict[str, Any] = {
             "content_tokens": stats.content_tokens,
             "generated_tokens": stats.generated_tokens,
-            "passes": stats.passes,
+            "steps": stats.steps,
             "critical_path": stats.critical_path,
             "blocks": stats.blocks,
             "reused_tokens": stats.reused_tokens,
@@ -89,7 +89,7 @@ def _time(engine: Engine, system: System, question: Question, params: Any, repea
     return {"question_id": question.id, "category": question.category, "turns": turns}
 
 
-def _converse(
+def converse(
     engine: Engine, mode: Any, question: Question, params: Any, scripts: Sequence[Sequence[int] | None]
 ) -> Iterator[Result]:
     """Decode one conversation at batch size 1, starting with an empty prefix cache.

@@ -28,7 +28,7 @@ from infer.offline.journal import append, read_journal
 from infer.request import Mode, SamplingParams
 from infer.scheduling.handle import Handle
 
-SAMPLE_SEEDS = 1_000_003  # between the seeds of two samples of a line
+SAMPLE_SEEDS = 1_000_003  # difference between the seeds of two samples of a line
 STEPS = 256  # engine steps between two checks for finished answers
 
 
@@ -68,7 +68,7 @@ def read_prompts(file: Path | str, chat: bool, instruction: str = "") -> list[It
     Args:
         file: path, glob or URL; Parquet if its name ends with `.parquet`.
         chat: whether a `prompt` is a message of the user, which the chat template renders.
-        instruction: text behind every prompt; the records of the answers do not repeat it.
+        instruction: text after every prompt; the records of the answers do not repeat it.
 
     Raises:
         DataError: the file cannot be read, or has only blank lines.
@@ -192,7 +192,9 @@ def write_answers(answer: Callable[[Iterator[Task]], Iterator[Task]], job: Job) 
     settings |= {"instruction": job.instruction, "params": json.loads(json.dumps(asdict(job.params)))}
     journal = job.output.with_name(f"{job.output.name}.journal")
     if job.output.exists():
-        raise RequestError(f"{job.output} exists; delete it, or choose another file")
+        raise RequestError(
+            f"{job.output}: expected a new file, got an existing one. Delete it, or choose another file."
+        )
     done = _read_answers(journal, settings)
     resumed = len(done)
     waiting = [((item.line, item.sample), item) for item in items if (item.line, item.sample) not in done]
@@ -242,7 +244,8 @@ def _read_answers(journal: Path, settings: dict[str, Any]) -> dict[tuple[int, in
     different = _different(first, settings)
     if different:
         raise RequestError(
-            f"{journal} holds answers with another {', '.join(different)}; delete it, or choose another output"
+            f"{journal}: expected answers with the same {', '.join(different)}, got others. Delete it, or choose "
+            "another output."
         )
     return {(record.pop("line"), record.get("sample", 0)): record for record in records}
 

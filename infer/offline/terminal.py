@@ -44,7 +44,7 @@ def print_growing(engine: Engine, prompt: Prompt, params: SamplingParams, mode: 
             for result in engine.stream(prompt, params, mode):
                 live.update(picture(result))
         return
-    for event in engine.submit(prompt, params, mode, steps=1, stream="text"):
+    for event in engine.submit(prompt, params, mode, max_steps=1, stream="text"):
         if event.kind == "token":
             print(event.text, end="", flush=True)
     print()
@@ -95,7 +95,7 @@ def demonstrate_fields(lm: LanguageModel, max_length: int) -> None:
     for order, result in results.items():
         seconds = result.stats.seconds["total"]
         speedup = results["serial"].stats.seconds["total"] / seconds
-        table.add_row(order, str(result.stats.passes), f"{seconds:.2f}", f"{speedup:.2f}x")
+        table.add_row(order, str(result.stats.steps), f"{seconds:.2f}", f"{speedup:.2f}x")
     console.print(table)
 
 
@@ -122,7 +122,7 @@ def demonstrate(lm: LanguageModel, questions: Sequence[str], params: SamplingPar
                 mode,
                 str(result.stats.content_tokens),
                 str(sum(len(item.branches) for item in result.structure if isinstance(item, Parallel)) or ""),
-                str(result.stats.passes),
+                str(result.stats.steps),
                 f"{seconds:.2f}",
                 f"{serial.stats.seconds['total'] / seconds:.2f}x",
                 f"{result.stats.ideal_speedup:.2f}x" if result is adaptive else "",

@@ -53,7 +53,7 @@ class Proxied:
 
 
 class Answering:
-    """Decodes answers with blocks on an upstream server.
+    """Decoder of answers with blocks on an upstream server.
 
     The titles that the model writes become one request per branch with a common prefix. After the block, the prompt of
     the next request contains the branches one after the other, so that the upstream reads them again; the engine does
@@ -106,7 +106,7 @@ class Answering:
             async with aclosing(self._ask(answer, prefix, left, [], forbidden, sampling)) as pieces:
                 async for piece, reason in pieces:
                     written, ended = written + piece, reason or ended
-                    safe = _before(TITLE_START, written)
+                    safe = _text_length(TITLE_START, written)
                     if safe > shown:
                         answer.items[-1] = Serial(written[:safe])
                         yield Event("token", text=written[shown:safe])
@@ -138,7 +138,7 @@ class Answering:
             async with aclosing(self._branches(prefix, titles, left, sampling, answer, branch_pieces, final)) as events:
                 async for event in events:
                     first = next((n for n in range(1, len(titles)) if n not in final), len(titles))
-                    readable, left_behind = self._within(branch_pieces[:first], left)
+                    readable, left_behind = self._truncate(branch_pieces[:first], left)
                     branches = zip(titles, [*readable, *[""] * (len(titles) - first)], strict=True)
                     answer.items[-1] = Parallel([Branch(title, text) for title, text in branches])
                     if not in_order:
@@ -186,7 +186,7 @@ class Answering:
             async for piece, _ in pieces:
                 written += piece
                 if self._codec.form.leads:
-                    number, titles, more = _read_leads(written, self._max_branches)
+                    number, titles, more = read_leads(written, self._max_branches)
                 else:
                     titles, more = _read_titles(TITLE_START + written)
                 begun = self._codec.text.encode(written.rpartition(TITLE_END)[2])
@@ -194,7 +194,7 @@ class Answering:
                     break
         return number, titles
 
-    def _within(self, texts: Sequence[Sequence[str]], left: int) -> tuple[list[str], int]:
+    def _truncate(self, texts: Sequence[Sequence[str]], left: int) -> tuple[list[str], int]:
         """Join the pieces of texts up to `left` tokens in all, and return the texts and the remaining tokens."""
         kept = []
         for pieces in texts:
@@ -314,7 +314,7 @@ def _read_titles(written: str, number: int = 0) -> tuple[list[str], bool]:
     return titles, rest.startswith(TITLE_START) or TITLE_START.startswith(rest)
 
 
-def _read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
+def read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
     """Parse a number and the leads written so far, and return them with whether further leads may follow.
 
     Args:
@@ -323,14 +323,14 @@ def _read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:
     """
     number, closed, rest = written.partition(TITLE_END)
     if not closed:
-        digits = number[: _before(TITLE_END, number)]
+        digits = number[: _text_length(TITLE_END, number)]
         return digits, [], digits.isdecimal() or not digits
     if not number.isdecimal() or not 2 <= int(number) <= limit:
         return number, [], False
     return (number, *_read_titles(rest, int(number)))
 
 
-def _before(tag: str, written: str) -> int:
+def _text_length(tag: str, written: str) -> int:
     """Return the length of the text before a tag, or before an ending that may become the tag."""
     if (index := written.find(tag)) >= 0:
         return index

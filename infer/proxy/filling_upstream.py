@@ -13,7 +13,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.events import Event, FilledReader
-from infer.answers.filled import END_ROOM, Filled, FilledBlock, HoleText, hole_text
+from infer.answers.filled import END_TOKENS, Filled, FilledBlock, HoleText, hole_text
 from infer.proxy.answering import Proxied, merged
 from infer.proxy.upstream import Upstream, UpstreamError
 from infer.request import SamplingParams
@@ -28,7 +28,7 @@ class Progress(NamedTuple):
     Attributes:
         name: name of the hole.
         value: its value so far.
-        tokens: tokens of the value so far, and of what the model has written behind it.
+        tokens: tokens of the value so far, and of the text after it.
         complete: whether the value has ended.
         final: whether no further request replaces this part of the value.
     """
@@ -46,21 +46,21 @@ class HoleRequest(NamedTuple):
     Attributes:
         text: text around the hole.
         prompt: token ids, lead included.
-        room: maximum tokens.
+        tokens_left: maximum tokens.
         number: number of the hole in the order of the text.
     """
 
     text: HoleText
     prompt: list[int]
-    room: int
+    tokens_left: int
     number: int
 
 
 class TemplateFilling:
-    """Fills templates on an upstream server.
+    """Client that fills templates on an upstream server.
 
-    A JSON value is first requested without a constraint, because the token that ends it may hold what follows it, too:
-    under a constraint of the value alone, a model cannot end it so, and runs on. The stream is closed where the value
+    A JSON value is first requested without a constraint. The token that ends a value may contain the text after it. A
+    constraint of the value alone forbids this token, and the model continues. The stream is closed where the value
     ends. Only a value that does not fit its schema is requested again with the constraint, as `response_format`.
 
     Args:
@@ -91,7 +91,7 @@ class TemplateFilling:
                 except RequestError as error:
                     raise RequestError(": ".join(filter(None, ["json_schema", hole.name, str(error)]))) from None
         if (needed := self._needed(template, template.holes)) > limit:
-            raise RequestError(f"the template needs {needed} tokens at least; the answer may have {limit}")
+            raise RequestError(f"template: expected a budget of at least {needed} tokens, got {limit}.")
 
     async def events(
         self,
@@ -121,18 +121,21 @@ class TemplateFilling:
         context, left, waiting = list(prompt), limit, [hole for stage in template.stages for hole in stage]
         for stage in template.stages:
             waiting, used = waiting[len(stage) :], 0
-            room = left - self._needed(template, waiting)
+            spare = left - self._needed(template, waiting)
             filled = replace(filled, blocks=(*filled.blocks, FilledBlock(stage, frozenset(h.name for h in stage))))
             texts = [hole_text(template, hole) for hole in stage]
             prompts = [[*context, *self._codec.encode(text.lead)] for text in texts]
             least = sum(len(ids) - len(context) for ids in prompts)
             sources = [
                 self._fill(
-                    HoleRequest(text, ids, room - least, template.holes.index(text.hole)), sampling, answer, constrained
+                    HoleRequest(text, ids, spare - least, template.holes.index(text.hole)),
+                    sampling,
+                    answer,
+                    constrained,
                 )
                 for text, ids in zip(texts, prompts, strict=True)
             ]
-            async with aclosing(_fill_block(filled, sources, least, room)) as states:
+            async with aclosing(_fill_block(filled, sources, least, spare)) as states:
                 async for filled, used in states:
                     answer.items, answer.tokens = list(filled.structure), limit - left + used
                     for event in reader.read(filled, filled.text if in_order else None):
@@ -141,7 +144,7 @@ class TemplateFilling:
                 break
             left -= used
             context += [i for text in texts for i in self._encode_branch(text, filled.values[text.hole.name])]
-        filled = replace(filled, ended=True)
+        filled = replace(filled, is_final=True)
         answer.items, answer.finish_reason = list(filled.structure), "length" if filled.growing else "stop"
         for event in reader.read(filled, filled.text if in_order else None):
             yield event
@@ -149,7 +152,7 @@ class TemplateFilling:
     def _needed(self, template: Template, holes: Sequence[Hole]) -> int:
         """Return the tokens that holes need at least."""
         leads = (self._codec.encode(hole_text(template, hole).lead) for hole in holes)
-        return sum(len(lead) + END_ROOM for lead in leads if lead)
+        return sum(len(lead) + END_TOKENS for lead in leads if lead)
 
     def _encode_branch(self, text: HoleText, value: str) -> list[int]:
         """Return the tokens of a filled hole in the prompt of later holes; objects that its lead opens are closed."""
@@ -166,7 +169,7 @@ class TemplateFilling:
         more = {"response_format": response_format(hole.schema)} if constrained and hole.schema is not None else {}
         number = 2 * request.number + constrained
         pieces = self._upstream.complete(
-            request.prompt, request.room, self._ends, self._forbidden, sampling, number, more
+            request.prompt, request.tokens_left, self._ends, self._forbidden, sampling, number, more
         )
         answer.requests += 1
         async with aclosing(pieces):
@@ -190,7 +193,7 @@ class TemplateFilling:
 
 
 class ValueCheck:
-    """Follows a growing JSON value, and tells whether it can become a value of a schema.
+    """Check of a growing JSON value: whether it can become a value of a schema.
 
     Args:
         schema: the schema as text; None: any text is permitted.
@@ -234,7 +237,7 @@ def response_format(schema: str) -> dict[str, Any]:
 
 
 async def _fill_block(
-    filled: Filled, sources: Sequence[AsyncGenerator[Progress, None]], least: int, room: int
+    filled: Filled, sources: Sequence[AsyncGenerator[Progress, None]], least: int, limit: int
 ) -> AsyncGenerator[tuple[Filled, int], None]:
     """Yield a template whenever the values of its last block have grown, and the tokens of this block.
 
@@ -242,17 +245,17 @@ async def _fill_block(
         filled: the template at the beginning of the block.
         sources: progress of each hole.
         least: tokens of the leads.
-        room: maximum tokens; values that reach it are cut.
+        limit: maximum tokens; values that reach it are cut.
     """
     block, latest = filled.blocks[-1], dict[str, Progress]()
     yield filled, least
     async with aclosing(merged(sources)) as news:
         async for progress in news:
             tokens = least + sum(p.tokens for p in {**latest, progress.name: progress}.values())
-            if tokens <= room:
+            if tokens <= limit:
                 latest[progress.name] = progress
             growing = block.growing - {p.name for p in latest.values() if p.complete}
-            cut = tokens > room or (tokens == room and bool(growing))
+            cut = tokens > limit or (tokens == limit and bool(growing))
             values = {p.name: p.value for p in latest.values() if p.final or cut}
             blocks = (*filled.blocks[:-1], replace(block, growing=growing))
             yield (

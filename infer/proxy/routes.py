@@ -168,7 +168,7 @@ class _Proxy:
 
     def _encode(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
         if messages[-1]["role"] == "assistant":
-            raise Refused(400, "the last message is an answer; a prompt ends with a message of the user")
+            raise Refused(400, "messages: expected a last message of the user, got one of the assistant.")
         try:
             (ids, *segments), answers = encode_history(
                 self._tokenizer, self._codec.text, self._ends, messages, variables=variables
@@ -263,11 +263,11 @@ async def _until(
     stop_filter = StopFilter(stop)
     async with aclosing(events):
         async for event in events:
-            for passed in stop_filter.take([event], ended=False):
+            for passed in stop_filter.take([event], final=False):
                 yield passed
             if stop_filter.matched:
                 break
-    for passed in stop_filter.take([], ended=True):
+    for passed in stop_filter.take([], final=True):
         yield passed
     answer.end_before(stop)
 

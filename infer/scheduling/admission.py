@@ -20,7 +20,7 @@ from infer.decode.state import DecodeState, EngineConfig, RequestArrays, empty_s
 from infer.decode.tag_automaton import TagAutomaton, token_automaton
 from infer.request import PARAMETERS, Request
 
-DTYPES: dict[type, Any] = {int: np.int32, float: np.float32}  # of sampling parameters on the device
+DTYPES: dict[type, Any] = {int: np.int32, float: np.float32}  # types of sampling parameters on the device
 MIN_PROMPT = 64  # tokens of the smallest program that admits a prompt
 
 
@@ -48,7 +48,7 @@ def prompt_layout(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int]
     tokens = np.asarray([prompt], np.int32)
     layout = Layout(*(part[0] for part in build_layout(tokens, config.special, lm.config.positions)))
     if layout.branch[-1]:
-        raise RequestError("a prompt ends inside a branch; an answer can only follow serial text")
+        raise RequestError("prompt: expected to end in serial text, got one that ends inside a branch.")
     return layout
 
 
@@ -91,7 +91,7 @@ def admit_request(
         request: the request.
         row: index of the row; out of range means none.
         prefix: prefix of the prompt that the row holds.
-        adapter: place of the adapter among the parameters; negative: the base model.
+        adapter: slot of the adapter in the parameters; negative: the base model.
     """
     layout = prompt_layout(lm, config, request.prompt)
     left = slice(prefix.tokens, len(request.prompt))
@@ -120,7 +120,7 @@ def admit_request(
     }
     numbers = {
         "row": row,
-        "kept": prefix.slots,
+        "prefix_slots": prefix.slots,
         "position": layout.position[-1],
         "block": layout.block.max(),
         "budget": request.budget,

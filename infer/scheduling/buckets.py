@@ -18,10 +18,10 @@ from infer.decode.inputs import max_lanes, only_row
 from infer.decode.state import PROMPT, EngineConfig
 
 MIN_CAPACITY = 128  # slots of the smallest cache
-MIN_SLOTS = 512  # of a row that a program reads: below, there is little to save
+MIN_SLOTS = 512  # minimum slots of a row that a program reads
 SPACING = 4  # ratio of a size to the next smaller one
-MAX_TOKENS = 512  # of a step, and of prompts in a step that no answer waits for
-PROMPT_BESIDE = 64  # tokens of a step that feeds prompts beside answers, and of a prompt beside other rows
+MAX_TOKENS = 512  # maximum tokens of a step, and of prompts in a step without decoding rows
+PROMPT_BESIDE = 64  # maximum tokens of a step that prefills and decodes, and of a prompt in such a step
 
 
 def capacity_for(tokens: int) -> int:
@@ -86,13 +86,13 @@ class Buckets:
 
     @property
     def _split(self) -> bool:
-        """Tell whether rows of the cache are split over devices; no program for a single row exists then."""
+        """Return whether rows of the cache are split over devices; no program for a single row exists then."""
         mesh = self.config.mesh
         return mesh is not None and mesh.shape["data"] * mesh.shape["fsdp"] > 1
 
     @property
     def _branches(self) -> int:
-        """Return the tokens of a row that every program for branches has room for."""
+        """Return the tokens per row of every program for branches: `max_branches` rounded up to a power of two."""
         return next_power(self.config.max_branches)
 
     @property
@@ -102,28 +102,32 @@ class Buckets:
 
     def _sizes(self, rows: int) -> list[tuple[int, int, int]]:
         """Return (tokens, per_row, longest) of the programs for `rows` rows, as in `Bucket`."""
-        branches, most = self._branches, self._max_tokens
+        branches, largest = self._branches, self._max_tokens
         if rows == 1:
-            return [(size, size, 0) for size in sorted({1, *powers(4, branches), PROMPT_BESIDE, most})]
-        widths = spaced(2 * max(next_power(rows), branches), min(next_power(rows) * branches, most))
+            return [(size, size, 0) for size in sorted({1, *powers(4, branches), PROMPT_BESIDE, largest})]
+        widths = spaced(2 * max(next_power(rows), branches), min(next_power(rows) * branches, largest))
         sizes = [(next_power(rows), 1, 0), *((tokens, branches, 0) for tokens in widths)]
         if self._split:
-            return [*sizes, *((tokens, PROMPT_BESIDE, 0) for tokens in (2 * PROMPT_BESIDE, most)), (most, most, 0)]
+            return [
+                *sizes,
+                *((tokens, PROMPT_BESIDE, 0) for tokens in (2 * PROMPT_BESIDE, largest)),
+                (largest, largest, 0),
+            ]
         if branches < PROMPT_BESIDE:
             sizes.append((PROMPT_BESIDE, branches, PROMPT_BESIDE))
-        return [*sizes, (most, max(PROMPT_BESIDE, branches), most)]
+        return [*sizes, (largest, max(PROMPT_BESIDE, branches), largest)]
 
-    def select(self, report: StepSummary, listened: bool) -> tuple[Bucket, int, int]:
+    def select(self, summary: StepSummary, streamed: bool) -> tuple[Bucket, int, int]:
         """Select the cheapest bucket that holds the next step.
 
         Args:
-            report: report of the state; some row has tokens due.
-            listened: see `need`.
+            summary: summary of the state; some row has due tokens.
+            streamed: see `need`.
 
         Returns:
             The bucket, and `StopConditions.smaller` and `StopConditions.larger`.
         """
-        need = self.need(report, listened)
+        need = self.need(summary, streamed)
         best = next(bucket for bucket in self.buckets if self.holds(bucket, need))
         below = [bucket.tokens for bucket in self.buckets if bucket.rows == best.rows and bucket.tokens < best.tokens]
         smaller = min(max(below, default=-1), need.tokens - 1)
@@ -131,51 +135,51 @@ class Buckets:
 
     @property
     def _largest(self) -> int:
-        """Return the tokens of the last bucket, which also runs what no bucket holds."""
+        """Return the tokens of the largest bucket, which is also selected if no bucket holds the step."""
         return self.buckets[-1].tokens
 
     def holds(self, bucket: Bucket, need: Need) -> bool:
-        """Tell whether a step fits a bucket; in the largest one, rows that do not fit wait."""
+        """Return whether a step fits a bucket; in the largest one, rows that do not fit wait."""
         rows = bucket.rows == 1 if need.rows == 1 else bucket.rows >= need.rows
         lanes = max_lanes(self.config, self.rows, bucket)
         enough = bucket.tokens >= need.tokens and lanes >= need.lanes
         slots = min(need.slots, self.capacity)
         return (
             rows
-            and bucket.most >= need.per_row
+            and bucket.max_per_row >= need.per_row
             and bucket.slots >= slots
             and (enough or bucket.tokens == self._largest)
         )
 
-    def need(self, report: StepSummary, listened: bool) -> Need:
+    def need(self, summary: StepSummary, streamed: bool) -> Need:
         """Return the sizes of the next step.
 
         Args:
-            report: report of the state.
-            listened: whether an answer is streamed. If not, a prompt of at least `PROMPT_BESIDE` tokens is fed in steps
-                of its own, which is the fastest for all requests together.
+            summary: summary of the state.
+            streamed: whether an answer is streamed. If not, a prompt of `PROMPT_BESIDE` tokens or more is prefilled
+                alone, which minimises the total time.
         """
-        due, is_prompt = np.asarray(report.tokens), np.asarray(report.phase) == PROMPT
-        rows, lanes = max(2, int(np.flatnonzero(due)[-1]) + 1), np.asarray(report.lanes)
+        due, is_prompt = np.asarray(summary.tokens), np.asarray(summary.phase) == PROMPT
+        rows, lanes = max(2, int(np.flatnonzero(due)[-1]) + 1), np.asarray(summary.lanes)
         first = int(only_row(due, is_prompt))
-        is_alone = np.count_nonzero(due) == 1 or (is_prompt[first] and due[first] >= PROMPT_BESIDE and not listened)
+        is_alone = np.count_nonzero(due) == 1 or (is_prompt[first] and due[first] >= PROMPT_BESIDE and not streamed)
         if self.rows == 1 or (is_alone and not self._split):
-            here = np.arange(due.size) == first
-            rows, due, lanes = 1, np.where(here, due, 0), np.where(here, lanes, 0)
+            selected = np.arange(due.size) == first
+            rows, due, lanes = 1, np.where(selected, due, 0), np.where(selected, lanes, 0)
         answers, left = np.where(is_prompt, 0, due), np.where(is_prompt, due, 0)
-        # Answers wait for a step that feeds prompts, too, so the prompts get few tokens of it.
+        # Answers wait for the whole step, so prompts get few of its tokens.
         beside = max(PROMPT_BESIDE - int(answers.sum()), self._branches) if answers.any() else MAX_TOKENS
-        of_row = self.prefill_chunk(int(left.max())) if rows == 1 else PROMPT_BESIDE
-        chunk = np.minimum(left, min(of_row, beside))
+        per_row = self.prefill_chunk(int(left.max())) if rows == 1 else PROMPT_BESIDE
+        chunk = np.minimum(left, min(per_row, beside))
         return Need(
             rows=rows,
             tokens=int(answers.sum() + min(chunk.sum(), beside)),
             per_row=int(max(answers.max(), chunk.max())),
-            slots=int((np.asarray(report.length) + answers + chunk)[due > 0].max()),
+            slots=int((np.asarray(summary.length) + answers + chunk)[due > 0].max()),
             lanes=int(lanes.sum()),
         )
 
-    def prefill_chunk(self, left: int) -> int:
+    def prefill_chunk(self, tokens: int) -> int:
         """Return the tokens of the largest single-row bucket that the rest of a prompt fills at least half."""
         sizes = [bucket.tokens for bucket in self.buckets if bucket.rows == 1]
-        return max(size for size in sizes if size <= 2 * max(left, 1))
+        return max(size for size in sizes if size <= 2 * max(tokens, 1))

@@ -16,14 +16,14 @@ from aspd_jax.errors import RequestError
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import RequestOutput
-from infer.answers.filled import END_ROOM, Filled, FilledBlock, HoleText, hole_text
+from infer.answers.filled import END_TOKENS, Filled, FilledBlock, HoleText, hole_text
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
 from infer.request import Request
 from infer.scheduling.structured import Schemas, json_rule, known_limit, next_mask, only_token, permitted_drafts
 
-# The model continues behind a value as in a JSON object, with tokens that may hold the end of the value, too. The text
-# ends with the value.
+# After a value, the model continues as in a JSON object. The token that ends the value may contain the text after it,
+# which is not part of the answer.
 VALUE_GRAMMAR = r"""
 start: BLANK? value TAIL?
 BLANK: " "
@@ -59,13 +59,13 @@ class HoleState:
         limit: maximum tokens of the branch.
 
     Attributes:
-        length: tokens of the branch so far, lead included, and those that the engine was told to feed.
+        length: tokens of the branch so far, lead and queued known tokens included.
         sampled: number of steps that sampled a token of it.
         value: text of the value; while the hole grows, the part that later tokens cannot change.
         growing: whether further tokens belong to the hole.
         complete: whether the value has ended by itself.
         emptied: whether the last token is not part of the text.
-        cut: whether a budget has ended the hole.
+        cut: whether a budget ended the hole.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class HoleState:
             self.length += 1
             if token in self._ends:
                 self.emptied = True
-                self._read(ended=True)
+                self._read(final=True)
                 self.cut = not self.complete or self.length >= self._limit
             elif self.growing:
                 self._add([token])
 
-    def queue(self, room: int) -> list[int]:
-        """Return the known tokens that follow, at most `room`, and take them."""
+    def queue(self, limit: int) -> list[int]:
+        """Return the known tokens that follow, at most `limit`, and take them."""
         queued: list[int] = []
-        while self.growing and len(queued) < room and (known := self._known()[: room - len(queued)]):
+        while self.growing and len(queued) < limit and (known := self._next_known()[: limit - len(queued)]):
             self.length += len(known)
             queued += known
             self._add(known)
@@ -106,16 +106,16 @@ class HoleState:
         """Return the tokens that may come next, uint32 [W]: the next known token, if there is one."""
         return only_token(self._lead[0], words) if self._lead else next_mask(self._matcher, words)
 
-    def ahead(self, drafts: Sequence[int], words: int) -> tuple[list[int], list[np.ndarray]]:
-        """Return the draft tokens that may follow, and the token masks before and behind each, uint32 [W].
+    def draft_masks(self, drafts: Sequence[int], words: int) -> tuple[list[int], list[np.ndarray]]:
+        """Return the draft tokens that may follow, and the token masks before and after each, uint32 [W].
 
         The token that completes the value is none of them, because nothing may follow it.
         """
         if self._lead:
             return [], [self.mask(words)]
-        return permitted_drafts(self._matcher, drafts, lambda matcher: next_mask(matcher, words), self._completes)
+        return permitted_drafts(self._matcher, drafts, lambda matcher: next_mask(matcher, words), self.completes)
 
-    def _completes(self, tokens: Sequence[int]) -> bool:
+    def completes(self, tokens: Sequence[int]) -> bool:
         """Return whether the value ends with further tokens."""
         if tokens[-1] in self._ends:
             return True
@@ -123,8 +123,8 @@ class HoleState:
         stream.extend([*self._ids, *tokens])
         return self._text.read(stream.text, False)[1]
 
-    def _known(self) -> list[int]:
-        return self._lead or ([] if self._matcher is None else self._matcher.known())
+    def _next_known(self) -> list[int]:
+        return self._lead or ([] if self._matcher is None else self._matcher.known_tokens())
 
     def _add(self, tokens: list[int]) -> None:
         lead, value = tokens[: len(self._lead)], tokens[len(self._lead) :]
@@ -133,12 +133,12 @@ class HoleState:
             self._matcher.take(value)
         self._ids += value
         self._stream.extend(self._ids)
-        self._read(ended=False)
+        self._read(final=False)
 
-    def _read(self, ended: bool) -> None:
+    def _read(self, final: bool) -> None:
         """Read the value from the text so far."""
-        self.value, self.complete = self._text.read(self._stream.text, ended)
-        self.growing = not (self.complete or ended)
+        self.value, self.complete = self._text.read(self._stream.text, final)
+        self.growing = not (self.complete or final)
 
 
 class Filling:
@@ -161,7 +161,7 @@ class Filling:
         self._merges, self._ended = 0, False
 
     def start(self) -> RowGuidance:
-        """Return that nothing is decided before the prompt has been fed."""
+        """Return no decisions; the prompt has not been fed."""
         return RowGuidance()
 
     def read(self, output: RequestOutput) -> RequestOutput:
@@ -178,22 +178,22 @@ class Filling:
         )
         path = 1 + self._merges + sum(max(state.sampled for state in block) for block in self._begun)
         filled = Filled(self._template, {s.hole.name: s.value for s in states}, made, path, self._ended)
-        return replace(output, filled=filled)
+        return replace(output, template=filled)
 
     def follow(self, output: RequestOutput) -> RowGuidance:
-        """Return what follows from the tokens that `read` has taken."""
-        if output.held:
+        """Return the decisions after the last `read`."""
+        if output.block_ready:
             return self._begin_block()
         if not output.open_branches:
             return RowGuidance()
         states = {number: self._begun[-1][number - 1] for number in sorted(output.open_branches)}
         grown = {number: state for number, state in states.items() if state.growing}
-        left = self._left(output) // max(1, len(grown)) - END_ROOM
-        known = {number: state.queue(self._room(state, left)) for number, state in grown.items()}
+        left = self._tokens_left(output) // max(1, len(grown)) - END_TOKENS
+        known = {number: state.queue(self._known_limit(state, left)) for number, state in grown.items()}
         words, drafts, masks = self._schemas.words, dict[int, list[int]](), dict[int, list[np.ndarray]]()
         for number, state in grown.items():  # draft tokens follow the pending token, not known ones
-            guessed = [] if known[number] else output.drafts_of(number)
-            drafts[number], masks[number] = state.ahead(guessed, words)
+            unchecked = [] if known[number] else output.drafts_of(number)
+            drafts[number], masks[number] = state.draft_masks(unchecked, words)
         closed = frozenset(number for number, state in states.items() if not state.growing)
         emptied = frozenset(number for number in closed if states[number].emptied)
         finish = self._finish(output) if len(closed) == len(states) else RUNNING
@@ -211,27 +211,27 @@ class Filling:
         return RowGuidance(masks, {}, known, branches=len(states))
 
     def _finish(self, output: RequestOutput) -> int:
-        """Return whether and how the answer ends behind a block."""
+        """Return STOP or LENGTH if the answer ends after the current block, else RUNNING."""
         if any(state.hole.schema is not None and not state.complete for state in self._begun[-1]):
             return LENGTH
         if len(self._begun) == len(self._blocks):
             return LENGTH if self._cut else STOP
-        return RUNNING if self._left(output) >= 0 else LENGTH
+        return RUNNING if self._tokens_left(output) >= 0 else LENGTH
 
     @property
     def _cut(self) -> bool:
-        """Return whether a budget has ended free text."""
+        """Return whether a budget ended free text."""
         return any(state.cut for block in self._begun for state in block)
 
-    def _left(self, output: RequestOutput) -> int:
+    def _tokens_left(self, output: RequestOutput) -> int:
         """Return the tokens of the budget that later blocks do not need for leads and ends."""
         later = self._blocks[len(self._begun) :]
         return self._request.budget - output.token_ids.size - needed_tokens(later)
 
-    def _room(self, state: HoleState, left: int) -> int:
+    def _known_limit(self, state: HoleState, tokens_left: int) -> int:
         """Return how many known tokens may be fed with the pending token of a branch."""
-        within = self._request.params.max_branch_tokens - state.length - END_ROOM
-        return known_limit(min(left, within), self._config)
+        within = self._request.params.max_branch_tokens - state.length - END_TOKENS
+        return known_limit(min(tokens_left, within), self._config)
 
 
 def template_blocks(template: Template, codec: TextCodec, max_branches: int) -> list[list[BranchStart]]:
@@ -246,7 +246,7 @@ def template_blocks(template: Template, codec: TextCodec, max_branches: int) -> 
 
 def needed_tokens(blocks: Sequence[Sequence[BranchStart]]) -> int:
     """Return the tokens that blocks need at least."""
-    return sum(len(start.lead) + END_ROOM for block in blocks for start in block)
+    return sum(len(start.lead) + END_TOKENS for block in blocks for start in block)
 
 
 def check_template(
@@ -263,8 +263,8 @@ def check_template(
         max_branch_tokens: maximum tokens of a branch, its lead included.
 
     Raises:
-        RequestError: the literal text spells a special token, a schema is malformed, or the budgets have no room for
-            the leads.
+        RequestError: the literal text spells a special token, a schema is malformed, or the leads do not fit
+            the budgets.
     """
     check_literals(template, codec.special)
     for hole in template.holes:
@@ -275,17 +275,17 @@ def check_template(
                 raise RequestError(f"json_schema: {hole.name}: {error}") from None
     blocks = template_blocks(template, codec, config.max_branches)
     if (needed := needed_tokens(blocks)) > budget:
-        raise RequestError(f"the template needs {needed} tokens at least; the answer may have {budget}")
+        raise RequestError(f"template: expected a budget of at least {needed} tokens, got {budget}.")
     longest = max((start for block in blocks for start in block), key=lambda start: len(start.lead))
-    if len(longest.lead) + END_ROOM > max_branch_tokens:
+    if len(longest.lead) + END_TOKENS > max_branch_tokens:
         raise RequestError(
-            f"hole {longest.hole.name!r}: its literal text has {len(longest.lead)} tokens; "
-            f"max_branch_tokens is {max_branch_tokens}"
+            f"hole {longest.hole.name!r}: expected literal text of at most {max_branch_tokens - END_TOKENS} tokens "
+            f"(max_branch_tokens), got {len(longest.lead)}."
         )
 
 
 def value_grammar(schema: str) -> str:
-    """Return the grammar of a JSON value of a schema and of what the model may write behind it."""
+    """Return the grammar of a JSON value of a schema and of the text after it."""
     value: Any = json.loads(schema)
     value = {} if value is True else value
     return f"{VALUE_GRAMMAR}{json_rule(value)}\n"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from infer.answers.answer import Result
+from infer.answers.answer import RequestOutput, Result
 from infer.answers.events import Event
 from infer.decode.state import DecodeState
 from infer.request import Request, Stream
 from infer.scheduling.policy import StepCost
 from infer.scheduling.request_state import RequestState
+from infer.scheduling.structured import Schemas
 
 
 class Executor(Protocol):
-    """Runs requests; implemented by `infer.scheduling.scheduler.Scheduler`."""
+    """Executor of requests; implemented by `infer.scheduling.scheduler.Scheduler`."""
 
     def step(self, max_steps: int | None) -> bool:
         """Run a chunk of steps."""
@@ -23,14 +24,14 @@ class Executor(Protocol):
         """Return the answer as far as it is decoded."""
 
     def cancel(self, state: RequestState) -> None:
-        """Give a request up."""
+        """Cancel a request."""
 
 
 class Handle:
-    """A submitted request. Iterating over it yields its events and runs the engine.
+    """Handle of a submitted request. Iterating over it yields its events and runs the engine.
 
     Attributes:
-        state: state of the request, which only the scheduler changes.
+        state: state of the request. The scheduler changes it, except for the stream and the events taken.
     """
 
     def __init__(self, executor: Executor, state: RequestState) -> None:
@@ -53,7 +54,7 @@ class Handle:
 
     @property
     def cancelled(self) -> bool:
-        """Return whether the request was given up."""
+        """Return whether the request was cancelled."""
         return self.state.cancelled
 
     @property
@@ -61,18 +62,18 @@ class Handle:
         """Return whether the engine failed while the request was under way; it has no result then."""
         return self.state.failed
 
-    def listen(self, stream: Stream) -> None:
+    def set_stream(self, stream: Stream) -> None:
         """Change the form of later events (`Request.stream`)."""
-        self.state.stream = stream
+        self.state.set_stream(stream)
 
     def events(self) -> Iterator[Event]:
         """Yield the events of the answer up to `done`; run the engine for them."""
-        self.listen(self.state.stream or "branches")
+        self.set_stream(self.state.stream or "branches")
         while self.state.events or self.result is None:
-            while self.state.events:
-                yield self.state.events.popleft()
+            while (event := self.state.next_event()) is not None:
+                yield event
             if self.result is None:
-                self.advance(self.request.steps)
+                self.advance(self.request.max_steps)
 
     __iter__ = events
 
@@ -81,9 +82,7 @@ class Handle:
 
         Without `stream`, all events come together at the end of the answer.
         """
-        events = list(self.state.events)
-        self.state.events.clear()
-        return events
+        return list(iter(self.state.next_event, None))
 
     def wait(self) -> Result:
         """Run the engine until the answer has ended; return it."""
@@ -106,7 +105,7 @@ class Handle:
         return self.result or self._executor.partial(self.state)
 
     def cancel(self) -> None:
-        """Give the request up; its result has the decoded part of the answer and the finish reason `cancelled`."""
+        """Cancel the request; its result has the decoded part of the answer and the finish reason `cancelled`."""
         self._executor.cancel(self.state)
 
 
@@ -118,9 +117,13 @@ class DebugState(NamedTuple):
         rows: request of each row; None: the row is free.
         waiting: requests without a row, in the order of submission.
         cost: measured cost of a step; None: not measured.
+        schemas: compiled schemas.
+        read_output: function that returns the output of a request as far as it is decoded.
     """
 
     decode: DecodeState
     rows: tuple[Handle | None, ...]
     waiting: tuple[Handle, ...]
     cost: StepCost | None
+    schemas: Schemas
+    read_output: Callable[[RequestState], RequestOutput]

@@ -1,6 +1,6 @@
 """Decisions that depend on the cost of a step: the number of branches that are fed, and the use of draft tokens.
 
-They change when tokens are decoded, never which.
+They change the step in which a token is decoded, not the token.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from aspd_jax.errors import RequestError
 
 NO_LIMIT = np.iinfo(np.int32).max
-DRAFTING_PASSES = 32  # steps with draft tokens before these are judged
-PLAIN_PASSES = 512  # steps without draft tokens before these are tried again
+DRAFTING_STEPS = 32  # steps with draft tokens between two comparisons of gain and cost
+PLAIN_STEPS = 512  # steps without draft tokens, after which draft tokens are tried again
 
 
 class Sample(NamedTuple):
@@ -123,45 +123,45 @@ class DraftControl:
         self._begin(0)
 
     def _begin(self, wait: int) -> None:
-        self._wait, self._passes, self._segments, self._accepted, self._wider = wait, 0, 0, 0, 0.0
+        self._wait, self._steps, self._segments, self._accepted, self._wider = wait, 0, 0, 0, 0.0
 
     @property
-    def on(self) -> bool:
+    def active(self) -> bool:
         """Return whether the next step feeds draft tokens."""
         return self._possible and not self._wait
 
     @property
-    def passes(self) -> int:
-        """Return the steps until draft tokens are judged or tried again."""
+    def steps(self) -> int:
+        """Return the steps until gain and cost are compared, or draft tokens are tried again."""
         if not self._possible or self.always:
             return NO_LIMIT
-        return DRAFTING_PASSES - self._passes if self.on else self._wait
+        return DRAFTING_STEPS - self._steps if self.active else self._wait
 
-    def note_plain(self, passes: int) -> None:
+    def note_plain(self, steps: int) -> None:
         """Record steps without draft tokens."""
-        if self._possible and not self.on:
-            self._begin(max(0, self._wait - passes))
+        if self._possible and not self.active:
+            self._begin(max(0, self._wait - steps))
 
-    def note(self, cost: StepCost, passes: int, fed: int, rows: int, slots: int, segments: int, accepted: int) -> None:
-        """Record steps with draft tokens, and judge these after `DRAFTING_PASSES` steps.
+    def note(self, cost: StepCost, steps: int, fed: int, rows: int, slots: int, segments: int, accepted: int) -> None:
+        """Record steps with draft tokens; after `DRAFTING_STEPS` steps, compare gain and cost.
 
         Args:
             cost: cost of a step.
-            passes: number of steps.
+            steps: number of steps.
             fed: tokens of the program of each step.
             rows, slots: rows of the program, and slots that it reads of each.
             segments: segments that took tokens, summed over the steps; without drafts each takes one.
             accepted: further tokens that they took.
         """
         context = rows * slots
-        without = cost.milliseconds(max(1, round(segments / max(1, passes))), context)
+        without = cost.milliseconds(max(1, round(segments / max(1, steps))), context)
         drafting = cost.milliseconds(fed, context) + cost.per_drafting_row * rows
-        self._wider += passes * drafting / max(without, 1e-9)
+        self._wider += steps * drafting / max(without, 1e-9)
         if self.always:
             return
-        self._passes += passes
+        self._steps += steps
         self._segments += segments
         self._accepted += accepted
-        if self._passes >= DRAFTING_PASSES:
-            pays = 1 + self._accepted / max(1, self._segments) > self._wider / self._passes
-            self._begin(0 if pays else PLAIN_PASSES)
+        if self._steps >= DRAFTING_STEPS:
+            pays = 1 + self._accepted / max(1, self._segments) > self._wider / self._steps
+            self._begin(0 if pays else PLAIN_STEPS)

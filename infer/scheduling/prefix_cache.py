@@ -155,7 +155,11 @@ class PrefixCache:
         return None if max(shared, default=0) >= max(MIN_COPIED, match.prefix.tokens + 1) else match
 
     def plan_copies(self, match: Match, free: Sequence[int]) -> RowCopies | None:
-        """Plan to copy a prefix to the first free row, and what this row holds to another free row; None: no copies."""
+        """Plan the copies: the prefix to the first free row, and the contents of that row to another free row.
+
+        Returns:
+            The copies; None: no row is copied.
+        """
         target, memory, nowhere = free[0], self._memories[free[0]], len(self._memories)
         copied = match.source != target
         loses = self._reuse and (copied or match.prefix.tokens < memory.ids.size)

@@ -19,8 +19,8 @@ from aspd_jax.sizes import next_power
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TitleForm, split
 from infer.decode.decode_step import count_step, forward, logits_of
 from infer.decode.derived import Derived, derive
-from infer.decode.grammar import LaneTokens, lane_node, recognise
-from infer.decode.inputs import Inputs, next_inputs, widths
+from infer.decode.grammar import LaneTokens, lane_tag_state, recognise
+from infer.decode.inputs import Inputs, next_inputs, plan_step, widths
 from infer.decode.state import FORK, PROMPT, RUNNING, TITLE, DecodeState, EngineConfig, Titles
 from infer.decode.transition import advance, fork_queue
 from infer.request import Request, SamplingParams
@@ -34,13 +34,13 @@ class Trace:
 
     Attributes:
         logits: logits after each answer token, in the order of the linearisation, float32 [T, V].
-        passes: steps after prefill until the last answer token was sampled. The step that feeds this token is not
+        steps: steps after prefill until the last answer token was sampled. The step that feeds this token is not
             counted, because generation does not run it.
         widths: number of tokens fed in each of these steps.
     """
 
     logits: np.ndarray
-    passes: int
+    steps: int
     widths: tuple[int, ...]
 
 
@@ -81,16 +81,15 @@ class _Script:
 
 
 @partial(jax.jit, static_argnames=("config", "bucket"), donate_argnames="state")
-def replay_pass(
-    params: Any, state: DecodeState, config: EngineConfig, bucket: Bucket
-) -> tuple[jax.Array, Inputs, Derived, DecodeState]:
-    """Run a step without sampling; return logits of all fed tokens [T, V], the inputs, `Derived`, and the state."""
-    derived = derive(state.sequence, state.automaton, config)
-    inputs = next_inputs(state, derived, config, bucket, drafting=False)
+def replay_step(
+    params: Any, state: DecodeState, derived: Derived, config: EngineConfig, bucket: Bucket
+) -> tuple[jax.Array, Inputs, DecodeState]:
+    """Run a step without sampling; return the logits of all fed tokens, [T, V], the inputs and the state."""
+    inputs = next_inputs(state, plan_step(state, config, bucket, derived), config, bucket, drafting=False)
     every = inputs._replace(batch=inputs.batch._replace(logits_at=jnp.arange(bucket.tokens)))
     hidden, cache = forward(params, state, config, every, bucket)
     logits = logits_of(params, config, every, hidden)
-    return logits, inputs, derived, state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
+    return logits, inputs, state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -99,23 +98,23 @@ def replay_advance(
 ) -> DecodeState:
     """Take scripted tokens, one per lane, in place of sampled ones."""
     lanes = inputs.lanes
-    tokens = LaneTokens(sampled, *recognise(state.automaton, lane_node(state, lanes), sampled), sampled < 0)
+    tokens = LaneTokens(sampled, *recognise(state.automaton, lane_tag_state(state, lanes), sampled), sampled < 0)
     return advance(state, derived, config, lanes, tokens, lanes.row < state.sequence.cursor.phase.size)
 
 
 def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answer: Sequence[int]) -> Trace:
     """Run `Engine.replay`; limits of the config are raised to the sizes of the answer."""
     if not answer:
-        raise StructureError("the answer is empty")
+        raise StructureError("answer: expected at least one token, got none.")
     ended = answer[-1] in config.end
     items = split(answer[:-1] if ended else answer, config.special, config.form, paired=False)
     blocks = [item for item in items if isinstance(item, BlockIds)]
     config = replace(
         config,
         form=replace(config.form, separator=_separator(blocks, config.form)),
-        max_branches=_room(config.max_branches, *(len(block.branches) for block in blocks)),
+        max_branches=_larger_limit(config.max_branches, *(len(block.branches) for block in blocks)),
         distinct_titles=False,
-        max_title_tokens=_room(config.max_title_tokens, *(len(t) for block in blocks for t in block.titles)),
+        max_title_tokens=_larger_limit(config.max_title_tokens, *(len(t) for block in blocks for t in block.titles)),
     )
     script = _Script(items, config, answer[-1:] if ended else ())
     layout = build_layout(np.asarray([[*prompt, *answer]]), config.special, lm.config.positions)
@@ -126,24 +125,25 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     capacity = capacity_for(len(prompt) + len(answer) + 1)
     state = admit_request(lm, config, new_state(lm, config, 1, capacity), request, 0)
     logits = np.full((len(answer), lm.config.vocab_size), np.nan, np.float32)
-    block, passes = -1, []
+    block, widths_fed = -1, []
     while True:
         prefilling = int(state.sequence.cursor.phase[0]) == PROMPT
-        need = widths(state, derive(state.sequence, state.automaton, config))
-        due = min(int(need.tokens[0]), MAX_TOKENS if prefilling else capacity)
+        derived = derive(state.sequence, state.automaton, config)
+        due = min(int(widths(state, derived).tokens[0]), MAX_TOKENS if prefilling else capacity)
         size = max(MIN_SIZE, next_power(due))
-        all_logits, inputs, derived, state = replay_pass(lm.params, state, config, Bucket(1, size, size, capacity))
+        bucket = Bucket(1, size, size, capacity)
+        all_logits, inputs, state = replay_step(lm.params, state, derived, config, bucket)
         if not prefilling:
             fed = np.flatnonzero(np.asarray(inputs.batch.layout.sequence) > 0)
             keys = _keys(Layout(*(field[None] for field in inputs.batch.layout)))
             logits[[place[keys[index]] for index in fed]] = np.asarray(all_logits)[fed, : lm.config.vocab_size]
-            passes.append(fed.size)
+            widths_fed.append(fed.size)
             if script.done:
-                return Trace(logits, len(passes) - 1, tuple(passes[:-1]))
-        there = np.asarray(inputs.lanes.row) < 1
-        if not there.any():
+                return Trace(logits, len(widths_fed) - 1, tuple(widths_fed[:-1]))
+        used = np.asarray(inputs.lanes.row) < 1
+        if not used.any():
             continue
-        lanes = np.where(there, np.asarray(inputs.lanes.branch), -1).tolist()
+        lanes = np.where(used, np.asarray(inputs.lanes.branch), -1).tolist()
         sampled = np.asarray([script.next(block, lane) for lane in lanes], np.int32)
         state = replay_advance(state, derived, config, inputs, jnp.asarray(sampled))
         phase = int(state.sequence.cursor.phase[0])
@@ -157,10 +157,10 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
         state = state._replace(sequence=state.sequence._replace(cursor=cursor))
 
 
-def _room(limit: int, *needed: int) -> int:
+def _larger_limit(limit: int, *needed: int) -> int:
     """Return `limit`, or a power of two that is large enough: answers of similar size share a program."""
-    most = max(needed, default=0)
-    return limit if most <= limit else next_power(most)
+    needed_size = max(needed, default=0)
+    return limit if needed_size <= limit else next_power(needed_size)
 
 
 def _keys(layout: Layout) -> list[tuple[int, ...]]:
@@ -203,7 +203,7 @@ def _own_titles(block: BlockIds) -> list[np.ndarray]:
     for number, branch in enumerate(block.branches, 1):
         fitting = [title for title in block.titles if branch[: len(title)].tolist() == title.tolist()]
         if not fitting:
-            raise StructureError(f"branch {number} of a block starts with none of its titles")
+            raise StructureError(f"branch {number}: expected to start with a title of its block, got other tokens.")
         own.append(max(fitting, key=len))
     return own
 

@@ -17,7 +17,7 @@ from infer.scheduling.structured import Constraint
 
 @dataclass(eq=False)
 class RequestState:
-    """State of a request. The scheduler owns and changes it; a `Handle` shows it to the owner of the request.
+    """State of a request. The scheduler advances it; a `Handle` sets its stream and takes its events.
 
     Attributes:
         request: the request.
@@ -29,11 +29,11 @@ class RequestState:
         prompt: contents of the row once the prompt has been fed; None: the prompt is not being fed.
         constraint: follower of the schemas or the template, once the request has a row; None: there are none.
         steps: steps after prefill, int [2]: outside and inside blocks.
-        counted: time up to which `seconds` accounts.
+        count_time: time up to which `seconds` accounts.
         seconds: wall time by phase (`Statistics.seconds`).
         events: events that the owner has not taken.
         result: the answer, once it has ended.
-        cancelled: whether the owner gave the request up.
+        cancelled: whether the owner cancelled the request.
         failed: whether the request was under way when the engine failed.
     """
 
@@ -46,7 +46,7 @@ class RequestState:
     prompt: RowMemory | None = None
     constraint: Constraint | Filling | None = None
     steps: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
-    counted: float = 0.0
+    count_time: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     events: deque[Event] = field(default_factory=deque)
     result: Result | None = None
@@ -59,9 +59,17 @@ class RequestState:
         return self.row is not None and self.prompt is None
 
     @property
-    def watched(self) -> bool:
+    def incremental(self) -> bool:
         """Return whether the host reads the answer while it grows."""
         return bool(self.stream) or self.request.stepwise
+
+    def set_stream(self, stream: Stream) -> None:
+        """Change the form of later events."""
+        self.stream = stream
+
+    def next_event(self) -> Event | None:
+        """Remove and return the first event that the owner has not taken; None: there is none."""
+        return self.events.popleft() if self.events else None
 
     def start(
         self, row: int, reused: int, prompt: RowMemory, constraint: Constraint | Filling | None, now: float
@@ -72,7 +80,7 @@ class RequestState:
 
     def end_prefill(self, serial_steps: int, now: float) -> None:
         """Record that the prompt has been fed and the first token sampled."""
-        self.prompt, self.steps, self.counted = None, np.asarray([serial_steps, 0]), now
+        self.prompt, self.steps, self.count_time = None, np.asarray([serial_steps, 0]), now
         total = now - self.submitted
         self.seconds |= {"prefill": total - self.seconds["queued"], "serial": 0.0, "parallel": 0.0}
         self.seconds |= {"first_token": total, "total": total}
@@ -80,9 +88,9 @@ class RequestState:
     def count(self, serial_steps: int, parallel_steps: int, seconds: float, now: float) -> None:
         """Account for steps of a chunk that took `seconds`; the arguments count all steps since prefill."""
         steps = np.asarray([serial_steps, parallel_steps])
-        new, spent = steps - self.steps, min(seconds, now - self.counted)  # prefill may have ended within the chunk
+        new, spent = steps - self.steps, min(seconds, now - self.count_time)  # prefill may have ended within the chunk
         serial, parallel = new / max(1, new.sum()) * spent
-        self.steps, self.counted = steps, now
+        self.steps, self.count_time = steps, now
         self.seconds["serial"] += float(serial)
         self.seconds["parallel"] += float(parallel)
         self.seconds["total"] = now - self.submitted

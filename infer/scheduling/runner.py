@@ -1,4 +1,4 @@
-"""Runs of passes: in which program, with or without drafts.
+"""Run steps: select the program, start it, and record the gain of draft tokens.
 
 B rows of the state.
 """
@@ -28,23 +28,23 @@ class InFlightSteps(NamedTuple):
         steps: maximum number of steps.
         bucket: bucket of the program.
         drafting: whether the steps feed draft tokens.
-        before: summary of the state before the steps.
-        after: summary of the state after the steps.
+        first: summary of the state before the steps.
+        last: summary of the state after the steps.
         state: state after the steps.
-        since: start time by the runner's clock, in seconds.
+        start: start time by the runner's clock, in seconds.
     """
 
     steps: int
     bucket: Bucket
     drafting: bool
-    before: StepSummary
-    after: Packed[StepSummary]
+    first: StepSummary
+    last: Packed[StepSummary]
     state: DecodeState
-    since: float
+    start: float
 
 
 class Runner:
-    """Starts steps in the selected program, and records what draft tokens gain.
+    """Runner of steps in the selected programs, with a record of the gain of draft tokens.
 
     Attributes:
         buckets: programs of the engine.
@@ -62,36 +62,41 @@ class Runner:
     def start(
         self,
         state: DecodeState,
-        report: StepSummary,
+        summary: StepSummary,
         steps: int,
         join: bool,
-        listened: bool,
+        streamed: bool,
         one_token: bool,
     ) -> InFlightSteps:
         """Start steps without waiting for them; `state` is donated.
 
         Args:
             state: state before the steps.
-            report: summary of the state; some sequence has due tokens.
+            summary: summary of the state; some sequence has due tokens.
             steps: maximum number of steps. Fewer are run if the next one needs another program.
             join: whether the steps end when a sequence finishes.
-            listened: see `Buckets.need`.
-            one_token: whether a step takes one token per segment, because the host has to see each: it searches stop
-                strings.
+            streamed: see `Buckets.need`.
+            one_token: whether each step takes one token per segment; needed for stop strings.
         """
         since = self.clock()
-        drafting = self.drafts.on and not one_token
-        steps = min(steps, self.drafts.passes)
-        bucket, smaller, larger = self.buckets.select(report, listened)
-        smaller = -1 if drafting else smaller  # drafts come and go
+        drafting = self.drafts.active and not one_token
+        steps = min(steps, self.drafts.steps)
+        bucket, smaller, larger = self.buckets.select(summary, streamed)
+        # The number of draft tokens varies by step, so a smaller program would alternate with this one.
+        smaller = -1 if drafting else smaller
         conditions = StopConditions(np.int32(steps), np.int32(smaller), np.int32(larger), np.bool_(join))
         state, after = run(self._lm.params, state, conditions, self._config, bucket, drafting)
-        return InFlightSteps(steps, bucket, drafting, report, after, state, since)
+        return InFlightSteps(steps, bucket, drafting, summary, after, state, since)
 
     def end(self, started: InFlightSteps, cost: StepCost | None) -> tuple[int, StepSummary]:
-        """Wait for passes: how many there were, and what they report; `cost`: of a pass, which drafts are judged by."""
-        before, after = started.before, started.after.read()
-        done = started.steps - int(after.left)
+        """Wait for the steps; return their number and the summary of the state.
+
+        Args:
+            started: steps in flight.
+            cost: cost of a step, with which the gain of draft tokens is compared; None: not measured.
+        """
+        before, after = started.first, started.last.read()
+        done = started.steps - int(after.steps_left)
         if not started.drafting:
             self.drafts.note_plain(done)
         elif cost is not None:

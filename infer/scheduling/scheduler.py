@@ -52,14 +52,15 @@ class StepStats(NamedTuple):
 
 
 class Scheduler:
-    """Runs requests in a batch with a fixed number of rows.
+    """Scheduler of requests in a batch with a fixed number of rows.
 
     Args:
         lm: the model.
         config: configuration of the engine.
         rows: B.
         capacity: maximum tokens of prompt and answer.
-        policy: policy that holds branches of a loaded batch back.
+        policy: branch policy.
+        drafts: control of draft tokens.
         reuse: whether prompts reuse what rows hold.
         adapters: adapters that requests select.
         schemas: compiled schemas of requests.
@@ -98,8 +99,8 @@ class Scheduler:
         self._alone: RequestState | None = None  # the only request that may start; None: all may
         self._cost: StepCost | None = None
         self._state: DecodeState | None = None
-        self._report: StepSummary | None = None  # of the state; None: something has changed the state since
-        self._ahead: InFlightSteps | None = None
+        self._summary: StepSummary | None = None  # summary of `_state`; None: outdated
+        self._in_flight: InFlightSteps | None = None
         self._changed = False  # whether something has changed the state since the last steps were started
         self._cap: int | None = None
         self._lock = threading.RLock()
@@ -119,14 +120,14 @@ class Scheduler:
         return Handle(self, state)
 
     def retry_alone(self, state: RequestState) -> None:
-        """Queue a request that failed with the engine before all others, which start when it has ended or failed."""
+        """Queue a failed request first. Other requests wait until it ends or fails."""
         state.retry()
         self._adapters.acquire(state.request.adapter)
         self._waiting.appendleft(state)
         self._alone = state
 
     def cancel(self, state: RequestState) -> None:
-        """Give a request up, and free its row."""
+        """Cancel a request, and free its row."""
         with self._lock:
             if state.result is not None:
                 return
@@ -142,13 +143,13 @@ class Scheduler:
             self._change(stop_segments(self._state_now(), mask, branches))
             self._end(state, output)
             if not self._decoding:
-                self._ahead = None
+                self._in_flight = None
 
     def step(self, max_steps: int | None = None) -> bool:
         """Admit waiting requests, and run a chunk of steps.
 
-        The chunk ends when a request ends whose row another one waits for, and when a prompt has been fed whose answer
-        is streamed. While the host reads answers that go on, the first steps of the next chunk run.
+        The chunk ends when a request ends while another waits, or when the prompt of a streamed answer has been fed.
+        While the host reads answers that go on, the first steps of the next chunk run.
 
         Args:
             max_steps: maximum steps of the chunk, which then also ends when any request ends; None: no limit.
@@ -160,7 +161,7 @@ class Scheduler:
         with self._lock:
             self.last_chunk = StepStats()
             try:
-                self._end_ahead()
+                self._end_in_flight()
                 self._admit()
                 if not self._running:
                     return False
@@ -179,7 +180,9 @@ class Scheduler:
         """Run `Engine.warm_up`."""
         with self._lock:
             if self._running:
-                raise RequestError("warm_up is for an engine at rest; requests are under way")
+                raise RequestError(
+                    f"warm_up: expected no running request, got {len(self._running)}. Call it before `submit`."
+                )
             before = self.runner.clock()
             self.reset_cache()  # timed steps overwrite the rows
             buckets = self.runner.buckets
@@ -201,7 +204,7 @@ class Scheduler:
         with self._lock:
             rows = tuple(None if state is None else Handle(self, state) for state in self._rows)
             waiting = tuple(Handle(self, state) for state in self._waiting)
-            return DebugState(self._state_now(), rows, waiting, self._cost)
+            return DebugState(self._state_now(), rows, waiting, self._cost, self._schemas, self._output)
 
     @property
     def _free(self) -> list[int]:
@@ -227,19 +230,19 @@ class Scheduler:
         if self._state is None:
             automaton = None if self._reader is None else self._reader.automaton
             self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, automaton)
-            judged = self.runner.drafts.on and not self.runner.drafts.always
+            judged = self.runner.drafts.active and not self.runner.drafts.always
             costly = self._policy.milliseconds is not None or judged
             if costly and self._cost is None:
                 self._state, self._cost = measure_cost(self._lm, self._config, self._state, self.runner.buckets)
         return self._state
 
     def _change(self, state: DecodeState) -> None:
-        """Replace the state outside of steps: reports of the last one no longer hold."""
-        self._state, self._report, self._changed = state, None, True
+        """Replace the state outside of steps; its summary is outdated."""
+        self._state, self._summary, self._changed = state, None, True
 
     def _fail(self) -> None:
         """Drop the state, which may be incomplete; waiting requests continue with a new one, running ones fail."""
-        self._state, self._report, self._ahead, self._cap, self._alone = None, None, None, None, None
+        self._state, self._summary, self._in_flight, self._cap, self._alone = None, None, None, None, None
         for state in self._running.values():
             self._adapters.release(state.request.adapter)
             state.fail()
@@ -270,33 +273,32 @@ class Scheduler:
         fed = self._prefixes.begin(target, request, match)
         constraint = self._constraint(request)
         state.start(target, match.prefix.tokens, fed, constraint, self.runner.clock())
-        place, now = self._adapters.place(request.adapter), self._state_now()
-        self._change(admit_request(self._lm, self._config, now, request, target, match.prefix, place))
+        slot, now = self._adapters.slot(request.adapter), self._state_now()
+        self._change(admit_request(self._lm, self._config, now, request, target, match.prefix, slot))
         if constraint is not None:
             self._guide({target: constraint.start()})
         self._cap = None  # the new row has no cap yet
 
     def _constraint(self, request: Request) -> Constraint | Filling | None:
-        """Return what follows the schemas or the template of a request; None: it has neither."""
+        """Return the constraint of the schemas or the template of a request; None: it has neither."""
         if request.template is not None:
             return Filling(request, self._schemas, self._lm.codec.text, self._config)
         return self._schemas.constraint(request.params, request.budget) if request.constrained else None
 
-    def _end_prefills(self, report: StepSummary) -> bool:
+    def _end_prefills(self, summary: StepSummary) -> bool:
         """Record prompts that have been fed.
 
         Returns:
-            Whether the chunk should end: such an answer is streamed, or a waiting request may share the prompt and has
-            a row to go to.
+            Whether the chunk should end: the answer is streamed, or a waiting request can start from this prefix.
         """
-        now, awaited = self.runner.clock(), False
+        now, ends_chunk = self.runner.clock(), False
         for row, state in self._running.items():
-            if state.prompt is None or report.phase[row] == PROMPT:
+            if state.prompt is None or summary.phase[row] == PROMPT:
                 continue
             self._prefixes.store(row, state.prompt)
-            state.end_prefill(report.steps[row] - report.parallel_steps[row], now)
-            awaited |= bool(state.stream) or (bool(self._waiting) and None in self._rows)
-        return awaited
+            state.end_prefill(summary.steps[row] - summary.parallel_steps[row], now)
+            ends_chunk |= bool(state.stream) or (bool(self._waiting) and None in self._rows)
+        return ends_chunk
 
     def _decode(self, max_steps: int, return_on_end: bool) -> None:
         """Run a chunk; it also ends with a request if `return_on_end`, or if others wait."""
@@ -307,109 +309,109 @@ class Scheduler:
             max_steps = min(max_steps, STEPS_BETWEEN_CAPS)
         before = self.runner.clock()
         self._hold_back()
-        done, report, join = 0, self._reported(), return_on_end or bool(self._waiting)
-        left = max_steps - self.last_chunk.steps  # without those that were started ahead
-        awaited = self._end_prefills(report)
-        while done < left and report.tokens.any() and not awaited:
-            if join and (report.finish[rows] != RUNNING).any():
+        done, summary, join = 0, self._summary_now(), return_on_end or bool(self._waiting)
+        left = max_steps - self.last_chunk.steps  # steps that are not in flight
+        ends_chunk = self._end_prefills(summary)
+        while done < left and summary.tokens.any() and not ends_chunk:
+            if join and (summary.finish[rows] != RUNNING).any():
                 break
-            steps, report = self.runner.end(self._start(report, left - done, join), self._cost)
-            self._report = report
+            steps, summary = self.runner.end(self._start(summary, left - done, join), self._cost)
+            self._summary = summary
             done += steps
-            awaited = self._end_prefills(report)
-        self._count(report, done, self.runner.clock() - before)
-        # The next steps are known in advance, unless what is read now may change them or branches are held back.
+            ends_chunk = self._end_prefills(summary)
+        self._count(summary, done, self.runner.clock() - before)
+        # Start the next steps before reading, unless outputs may change them or branches are held back.
         feeding = any(state.prompt is not None for state in self._running.values())
-        known = not (stepwise or feeding) and self._policy == Policy() and bool((report.finish[rows] == RUNNING).all())
-        self._process_outputs(report, max_steps if join and known and report.tokens.any() else 0)
+        known = not (stepwise or feeding) and self._policy == Policy() and bool((summary.finish[rows] == RUNNING).all())
+        self._process_outputs(summary, max_steps if join and known and summary.tokens.any() else 0)
 
-    def _start(self, report: StepSummary, max_steps: int, join: bool) -> InFlightSteps:
-        """Start the steps that a report asks for."""
+    def _start(self, summary: StepSummary, max_steps: int, join: bool) -> InFlightSteps:
+        """Start steps in the program that the summary selects."""
         streamed = any(state.stream for state in self._decoding.values())
         one_token = any(state.request.params.stop for state in self._running.values())
-        started = self.runner.start(self._state_now(), report, max_steps, join, streamed, one_token)
-        self._state, self._report, self._changed = started.state, None, False
+        started = self.runner.start(self._state_now(), summary, max_steps, join, streamed, one_token)
+        self._state, self._summary, self._changed = started.state, None, False
         return started
 
-    def _end_ahead(self) -> None:
-        """Wait for the steps that were started ahead."""
-        if self._ahead is None:
+    def _end_in_flight(self) -> None:
+        """Wait for the steps in flight."""
+        if self._in_flight is None:
             return
-        started, self._ahead = self._ahead, None
-        steps, report = self.runner.end(started, self._cost)
+        started, self._in_flight = self._in_flight, None
+        steps, summary = self.runner.end(started, self._cost)
         if not self._changed:
-            self._report = report
-        self._count(report, steps, self.runner.clock() - started.since)
+            self._summary = summary
+        self._count(summary, steps, self.runner.clock() - started.start)
 
     def _guide(self, rows: dict[int, RowGuidance]) -> None:
         """Apply decisions for constrained rows, by row."""
         if not any(rows.values()):
             return
         arrays = guidance_arrays(rows, len(self._rows), self._schemas.words, self._config)
-        state, report = guide(self._state_now(), arrays, self._config)
+        state, summary = guide(self._state_now(), arrays, self._config)
         self._change(state)
-        self._report = report.read()
+        self._summary = summary.read()
 
-    def _count(self, report: StepSummary, steps: int, seconds: float) -> None:
+    def _count(self, summary: StepSummary, steps: int, seconds: float) -> None:
         """Add steps and their time to the statistics of the chunk and of every request."""
         self.last_chunk = StepStats(self.last_chunk.steps + steps, self.last_chunk.seconds + seconds)
         now = self.runner.clock()
         for row, state in self._decoding.items():
-            in_blocks = report.parallel_steps[row]
-            state.count(report.steps[row] - in_blocks, in_blocks, seconds, now)
+            in_blocks = summary.parallel_steps[row]
+            state.count(summary.steps[row] - in_blocks, in_blocks, seconds, now)
 
-    def _reported(self) -> StepSummary:
-        if self._report is None:
-            self._report = summarise(self._state_now(), self._config).read()
-        return self._report
+    def _summary_now(self) -> StepSummary:
+        if self._summary is None:
+            self._summary = summarise(self._state_now(), self._config).read()
+        return self._summary
 
     def _hold_back(self) -> None:
-        """Set how many branches a sequence may feed in a step."""
+        """Set the maximum branches that a sequence feeds in a step."""
         cap = None
         if self._policy != Policy():
-            report = self._reported()
-            running = report.finish == RUNNING
-            in_block = running & np.isin(report.phase, (FORK, PARALLEL))
-            slots = int(report.length[running].max(initial=0)) * len(self._rows)
+            summary = self._summary_now()
+            running = summary.finish == RUNNING
+            in_block = running & np.isin(summary.phase, (FORK, PARALLEL))
+            slots = int(summary.length[running].max(initial=0)) * len(self._rows)
             cap = self._policy.branches(self._cost, int((running & ~in_block).sum()), int(in_block.sum()), slots)
         if cap != self._cap:
             self._cap = cap
             caps = np.full(len(self._rows), NO_CAP if cap is None else cap, np.int32)
             self._change(set_branch_cap(self._state_now(), caps))
 
-    def _process_outputs(self, report: StepSummary, ahead: int) -> None:
-        """Read the answers that have ended, have stop strings or a schema, or are streamed.
+    def _process_outputs(self, summary: StepSummary, next_steps: int) -> None:
+        """Read the answers that have ended, have stop strings, a schema or a template, or are streamed.
 
         Args:
-            report: report of the state.
-            ahead: maximum steps to start before anything is read; 0: none.
+            summary: summary of `_state`.
+            next_steps: maximum steps to start before the answers are read; 0: none.
         """
         self._prefixes.tick()
-        finish = report.finish
-        watched = {row: s for row, s in self._decoding.items() if s.watched or finish[row] != RUNNING}
-        if not watched:
+        finish = summary.finish
+        states = {row: s for row, s in self._decoding.items() if s.incremental or finish[row] != RUNNING}
+        if not states:
             return
-        copy = copy_outputs(self._state_now(), self._config, list(watched))
-        if ahead:
-            self._ahead = self._start(report, ahead, join=True)
-        outputs = dict(zip(watched, self._fetch(copy, watched.values()), strict=True))
+        copy = copy_outputs(self._state_now(), self._config, list(states))
+        if next_steps:
+            self._in_flight = self._start(summary, next_steps, join=True)
+        outputs = dict(zip(states, self._fetch(copy, states.values()), strict=True))
         for row, output in outputs.items():
             if finish[row] == RUNNING:
-                watched[row].update(output)
-        if stopped := self._close_at_stop_strings(outputs, watched):
-            finish = self._reported().finish
-            outputs |= {row: self._output(watched[row]) for row in stopped}
-        followed = {row: c for row, state in watched.items() if (c := state.constraint) and finish[row] == RUNNING}
+                states[row].update(output)
+        if stopped := self._close_at_stop_strings(outputs, states):
+            finish = self._summary_now().finish
+            outputs |= {row: self._output(states[row]) for row in stopped}
+        followed = {row: c for row, state in states.items() if (c := state.constraint) and finish[row] == RUNNING}
         decisions = {row: constraint.follow(outputs[row]) for row, constraint in followed.items()}
         self._guide(decisions)
         for row, output in outputs.items():
             if finish[row] != RUNNING:
-                self._end(watched[row], output)
+                self._end(states[row], output)
             elif row in decisions and decisions[row].finish != RUNNING:
-                self._end(watched[row], self._output(watched[row]))
+                self._end(states[row], self._output(states[row]))
 
     def _close_at_stop_strings(self, outputs: dict[int, RequestOutput], states: dict[int, RequestState]) -> list[int]:
-        """End answers that hold a stop string, and branches behind one; return the rows of these answers."""
+        """End answers that contain a stop string, and branches after one; return the rows of these answers."""
         answers = np.zeros(len(self._rows), bool)
         branches = np.zeros((len(self._rows), self._config.max_branches), bool)
         for row, output in outputs.items():
@@ -448,7 +450,7 @@ class Scheduler:
 
     @staticmethod
     def _memory(request: Request, output: RequestOutput) -> RowMemory:
-        """Return what a row holds for later prompts: prompt and answer, or the prompt of a template.
+        """Return the contents of a row for later prompts: prompt and answer, or the prompt of a template.
 
         No token of a later prompt marks the blocks of a template.
         """

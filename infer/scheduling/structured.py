@@ -25,11 +25,11 @@ from infer.decode.guidance import RowGuidance
 from infer.decode.state import EngineConfig
 from infer.request import SamplingParams
 
-MAX_COMPILED = 256  # compiled schemas that are kept
+MAX_COMPILED = 256  # maximum compiled schemas in memory
 # White space between the parts of a value. With more, a small model at a high temperature may never stop repeating it.
 BLANKS = " ?"
 MAX_KNOWN = 64  # known tokens that are fed with a pending one
-RESERVE = 4  # tokens that known tokens leave in a budget, so that budgets end answers as without them
+RESERVE = 4  # tokens reserved after known tokens, so that a budget ends the answer at the same token
 # Fields of a request, and the names of their formats in llguidance.
 FORMATS: Mapping[str, Literal["json_schema", "regex", "choice", "grammar"]] = {
     "json_schema": "json_schema",
@@ -78,7 +78,7 @@ class Schemas:
 
         backend = getattr(self._lm.tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise RequestError("a JSON schema needs a model with a (fast) tokenizer")
+            raise RequestError("json_schema: expected a model with a fast tokenizer, got another.")
         return LLTokenizer(
             backend.to_str(),
             n_vocab=self._lm.config.padded_vocab_size,
@@ -139,10 +139,16 @@ class Matcher:
 
     def mask(self) -> np.ndarray:
         """Return the tokens that may come next, uint32 [W]."""
-        bits: np.ndarray = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]  # may be one more
+        bits: np.ndarray = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[
+            : self._words
+        ]  # The mask may have one word more.
         return bits
 
-    def known(self) -> list[int]:
+    def accepted(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first, the grammar accepts; the position stays."""
+        return int(self._matcher.deep_copy().try_consume_tokens(list(tokens)))
+
+    def known_tokens(self) -> list[int]:
         """Return the tokens that have to come next, as far as the grammar determines the text."""
         return list(self._matcher.compute_ff_tokens())
 
@@ -153,7 +159,7 @@ class Matcher:
 
 
 class Constraint:
-    """Follows the schemas of a request through its answer.
+    """Follower of the schemas of a request through its answer.
 
     Args:
         serial: matcher of the whole answer; None: not constrained.
@@ -211,11 +217,11 @@ class Constraint:
         for key, ids in grown.items():
             segment = key[1]
             if len(ids) > self._followed.get(key, 0):
-                known[segment] = self._grown(key, ids, self._room(output, len(ids)))
+                known[segment] = self._grown(key, ids, self._known_limit(output, len(ids)))
             elif not output.drafts_of(segment):
                 continue
-            guessed = [] if known.get(segment) else output.drafts_of(segment)
-            drafts[segment], masks[segment] = self._ahead(key, guessed)
+            unchecked = [] if known.get(segment) else output.drafts_of(segment)
+            drafts[segment], masks[segment] = self._draft_masks(key, unchecked)
         return RowGuidance(masks, drafts, known)
 
     def _fresh(self) -> dict[int, Sequence[np.ndarray]]:
@@ -225,7 +231,7 @@ class Constraint:
         mask = self._branch_mask(self._branch)
         return {number: [mask] for number in range(1, self._config.max_branches + 1)}
 
-    def _room(self, output: RequestOutput, length: int) -> int:
+    def _known_limit(self, output: RequestOutput, length: int) -> int:
         """Return how many known tokens may be fed with the pending token of a segment that has `length` tokens."""
         size = output.token_ids.size
         left = min(self._budget, self._params.max_content_tokens or self._budget) - size
@@ -241,18 +247,18 @@ class Constraint:
             self._matchers[key] = fresh.copy()
         return self._matchers[key]
 
-    def _grown(self, key: tuple[int, int], ids: np.ndarray, room: int) -> list[int]:
+    def _grown(self, key: tuple[int, int], ids: np.ndarray, limit: int) -> list[int]:
         """Follow a segment; return its known tokens, which count as followed."""
         matcher = self._matcher(key)
         matcher.take(ids[self._followed.get(key, 0) :])
-        queued = matcher.known()[:room]
+        queued = matcher.known_tokens()[:limit]
         if queued:
             matcher.take(queued)
         self._followed[key] = len(ids) + len(queued)
         return queued
 
-    def _ahead(self, key: tuple[int, int], drafts: Sequence[int]) -> tuple[list[int], list[np.ndarray]]:
-        """Return the draft tokens of a segment that its grammar permits, and the token masks before and behind each."""
+    def _draft_masks(self, key: tuple[int, int], drafts: Sequence[int]) -> tuple[list[int], list[np.ndarray]]:
+        """Return the draft tokens of a segment that its grammar permits, and the token masks before and after each."""
 
         def mask(matcher: Matcher | None) -> np.ndarray:
             return self._branch_mask(matcher) if key[1] and matcher else next_mask(matcher, self._words)
@@ -268,9 +274,9 @@ class Constraint:
         return bits
 
 
-def known_limit(room: int, config: EngineConfig) -> int:
-    """Return how many known tokens are fed with a pending one where budgets have room for `room` further tokens."""
-    return max(0, min(room, config.longest_head - 1, MAX_KNOWN))
+def known_limit(tokens_left: int, config: EngineConfig) -> int:
+    """Return how many known tokens are fed with a pending one; `tokens_left`: tokens that the budgets leave."""
+    return max(0, min(tokens_left, config.longest_head - 1, MAX_KNOWN))
 
 
 def json_rule(schema: Mapping[str, Any], lenient: bool = False) -> str:
@@ -295,7 +301,7 @@ def permitted_drafts(
     mask: Callable[[Matcher | None], np.ndarray],
     ends: Callable[[Sequence[int]], bool],
 ) -> tuple[list[int], list[np.ndarray]]:
-    """Return the draft tokens that may follow, and the token masks before and behind each, uint32 [W].
+    """Return the draft tokens that may follow, and the token masks before and after each, uint32 [W].
 
     Args:
         matcher: position before the draft tokens; None: any token may follow.
@@ -303,16 +309,16 @@ def permitted_drafts(
         mask: function from a position to the tokens that may come next.
         ends: whether the last of these draft tokens ends the segment; it is not among those that follow.
     """
-    kept, masks = list[int](), [mask(matcher)]
+    permitted, masks = list[int](), [mask(matcher)]
     matcher = matcher.copy() if matcher and drafts else matcher
     for token in drafts:
-        if not permits(masks[-1], token) or ends([*kept, token]):
+        if not permits(masks[-1], token) or ends([*permitted, token]):
             break
-        kept.append(token)
+        permitted.append(token)
         if matcher is not None:
             matcher.take([token])
         masks.append(mask(matcher))
-    return kept, masks
+    return permitted, masks
 
 
 def only_token(token: int, words: int) -> np.ndarray:
@@ -329,5 +335,5 @@ def next_mask(matcher: Matcher | None, words: int) -> np.ndarray:
     """
     if matcher is None:
         return np.full(words, ~np.uint32(0))
-    known = matcher.known()
+    known = matcher.known_tokens()
     return only_token(known[0], words) if known else matcher.mask()

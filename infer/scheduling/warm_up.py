@@ -79,20 +79,20 @@ def measure_cost(
     counts = [bucket.slots for bucket in buckets_of_all]
     for slots in sorted({min(counts), max(counts)}):
         equal = [bucket for bucket in buckets_of_all if bucket.slots == slots]
-        most = max(bucket.tokens for bucket in equal)
-        wanted = [min(tokens * buckets.rows, most) for tokens in TIMED_TOKENS]
-        sizes = {min(bucket.tokens for bucket in equal if bucket.tokens >= tokens) for tokens in wanted}
+        largest = max(bucket.tokens for bucket in equal)
+        targets = [min(tokens * buckets.rows, largest) for tokens in TIMED_TOKENS]
+        sizes = {min(bucket.tokens for bucket in equal if bucket.tokens >= tokens) for tokens in targets}
         for tokens in sorted(sizes):
-            bucket = min((bucket for bucket in equal if bucket.tokens == tokens), key=lambda bucket: bucket.most)
+            bucket = min((bucket for bucket in equal if bucket.tokens == tokens), key=lambda bucket: bucket.max_per_row)
             state, milliseconds = _time(lm, config, state, bucket)
             samples.append(Sample(tokens, bucket.rows * slots, milliseconds))
     more = 0.0
-    if config.draft_tokens:  # compared with the step timed last, the widest
+    if config.draft_tokens:  # compare with the widest step, which was timed last
         state, drafting = _time(lm, config, state, bucket, drafting=True)
         more = max(0.0, drafting - milliseconds) / bucket.rows
     # Timings differ per process; all use those of process 0, so that they schedule identically.
     times = agreed(np.asarray([*(sample.milliseconds for sample in samples), more], np.float32))
-    cost = fit([of._replace(milliseconds=float(ms)) for of, ms in zip(samples, times[:-1], strict=True)])
+    cost = fit([sample._replace(milliseconds=float(ms)) for sample, ms in zip(samples, times[:-1], strict=True)])
     return state, replace(cost, per_drafting_row=float(times[-1]))
 
 
@@ -106,7 +106,7 @@ def _time(
     for _ in range(REPEATS + 1):  # the first may compile
         state = jax.block_until_ready(fill_for_timing(state, config, width, bucket.slots - width))
         before = time.perf_counter()
-        state, report = run(lm.params, state, one, config, bucket, drafting)
-        report.read()
+        state, summary = run(lm.params, state, one, config, bucket, drafting)
+        summary.read()
         times.append(1000 * (time.perf_counter() - before))
     return fill_for_timing(state, config, 0, 0), median(times[1:])

@@ -24,10 +24,10 @@ from aspd_jax.errors import RequestError
 from aspd_jax.tool_format import read_tool_format
 from infer.answers.answer import Result
 from infer.engine import Engine
+from infer.request import PromptTooLong, SamplingParams
 from infer.request import Request as DecodingRequest
-from infer.request import SamplingParams
 from infer.server.deltas import Delta, branch_deltas, text_deltas
-from infer.server.driver import Broken, Busy, Driver, Ticket
+from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
 from infer.server.guard import add_guard
 from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter
@@ -54,17 +54,17 @@ News: TypeAlias = tuple[int, list[Delta], int, Result | Broken | None]
 def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
     """Create an application that runs an engine from its startup to its shutdown."""
     metrics = Metrics()
-    driver = Driver(engine, config, metrics.chunk)
+    engine_thread = EngineThread(engine, config, metrics.chunk)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
-        driver.start()
+        engine_thread.start()
         yield
-        await asyncio.to_thread(driver.stop)
+        await asyncio.to_thread(engine_thread.stop)
 
     app = FastAPI(title="aspd", docs_url=None, redoc_url=None, lifespan=life)
-    app.state.driver = driver
-    server = _Server(engine, config, driver, metrics)
+    app.state.engine_thread = engine_thread
+    server = _Server(engine, config, engine_thread, metrics)
     add_guard(app, config.max_body, config.body_timeout, config.origins, server.check, server.count)
     add_refusals(app)
     errors: dict[int | str, dict[str, Any]] = {
@@ -102,8 +102,8 @@ def make_app(engine: Engine, config: ServerConfig) -> FastAPI:
 
 
 class _Server:
-    def __init__(self, engine: Engine, config: ServerConfig, driver: Driver, metrics: Metrics) -> None:
-        self._engine, self._config, self._driver, self._metrics = engine, config, driver, metrics
+    def __init__(self, engine: Engine, config: ServerConfig, engine_thread: EngineThread, metrics: Metrics) -> None:
+        self._engine, self._config, self._thread, self._metrics = engine, config, engine_thread, metrics
         self._keys = [hashlib.sha256(key.encode()).digest() for key in config.keys]
         self._started = int(time.time())
         self._page = (files(__package__) / "page.html").read_text()
@@ -122,7 +122,7 @@ class _Server:
             # Comparing with all keys makes the duration independent of the key that matches.
             if not max([hmac.compare_digest(digest, valid) for valid in self._keys]):
                 raise Refused(401, "expected a valid API key", "authentication_error", "invalid_api_key")
-        if request.method == "POST" and not self._driver.ready.is_set():
+        if request.method == "POST" and not self._thread.ready.is_set():
             raise Refused(503, "the server is not ready", "service_unavailable", headers={"Retry-After": "5"})
 
     def count(self, path: str, status: int) -> None:
@@ -168,9 +168,15 @@ class _Server:
         root = Path(self._config.adapter_folder).resolve()
         folder = (root / body.lora_path).resolve()
         if not folder.is_relative_to(root):
-            raise Refused(400, f"lora_path: {body.lora_path!r} is outside the adapter folder", param="lora_path")
+            raise Refused(
+                400,
+                f"lora_path: expected a folder inside the adapter folder, got {body.lora_path!r}",
+                param="lora_path",
+            )
         if body.lora_name == self._config.name:
-            raise Refused(400, f"lora_name: {body.lora_name!r} is the model", param="lora_name")
+            raise Refused(
+                400, f"lora_name: expected a name other than the model's, got {body.lora_name!r}", param="lora_name"
+            )
         await self._change(body.lora_name, str(folder))
         return self._model(body.lora_name)
 
@@ -182,23 +188,23 @@ class _Server:
         return {"id": body.lora_name, "object": "model", "deleted": True}
 
     async def _change(self, name: str, folder: str) -> None:
-        if refused := await self._driver.change_adapter(name, folder):
+        if refused := await self._thread.change_adapter(name, folder):
             raise Refused(400, refused)
 
     async def health(self) -> Response:
         """Return 200 when the server is ready: warm-up has ended and the engine runs."""
-        ready = self._driver.ready.is_set()
-        now = self._driver.occupancy
+        ready = self._thread.ready.is_set()
+        now = self._thread.occupancy
         status = {"status": "ready" if ready else "not ready", "running": now.running, "waiting": now.waiting}
         return JSONResponse(status, 200 if ready else 503)
 
     async def live(self) -> Response:
         """Return 200 while the engine's thread runs."""
-        return JSONResponse({"alive": self._driver.alive}, 200 if self._driver.alive else 503)
+        return JSONResponse({"alive": self._thread.alive}, 200 if self._thread.alive else 503)
 
     async def metrics(self) -> Response:
         """Return the metrics in Prometheus' text format."""
-        return Response(self._metrics.text(self._driver), media_type="text/plain; version=0.0.4")
+        return Response(self._metrics.text(self._thread), media_type="text/plain; version=0.0.4")
 
     async def page(self) -> HTMLResponse:
         """Return the demonstration page."""
@@ -269,7 +275,7 @@ class _Server:
         try:
             requests = await asyncio.to_thread(self._requests, body, prompts, adapter, continues, calls)
         except RequestError as error:
-            too_long = "leaves no room" in str(error)
+            too_long = isinstance(error, PromptTooLong)
             code = "context_length_exceeded" if too_long else None
             raise Refused(400, str(error), INVALID, code) from None
         except Exception as error:  # such as a chat template that refuses the order of roles
@@ -284,7 +290,7 @@ class _Server:
             echo = isinstance(body, CompletionRequest) and body.echo
             stream = body.aspd.stream if body.stream else None
             details: dict[str, Any] = {"stream": stream, "alternatives": alternatives, "echo": echo}
-            tickets = self._driver.submit([replace(request, **details) for request in requests])
+            tickets = self._thread.submit([replace(request, **details) for request in requests])
         except Busy as busy:
             kind, wait = "rate_limit_exceeded", str(busy.seconds)
             raise Refused(429, str(busy), kind, "queue_full", headers={"Retry-After": wait}) from None
@@ -306,7 +312,7 @@ class _Server:
                     params, mode = self._params(body, choice, calls), body.aspd.mode
                     requests.append(self._engine.check(prompt, params, mode, adapter, continues, variables, tools))
             except RequestError as error:
-                raise RequestError(f"prompt[{number}]: {error}" if len(prompts) > 1 else str(error)) from None
+                raise type(error)(f"prompt[{number}]: {error}" if len(prompts) > 1 else str(error)) from None
         return requests
 
     def _params(self, body: Common, choice: int, calls: ToolCalls | None) -> SamplingParams:
@@ -351,7 +357,7 @@ class _Server:
         finally:
             results.cancel()
             for ticket in tickets:
-                self._driver.cancel(ticket)
+                self._thread.cancel(ticket)
         choices = [
             form.choice(number, finished[at], values)
             for number, (at, values) in enumerate(zip(chosen, logprobs, strict=True))
@@ -384,7 +390,7 @@ class _Server:
         return [await self._result(ticket) for ticket in tickets]
 
     async def _result(self, ticket: Ticket) -> Result:
-        async for news in ticket.listen():
+        async for news in ticket.stream():
             if (result := news[-1].result) is not None:
                 self._note(ticket, result)
                 return result
@@ -435,7 +441,7 @@ class _Server:
             yield [error_body("the server failed on this request", "server_error")]
         finally:
             for ticket in tickets:
-                self._driver.cancel(ticket)
+                self._thread.cancel(ticket)
             for task in tasks:
                 task.cancel()
 
@@ -443,7 +449,7 @@ class _Server:
         make_deltas = branch_deltas if body.aspd.stream == "branches" else text_deltas
         tokens = 0
         try:
-            async for events in ticket.listen():
+            async for events in ticket.stream():
                 if (result := events[-1].result) is not None:
                     self._note(ticket, result)
                 tokens += sum(len(event.token_ids) for event in events if event.kind == "token")

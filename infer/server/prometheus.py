@@ -8,10 +8,10 @@ import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from infer.answers.answer import Statistics
-from infer.server.driver import Driver
+from infer.server.engine_thread import EngineThread
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
-PASS_SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+STEP_SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event, also where it reads a program from disk
 
 
@@ -52,15 +52,15 @@ class Metrics:
         self.last_token = Histogram(
             "aspd_last_token_seconds", "Request to last token", ["mode"], buckets=SECONDS, registry=registry
         )
-        self.passes = Histogram("aspd_pass_seconds", "Time of a step", buckets=PASS_SECONDS, registry=registry)
+        self.steps = Histogram("aspd_step_seconds", "Time of a step", buckets=STEP_SECONDS, registry=registry)
         self._programs = Counter("aspd_programs", "Programs compiled or read from disk", registry=registry)
         self._running = Gauge("aspd_running", "Requests that hold a cache row", registry=registry)
         self._waiting = Gauge("aspd_waiting", "Requests that wait for a cache row", registry=registry)
         self._compiled = programs_compiled()  # programs that existed before, or that `_programs` has counted
 
-    def chunk(self, seconds: float, passes: int) -> None:
+    def chunk(self, seconds: float, steps: int) -> None:
         """Record the mean time of the steps of a chunk."""
-        self.passes.observe(seconds / passes)
+        self.steps.observe(seconds / steps)
 
     def answer(self, mode: str, finish: str, stats: Statistics) -> None:
         """Count a finished answer."""
@@ -74,12 +74,12 @@ class Metrics:
             self.first_token.observe(stats.seconds["first_token"])
             self.last_token.labels(mode).observe(stats.seconds["total"])
 
-    def text(self, driver: Driver) -> bytes:
+    def text(self, engine_thread: EngineThread) -> bytes:
         """Return all metrics in Prometheus' text format."""
         compiled = programs_compiled()
         self._programs.inc(compiled - self._compiled)
         self._compiled = compiled
-        now = driver.occupancy
+        now = engine_thread.occupancy
         self._running.set(now.running)
         self._waiting.set(now.waiting)
         return generate_latest(self._registry)

@@ -37,8 +37,8 @@ SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_
 class Replicas(NamedTuple):
     """Number of replicas; between these, Ray Serve follows the number of requests in progress."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
     @staticmethod
     def parse(text: str) -> Replicas:
@@ -47,12 +47,12 @@ class Replicas(NamedTuple):
         Raises:
             RequestError: the text has another form.
         """
-        least, found, most = text.partition(":")
-        numbers = (least, most if found else least)
+        first, separator, last = text.partition(":")
+        numbers = (first, last if separator else first)
         if not all(number.isdigit() and number.isascii() for number in numbers):
             raise RequestError(f"--replicas: expected N or MIN:MAX, got {text!r}")
         replicas = Replicas(*map(int, numbers))
-        if not 1 <= replicas.least <= replicas.most:
+        if not 1 <= replicas.minimum <= replicas.maximum:
             raise RequestError(f"--replicas: expected MIN from 1 to MAX, got {text!r}")
         return replicas
 
@@ -70,9 +70,9 @@ class EngineReplica:
 
         self._name = serve.get_replica_context().replica_id.unique_id
         self._app = make_app(make(), config)
-        self._driver = self._app.state.driver
-        self._driver.start()
-        while not self._driver.ready.wait(1):
+        self._thread = self._app.state.engine_thread
+        self._thread.start()
+        while not self._thread.ready.wait(1):
             self.check_health()
 
     def check_health(self) -> None:
@@ -81,12 +81,12 @@ class EngineReplica:
         Raises:
             RuntimeError: the thread has ended.
         """
-        if not self._driver.alive:
+        if not self._thread.alive:
             raise RuntimeError("the engine's thread has ended")
 
     async def __del__(self) -> None:
         """Stop the engine after the last request."""
-        await asyncio.to_thread(self._driver.stop)
+        await asyncio.to_thread(self._thread.stop)
 
     async def answer(self, _key: str, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
         """Yield the ASGI messages of the response to a request.
@@ -216,9 +216,9 @@ def make_application(
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    scaling: dict[str, Any] = {"num_replicas": replicas.least}
-    if replicas.most > replicas.least:
-        limits = {"min_replicas": replicas.least, "max_replicas": replicas.most, "target_ongoing_requests": batch}
+    scaling: dict[str, Any] = {"num_replicas": replicas.minimum}
+    if replicas.maximum > replicas.minimum:
+        limits = {"min_replicas": replicas.minimum, "max_replicas": replicas.maximum, "target_ongoing_requests": batch}
         scaling = {"autoscaling_config": limits}
     engines = serve.deployment(EngineReplica).options(
         name="engine",
@@ -232,7 +232,7 @@ def make_application(
     )
     ingress = serve.deployment(Ingress).options(
         name="ingress",
-        max_ongoing_requests=replicas.most * 2 * batch + config.max_waiting + 16,
+        max_ongoing_requests=replicas.maximum * 2 * batch + config.max_waiting + 16,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=config.drain,
         graceful_shutdown_wait_loop_s=0.2,

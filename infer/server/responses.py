@@ -216,7 +216,7 @@ class Translation:
         """Response before its first text."""
         return dict(self._base)
 
-    def ended(self, output: list[dict[str, Any]], finish: str, usage: dict[str, Any]) -> dict[str, Any]:
+    def final_response(self, output: list[dict[str, Any]], finish: str, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the finished response.
 
         Args:
@@ -291,7 +291,7 @@ def respond(body: ResponsesRequest, completion: dict[str, Any]) -> dict[str, Any
     for number, call in enumerate(calls):
         last = number + 1 == len(calls)
         output.append(translation.call(number, call, status if last else "completed"))
-    response = translation.ended(output, finish, completion["usage"])
+    response = translation.final_response(output, finish, completion["usage"])
     return response | {name: completion[name] for name in ("aspd",) if name in completion}
 
 
@@ -357,7 +357,7 @@ class _Events:
         if not self._output:
             yield from self._open_message()
         yield from self._close("incomplete" if finish == "length" else "completed", logprobs)
-        response = self.translation.ended(self._output, finish, usage) | more
+        response = self.translation.final_response(self._output, finish, usage) | more
         yield self.event(response["status"], response=response)
 
     @property

@@ -65,7 +65,7 @@ class ServerConfig:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: expected more than 0 seconds, got {getattr(self, name)}")
         if self.adapter_folder and not Path(self.adapter_folder).is_dir():
-            raise ConfigError(f"adapter_folder: {self.adapter_folder} is not a folder")
+            raise ConfigError(f"adapter_folder: expected a folder, got {self.adapter_folder}.")
         for origin in self.origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+", origin):
                 raise ConfigError(f"origins: expected * or scheme://host[:port], got {origin!r}")

@@ -16,7 +16,7 @@ from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import ID, ToolFormat
 from infer.scheduling.structured import json_rule
 
-ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # of ids that the model writes; they are not those of the answer
+ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # pattern of call ids in the model's text; responses have other ids
 # Keywords next to which a schema must not be closed, because they may name further properties.
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if"}
 
@@ -253,7 +253,7 @@ class Piece(NamedTuple):
 
 
 class CallReader:
-    """Splits the growing text of an answer into text and calls.
+    """Reader that splits the growing text of an answer into text and calls.
 
     Attributes:
         complete: number of calls whose arguments have ended.
@@ -267,12 +267,12 @@ class CallReader:
         self._begun = False  # whether text precedes the buffer
         self._depth, self._in_string, self._escaped = 0, False, False
 
-    def read(self, text: str, ended: bool = False) -> list[Piece]:
+    def read(self, text: str, final: bool = False) -> list[Piece]:
         """Return the new parts of the answer. Text that may be the beginning of a call is held.
 
         Args:
             text: new text.
-            ended: no text follows; the beginning of a call that is not complete is dropped.
+            final: whether no text follows; the beginning of an incomplete call is dropped.
         """
         self._buffer += text
         pieces: list[Piece] = []
@@ -281,11 +281,11 @@ class CallReader:
             pieces += {
                 "text": self._read_text, "name": self._read_name,
                 "arguments": self._read_arguments, "after": self._read_after,
-            }[self._state](ended)  # fmt: skip
+            }[self._state](final)  # fmt: skip
             if (self._state, len(self._buffer)) == before:
                 return [piece for piece in pieces if piece.text or piece.kind == "call"]
 
-    def _read_text(self, ended: bool) -> list[Piece]:
+    def _read_text(self, final: bool) -> list[Piece]:
         at = self._buffer.find(self._form.begin)
         if not self._form.trigger and (self._begun or self._buffer[: max(at, 0)].strip()):
             at = -1
@@ -293,26 +293,26 @@ class CallReader:
             text, self._state = self._buffer[:at].rstrip(), "name"
             self._buffer = self._buffer[at + len(self._form.begin) :]
             return [Piece("text", text)]
-        size = self._certain(ended)
+        size = self._certain(final)
         text, self._buffer = self._buffer[:size], self._buffer[size:]
         self._begun |= bool(text)
-        if ended:
+        if final:
             self._buffer = ""
         return [Piece("text", text)]
 
-    def _certain(self, ended: bool) -> int:
-        """Return the number of characters of the buffer that are no beginning of a call."""
+    def _certain(self, final: bool) -> int:
+        """Return the number of characters of the buffer that cannot begin a call."""
         begin, trigger, size = self._form.begin, self._form.trigger, len(self._buffer)
         if trigger and (at := self._buffer.find(trigger)) >= 0:
             return len(self._buffer[:at].rstrip())
-        if ended or (not trigger and self._begun):
+        if final or (not trigger and self._begun):
             return size
         if not trigger:
             return 0 if begin.startswith(self._buffer.lstrip()) else size
         held = next((n for n in range(min(len(trigger), size), 0, -1) if trigger.startswith(self._buffer[-n:])), 0)
         return len(self._buffer[: size - held].rstrip())
 
-    def _read_name(self, ended: bool) -> list[Piece]:
+    def _read_name(self, final: bool) -> list[Piece]:
         name, found, rest = self._buffer.partition(self._form.middle)
         if not found:
             return []
@@ -320,7 +320,7 @@ class CallReader:
         self._depth, self._in_string, self._escaped = 0, False, False
         return [Piece("call", name, self.count - 1)]
 
-    def _read_arguments(self, ended: bool) -> list[Piece]:
+    def _read_arguments(self, final: bool) -> list[Piece]:
         for at, character in enumerate(self._buffer):
             if self._in_string:
                 self._in_string = self._escaped or character != '"'
@@ -335,7 +335,7 @@ class CallReader:
         text, self._buffer = self._buffer, ""
         return [Piece("arguments", text, self.count - 1)]
 
-    def _read_after(self, ended: bool) -> list[Piece]:
+    def _read_after(self, final: bool) -> list[Piece]:
         if self._form.between is not None and (found := self._form.between.match(self._buffer)):
             self._buffer, self._state = self._buffer[found.end() :], "name"
         return []

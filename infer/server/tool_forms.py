@@ -26,7 +26,7 @@ class ToolChat(Chat):
     def choice(self, number: int, result: Result, logprobs: Any) -> dict[str, Any]:
         """See `Form`."""
         reader = self._calls.reader()
-        pieces = reader.read(result.text, ended=True)
+        pieces = reader.read(result.text, final=True)
         text = "".join(piece.text for piece in pieces if piece.kind == "text")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if reader.count:
@@ -46,7 +46,7 @@ class ToolChat(Chat):
     def closing(self, number: int, result: Result, logprobs: Any) -> list[dict[str, Any]]:
         """See `Form`."""
         reader = self._reader(number)
-        rest = [_chunk(number, _part(piece)) for piece in reader.read("", ended=True)]
+        rest = [_chunk(number, _part(piece)) for piece in reader.read("", final=True)]
         reason = finish_reason(reader, result)
         return [*rest, {"index": number, "delta": {}, "finish_reason": reason, "logprobs": logprobs}]
 

@@ -1,6 +1,6 @@
 """Programs under test: four layers of a 7B or 8B model.
 
-A TPU keeps a cache this small in a core's own memory and writes it back in every pass. So where bytes of a pass count,
+A TPU keeps a cache this small in a core's own memory and writes it back in every step. So where bytes of a step count,
 the shape is 8B's, whose cache is a quarter of 7B's.
 """
 

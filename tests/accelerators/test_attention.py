@@ -54,7 +54,7 @@ def gradients(on: str, name: str, S: int) -> Compiled:
 
 @pytest.mark.parametrize("on, length", CASES)
 def test_memory_is_linear(on: str, length: int) -> None:
-    """And nothing is [S, S], not even a mask that is only looked at."""
+    """Check that memory is linear and no array is [S, S], not even a mask."""
     of = gradients(on, "flash", length)
     assert of.memory is not None and of.program is not None
     assert of.memory.temporary <= MOST[on] * length

@@ -59,8 +59,8 @@ def cases(defects: dict[str, str] | None = None, only: Any = lambda case: True) 
 
 SPLIT_SUMS = "presumably float32 sums of parts of products, which lie in HBM; compiled without a GPU to tune on"
 OUTSIDE = {
-    "h100_1x1x1-7b-w16-c2048-b1": "24 % of a pass: keys and values of every layer transposed, before and after",
-    "v5e_2x4-8b-tensor8-w1-c2048-b1": "2.4 %: the cache of so few layers goes to a core's own memory before the passes",
+    "h100_1x1x1-7b-w16-c2048-b1": "24 % of a step: keys and values of every layer transposed, before and after",
+    "v5e_2x4-8b-tensor8-w1-c2048-b1": "2.4 %: the cache of so few layers goes to a core's own memory before the steps",
 }
 PASS = {
     "h100_1x1x1-7b-w16-c2048-b1": f"1.095x; {SPLIT_SUMS}",
@@ -96,7 +96,7 @@ def test_a_pass_moves_what_it_needs(case: Case) -> None:
 @pytest.mark.xdist_group("h100_1x1x1-8b-w16-c32768-b1-flash")
 @pytest.mark.parametrize("attention", ["flash_decode", "decode"])
 def test_many_queries_cost_no_more_than_one(attention: str) -> None:
-    """At 32k slots; and a negative control, in which scores go through HBM."""
+    """Check at 32k slots; in the negative control, scores go through HBM."""
     of_one, of_many = (
         decoding(Case("h100:1x1x1", "8b", width, slots=32768, attention=name)).figures.bytes
         for width, name in ((1, "flash_decode"), (16, attention))
@@ -108,7 +108,7 @@ def test_many_queries_cost_no_more_than_one(attention: str) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("beside")
 def test_a_prompt_beside_answers_moves_little_more() -> None:
-    """64 tokens of a prompt in a pass of 15 answers."""
+    """Check 64 tokens of a prompt in a step of 15 answers."""
     one_longer, any_longer = Bucket(16, 128, 16, 2048, 128), Bucket(16, 128, 128, 2048)
     of, control = (
         decoding(Case("v6e:1x1", "8b", 16, batch=16, bucket=bucket)).figures for bucket in (one_longer, any_longer)
@@ -120,7 +120,7 @@ def test_a_prompt_beside_answers_moves_little_more() -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("alone")
 def test_a_row_that_feeds_alone_moves_what_it_would_in_a_cache_of_its_own() -> None:
-    """One of 16 rows; and a negative control, in which all are looked at."""
+    """Check one of 16 rows; in the negative control, all rows are read."""
     alone, every = Bucket(1, 1, 1, 2048), Bucket(16, 16, 1, 2048)
     own, of_many, control = (
         decoding(Case("v6e:1x1", "8b", 1, batch=batch, bucket=bucket)).figures.bytes
@@ -132,7 +132,7 @@ def test_a_row_that_feeds_alone_moves_what_it_would_in_a_cache_of_its_own() -> N
 
 @cases(SAMPLED, only=lambda case: case.width <= 16)
 def test_sampling_moves_little(case: Case) -> None:
-    """Beside what all layers of the model need: these are few, and the head is whole."""
+    """Check against the traffic of all layers of the model; here they are few, and the head is whole."""
     of, layers = decoding(case).figures, SHAPES[case.shape].layers
     assert of.most_bytes is not None and of.bytes is not None
     assert of.most_bytes - of.bytes <= 0.02 * of.needed_bytes * layers / LAYERS
@@ -216,7 +216,7 @@ def test_bad_programs_are_seen(name: str) -> None:
     def of(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
-    def passes(kernel: jax.Array, cache: jax.Array, x: jax.Array, n: jax.Array) -> Any:
+    def steps(kernel: jax.Array, cache: jax.Array, x: jax.Array, n: jax.Array) -> Any:
         other = jax.lax.optimization_barrier(jnp.sin(kernel).T.reshape(-1, 8, kernel.shape[0]))
 
         def one(state: Any) -> Any:
@@ -226,7 +226,7 @@ def test_bad_programs_are_seen(name: str) -> None:
 
         return jax.lax.while_loop(lambda s: s[0] < n, one, (jnp.int32(0), x, cache))
 
-    compiled = small(name, passes, of(8192, 8192), of(2048, 8192), of(8192), of(dtype=jnp.int32))
+    compiled = small(name, steps, of(8192, 8192), of(2048, 8192), of(8192), of(dtype=jnp.int32))
     assert compiled.program is not None and compiled.memory is not None
     region = compiled.program.region(cheapest)
     assert region.total - step_loop(region).total > 0.01 * step_loop(region).total

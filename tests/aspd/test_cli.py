@@ -58,7 +58,7 @@ def test_generate_json(capsys: Any, tmp_path: Path, answer: Result) -> None:
     code, out, _ = run(capsys, "generate", *DEMO, "--messages", str(messages), "--json")
     value = json.loads(out)
     assert code == 0 and value["text"] == answer.text and value["finish_reason"] == "stop"
-    assert value["stats"]["passes"] == value["stats"]["critical_path"] - 1
+    assert value["stats"]["steps"] == value["stats"]["critical_path"] - 1
     assert value["structure"] == to_json(PROBLEM.structure)
     assert value["stats"]["branches"] == len(value["structure"][1]["branches"]) >= 3
     code, serial, _ = run(capsys, "generate", *DEMO, "--messages", str(messages), "--json", "--mode", "serial")
@@ -78,8 +78,8 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
             ["generate", "--prompt", "a", "--model", "nowhere"],
             "aspd: nowhere does not exist; give a Hugging Face folder",
         ),
-        (["generate", "--prompt", "a", "--temperature", "-1"], "aspd: temperature must be 0 or more, got -1.0"),
-        (["generate", *DEMO, "--prompt", "a", "--max-length", "1"], "aspd: max_length must be at least 2, got 1"),
+        (["generate", "--prompt", "a", "--temperature", "-1"], "aspd: temperature: expected 0 or more, got -1.0"),
+        (["generate", *DEMO, "--prompt", "a", "--max-length", "1"], "aspd: max_length: expected at least 2, got 1"),
         (["generate", *DEMO, "--prompt", "a", "--instruction", "b"], "aspd: --instruction: expected --input, got none"),
         (["generate", "--messages", "none.json"], "none.json"),
         (["train", "none.yaml", "--output", "x"], "aspd: none.yaml: expected a YAML file, got none"),

@@ -60,4 +60,4 @@ def _logits(model: Transformer, params: Any, tokens: np.ndarray, layout: Layout)
 
 
 def same(a: Result, b: Result) -> bool:
-    return a.token_ids == b.token_ids and a.finish_reason == b.finish_reason and a.stats.passes == b.stats.passes
+    return a.token_ids == b.token_ids and a.finish_reason == b.finish_reason and a.stats.steps == b.stats.steps

@@ -16,7 +16,7 @@ import uvicorn
 from aspd.evaluation import synthetic_questions
 from infer import Engine
 from infer.server.app import make_app
-from infer.server.driver import Driver
+from infer.server.engine_thread import EngineThread
 from infer.server.server_config import ServerConfig
 
 # A server of the embedded model in a process of its own, on a port that it chooses.
@@ -38,12 +38,12 @@ class Running:
         self._thread = threading.Thread(target=lambda: self.server.run(sockets=[self._socket]), daemon=True)
 
     @property
-    def driver(self) -> Driver:
-        return self.app.state.driver  # type: ignore[no-any-return]
+    def engine_thread(self) -> EngineThread:
+        return self.app.state.engine_thread  # type: ignore[no-any-return]
 
     def __enter__(self) -> Running:
         self._thread.start()
-        assert wait_for(lambda: self.server.started and self.driver.ready.is_set())
+        assert wait_for(lambda: self.server.started and self.engine_thread.ready.is_set())
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ def serving(engine: Engine, **changes: Any) -> Iterator[Running]:
     settings: dict[str, Any] = {"name": "demo", "warm_up": "none", "max_new_tokens": 400} | changes
     with Running(engine, ServerConfig(**settings)) as running:
         yield running
-        assert wait_for(lambda: running.driver.occupancy == (0, 0))
+        assert wait_for(lambda: running.engine_thread.occupancy == (0, 0))
     assert not any(engine.debug_state().rows)
 
 

@@ -172,7 +172,7 @@ def main(rounds: int) -> int:
         weights.write_bytes(weights.read_bytes()[:1000])
         command = [sys.executable, "-m", "aspd", "serve", "--model", "smollm2", "--name", "smollm2", "--port", "0"]
         command += ["--adapters", *(f"{name}={ADAPTERS / 'smollm2-aspd'}" for name in ("aspd", "other"))]
-        command += ["--adapter-places", "3", "--adapter-folder", folder, "--max-length", "1024", "--warm-up"]
+        command += ["--adapter-slots", "3", "--adapter-folder", folder, "--max-length", "1024", "--warm-up"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             return _soak(server, rounds)
 

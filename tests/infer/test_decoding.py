@@ -57,7 +57,7 @@ def engine_for(lm: LanguageModel, **options: Any) -> Engine:
 
 
 def answers(engine: Engine, vector: dict[str, Any]) -> dict[str, list[int]]:
-    """A serial and an adaptive answer side by side, then a follow-up turn that begins with what the cache holds."""
+    """Return a serial and an adaptive answer side by side, then a follow-up turn that reuses the cache."""
     seed = vector["seed"]
     ids, length = prompt_ids(seed), len(vector["adaptive"])
     params = [
@@ -81,7 +81,7 @@ def assert_equal(found: dict[str, list[int]], vector: dict[str, Any]) -> None:
 
 @pytest.fixture
 def one_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run all passes of an engine in one program, which is compiled once."""
+    """Run all steps of an engine in one program, which is compiled once."""
     monkeypatch.setattr(Buckets, "buckets", property(lambda self: [Bucket(self.rows, 64, 64, self.capacity, 0)]))
     monkeypatch.setattr(Buckets, "prefill_chunk", lambda self, left: 64)
 

@@ -60,7 +60,7 @@ def test_output_is_the_same_alone_in_a_batch_and_afterwards(engine: Engine) -> N
 
 
 def assert_same_state(state: DecodeState, expected: DecodeState) -> None:
-    """In all that the host can read; keys and values may be rounded otherwise."""
+    """Check that all that the host can read is equal; keys and values may be rounded differently."""
     states = (state, expected)
     read = (jax.tree.map(np.asarray, (of.sequence, of.cache._replace(layers=()))) for of in states)
     jax.tree.map(np.testing.assert_array_equal, *read)
@@ -69,56 +69,58 @@ def assert_same_state(state: DecodeState, expected: DecodeState) -> None:
         np.testing.assert_allclose(one.value, other.value, atol=1e-4)
 
 
-def test_a_fork_beside_branches_is_the_same_pass(bare_lm: LanguageModel) -> None:
-    """Sequences whose titles are many tokens feed them in a pass in which others feed those of their branches."""
+def test_a_fork_beside_branches_is_one_step(bare_lm: LanguageModel) -> None:
+    """Check that sequences feed long heads in a step in which others feed tokens of branches."""
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
     jobs = [Request((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 150, seed) for seed in range(10, 14)]
     state, whole = after_prompts(bare_lm, own.config, jobs), Bucket(4, 128, 32, 256)
-    while [((report := summarise(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
+    while [((summary := summarise(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
         state = one_step(bare_lm.params, state, own.config, whole)
-        assert (state.sequence.cursor.finish == RUNNING).any(), "there was no such pass"
-    best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).select(report, True)
-    close = Bucket(4, int(report.tokens.sum()), int(report.tokens.max()), int((report.length + report.tokens).max()))
+        assert (state.sequence.cursor.finish == RUNNING).any(), "there was no such step"
+    best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).select(summary, True)
+    close = Bucket(
+        4, int(summary.tokens.sum()), int(summary.tokens.max()), int((summary.length + summary.tokens).max())
+    )
     one_longer = close._replace(per_row=4, longest=close.per_row)
     ways = (whole, best, close, one_longer, close._replace(per_row=4), close._replace(rows=2))
     plain, *alike, narrow, few = (one_step(bare_lm.params, state, own.config, way) for way in ways)
     for state_after in alike:
         assert_same_state(state_after, plain)
     stood_still = plain.cache.length != narrow.cache.length
-    np.testing.assert_array_equal(stood_still, report.tokens > 4)
+    np.testing.assert_array_equal(stood_still, summary.tokens > 4)
     np.testing.assert_array_equal(narrow.cache.length[stood_still], state.cache.length[stood_still])
     np.testing.assert_array_equal(few.cache.length, [*plain.cache.length[:2], *state.cache.length[2:]])
 
 
-def test_what_does_not_fit_a_pass_waits_and_no_answer_changes(bare_lm: LanguageModel) -> None:
-    """Prompts in pieces and alone, branches, forks and merges, in passes that are too small for some of them."""
+def test_tokens_that_do_not_fit_a_step_wait_and_no_answer_changes(bare_lm: LanguageModel) -> None:
+    """Check prompts in pieces and alone, branches, forks and merges, in steps that are too small for some of them."""
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
     prompts = [(1, 2, 3), (4,), tuple(range(1, 15)) * 2, (5, 6, 7, 8, 9)]
     hot = SamplingParams(temperature=100.0)
     jobs = [Request(prompt, hot, "adaptive", 100, 10 + seed) for seed, prompt in enumerate(prompts)]
 
     def decoded(ways: list[Bucket]) -> tuple[DecodeState, int]:
-        state, passes = laid_out(bare_lm, own.config, jobs), 0
+        state, steps = laid_out(bare_lm, own.config, jobs), 0
         while summarise(state, own.config).read().tokens.any():
-            state = one_step(bare_lm.params, state, own.config, ways[passes % len(ways)])
-            passes += 1
-            assert passes < 2000
-        return state, passes
+            state = one_step(bare_lm.params, state, own.config, ways[steps % len(ways)])
+            steps += 1
+            assert steps < 2000
+        return state, steps
 
     whole = Bucket(4, 128, 32, 256)
     expected, fewest = decoded([whole])
     assert (expected.sequence.counters.blocks > 0).sum() >= 2
-    waiting, passes = decoded(
+    waiting, steps = decoded(
         [Bucket(4, 4, 1, 256), Bucket(4, 8, 4, 256), Bucket(4, 32, 4, 256, 32), Bucket(2, 8, 8, 256)]
     )
-    assert passes > 1.2 * fewest, "negative control: something had to wait"
+    assert steps > 1.2 * fewest, "negative control: something had to wait"
     assert_same_state(waiting, expected)
     np.testing.assert_array_equal(waiting.sequence.cursor.prompt_length, [len(prompt) for prompt in prompts])
     assert not (waiting.sequence.cursor.phase == PROMPT).any()
 
 
 def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
-    """Requests come while others decode; every answer is what it is alone, in an engine of its own."""
+    """Check requests that come while others decode: every answer equals that of a new engine."""
     random = np.random.default_rng(7)
     own, alone = (
         Engine(bare_lm, max_length=512, max_batch=rows, max_branches=4, max_title_tokens=3, separator_ids=SEPARATOR)
@@ -131,10 +133,10 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
     while left or any(handle.result is None for handle in handles):
         if left:
             handles.append(own.submit(*left.pop(0)))
-            handles[-1].listen("branches")
+            handles[-1].set_stream("branches")
         own.step(int(random.integers(1, 6)))
-        report = summarise(own.debug_state().decode, own.config).read()
-        beside += bool((report.phase == PROMPT)[report.tokens > 0].any() and (report.lanes > 1).any())
+        summary = summarise(own.debug_state().decode, own.config).read()
+        beside += bool((summary.phase == PROMPT)[summary.tokens > 0].any() and (summary.lanes > 1).any())
     results = [handle.wait() for handle in handles]
     assert beside, "prompts were fed beside branches"
     assert sum(result.stats.blocks > 0 for result in results) >= 4
@@ -169,16 +171,16 @@ def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
 
 
 def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
-    """Every slot keeps its keys and values, bit by bit, from the pass that wrote it to the end; prompts in pieces."""
+    """Check that every slot keeps its keys and values, bit by bit, from the step that writes it to the end."""
     config, lm = engine.config, engine.lm
     forks = 0
     for seed in range(4):
         job = Request((1, 2, 3, 4, 5, 6), SamplingParams(temperature=100.0), "adaptive", 100, seed)
         state = laid_out(lm, config, [job])
         history: list[tuple[int, np.ndarray]] = []
-        while (widest := int((report := summarise(state, config).read()).tokens.max())) > 0:
+        while (widest := int((summary := summarise(state, config).read()).tokens.max())) > 0:
             forks += widest >= 7
-            size = 4 if report.phase[0] == PROMPT else next_power(widest)
+            size = 4 if summary.phase[0] == PROMPT else next_power(widest)
             state = one_step(lm.params, state, config, Bucket(1, size, size, 128))
             history.append((int(state.cache.length[0]), np.asarray(state.cache.layers[-1].key)[0]))
         lengths = [length for length, _ in history]
@@ -194,19 +196,19 @@ def test_budgets_and_limits_have_errors_that_name_them(engine: Engine) -> None:
         RequestError, match=r"request 1: the prompt has 600 tokens.*max_length \(prompt and answer\) is 256"
     ):
         engine.generate([[1], [1] * 600])
-    with pytest.raises(RequestError, match="request 0: the prompt is empty"):
+    with pytest.raises(RequestError, match="request 0: prompt: expected at least one token"):
         engine.generate([[]])
-    with pytest.raises(RequestError, match="token ids must be between 0 and 23"):
+    with pytest.raises(RequestError, match="token ids: expected ids from 0 to 23"):
         engine.generate([[24]])
-    with pytest.raises(RequestError, match="generate takes a list of prompts"):
+    with pytest.raises(RequestError, match="prompts: expected a list, got a string"):
         engine.generate("hello")
-    with pytest.raises(RequestError, match="no tokenizer; pass prompts as token ids"):
+    with pytest.raises(RequestError, match="prompt: expected token ids, got text"):
         engine.generate(["hello"])
-    with pytest.raises(RequestError, match="params has 1 entries for 2 prompts"):
+    with pytest.raises(RequestError, match="params: expected 2 entries, one for each prompt, got 1"):
         engine.generate([[1], [2]], [SamplingParams()])
-    with pytest.raises(RequestError, match="prompt and answer have 257 tokens, max_length is 256"):
+    with pytest.raises(RequestError, match=r"prompt and answer: expected at most 256 tokens \(max_length\), got 257"):
         engine.replay([1], [1] * 256)
-    with pytest.raises(RequestError, match="ends inside a branch"):
+    with pytest.raises(RequestError, match="got one that ends inside a branch"):
         engine.generate([[1, engine.config.special.branch_start, 2]])
 
 
@@ -239,13 +241,13 @@ def test_a_full_cache_ends_with_length(bare_lm: LanguageModel) -> None:
     cut = [result for result in results if result.finish_reason == "length"]
     assert cut
     assert all(10 + len(result.token_ids) <= 40 for result in cut)
-    assert all(result.stats.critical_path == result.stats.passes + 1 for result in results)
+    assert all(result.stats.critical_path == result.stats.steps + 1 for result in results)
 
 
 def test_stream_ends_with_the_result(lm: LanguageModel) -> None:
     own = Engine(lm, max_length=256)
     params = SamplingParams(temperature=1.0, max_new_tokens=60, seed=4)
-    partial = list(own.stream("Run", params, steps=3))
+    partial = list(own.stream("Run", params, max_steps=3))
     final = own.generate(["Run"], params)[0]
     assert same(partial[-1], final)
     assert partial[-1].text == final.text
@@ -255,7 +257,7 @@ def test_stream_ends_with_the_result(lm: LanguageModel) -> None:
     assert len(lengths) > 5
 
 
-def test_stop_strings_end_their_segment(lm: LanguageModel) -> None:
+def test_stop_strings_end_the_answer(lm: LanguageModel) -> None:
     own = Engine(lm, max_length=512)
     stopped_answers = 0
     for seed in range(8):
@@ -268,7 +270,7 @@ def test_stop_strings_end_their_segment(lm: LanguageModel) -> None:
         if stopped.finish_reason == "stop" and stopped.token_ids[-1] not in own.config.end:
             stopped_answers += 1
             assert free.text.startswith(stopped.text) or stopped.stats.blocks
-        assert stopped.stats.passes == stopped.stats.critical_path - 1
+        assert stopped.stats.steps == stopped.stats.critical_path - 1
     assert stopped_answers > 3
 
 

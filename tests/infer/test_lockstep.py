@@ -101,7 +101,7 @@ def free_port() -> int:
 
 
 def test_two_processes_serve_together(tmp_path: Path) -> None:
-    """Tensor-parallel, with decisions that hang on clocks: branches wait where passes are slow. Clients come and go."""
+    """Tensor-parallel, with decisions that hang on clocks: branches wait if steps are slow. Clients come and go."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     arguments = [

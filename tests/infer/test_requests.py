@@ -1,4 +1,4 @@
-"""What clients send by default, what is wrong with other requests, and how HTTP carries them."""
+"""Requests that clients send by default, errors of other requests, and their transport over HTTP."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ DEFAULTS: dict[str, list[Any]] = {
 
 
 def parse(path: str, body: Any) -> tuple[Any, str]:
-    """Read a request; the error that a client would get, if there is one."""
+    """Read a request; return the error that a client gets, if there is one."""
     try:
         return KINDS[path][0].model_validate(body), ""
     except pydantic.ValidationError as error:
@@ -118,7 +118,7 @@ def test_defaults_of_clients_change_nothing(path: str) -> None:
 
 @pytest.mark.parametrize("path", KINDS)
 def test_every_neutral_value_and_no_other(path: str) -> None:
-    """Of the whole table: what it holds is accepted, and what it does not is refused by the name of its field."""
+    """Check the whole table: its values are accepted, and others are refused by the name of their field."""
     table = KINDS[path][0].neutral
     assert set(REQUEST) <= set(table)
     for name, neutral in table.items():
@@ -167,7 +167,7 @@ def test_messages_as_clients_send_them() -> None:
 
 
 def test_neutral_values_reach_an_answer(server: Running) -> None:
-    """All at once, in every interface; the answer is that of the plain request."""
+    """Check all at once, in every interface; the answer equals that of the plain request."""
     url = f"{server.url}/v1"
     for path, (_, body) in KINDS.items():
         more = {name: values[-1] for name, values in DEFAULTS.items() if name != "seed"}
@@ -181,7 +181,7 @@ def test_neutral_values_reach_an_answer(server: Running) -> None:
 
 
 def test_variables_of_the_chat_template(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They reach the template as vLLM passes them; prompts of completions have no template."""
+    """Check that variables reach the template as in vLLM; prompts of completions have no template."""
     tokenizer = server.engine.lm.tokenizer
     template = "{{ '' if enable_thinking is defined and not enable_thinking else '5 6 7 ' }}" + tokenizer.chat_template
     tokens = {}
@@ -324,7 +324,7 @@ FORMS = st.fixed_dictionaries(
     ),
 )
 def test_no_word_of_the_validation_library(path: str, body: Any, more: Any) -> None:
-    """Whatever is wrong, the error names a place of the request in words of the interface."""
+    """Check that every error names a place of the request in words of the interface."""
     asked = {**KINDS[path][1], **body, **more}
     parsed, said = parse(path, asked)
     assert parsed is not None or not WORDS.search(said), said
@@ -335,7 +335,7 @@ def test_no_word_of_the_validation_library(path: str, body: Any, more: Any) -> N
 
 
 def test_the_words_would_be_found() -> None:
-    """Negative control: messages of the library itself hold them."""
+    """Check that messages of the library itself contain its words (negative control)."""
     for wrong in ({"stop": 3}, {"a": 1}, {"messages": None}):
         with pytest.raises(pydantic.ValidationError) as caught:
             pydantic.create_model(
@@ -386,7 +386,7 @@ def test_errors_have_one_form(server: Running) -> None:
 
 
 def test_chunked_bodies(server: Running) -> None:
-    """They are read as any other, within the same bound."""
+    """Check that chunked bodies are read within the same bound as others."""
     url, body = f"{server.url}/v1/chat/completions", json.dumps({**CHAT, "max_tokens": 4}).encode()
     headers = {"Content-Type": "application/json"}
     pieces = (body[at : at + 7] for at in range(0, len(body), 7))
@@ -409,7 +409,7 @@ def test_request_ids(server: Running, caplog: Any) -> None:
 
 
 def test_failures_have_the_request_id(server: Running, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(server.driver, "submit", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(server.engine_thread, "submit", lambda *_, **__: 1 / 0)
     failed = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT, headers={"x-request-id": "abc"})
     assert failed.status_code == 500 and "(request id abc)" in failed.json()["error"]["message"]
     assert "ZeroDivisionError" in caplog.text and "abc" in caplog.text and "Division" not in failed.text
@@ -426,7 +426,7 @@ def test_methods(server: Running) -> None:
 
 
 def test_other_origins(engine: Engine, server: Running) -> None:
-    """With the option, pages of an origin may read every response, errors included; without, none may."""
+    """Check that pages of an origin may read every response with the option, errors included, and none without."""
     url = f"{server.url}/v1/chat/completions"
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
 

@@ -81,7 +81,7 @@ def test_the_shipped_adapter_and_its_draft_heads() -> None:
     params = SamplingParams(repetition_penalty=1.1, max_new_tokens=512, max_content_tokens=160)
     prompts = [[{"role": "user", "content": question}] for question in LISTS + OTHERS]
     results = engine.generate(prompts, params)
-    steps, path = (sum(getattr(result.stats, name) for result in results) for name in ("passes", "critical_path"))
+    steps, path = (sum(getattr(result.stats, name) for result in results) for name in ("steps", "critical_path"))
     assert steps < 0.85 * path, "without draft tokens, there is a step for each token of the path"
     blocks = [[item for item in result.structure if isinstance(item, Parallel)] for result in results]
     assert any(blocks[: len(LISTS)]) and not any(blocks[len(LISTS) :])

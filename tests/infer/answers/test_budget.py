@@ -1,4 +1,4 @@
-"""Budgets: of all tokens and of those of the plain text; who was cut off is told so (protocol, section 5)."""
+"""Budgets of all tokens and of the plain text, and the statistics of cut branches (protocol, section 5)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def answers(engine: Engine, content: list[int | None], **changes: int) -> list[R
 
 
 def content(engine: Engine, result: Result) -> list[int]:
-    """Tokens of the plain text in reading order, without end of text."""
+    """Return the tokens of the plain text in reading order, without end of text."""
     return [result.token_ids[place] for place in content_places(engine.config, result.token_ids)]
 
 
@@ -44,7 +44,7 @@ def own(bare_lm: LanguageModel) -> Engine:
 
 
 def test_a_limit_of_text_keeps_the_first_tokens_in_reading_order(own: Engine) -> None:
-    """With `max_content_tokens = n` the answer is the first n tokens of the one without a limit, blocks included."""
+    """Check that `max_content_tokens = n` gives the first n tokens of the answer without a limit, blocks included."""
     limits = [int(n) for n in np.random.default_rng(0).integers(1, 40, WAVE)]
     free, bound = answers(own, [None] * WAVE), answers(own, list(limits))
     in_block = 0
@@ -77,8 +77,8 @@ def test_a_limit_of_all_tokens_keeps_a_beginning_of_the_text(own: Engine) -> Non
     assert cut > WAVE // 3 and some > 2, "some ended inside a block"
 
 
-def test_a_block_without_room_is_not_opened(own: Engine) -> None:
-    """Where the budget ends inside the titles, the answer is the text before them."""
+def test_a_block_that_does_not_fit_is_not_opened(own: Engine) -> None:
+    """Check that the answer is the text before the titles if the budget ends inside them."""
     free = answers(own, [None] * WAVE)
     special, found = own.config.special, 0
     for seed, unbound in enumerate(free):
@@ -96,7 +96,7 @@ def test_a_block_without_room_is_not_opened(own: Engine) -> None:
 
 
 def test_without_the_limit_of_the_reader_later_branches_show(own: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: answers as the device leaves them hold fragments of later branches."""
+    """Check that answers on the device contain fragments of later branches (negative control)."""
     limits: list[int | None] = [int(n) for n in np.random.default_rng(0).integers(1, 40, WAVE)]
     free = answers(own, [None] * WAVE)
     monkeypatch.setattr(infer.answers.answer, "shortened", lambda items, *_: items)
@@ -105,7 +105,7 @@ def test_without_the_limit_of_the_reader_later_branches_show(own: Engine, monkey
 
 
 def test_it_is_spent_alike_whatever_waits(bare_lm: LanguageModel, own: Engine) -> None:
-    """Branches that are held back end where they would have side by side."""
+    """Check that branches that wait end where they end side by side."""
     limits: list[int | None] = [int(n) for n in np.random.default_rng(1).integers(2, 40, WAVE)]
     together = answers(own, limits)
     for policy in ("cap:1", "cap:2"):
@@ -116,7 +116,7 @@ def test_it_is_spent_alike_whatever_waits(bare_lm: LanguageModel, own: Engine) -
 
 
 def test_a_branch_that_was_cut_is_told(own: Engine) -> None:
-    """By `max_branch_tokens` here, so that the answer goes on and ends by itself."""
+    """Check a branch that `max_branch_tokens` cuts; the answer goes on and ends by itself."""
     engine = own
     free = answers(engine, [None] * WAVE, max_new_tokens=200)
     cut = answers(engine, [None] * WAVE, max_new_tokens=200, max_branch_tokens=3)
@@ -125,7 +125,7 @@ def test_a_branch_that_was_cut_is_told(own: Engine) -> None:
     special = engine.config.special
 
     def longest(result: Result) -> int:
-        """Tokens sampled in the longest branch, its closing tag included."""
+        """Return the tokens sampled in the longest branch, its closing tag included."""
         ids, sizes, size = result.token_ids, [0], 0
         for token in ids:
             size = 0 if token == special.branch_start else size + 1

@@ -18,5 +18,5 @@ def test_a_field_may_have_an_empty_name(growing: tuple[str, ...], text: str) -> 
     template = fields_template(NUMBERS)
     assert template is not None
     block = FilledBlock(template.holes, frozenset(growing))
-    filled = Filled(template, {"": "1", "a": "2"}, (block,), ended=True)
+    filled = Filled(template, {"": "1", "a": "2"}, (block,), is_final=True)
     assert filled.text == text == plain_text(filled.structure)

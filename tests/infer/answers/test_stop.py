@@ -1,4 +1,4 @@
-"""Stop strings: the text is what a reader has read before the first match, whole and streamed (protocol, section 5)."""
+"""Stop strings: the text before the first match in reading order, whole and streamed (protocol, section 5)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.infer.decode.test_training_free import TAGS
 
 
 def before(text: str, stop: tuple[str, ...]) -> str:
-    """The text before the match that ends first, found by trying every beginning of the text."""
+    """Return the text before the match that ends first, from all beginnings of the text."""
     for end in range(len(text) + 1):
         starts = [end - len(one) for one in stop if text[:end].endswith(one)]
         if starts:
@@ -40,18 +40,18 @@ def test_pieces_of_a_text_end_where_the_whole_ends(text: str, stop: list[str], r
     while at < len(text):
         size = random.randint(1, 5)
         events = [Event("token", text=text[at : at + size]), Event("branch", 1, 1)]
-        shown += "".join(event.text for event in filter.take(events, ended=False))
+        shown += "".join(event.text for event in filter.take(events, final=False))
         at += size
         assert before(text, tuple(stop)).startswith(shown), "nothing is taken back"
         sure = before(text[:at], tuple(stop))
         if not filter.matched:
             assert len(shown) == len(sure) - undecided(sure, stop), "and nothing is held without need"
-    shown += "".join(event.text for event in filter.take([], ended=True))
+    shown += "".join(event.text for event in filter.take([], final=True))
     assert shown == before(text, tuple(stop)) and filter.matched == (match is not None)
 
 
 def stops(text: str, structure: tuple[object, ...], random: Random) -> list[tuple[str, ...]]:
-    """Strings of a text: anywhere, at the boundaries of its branches, and two at once."""
+    """Draw strings of a text: anywhere, at the boundaries of its branches, and two at once."""
     places = [random.randrange(len(text)) for _ in range(2)]
     at = 0
     for item in structure:
@@ -63,14 +63,14 @@ def stops(text: str, structure: tuple[object, ...], random: Random) -> list[tupl
 
 
 def streamed(engine: Engine, params: SamplingParams, stream: str, **more: object) -> tuple[str, Result]:
-    handle = engine.submit("Run", params, steps=1, stream=stream, **more)  # type: ignore[arg-type]
+    handle = engine.submit("Run", params, max_steps=1, stream=stream, **more)  # type: ignore[arg-type]
     events = list(handle)
     assert handle.result is not None
     return "".join(event.text for event in events if event.kind == "token"), handle.result
 
 
 def answer(random: Random) -> tuple[Serial | Parallel, ...]:
-    """An answer with a block, in letters that come up everywhere."""
+    """Return an answer with a block, of a few letters."""
 
     def text(most: int) -> str:
         return "".join(random.choice("ab \n.é") for _ in range(random.randint(0, most)))
@@ -80,7 +80,7 @@ def answer(random: Random) -> tuple[Serial | Parallel, ...]:
 
 
 def written(lm: LanguageModel, structure: Sequence[Serial | Parallel]) -> SamplingParams:
-    """Parameters with which an engine writes a structure of one block."""
+    """Return parameters with which an engine writes a structure of one block."""
     special, serial, branches = lm.codec.special, list[int](), list[list[int]]()
     for item in split(lm.codec.linearise(structure).tokens, special, lm.codec.form):
         if isinstance(item, SerialIds):
@@ -115,7 +115,7 @@ def test_the_text_ends_before_the_first_match(answers: Answers) -> None:
             assert result.text == plain_text(result.structure) == expected, stopping.stop
             assert result.finish_reason == "stop"
             in_block += len(result.structure) == 2
-            fewer += result.stats.passes < whole.stats.passes
+            fewer += result.stats.steps < whole.stats.steps
             parts = [part.text for item in whole.structure for part in getattr(item, "branches", [item])]
             across += not any(one in part for one in stopping.stop for part in parts)
         for stream, stopping in zip(("text", "branches"), asked[-2:], strict=True):
@@ -131,7 +131,7 @@ def test_a_string_that_never_comes_changes_nothing(answers: Answers) -> None:
 
 
 def test_texts_stream_in_reading_order(answers: Answers) -> None:
-    """Every text that was sent is a beginning of the answer; a limit takes nothing of it back."""
+    """Check that every text sent is a beginning of the answer; a limit removes nothing of it."""
     engine, free = answers
     mixed = 0
     for params, whole in free[:6]:
@@ -144,7 +144,7 @@ def test_texts_stream_in_reading_order(answers: Answers) -> None:
 
 
 def test_the_rest_is_cancelled(lm: LanguageModel, answers: Answers) -> None:
-    """A match in a branch ends this branch and those behind it; those before go on to their ends."""
+    """Check that a match in a branch ends this branch and later ones; earlier ones go on to their ends."""
     engine, _ = answers
     branches = [Branch("one", "a" * 10), Branch("two", "bbXX" + "b" * 80), Branch("three", "c" * 80)]
     params = written(lm, (Serial("x"), Parallel(branches), Serial("end")))

@@ -15,10 +15,11 @@ from aspd_jax import LanguageModel, load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import as_int8
 from aspd_jax.shapes import SHAPES, benchmark_model
-from infer.bench import decoding, passes
+from infer.bench import decoding
+from infer.bench import step_times as times
 from infer.bench.decoding import answer_rows, answer_times, published_speeds
 from infer.bench.drafting import draft_figures, draft_table
-from infer.bench.passes import copy_bandwidth, logit_error, pass_table, pass_times
+from infer.bench.step_times import copy_bandwidth, logit_error, measure_steps, step_table
 from infer.request import SamplingParams
 from tests.conftest import tiny_config, write_checkpoint
 from tests.helpers.draft_heads import with_draft_heads
@@ -30,30 +31,30 @@ from train.throughput import table as steps_table
 def tiny(monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     shape = replace(SHAPES["27m"], hidden_size=64, feed_forward=64, layers=1, vocab_size=2048)
     monkeypatch.setitem(SHAPES, "tiny", shape)
-    monkeypatch.setattr(passes, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(times, "COPY_BYTES", 1 << 20)
     return benchmark_model("tiny", "float32")
 
 
 def test_it_times_the_widths_it_says(tiny: LanguageModel) -> None:
-    """`pass_times` itself raises when a width changed under way; here: what it reports."""
-    (results,) = pass_times([tiny], [1, 4], context=16, repeats=3, steps=4)
+    """Check the figures; `measure_steps` itself raises when a width changed during a run."""
+    (results,) = measure_steps([tiny], [1, 4], context=16, repeats=3, steps=4)
     assert [result.width for result in results] == [1, 4]
     for result in results:
         assert 0 < result.fastest <= result.median <= result.slowest
     weights = 4 * (64 * (8 + 2 + 2 + 8) * 64 + 3 * 64 * 64 + 3 * 64 + 64 * 2048)
     cache = 4 * 2 * 128 * 2 * 64
     assert results[0].bandwidth * results[0].median / 1000 == pytest.approx(weights + cache, rel=1e-6)
-    ((part,),) = pass_times([tiny], [1], context=300, repeats=1, steps=4)
+    ((part,),) = measure_steps([tiny], [1], context=300, repeats=1, steps=4)
     assert part.bandwidth * part.median / 1000 == pytest.approx(weights + 4 * cache, rel=1e-6)
-    first, second = pass_times([tiny, tiny], [1, 4], context=16, repeats=2, steps=4)
-    text = pass_table(second, 1e9, first)
+    first, second = measure_steps([tiny, tiny], [1, 4], context=16, repeats=2, steps=4)
+    text = step_table(second, 1e9, first)
     assert f"| {second[1].median / first[1].median:.2f} |" in text and "relative to it" in text
-    text = pass_table(results, copy_bandwidth(2))
+    text = step_table(results, copy_bandwidth(2))
     assert "| 1 | " in text and "| 1.00 |" in text and "| 4 | " in text
 
 
 def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
-    """Tokens and passes by their definitions (protocol, section 8): 3 branches of 10 tokens, 2 requests at a time."""
+    """Tokens and steps by their definitions (protocol, section 8): 3 branches of 10 tokens, 2 requests at a time."""
     adaptive, serial = answer_times(tiny, branches=3, length=10, context=16, batch=2, repeats=2)
     head, tags = 1 + 2 + 1, 3 * 4 + 1
     content = 32 + 3 * (10 - head - 1)
@@ -61,7 +62,7 @@ def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
     assert adaptive.content == serial.content == content
     assert adaptive.raw == 32 + tags + 3 * 10 + 1 + 1 and serial.raw == content + 1
     path = 32 + tags + (10 - head) + 1
-    assert adaptive.passes == path - 1 and serial.passes == content
+    assert adaptive.steps == path - 1 and serial.steps == content
     assert adaptive.ideal == pytest.approx(content / path) and serial.ideal == pytest.approx(content / (content + 1))
     for result in (adaptive, serial):
         assert 0 < result.first_token < result.latency <= result.slowest
@@ -74,7 +75,7 @@ def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
 
 
 def test_drafts_are_compared_with_steps_without(bare_lm: LanguageModel) -> None:
-    """Heads without effect guess repetition; answers are the same, and the factors are those of the steps."""
+    """Check that answers are equal and the factors are those of the steps; heads without effect repeat a token."""
     prompts, params = [[1, 2, 3], [2, 2], [3, 1]], SamplingParams(max_new_tokens=40)
     lm = with_draft_heads(bare_lm, 2, scale=0.0)
     figures = draft_figures(lm, prompts, ["heads", "lookup"], params, batch=2, draft_tokens=4)
@@ -100,7 +101,7 @@ def test_the_command_prints_writes_and_draws(tiny: LanguageModel, capsys: Any, t
     assert printed.count("3 branches of 10") == 1 and "peak memory" in printed
     record = json.loads(out.read_text())
     assert [run["context"] for run in record["runs"]] == [16]
-    assert [p["width"] for p in record["runs"][0]["passes"]] == [1, 4]
+    assert [p["width"] for p in record["runs"][0]["steps"]] == [1, 4]
     assert "<svg" in plot.read_text()
     assert "authors" in published_speeds("27m", "float32", 128) and not published_speeds("27m", "float32", 256)
 
@@ -140,7 +141,7 @@ def test_what_was_measured_is_there_when_a_benchmark_is_ended(
         aspd.main([*arguments, "--widths", "1", "--answers", "2x8", "3x8"])
     assert timed == [2, 3]
     (run,) = json.loads(file.read_text())["runs"]
-    assert [width["width"] for width in run["passes"]] == [1]
+    assert [width["width"] for width in run["steps"]] == [1]
     assert [(answer["name"], answer["branches"]) for answer in run["answers"]] == [("adaptive", 2), ("serial", 0)]
     assert "2 branches of 8" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""What devices of a mesh say to each other in a pass: nothing about keys and values."""
+"""Collectives of a step on a mesh: none on keys and values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model() -> LanguageModel:
 
 
 def program(lm: LanguageModel, mesh: Any, bucket: Bucket) -> str:
-    """Optimised HLO of a run over a mesh."""
+    """Return the optimised HLO of steps over a mesh."""
     split = replace(lm, model=lm.model.clone(mesh=mesh), mesh=mesh)
     split.params = jax.device_put(lm.params, shardings(abstract_parameters(lm.model), mesh))
     config = Engine(split, max_batch=4, max_length=SLOTS, max_branches=4, separator_ids=(1,)).config
@@ -45,7 +45,7 @@ def program(lm: LanguageModel, mesh: Any, bucket: Bucket) -> str:
 
 
 def collectives(text: str) -> list[str]:
-    """Shapes of what is said in every collective."""
+    """Return the shapes of all collectives."""
     return [match[1] for match in COLLECTIVE.finditer(text)]
 
 
@@ -53,7 +53,7 @@ def collectives(text: str) -> list[str]:
 def test_no_collective_on_keys_and_values(
     model: LanguageModel, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a mesh with a data axis, too: rows are looked at where they lie. Programs are those of accelerators."""
+    """Check also a mesh with a data axis: each device reads its own rows. Programs are those of accelerators."""
     monkeypatch.setattr(cpu, "PLAIN", True)
     said = collectives(program(model, make_mesh({"data": 2, "tensor": 4}), bucket))
     assert said, "layers split over tensor have to be added up"
@@ -61,7 +61,7 @@ def test_no_collective_on_keys_and_values(
 
 
 def test_gathered_rows_are_heard_of() -> None:
-    """Negative control: some rows of a cache, taken by number."""
+    """Check that the test finds gathered rows (negative control): some rows of a cache, taken by number."""
     mesh = make_mesh({"data": 2, "tensor": 4})
     layer = empty_cache(SHAPE, 4, SLOTS, mesh).layers[0]
     gathered = jax.jit(lambda key, rows: jnp.take(key, rows, axis=0)).lower(layer.key, jnp.arange(2)).compile()

@@ -1,4 +1,4 @@
-"""No malformed structure, whatever the weights; passes are the critical path (protocol, sections 5 and 6.5)."""
+"""No malformed structure, whatever the weights; steps are the critical path (protocol, sections 5 and 6.5)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def well_formed(engine: Engine, ids: list[int]) -> bool:
 
 
 def titles_of(engine: Engine, ids: list[int]) -> list[list[list[int]]]:
-    """Titles of every block of an answer."""
+    """Return the titles of every block of an answer."""
     letters = ids_as_letters(engine, ids)
     return [
         [ids[block.start() + m.start() + 1 : block.start() + m.end() - 1] for m in re.finditer(r"t\.+T", block[0])]
@@ -45,7 +45,7 @@ def titles_of(engine: Engine, ids: list[int]) -> list[list[list[int]]]:
 
 
 def path_of(engine: Engine, ids: list[int]) -> int:
-    """The critical path, from the tokens of an answer alone."""
+    """Return the critical path, from the tokens of an answer alone."""
     special, path, blocks, inside, longest = engine.config.special, 0, 0, 0, 0
     titles: list[int] = []
     size = 0
@@ -98,7 +98,7 @@ def test_a_thousand_random_answers_are_well_formed_and_in_budget(engine: Engine)
             # The path has tokens that the budget has no room for in reading order, too.
             path, own = result.stats.critical_path, path_of(engine, ids)
             assert path == own if result.finish_reason == "stop" else path >= own
-            assert result.stats.passes == result.stats.critical_path + result.stats.discarded_tokens - 1
+            assert result.stats.steps == result.stats.critical_path + result.stats.discarded_tokens - 1
             discarded += result.stats.discarded_tokens
             for titles in titles_of(engine, ids):
                 assert all(titles.count(title) == 1 for title in titles), titles
@@ -116,7 +116,7 @@ def ids_as_letters(engine: Engine, ids: list[int]) -> str:
 
 
 def test_without_the_grammar_answers_are_malformed(engine: Engine) -> None:
-    """Negative control of the fuzz test."""
+    """Check that answers are malformed without the grammar (negative control of the fuzz test)."""
     malformed = 0
     with patched(legal_tokens=lambda state, derived, config, lanes: np.ones((lanes.row.size, 24), bool)):
         for seed in range(8):

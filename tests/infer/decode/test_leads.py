@@ -43,7 +43,7 @@ def engine(leads_lm: LanguageModel) -> Engine:
 
 
 def path_of(engine: Engine, ids: Sequence[int]) -> int:
-    """The critical path, from the tokens of an answer alone: no tag between leads and no `<|para|>` takes a step."""
+    """Return the critical path, from the tokens of an answer alone: tags between leads and `<|para|>` take no step."""
     special, path, ended = engine.config.special, 0, bool(ids) and ids[-1] in engine.config.end
     for item in split(ids[:-1] if ended else ids, special, engine.config.form):
         if isinstance(item, SerialIds):
@@ -61,7 +61,7 @@ def test_stepwise_logits_equal_the_full_pass(engine: Engine, after_block: bool) 
     answer = [*codec.linearise(EXAMPLE).tokens.tolist(), engine.config.end[0]]
     trace = engine.replay(prompt, answer)
     np.testing.assert_allclose(trace.logits, full_pass(engine.lm, special, prompt, answer), atol=1e-4)
-    assert trace.passes == path_of(engine, answer) - 1
+    assert trace.steps == path_of(engine, answer) - 1
     assert sum(trace.widths) == len(answer) - 1, "every token is fed once"
 
 
@@ -91,7 +91,7 @@ def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
             structure = codec.parse(whole)
             if result.finish_reason != "length":
                 assert plain_text(structure) == result.text
-            assert result.stats.passes == max(0, result.stats.critical_path + result.stats.discarded_tokens - 1)
+            assert result.stats.steps == max(0, result.stats.critical_path + result.stats.discarded_tokens - 1)
             path = path_of(engine, ids)
             assert (
                 path == result.stats.critical_path
@@ -116,7 +116,7 @@ def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
 
 @pytest.mark.parametrize("limit", [3, 9, 12, 150])
 def test_numbers_of_leads_are_those_that_the_engine_can_decode(engine: Engine, limit: int) -> None:
-    """Compared with all strings of digits: none begins with 0, none exceeds the limit, and 1 has to continue."""
+    """Compare with all strings of digits: none begins with 0, none exceeds the limit, and 1 has to continue."""
     codec, vocabulary = engine.lm.codec.text, engine.lm.config.vocab_size
     before = codec.encode("a")
     texts = [codec.decode([*before, token])[1:] for token in range(vocabulary)]
@@ -126,13 +126,13 @@ def test_numbers_of_leads_are_those_that_the_engine_can_decode(engine: Engine, l
     state = new_state(engine.lm, config, 1, 64)
     for written in ["", *sorted(prefixes)[:40]]:
         titles = state.sequence.titles._replace(stated=jnp.asarray([int(written or "0")]))
-        legal = grammar._number_tokens(state._replace(sequence=state.sequence._replace(titles=titles)), config)
+        legal = grammar.number_tokens(state._replace(sequence=state.sequence._replace(titles=titles)), config)
         allowed = {text for text, fits in zip(texts, np.asarray(legal[0]), strict=False) if fits}
         assert allowed == {text for text in texts if text and written + text in prefixes}
 
 
 def written(engine: Engine, structure: Sequence[Item], number: int | None = None) -> SamplingParams:
-    """Parameters with which an engine writes a structure of one block."""
+    """Return parameters with which an engine writes a structure of one block."""
     codec, special = engine.lm.codec, engine.config.special
     serial, branches = list[int](), list[list[int]]()
     for item in split(codec.linearise(structure).tokens, special, codec.form):
@@ -210,14 +210,14 @@ def test_a_repeated_lead_ends_the_list(engine: Engine, goes_on: bool) -> None:
     script = [[*serial[:behind], *repeated, *serial[behind:]], *asked.script[1:]]
     result = engine.generate([[1, 2]], replace(asked, script=script))[0]
     assert result.structure == two and result.stats.discarded_tokens == len(repeated) - 1
-    assert result.stats.passes == result.stats.critical_path + result.stats.discarded_tokens - 1
+    assert result.stats.steps == result.stats.critical_path + result.stats.discarded_tokens - 1
     logits = engine.replay([1, 2], result.token_ids).logits
     np.testing.assert_allclose(logits, full_pass(engine.lm, special, [1, 2], result.token_ids), atol=1e-4)
     assert codec.text.decode(split(result.token_ids[:-1], special, codec.form)[1].number) == "4"  # type: ignore[union-attr]
 
 
 def test_penalties_take_leads_for_text(engine: Engine) -> None:
-    """All leads count once for the first token of a branch, as in serial text; the copy in its head does not."""
+    """Check that penalties count each lead once, as in serial text, and not its copy in the head."""
     codec, special, end = engine.lm.codec, engine.config.special, engine.config.end
     asked = written(engine, EXAMPLE[:2])
     script = [asked.script[0], [], *asked.script[2:]]  # the first branch is free
@@ -249,5 +249,5 @@ def test_a_text_that_does_not_begin_with_its_lead_is_refused(engine: Engine) -> 
 def test_tags_as_text_are_refused(leads_lm: LanguageModel) -> None:
     from infer import TextTags
 
-    with pytest.raises(RequestError, match="titles of this model are leads"):
+    with pytest.raises(RequestError, match="expected None for a model whose titles are leads"):
         Engine(leads_lm, max_length=64, text_tags=TextTags())

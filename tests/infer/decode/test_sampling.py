@@ -17,9 +17,8 @@ from aspd_jax.errors import RequestError
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket
 from infer import Engine, SamplingParams
-from infer.decode.derived import derive
-from infer.decode.inputs import Lanes, next_inputs
-from infer.decode.sampling import _counted, _scattered, lane_keys, penalise, restrict, sample
+from infer.decode.inputs import Lanes, next_inputs, plan_step
+from infer.decode.sampling import count_by_product, count_by_scatter, lane_keys, penalise, restrict, sample
 from infer.decode.state import TITLE, DecodeState, EngineConfig, RequestArrays
 from infer.request import Request
 from tests.conftest import after_prompts
@@ -37,10 +36,10 @@ def state_for(lm: LanguageModel, config: EngineConfig, *params: SamplingParams) 
 
 
 def serial_lanes(state: DecodeState, config: EngineConfig) -> Lanes:
-    """Those of the next pass, in which every sequence feeds a serial token."""
+    """Return the lanes of the next step, in which every sequence feeds a serial token."""
     rows, capacity = state.cache.tokens.shape
-    derived = derive(state.sequence, state.automaton, config)
-    lanes = next_inputs(state, derived, config, Bucket(rows, rows, 1, capacity), drafting=False).lanes
+    bucket = Bucket(rows, rows, 1, capacity)
+    lanes = next_inputs(state, plan_step(state, config, bucket), config, bucket, drafting=False).lanes
     assert lanes.row.tolist() == list(range(rows)) and not lanes.branch.any()
     return lanes
 
@@ -94,7 +93,7 @@ def test_restrict_keeps_what_the_definitions_keep(
 
 
 def kept_by_sorting(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Whole groups of equal logits, bool [V], in float64."""
+    """Return the kept tokens, whole groups of equal logits, bool [V]; in float64."""
     smallest = np.sort(logits)[::-1][(top_k or logits.size) - 1 :][:1]
     kept = np.isfinite(logits) & (logits >= (smallest[0] if smallest.size else -np.inf))
     weights = np.where(kept, np.exp(logits.astype(np.float64) - logits.max()), 0.0)
@@ -123,7 +122,7 @@ JITTED_RESTRICT = jax.jit(restrict)
     min_p=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-30, 1)),  # less is less than float32 tells from 0
 )
 def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_p: float, min_p: float) -> None:
-    """Exactly, where the shares are further from the limits than float32 rounds."""
+    """Check equality where the shares differ from the limits by more than the rounding of float32."""
     values = np.array(logits, np.float32)
     assume(np.isfinite(values).any())
     fewest = kept_by_sorting(values, top_k, top_p - 1e-6, min(1.0, min_p * 1.00001))
@@ -157,17 +156,17 @@ def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_
     size=st.sampled_from([256, 299, 300]),
 )
 def test_tokens_are_counted_as_they_are_scattered(slots: list[tuple[int, bool]], size: int) -> None:
-    """Two lanes of three slots, a vocabulary that is no multiple of a group, and tokens beyond it."""
+    """Check two lanes of three slots, a vocabulary that is no multiple of a group, and ids beyond it."""
     tokens, seen = (np.array(field).reshape(2, 3) for field in zip(*slots, strict=True))
     expected = np.array(
         [[(lane[mask] == token).sum() for token in range(size)] for lane, mask in zip(tokens, seen, strict=True)]
     )
-    for form in (_counted, _scattered):
+    for form in (count_by_product, count_by_scatter):
         np.testing.assert_array_equal(jax.jit(form, static_argnums=0)(size, tokens, seen), expected)
 
 
 def test_nothing_is_sorted(bare_lm: LanguageModel, config: EngineConfig) -> None:
-    """Not on CPU, and for TPU there is no scatter either, whose indices XLA would sort."""
+    """Check that programs for CPU and TPU have no sort, and those for TPU no scatter, whose indices XLA sorts."""
     asked = SamplingParams(
         temperature=1.0, top_k=3, repetition_penalty=1.1, frequency_penalty=1.0, logit_bias={3: 1.0}, min_tokens=4
     )
@@ -192,7 +191,7 @@ def test_nothing_is_sorted(bare_lm: LanguageModel, config: EngineConfig) -> None
 
 
 def in_a_block(state: DecodeState) -> tuple[DecodeState, Lanes]:
-    """A state of one row with a block of two branches, and lanes that look from the end of each."""
+    """Return a state of one row with a block of two branches, and a lane at the end of each."""
     #    prompt, serial, a title, heads of branches 1 and 2, and their texts; 5 and 6 stand twice in theirs
     tokens = [1, 2, 3, 4, 11, 9, 10, 5, 6, 5, 6, 7, 8]
     kind = [OTHER] * 2 + [PLAIN_TEXT] * 2 + [TITLE_TEXT] + [OTHER] * 2 + [PLAIN_TEXT] * 6
@@ -221,7 +220,7 @@ def in_a_block(state: DecodeState) -> tuple[DecodeState, Lanes]:
 def test_penalties_see_what_the_row_sees(
     bare_lm: LanguageModel, config: EngineConfig, seed: int, repetition: float, frequency: float, presence: float
 ) -> None:
-    """Tokens of the prompt and of siblings do not count; tokens before the block and of the branch itself do."""
+    """Check that tokens before the block and of the branch count, and tokens of the prompt and of siblings do not."""
     asked = SamplingParams(
         repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence, max_new_tokens=50
     )
@@ -250,7 +249,7 @@ def test_penalties_see_what_the_row_sees(
 
 
 def test_bias_and_least_length_keep_to_the_grammar(bare_lm: LanguageModel, config: EngineConfig) -> None:
-    """Token 0 is end of text; a neighbour that asks for nothing keeps its logits."""
+    """Check logits in which token 0 ends the text; a lane without bias keeps its logits."""
     asked = SamplingParams(logit_bias={5: 100, 6: 100, 9: -100}, min_tokens=6)
     state, block = in_a_block(state_for(bare_lm, config, asked, SamplingParams()))
     logits = np.random.default_rng(3).standard_normal((2, 24)).astype(np.float32)
@@ -273,7 +272,7 @@ def test_bias_and_least_length_keep_to_the_grammar(bare_lm: LanguageModel, confi
 
 
 def test_answers_follow_the_definitions(bare_lm: LanguageModel, engine: Engine) -> None:
-    """The engine beside full passes and NumPy, token by token; answers that ask for nothing stay as they were."""
+    """Compare the engine with full passes and NumPy, token by token; plain answers do not change."""
     prompt, size = [1, 2, 3], 24
     asked = [
         SamplingParams(max_new_tokens=size),
@@ -312,7 +311,7 @@ def test_answers_follow_the_definitions(bare_lm: LanguageModel, engine: Engine) 
 
 
 def test_a_bias_chooses_the_structure(engine: Engine) -> None:
-    """The id of a tag may be biased, too: a block wherever the grammar has room for one, or none at all."""
+    """Check a bias on the id of a tag: a block wherever the grammar permits one, or none at all."""
     start = engine.config.special.title_start
     params = [SamplingParams(max_new_tokens=60, seed=3, temperature=1.0, logit_bias={start: b}) for b in (100, -100)]
     forks, serial = engine.generate([[1, 2, 3]] * 2, params)
@@ -378,7 +377,7 @@ def test_temperature_zero_takes_the_likeliest_beside_sampled_neighbours(
 
 
 def test_a_temperature_next_to_zero_takes_the_likeliest(bare_lm: LanguageModel, config: EngineConfig) -> None:
-    """Logits over it would be infinite."""
+    """Check a temperature by which logits would be infinite."""
     state = state_for(bare_lm, config, SamplingParams(temperature=1e-37, top_p=0.9))
     logits = jnp.asarray(np.random.default_rng(1).standard_normal((1, 24)) * 20, jnp.float32)
     assert sample(logits, state, config, serial_lanes(state, config)).tolist() == [int(jnp.argmax(logits))]

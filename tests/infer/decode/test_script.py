@@ -1,4 +1,4 @@
-"""Requests that say which tokens to take: each its own, beside others, and nothing else about them is different."""
+"""Requests with a script of tokens, each its own, beside others; nothing else changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def own(bare_lm: LanguageModel) -> Engine:
 
 
 def test_every_request_has_its_own(own: Engine) -> None:
-    """Rows are used again, by requests with another script and by some without: those answer as they would alone."""
+    """Check rows that serve requests with different scripts and without one in turn: answers equal those alone."""
     free = SamplingParams(temperature=100.0, max_new_tokens=30, seed=7)
     told = [SamplingParams(max_new_tokens=100, script=script_of(own, parts)) for parts in (ONE, OTHER)]
     beginning = SamplingParams(max_new_tokens=9, script=[[3, 3, 3]])
@@ -60,10 +60,10 @@ def test_serial_mode_says_what_branches_said(own: Engine) -> None:
 @pytest.mark.parametrize(
     ("script", "error"),
     [
-        ([[1] * 9], "script has 9 tokens, the answer may have 8"),
-        ([[1], [2], [2], [2], [2]], "script has 5 segments; with max_branches there are 4 at most"),
-        ([[1, 24]], "script: token ids must be between 0 and 23"),
-        ([[-1]], "script: token ids must be between 0 and 23"),
+        ([[1] * 9], "script: expected at most 8 tokens, got 9"),
+        ([[1], [2], [2], [2], [2]], r"script: expected at most 4 segments \(max_branches \+ 1\), got 5"),
+        ([[1, 24]], "script: expected ids from 0 to 23"),
+        ([[-1]], "script: expected ids from 0 to 23"),
     ],
 )
 def test_a_script_that_cannot_be_followed_is_refused(own: Engine, script: list[list[int]], error: str) -> None:

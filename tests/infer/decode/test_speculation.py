@@ -1,4 +1,4 @@
-"""Drafts change no answer; where they come from; when they are left out."""
+"""Draft tokens: unchanged answers, their sources, and the control that leaves them out."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from aspd_jax.errors import RequestError, StructureError
 from infer import Engine, SamplingParams
 from infer.answers.answer import Result
 from infer.decode.derived import Derived, derive
-from infer.decode.speculation import look_up
+from infer.decode.speculation import drafts_from_text
 from infer.decode.state import PARALLEL, SERIAL, DecodeState, DraftSource, EngineConfig
 from infer.request import Mode, Request
-from infer.scheduling.policy import DRAFTING_PASSES, PLAIN_PASSES, DraftControl, StepCost
+from infer.scheduling.policy import DRAFTING_STEPS, PLAIN_STEPS, DraftControl, StepCost
 from tests.conftest import laid_out, patched
 from tests.helpers.answers import SEPARATOR, critical_path, linearise
 from tests.helpers.draft_heads import with_draft_heads
@@ -38,7 +38,7 @@ def drafting_engine(lm: LanguageModel, draft_tokens: int = DRAFT, drafts: DraftS
 
 
 def script_of(engine: Engine, parts: list) -> tuple[list[list[int]], list[int]]:
-    """An answer as a script, and as its linearisation."""
+    """Return an answer as a script, and as its linearisation."""
     special = engine.config.special
     serial: list[int] = []
     branches: list[list[int]] = [[] for _ in range(engine.config.max_branches)]
@@ -57,9 +57,9 @@ def script_of(engine: Engine, parts: list) -> tuple[list[list[int]], list[int]]:
 
 
 def knowing(wrong: int = 0) -> Callable[..., jax.Array]:
-    """A `look_up` that knows the script; every so many places (0: never) it is wrong."""
+    """Return a `drafts_from_text` that knows the script; every `wrong`-th token (0: none) is wrong."""
 
-    def guess(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
+    def source(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
         s, ahead, end = state.sequence, jnp.arange(config.draft_tokens), state.request.script_end[..., None]
         batch = jnp.arange(s.cursor.phase.size)[:, None, None]
 
@@ -78,12 +78,12 @@ def knowing(wrong: int = 0) -> Callable[..., jax.Array]:
             found = jnp.where((jnp.where(in_block, place, next_serial) % wrong == 1) & (found >= 0), 11, found)
         return jnp.where(jnp.cumprod(found >= 0, axis=2) > 0, found, -1)
 
-    return guess
+    return source
 
 
 @pytest.mark.parametrize("wrong", [0, pytest.param(3, marks=pytest.mark.slow)])
-def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong: int) -> None:
-    """The answer is scripted, and the guesses know it: titles, forks, branches of unequal length, merges."""
+def test_right_draft_tokens_save_steps_in_every_phase(bare_lm: LanguageModel, wrong: int) -> None:
+    """Check a scripted answer with titles, forks, unequal branches and merges, which the draft tokens know."""
     # All blocks of a scripted answer have the same texts in their branches.
     first, second = [6, 7, 8, 6, 7, 1, 1, 2], [1]
     one, other = [([5], first), ([9, 2], second), ([4], [])], [([1], first), ([2], second)]
@@ -91,19 +91,19 @@ def test_right_guesses_save_passes_in_every_phase(bare_lm: LanguageModel, wrong:
     own = drafting_engine(bare_lm)
     script, expected = script_of(own, parts)
     special = own.config.special
-    with patched(look_up=knowing(wrong)):
+    with patched(drafts_from_text=knowing(wrong)):
         results = own.generate([[1, 2, 3]] * 3, SamplingParams(script=script))
     for result in results:
         assert result.token_ids == expected and result.finish_reason == "stop"
         stats = result.stats
         assert stats.critical_path == critical_path(special, parts)
-        # What is guessed beyond the end of a segment is never taken.
+        # Draft tokens beyond the end of a segment are never accepted.
         assert (stats.accepted_tokens > 0.75 * stats.drafted_tokens) == (wrong == 0)
-        assert stats.passes < (0.5 if wrong == 0 else 0.8) * stats.critical_path
+        assert stats.steps < (0.5 if wrong == 0 else 0.8) * stats.critical_path
 
 
 def mixed() -> tuple[list[list[int]], list[SamplingParams], list[Mode]]:
-    """Requests, greedy and sampled, in both modes."""
+    """Return requests, greedy and sampled, in both modes."""
     prompts = [[1, 2, 3, 4, 1, 2, 5, 6, seed % 3 + 1] for seed in range(16)]
     params = [
         replace(HOT, temperature=t, seed=seed, max_new_tokens=40 + seed)
@@ -113,7 +113,7 @@ def mixed() -> tuple[list[list[int]], list[SamplingParams], list[Mode]]:
 
 
 def anything(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
-    """Random guesses."""
+    """Return random draft tokens."""
     random = np.random.default_rng(0).integers(1, 15, (3, DRAFT))
     shifted = (jnp.asarray(random, jnp.int32) + state.sequence.counters.steps[:, None, None]) % 14 + 1
     return jnp.broadcast_to(shifted, state.sequence.draft.shape)
@@ -124,42 +124,42 @@ def the_same(results: list[Result], expected: list[Result]) -> bool:
     return all(a.token_ids == b.token_ids and a.finish_reason == b.finish_reason for a, b in pairs)
 
 
-@pytest.mark.parametrize("guess", [anything, pytest.param(look_up, marks=pytest.mark.slow)])
-def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine, guess: Any) -> None:
-    """Token by token, greedy and sampled, whatever is guessed."""
+@pytest.mark.parametrize("source", [anything, pytest.param(drafts_from_text, marks=pytest.mark.slow)])
+def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine, source: Any) -> None:
+    """Check equality token by token, greedy and sampled, whatever the draft tokens."""
     expected = engine.generate(*mixed())
     assert sum(result.stats.blocks for result in expected) >= 3
-    with patched(look_up=guess):
+    with patched(drafts_from_text=source):
         results = drafting_engine(bare_lm).generate(*mixed())
     assert the_same(results, expected)
     assert sum(result.stats.accepted_tokens for result in results) > 0
     assert sum(result.stats.drafted_tokens for result in results) > 100
     for a, b in zip(results, expected, strict=True):
-        assert a.stats.critical_path == b.stats.critical_path and a.stats.passes <= b.stats.passes
+        assert a.stats.critical_path == b.stats.critical_path and a.stats.steps <= b.stats.steps
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 def test_answers_are_the_same_with_draft_heads(bare_lm: LanguageModel, engine: Engine, scale: float) -> None:
-    """Token by token, greedy and sampled, whatever the heads guess."""
+    """Check equality token by token, greedy and sampled, whatever the heads propose."""
     expected = engine.generate(*mixed())
     results = drafting_engine(with_draft_heads(bare_lm, DRAFT, scale), drafts="heads").generate(*mixed())
     assert the_same(results, expected)
     assert sum(result.stats.accepted_tokens for result in results) > 0
     assert sum(result.stats.drafted_tokens for result in results) > 100
     for a, b in zip(results, expected, strict=True):
-        assert a.stats.critical_path == b.stats.critical_path and a.stats.passes <= b.stats.passes
+        assert a.stats.critical_path == b.stats.critical_path and a.stats.steps <= b.stats.steps
 
 
 @pytest.mark.parametrize("draft_tokens", [1, DRAFT, DRAFT + 5])
-def test_heads_without_effect_guess_repetition(bare_lm: LanguageModel, draft_tokens: int) -> None:
-    """Greedy serial answers: the likeliest next token, tags included, is guessed again and again; counted by hand."""
+def test_heads_without_effect_propose_repetition(bare_lm: LanguageModel, draft_tokens: int) -> None:
+    """Check greedy serial answers: heads without effect repeat the likeliest next token; counted by hand."""
     own = drafting_engine(with_draft_heads(bare_lm, DRAFT, scale=0.0), draft_tokens, "heads")
     depth, accepted = min(draft_tokens, DRAFT), 0
     assert own.config.draft_tokens == depth
     for seed in range(4):
         prompt = [1 + seed, 2, 3]
         (result,) = own.generate([prompt], SamplingParams(max_new_tokens=60), "serial")
-        tokens, place, passes = result.token_ids, 0, 0
+        tokens, place, steps = result.token_ids, 0, 0
         whole = np.asarray([[*prompt, *tokens]])
         layout = build_layout(whole, own.config.special, bare_lm.config.positions)
         logits = np.asarray(bare_lm.model.apply({"params": bare_lm.params}, whole, layout))[0]
@@ -168,17 +168,17 @@ def test_heads_without_effect_guess_repetition(bare_lm: LanguageModel, draft_tok
             run = 1
             while run <= depth and place + run < len(tokens) and tokens[place + run] == likeliest[place]:
                 run += 1
-            place, passes = place + run, passes + 1
-        assert result.stats.passes == passes
+            place, steps = place + run, steps + 1
+        assert result.stats.steps == steps
         accepted += result.stats.accepted_tokens
     assert accepted > 10
 
 
 @pytest.mark.slow
-def test_rejected_guesses_that_stay_visible_change_answers(bare_lm: LanguageModel, engine: Engine) -> None:
+def test_rejected_draft_tokens_that_stay_visible_change_answers(bare_lm: LanguageModel, engine: Engine) -> None:
     """Negative control."""
     expected, same_still = engine.generate(*mixed()), True
-    with patched(look_up=anything, hide_rejected=lambda state, *_: state):
+    with patched(drafts_from_text=anything, hide_rejected=lambda state, *_: state):
         try:
             same_still = the_same(drafting_engine(bare_lm).generate(*mixed()), expected)
         except StructureError:
@@ -188,7 +188,7 @@ def test_rejected_guesses_that_stay_visible_change_answers(bare_lm: LanguageMode
 
 @pytest.mark.slow
 def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
-    """The fourth token of an answer, against its exact distribution; the third is guessed, as the likeliest."""
+    """Compare the fourth token with its exact distribution; the third is a draft token, the likeliest one."""
     prompt, words = [1, 2, 3], 24
     own = Engine(
         bare_lm, max_length=128, max_batch=32, max_branches=2, max_title_tokens=1, drafts="lookup", draft_tokens=1
@@ -206,12 +206,12 @@ def test_sampled_tokens_follow_the_distribution(bare_lm: LanguageModel) -> None:
     exact = np.einsum("abc,abcd->d", beginning * goes_on, share[..., 3, :])
     exact[0] += 1 - exact.sum()  # an answer that ended before counts as ended
 
-    def guess(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
+    def source(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
         return jnp.full_like(state.sequence.draft, likeliest)
 
     count = 3000
     params = [SamplingParams(temperature=1.0, max_new_tokens=4, seed=seed) for seed in range(count)]
-    with patched(look_up=guess):
+    with patched(drafts_from_text=source):
         results = own.generate([prompt] * count, params, "serial")
     assert sum(result.stats.accepted_tokens for result in results) > 50
     seen = np.bincount([(*result.token_ids, 0, 0, 0, 0)[3] for result in results], minlength=words)
@@ -233,7 +233,7 @@ def test_guesses_are_what_followed_before(
     blank: tuple[EngineConfig, DecodeState], prompt: list[int], pending: int
 ) -> None:
     config, state = blank[0], state_after(blank[1], tuple(prompt), pending)
-    found = np.asarray(look_up(state, derive(state.sequence, state.automaton, config), config, 128))[0]
+    found = np.asarray(drafts_from_text(state, derive(state.sequence, state.automaton, config), config, 128))[0]
     assert (found[1:] == -1).all()
     expected: list[int] = []
     text = [*prompt, pending]
@@ -246,7 +246,7 @@ def test_guesses_are_what_followed_before(
 
 
 def state_after(state: DecodeState, prompt: tuple[int, ...], pending: int) -> DecodeState:
-    """A state whose cache holds a prompt, without running the model."""
+    """Return a state whose cache holds a prompt, without running the model."""
     length = len(prompt)
     tokens, sequence, position = (np.zeros((1, 128), np.int32) for _ in range(3))
     tokens[0, :length], sequence[0, :length], position[0, :length] = prompt, 1, np.arange(length)
@@ -265,32 +265,32 @@ def state_after(state: DecodeState, prompt: tuple[int, ...], pending: int) -> De
 def test_guesses_that_do_not_pay_are_left_out() -> None:
     cost = StepCost(base=1.0, per_token=0.25, per_slot=0.0)  # 1.25 ms with one token, 2.0 ms with four: 1.6 times
     looking = StepCost(base=1.0, per_token=0.25, per_slot=0.0, per_drafting_row=0.25)  # 2.25 ms: 1.8 times
-    for of, accepted, pays in ((cost, 24, True), (cost, 16, False), (looking, 24, False)):  # 1.75, 1.5 tokens a pass
+    for of, accepted, pays in ((cost, 24, True), (cost, 16, False), (looking, 24, False)):  # 1.75, 1.5 tokens a step
         control = DraftControl(3)
-        assert control.on and control.passes == DRAFTING_PASSES
-        control.note(of, DRAFTING_PASSES, 4, 1, 0, DRAFTING_PASSES, accepted)
-        assert control.on == pays
+        assert control.active and control.steps == DRAFTING_STEPS
+        control.note(of, DRAFTING_STEPS, 4, 1, 0, DRAFTING_STEPS, accepted)
+        assert control.active == pays
         if not pays:
-            assert control.passes == PLAIN_PASSES
-            control.note_plain(PLAIN_PASSES)
-            assert control.on, "they are tried again"
+            assert control.steps == PLAIN_STEPS
+            control.note_plain(PLAIN_STEPS)
+            assert control.active, "they are tried again"
         forced = DraftControl(3, always=True)
-        forced.note(of, DRAFTING_PASSES, 4, 1, 0, DRAFTING_PASSES, accepted)
-        assert forced.on and forced.passes > 1 << 20
+        forced.note(of, DRAFTING_STEPS, 4, 1, 0, DRAFTING_STEPS, accepted)
+        assert forced.active and forced.steps > 1 << 20
     never = DraftControl(0)
     never.note_plain(10)
-    assert not never.on
+    assert not never.active
 
 
 def test_drafts_have_limits(bare_lm: LanguageModel) -> None:
-    with pytest.raises(RequestError, match="draft_tokens must be at least 1"):
+    with pytest.raises(RequestError, match="draft_tokens: expected at least 1"):
         drafting_engine(bare_lm, 0)
-    with pytest.raises(RequestError, match="this model has no draft heads"):
+    with pytest.raises(RequestError, match="got heads; this model has none"):
         drafting_engine(bare_lm, drafts="heads")
     with pytest.raises(RequestError, match="drafts: expected none, lookup, heads, got 'medusa'"):
         drafting_engine(bare_lm, drafts=cast(Any, "medusa"))
     config = replace(bare_lm.config, siblings="shared")
     shared = replace(bare_lm, config=config, model=bare_lm.model.clone(config=config))
-    with pytest.raises(RequestError, match="see each other's guesses"):
+    with pytest.raises(RequestError, match="see each other's draft tokens"):
         drafting_engine(shared)
     assert drafting_engine(shared, drafts="none").generate([[1]], SamplingParams(max_new_tokens=2))

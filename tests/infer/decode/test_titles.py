@@ -36,7 +36,7 @@ def engine_of(lm: LanguageModel, draft_tokens: int = 0) -> Engine:
 
 
 def script(engine: Engine, serial: list[int]) -> list[list[int]]:
-    """Serial tokens, titles included, and the two branches of PARTS; after these, what the model samples."""
+    """Return serial tokens, titles included, and the two branches of PARTS; the model samples the rest."""
     return [serial, *([*text, engine.config.special.branch_end] for _, text in (FIRST, SECOND))]
 
 
@@ -55,17 +55,17 @@ def test_a_repeated_title_ends_the_list(again: list[int], draft_tokens: int, bar
     repeating = script(engine, serial_tokens(engine, titles, [7, 7, 0]))
     plain = script(engine, serial_tokens(engine, titles[:2], [special.parallel_start, 7, 7, 0]))
     for scripted, discarded in ((repeating, 1 + len(again)), (plain, 0)):
-        with patched(look_up=knowing()):
+        with patched(drafts_from_text=knowing()):
             result = engine.generate([[1, 2, 3]], SamplingParams(script=scripted))[0]
         assert result.token_ids == linearise(special, PARTS) and result.finish_reason == "stop"
         assert result.stats.discarded_tokens == discarded
         assert result.stats.critical_path == critical_path(special, PARTS)
         if not draft_tokens:
-            assert result.stats.passes == result.stats.critical_path - 1 + discarded
+            assert result.stats.steps == result.stats.critical_path - 1 + discarded
 
 
 def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
-    """Greedy tokens after the block are the same as where the list ended by itself, whatever the prompt."""
+    """Check that greedy tokens after the block equal those after a list that ended by itself, whatever the prompt."""
     engine = engine_of(bare_lm)
     titles = [FIRST[0], SECOND[0], FIRST[0]]
     repeating = script(engine, serial_tokens(engine, titles, []))
@@ -92,7 +92,7 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
 
 
 def test_a_title_has_no_line_break(lm: LanguageModel, monkeypatch: Any) -> None:
-    """Sampled nearly evenly, with one negative control without the table and one of serial text."""
+    """Check titles sampled nearly evenly; negative controls: without the table, and in serial text."""
     codec = lm.codec.text
     table = token_automaton(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
     assert table.line_break[codec.encode("\n")].all() and not table.line_break[codec.encode("a b")].any()
@@ -148,7 +148,7 @@ def test_the_second_title_differs_from_the_first(lm: LanguageModel) -> None:
     favoured = lm.codec.text.encode("a")[0]
 
     def always(logits: Any, *rest: Any) -> Any:
-        """Titles of the letter a, as far as the grammar allows them."""
+        """Return titles of the letter a, as far as the grammar permits them."""
         special, (state, _, lanes) = engine.config.special, rest
         s = state.sequence
         score = jnp.zeros(logits.shape[-1]).at[favoured].set(4.0).at[special.title_start].set(5.0)
@@ -173,7 +173,7 @@ NUMBERS = np.asarray([number_of(piece) for piece in PIECES], np.int16)
 
 
 def says_it_is_last(title: list[int]) -> bool:
-    """By the text: the same tokens before and after the slash, and no digit behind them."""
+    """Return whether a text has equal numbers before and after the slash."""
     pieces = [PIECES[token] for token in title]
     if "/" not in pieces:
         return False
@@ -199,7 +199,7 @@ def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> Non
 
 
 def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel) -> None:
-    """Whatever the model wants: here always another title."""
+    """Check a model that always prefers another title."""
     encode = lm.codec.text.encode
     engine = Engine(lm, max_length=256, max_batch=2, max_branches=8)
     special = engine.config.special

@@ -40,7 +40,7 @@ def spellings(lm: LanguageModel) -> dict[str, list[int]]:
 
 
 def spell(text: str, spellings: dict[str, list[int]], random: Random) -> list[int]:
-    """One of the many ways to cut a text into tokens."""
+    """Return one of the ways to cut a text into tokens."""
     ids: list[int] = []
     while text:
         length = random.choice([n for n in range(1, 9) if text[:n] in spellings and n <= len(text)])
@@ -94,7 +94,7 @@ def test_tags_are_recognised_however_they_are_spelled(
         random = Random(seed)
         script, _ = script_of(structure, spellings, random, end)
         params = SamplingParams(max_new_tokens=400, script=script)
-        events = list(free.submit("Hi", params, steps=random.choice([1, 3, 50])))
+        events = list(free.submit("Hi", params, max_steps=random.choice([1, 3, 50])))
         result = events[-1].result
         assert result is not None and result.structure == structure and result.finish_reason == "stop"
         serial = [event.text for event in events if event.kind == "token" and not event.block]
@@ -102,7 +102,7 @@ def test_tags_are_recognised_however_they_are_spelled(
         told = [event.text for event in events if event.kind == "branch"]
         blocks = [item for item in structure if isinstance(item, Parallel)]
         assert sorted(told) == sorted(branch.text for block in blocks for branch in block.branches)
-        assert result.stats.blocks == len(blocks) and result.stats.passes == result.stats.critical_path - 1
+        assert result.stats.blocks == len(blocks) and result.stats.steps == result.stats.critical_path - 1
         serial_length, *lengths = map(len, script)
         assert result.stats.critical_path == serial_length + max(lengths)
 
@@ -110,7 +110,7 @@ def test_tags_are_recognised_however_they_are_spelled(
 def test_mask_and_positions_are_those_of_blocks(
     free: Engine, lm: LanguageModel, spellings: dict[str, list[int]]
 ) -> None:
-    """The cache against the definition: branches side by side after `<parts>`, everything else in order."""
+    """Compare the cache with the definition: branches side by side after `<parts>`, the rest in order."""
     script, titles = script_of(STRUCTURES[0], spellings, Random(3), free.config.end[0])
     result = free.generate(["Hi"], SamplingParams(max_new_tokens=400, script=script))[0]
     shot = snapshot(free.debug_state().decode, np.asarray([0, 1]), free.config).read()
@@ -143,13 +143,13 @@ def well_formed(text: str) -> bool:
 
 
 def opening_only(lm: LanguageModel) -> list[list[int]]:
-    """What makes a model open a block, and leaves the rest to it."""
+    """Return parameters that open a block and leave the rest to the model."""
     return [lm.codec.text.encode(t)]
 
 
 @pytest.mark.slow
 def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: LanguageModel) -> None:
-    """The model is made to open a block; what follows is random, and closes everything whatever the budget."""
+    """Check random answers after a forced block: all tags are closed, whatever the budget."""
     random = np.random.default_rng(0)
     budgets = [int(n) for n in random.integers(100, 260, 10)]
     params = [
@@ -165,7 +165,7 @@ def test_random_answers_are_well_formed_and_in_budget(free: Engine, lm: Language
     blocks = 0
     for budget, result in zip(budgets, free.generate(["Hi"] * 10, params), strict=True):
         assert len(result.token_ids) <= budget
-        assert result.stats.passes == result.stats.critical_path - 1
+        assert result.stats.steps == result.stats.critical_path - 1
         text = lm.codec.text.decode(result.token_ids)
         assert well_formed(text), text
         for found in re.finditer(BLOCK, text, re.DOTALL):
@@ -226,14 +226,17 @@ def test_the_prompt_asks_for_the_tags(lm: LanguageModel, free: Engine, monkeypat
 
 def test_mistakes_are_named(bare_lm: LanguageModel, free: Engine) -> None:
     for changed, message in (
-        ({"title_start": ""}, "title_start must be ASCII text"),
-        ({"branch_end": "«"}, "branch_end must be ASCII"),
-        ({"branch_start": "<p", "parallel_start": "<pp"}, "branch_start '<p' is part of parallel_start"),
+        ({"title_start": ""}, "title_start: expected ASCII text"),
+        ({"branch_end": "«"}, "branch_end: expected ASCII"),
+        (
+            {"branch_start": "<p", "parallel_start": "<pp"},
+            "branch_start: expected no part of parallel_start '<pp', got '<p'",
+        ),
         ({"title_start": "x" * 100}, "110 characters"),
     ):
         with pytest.raises(ConfigError, match=message):
             TextTags(**changed)
-    with pytest.raises(RequestError, match="need a tokenizer"):
+    with pytest.raises(RequestError, match="text_tags: expected a model with a tokenizer"):
         Engine(bare_lm, text_tags=TAGS)
     with pytest.raises(RequestError, match="special tokens"):
         free.replay([1], [2])
@@ -246,27 +249,27 @@ def tables(lm: LanguageModel) -> TagAutomaton:
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_the_recogniser_finds_what_is_there(tables: TagAutomaton, spellings: dict[str, list[int]], data: Any) -> None:
-    """Tables against searching the text."""
+def test_the_automaton_finds_what_is_there(tables: TagAutomaton, spellings: dict[str, list[int]], data: Any) -> None:
+    """Compare the tables with a search of the text."""
     alphabet = st.sampled_from(["<", "/", "t", "title", ">", "part", "parts", "s>", " ", "a", "</", *TAGS.strings])
     text = "".join(data.draw(st.lists(alphabet, max_size=12)))
     random = Random(data.draw(st.integers(0, 999)))
-    node, nodes, read = 0, tables.next.shape[0], ""
+    tag_state, states, read = 0, tables.next.shape[0], ""
     while text:
         sizes = [n for n in range(1, 9) if text[:n] in spellings and n <= len(text)]
         size = random.choice(sizes)
         token = random.choice(spellings[text[:size]])
         before, read, text = read, read + text[:size], text[size:]
-        following = int(tables.next[node, token])
+        following = int(tables.next[tag_state, token])
         whole = [tag for tag in TAGS.strings if read.endswith(tag)]
         inside = [
             tag for tag in TAGS.strings for stop in range(len(before) + 1, len(read)) if read[:stop].endswith(tag)
         ]
         if inside:
-            assert tables.bits[node, token] == 0, "a token that goes past a tag is never allowed"
+            assert tables.bits[tag_state, token] == 0, "a token that goes past a tag is never allowed"
             return
-        assert (following >= nodes) == bool(whole)
+        assert (following >= states) == bool(whole)
         if whole:
-            assert TAGS.strings[following - nodes - 1] == whole[0]
+            assert TAGS.strings[following - states - 1] == whole[0]
             return
-        node = following
+        tag_state = following

@@ -96,7 +96,7 @@ def test_questions_that_cannot_be_asked_hold_an_error(demo_engine: Engine, tmp_p
     record, other = answer_questions(
         demo_engine, ADAPTIVE, [long, *synthetic_questions(1)], DECODING, tmp_path / "a", ""
     )
-    assert "leaves no room" in record["error"] and record["turns"] == [] and record["correct"] is None
+    assert "prompt: expected at most" in record["error"] and record["turns"] == [] and record["correct"] is None
     assert other["correct"] is True
 
 
@@ -114,22 +114,22 @@ def test_speed_compares_the_same_content(demo_engine: Engine, tmp_path: Path) ->
 
 
 def test_the_serial_run_says_what_the_adaptive_answer_said(demo_engine: Engine) -> None:
-    from infer.evaluation.speed import _converse
+    from infer.evaluation.speed import converse
 
     engine = demo_engine
     question = next(question for question in two_turns() if question.forks)
     params = SamplingParams(max_new_tokens=400, seed=0)
-    adaptive = list(_converse(engine, "adaptive", question, params, [None, None]))
+    adaptive = list(converse(engine, "adaptive", question, params, [None, None]))
     content = [content_ids(engine.config, result) for result in adaptive]
-    serial = list(_converse(engine, "serial", question, params, content))
+    serial = list(converse(engine, "serial", question, params, content))
     assert [result.text for result in serial] == [result.text for result in adaptive]
     for one, other, ids in zip(adaptive, serial, content, strict=True):
         assert other.token_ids == ids and other.stats.blocks == 0
         assert other.stats.content_tokens == one.stats.content_tokens == len(ids) - 1
-        assert other.stats.passes == len(ids) - 1  # one pass for each token after the first
+        assert other.stats.steps == len(ids) - 1  # one step for each token after the first
     wrong = [list(ids) for ids in content]
     wrong[0][3] = wrong[0][3] % 300 + 20  # the script decides, not the model
-    assert next(_converse(engine, "serial", question, params, wrong)).token_ids == wrong[0]
+    assert next(converse(engine, "serial", question, params, wrong)).token_ids == wrong[0]
 
 
 def test_timeline_ends_at_the_critical_path(demo_engine: Engine) -> None:
@@ -472,14 +472,14 @@ def test_mistakes_in_a_configuration(tmp_path: Path) -> None:
 
     good = "models: {a: {path: demo}}\nbenchmarks: {t: {kind: synthetic}}\n"
     for text, said in (
-        ("", "models: name at least one"),
-        ("models: {a: {path: demo}}\n", "benchmarks: name at least one"),
+        ("", "models: expected at least one name"),
+        ("models: {a: {path: demo}}\n", "benchmarks: expected at least one name"),
         (good + "judge: {pairs: [a]}", "expected two systems"),
-        (good + "judge: {pairs: [a/b]}", "'b' is none of the systems a, a-serial"),
+        (good + "judge: {pairs: [a/b]}", "expected systems among a, a-serial, got 'b'"),
         ("models: {a: {pth: demo}}\n", r"unknown key 'models.a.pth'; did you mean 'models.\*.path'"),
-        ("models: {a: {}}\nbenchmarks: {t: {kind: synthetic}}", "every model needs a path"),
+        ("models: {a: {}}\nbenchmarks: {t: {kind: synthetic}}", "expected a path of every model"),
         ("models: {a: demo}\n", "models.a must hold"),
-        ("models: {a/b: {path: demo}}\nbenchmarks: {t: {kind: synthetic}}", "must consist of letters"),
+        ("models: {a/b: {path: demo}}\nbenchmarks: {t: {kind: synthetic}}", "expected letters"),
         ("models: {a: {path: demo}}\nbenchmarks: {t: {kind: chat}}", "expected a file of questions"),
         (good + "decoding: {temperature: -1}", "temperature"),
     ):

@@ -125,16 +125,16 @@ def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
     assert [q.id for q in read_questions(BenchmarkSection(file=file), left_out)] == [1, 5]
     reasons = (
         "line 2: not JSON",
-        'line 3: "turns" must be',
+        'line 3: "turns": expected',
         "line 4: not a JSON object",
         "line 6: question 5 occurs twice",
     )
     assert all(line.startswith(f"{file}, {reason}") for line, reason in zip(left_out, reasons, strict=True))
-    with pytest.raises(DataError, match='line 1: "choices" must be'):
+    with pytest.raises(DataError, match='line 1: "choices": expected'):
         asked(file=written(tmp_path, {"prompt": "a", "answer": "A"}), kind="choice")
     with pytest.raises(DataError, match='line 1: "answer" is missing'):
         asked(file=written(tmp_path, {"prompt": "a"}), kind="maths")
-    with pytest.raises(DataError, match="line 1: an answer must be a text or a number"):
+    with pytest.raises(DataError, match="line 1: answer: expected a text or a number"):
         asked(file=written(tmp_path, {"prompt": "a", "answer": [None]}), kind="exact")
     with pytest.raises(DataError, match="No such file"):
         asked(file=str(tmp_path / "none.jsonl"))

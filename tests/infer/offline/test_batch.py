@@ -55,12 +55,12 @@ def test_answers_come_in_the_order_of_the_input(own: Engine, source: Path, tmp_p
     found = records(tmp_path / "out.jsonl")
     assert outcome == (8, 0, 1)
     assert [record["id"] for record in found] == ["q0", "q1", "q2", 4, "q4", "q5", "q6", 9]
-    assert "leaves no room for an answer" in found[-1]["error"]
+    assert "prompt: expected at most" in found[-1]["error"]
     for number in (0, 5):
         alone = own.generate([f"Run {number}"], SamplingParams(temperature=1.0, max_new_tokens=24, seed=number + 1))[0]
         assert found[number]["text"] == alone.text and found[number]["finish_reason"] == alone.finish_reason
     assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "out.jsonl"}
-    with pytest.raises(RequestError, match="exists; delete it"):
+    with pytest.raises(RequestError, match="expected a new file"):
         generate_file(own, job(source, tmp_path / "out.jsonl"))
 
 
@@ -123,7 +123,9 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
     while own.step():
         pass
     assert not cut.exists() and len(written) == 4
-    with pytest.raises(RequestError, match=r"journal holds answers with another mode, temperature; delete it"):
+    with pytest.raises(
+        RequestError, match=r"journal: expected answers with the same mode, temperature, got others\. Delete it"
+    ):
         generate_file(own, job(source, cut, params=SamplingParams(max_new_tokens=24), mode="serial"))
     seen: list[str] = []
     submit = own.submit
@@ -172,7 +174,7 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
     reasons = [
         'expected "prompt"', "not JSON", "not a JSON object", "not JSON", "not UTF-8: byte 12", "recursion limit",
         "not JSON", "number out of range", "messages[0].content[0].text: expected a string, got null",
-        'the role "alien"', "the last message is an answer",
+        'the role "alien"', "expected a last message of the user",
     ]  # fmt: skip
     numbers = [2, *range(4, 14)]
     for number, record, reason in zip(numbers, found[1:-1], reasons, strict=True):
@@ -185,8 +187,8 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
 
 
 def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
-    """If the client sends them back: then nothing is fed twice. By text alone, it goes in as plain text, in this
-    process as in any other.
+    """Check that nothing is fed twice if the client sends the tokens back. By text alone, the answer enters as plain
+    text, in every process.
     """
     from aspd_jax import load_model
     from train.tasks import problem
@@ -215,11 +217,11 @@ def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
         ([*without_end[:-1]], "message 1: token_ids: expected the tokens of the message's content"),
         (without_end[: without_end.index(special.branch_end)], "message 1: token_ids: the answer ends where"),
         ([*without_end, demo.lm.tokenizer.convert_tokens_to_ids("<|user|>")], "message 1: token_ids: expected"),
-        ([10**6], "message 1: token_ids: token ids must be between"),
+        ([10**6], "message 1: token_ids: expected ids from 0"),
     ):
         with pytest.raises(RequestError, match=message):
             demo.encode([follow[0], {**said, "token_ids": wrong}, follow[2]])
-    with pytest.raises(RequestError, match="the last message is an answer"):
+    with pytest.raises(RequestError, match="expected a last message of the user"):
         demo.encode(follow[:2])
-    with pytest.raises(RequestError, match="message 0: 'role' and 'content' must be strings"):
+    with pytest.raises(RequestError, match="message 0: expected strings in 'role' and 'content'"):
         demo.encode([{"role": "user"}])

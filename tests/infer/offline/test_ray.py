@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 
 def contents(file: Path) -> bytes:
-    """The bytes of an output but for what a run measures: seconds, and prompt tokens that the cache held."""
+    """Return the bytes of an output without measurements: seconds, and reused prompt tokens."""
     data, count = re.subn(rb'"seconds": \{[^}]*\}', b'"seconds": {}', file.read_bytes())
     data, reused = re.subn(rb'"reused_tokens": \d+', b'"reused_tokens": 0', data)
     assert count == reused > 0
@@ -47,7 +47,7 @@ def model(lm: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Partitions, one of which holds lines with an error."""
+    """Return partitions, one of which has lines with an error."""
     folder = tmp_path_factory.mktemp("prompts")
     lines = [json.dumps({"prompt": f"Run {number}", "id": f"q{number}"}) for number in range(RECORDS)]
     lines[5], lines[9] = "no JSON", json.dumps({"prompt": "x" * 400})
@@ -58,7 +58,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: Path, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of one process."""
+    """Return the output of one process."""
     output = tmp_path_factory.mktemp("whole") / "out.jsonl"
     done = subprocess.run(command(model, f"{source}/part-*.jsonl", output), capture_output=True, text=True)
     assert f"{RECORDS} records written to {output}; 2 hold an error" in done.stdout, done.stderr
@@ -72,7 +72,7 @@ def command(model: Path, source: str, output: Path, *more: str) -> list[str]:
 
 
 def test_output_equals_that_of_one_process(model: Path, source: Path, whole: Path, tmp_path: Path) -> None:
-    """Also from a URL, whose name the errors hold."""
+    """Check equality, also from a URL, which the errors name."""
     url = f"file://{source}/part-*.jsonl"
     words = command(model, url, tmp_path / "out.jsonl", "--ray", "local", "--ray-workers", "2")
     done = subprocess.run(words, capture_output=True, text=True)
@@ -81,14 +81,14 @@ def test_output_equals_that_of_one_process(model: Path, source: Path, whole: Pat
     assert f"{url}, line 6: not JSON" in json.loads((tmp_path / "out.jsonl").read_text().splitlines()[5])["error"]
     assert {file.name for file in tmp_path.iterdir()} == {"out.jsonl"}
     other = subprocess.run([*words[:-4], "--seed", "1"], capture_output=True, text=True)
-    assert "exists; delete it" in other.stderr
+    assert "expected a new file" in other.stderr
     (tmp_path / "out.jsonl").unlink()
     subprocess.run([*words[:-4], "--seed", "1"], capture_output=True)
     assert contents(tmp_path / "out.jsonl").replace(b"file://", b"") != contents(whole), "negative control"
 
 
 def test_kill_9_of_a_worker(model: Path, source: Path, whole: Path, tmp_path: Path) -> None:
-    """Only prompts that the killed worker held are answered again."""
+    """Check that only prompts of the killed worker are answered again."""
     name, log, output = f"{source}/part-*.jsonl", tmp_path / "log", tmp_path / "out.jsonl"
     settings = EngineSettings(str(model), "float32", None, "float", None, 96, 1, "all", 0, False)
     make = partial(make_logged, partial(make_worker, settings, name, PARAMS, "adaptive"), log, (11, 0))
@@ -130,7 +130,7 @@ def test_kill_9_of_the_driver(model: Path, source: Path, whole: Path, tmp_path: 
 
 
 def test_parquet(model: Path, source: Path, tmp_path: Path, lm: LanguageModel) -> None:
-    """Parquet gets the answers of JSONL with the same records."""
+    """Check that Parquet gets the answers of JSONL with the same records."""
     import datasets
 
     rows = [{"prompt": f"Run {number}", "id": f"q{number}"} for number in range(4)]

@@ -64,7 +64,7 @@ def text_of(response: httpx.Response) -> str:
 
 
 def streamed_text(response: httpx.Response) -> str:
-    """The text of a stream in reading order."""
+    """Return the text of a stream in reading order."""
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
     return "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines)
 
@@ -91,7 +91,7 @@ def forbidden(server: Running) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["pair", "numbers", "nested", "kinds"])
 def test_a_field_is_what_it_is_alone(name: str, real: str, server: Running) -> None:
-    """Each value equals the beginning of a free completion behind prompt and lead, or the constrained one."""
+    """Check that each value equals the beginning of a free completion after prompt and lead, or the constrained one."""
     answer = ask_fields(real, SCHEMAS[name])
     found, template, lm = json.loads(text_of(answer)), fields_template(SCHEMAS[name]), server.engine.lm
     assert template is not None and answer.json()["choices"][0]["finish_reason"] == "stop"
@@ -213,7 +213,7 @@ def proxy(upstream: Scripted) -> Iterator[str]:
 
 
 def test_values_end_in_tokens_that_go_on(proxy: str, upstream: Scripted) -> None:
-    """The token that ends a value may hold a comma, and the model may run on: the rest is not decoded."""
+    """Check tokens that end a value and contain a comma; the text after it is not decoded."""
     upstream.delay = 0.02
     run_on = [", "] * 400
     upstream.say = lambda prompt, _: (
@@ -230,7 +230,7 @@ def test_values_end_in_tokens_that_go_on(proxy: str, upstream: Scripted) -> None
 
 
 def test_a_value_that_does_not_fit_is_requested_again(proxy: str, upstream: Scripted) -> None:
-    """The free request is closed where its value can no longer fit, and repeated with the schema of the leaf."""
+    """Check that a free request is closed once its value cannot fit, and repeated with the schema of the leaf."""
     colours = record(colour={"enum": ["red", "green"]}, size={"type": "integer", "maximum": 20})
     upstream.delay = 0.02
     free = {'"colour":': [' "', "r", "o"] + ["se"] * 400, '"size":': [" 2", "1", ","]}
@@ -285,7 +285,7 @@ def say_report(prompt: str, _: bool) -> list[str]:
 
 
 def test_templates(proxy: str, upstream: Scripted) -> None:
-    """Free text ends before the literal text behind it, or with the answer."""
+    """Check that free text ends before the literal text after it, or with the answer."""
     upstream.say = say_report
     answer = ask(proxy, aspd={"template": TEMPLATE, "statistics": True})
     assert text_of(answer) == REPORT and answer.json()["choices"][0]["finish_reason"] == "stop"
@@ -320,14 +320,14 @@ def test_stop_strings(stop: Any, proxy: str, upstream: Scripted) -> None:
 
 
 def test_budgets_end_answers(proxy: str, upstream: Scripted) -> None:
-    """The text is a beginning of the whole one; the budget counts leads and values, as in the engine."""
+    """Check that the text is a beginning of the whole one; the budget counts leads and values, as in the engine."""
     upstream.say = lambda prompt, _: [' "', *"abcdefgh", '",']
     whole = '{"name": "abcdefgh", "city": "abcdefgh"}'
     seen = set()
     for most in range(1, 60):
         answer = ask_fields(proxy, PAIR, max_tokens=most)
         if answer.status_code == 400:
-            assert "tokens at least; the answer may have" in answer.json()["error"]["message"]
+            assert "template: expected a budget of at least" in answer.json()["error"]["message"]
             continue
         choice = answer.json()["choices"][0]
         assert whole.startswith(choice["message"]["content"]) and answer.json()["usage"]["completion_tokens"] <= most
@@ -391,7 +391,7 @@ def test_what_cannot_be_filled_is_refused(more: dict[str, Any], message: str, pr
 
 
 def test_checkpoints_without_special_tokens(upstream: Scripted) -> None:
-    """Fields and templates have branches, and other answers are serial; no token is named that the upstream lacks."""
+    """Check that fields and templates have branches, other answers are serial, and no missing token is sent."""
     lm = upstream.lm
     upstream.say = lambda prompt, _: [' "x"', ","] if prompt.endswith('":') else ["<|title|>", "A"]
     with Served(upstream.app) as behind:

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from aspd_jax.tokens import Codec
-from infer.proxy.answering import _read_leads
+from infer.proxy.answering import read_leads
 from infer.proxy.routes import make_app
 from infer.proxy.upstream import UpstreamConfig
 from tests.helpers.serving import wait_for
@@ -165,7 +165,7 @@ IN_LEADS = (Serial("So:"), Parallel(PARTS), Serial("\n\nBye."))
 
 
 def test_leads_are_part_of_the_answer(demo: LanguageModel, upstream: Upstream) -> None:
-    """The number stands in the prompt of every branch, and the text of a branch begins with its lead."""
+    """Check that every prompt of a branch has the number, and every branch begins with its lead."""
     upstream.script = dict(LEADS)
     codec = Codec(demo.tokenizer, titles="leads")
     more = {"temperature": 0.0, "seed": 1}
@@ -206,13 +206,13 @@ def test_leads_are_part_of_the_answer(demo: LanguageModel, upstream: Upstream) -
     ],
 )
 def test_lists_of_leads_end(written: str, leads: list[str]) -> None:
-    number, found, more = _read_leads(written, 16)
+    number, found, more = read_leads(written, 16)
     assert found == leads and not more and written.startswith(number)
     if number in ("2", "3") and leads:
         whole = written.index(leads[-1] + "<|/title|>") + len(leads[-1])
-        assert all(_read_leads(written[:size], 16)[2] for size in range(whole)), "more may follow"
+        assert all(read_leads(written[:size], 16)[2] for size in range(whole)), "more may follow"
     for size in range(len(written)):
-        assert leads[: len(_read_leads(written[:size], 16)[1])] == _read_leads(written[:size], 16)[1]
+        assert leads[: len(read_leads(written[:size], 16)[1])] == read_leads(written[:size], 16)[1]
 
 
 LISTS = {
@@ -261,7 +261,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_what_is_no_block_becomes_serial(name: str, proxy: str, upstream: Upstream, demo: LanguageModel) -> None:
-    """Its tags are left out, and the model goes on without them."""
+    """Check that the tags are left out, and the model goes on without them."""
     upstream.script |= {"<|title|>": MALFORMED[name], "So:\n": "and on."}
     answer = ask(proxy, **STATISTICS).json()
     assert answer["choices"][0]["message"]["content"] == "So:\nand on."
@@ -282,7 +282,7 @@ def test_budgets_end_answers(proxy: str, upstream: Upstream) -> None:
 
 
 def streamed(url: str, **more: Any) -> str:
-    """The text of a stream in reading order."""
+    """Return the text of a stream in reading order."""
     lines = [line.removeprefix("data: ") for line in ask(url, stream=True, **more).text.splitlines() if line]
     deltas = [json.loads(line)["choices"][0]["delta"] for line in lines if line != "[DONE]"]
     return "".join(delta.get("content", "") for delta in deltas)
@@ -300,7 +300,7 @@ def test_stop_strings_end_the_text_in_reading_order(stop: Any, proxy: str, upstr
 
 
 def test_budgets_keep_a_beginning_of_the_text(proxy: str, demo: LanguageModel) -> None:
-    """Whatever the limit, the text is the first tokens of the whole one, in reading order."""
+    """Check that the text is the first tokens of the whole one in reading order, whatever the limit."""
     texts = []
     for most in range(1, 2 * len(demo.codec.text.encode(TEXT))):  # parts of an answer are encoded as they come
         answer = ask(proxy, max_tokens=most)
@@ -312,7 +312,7 @@ def test_budgets_keep_a_beginning_of_the_text(proxy: str, demo: LanguageModel) -
 
 
 def test_branches_share_the_budget(proxy: str, upstream: Upstream, demo: LanguageModel) -> None:
-    """One may be much longer than the others; where all are, the answer ends with the first."""
+    """Check one branch that is much longer than the others; if all are, the answer ends with the first."""
     encode, long = demo.codec.text.encode, "beta goes on. " * 9
     upstream.script |= {"1/2 A: ": "alpha\n<|/branch|>", "2/2 B: ": f"{long}<|/branch|>", "<|/para|>": "END"}
     most = 9 + sum(len(encode(long[at : at + 3])) for at in range(0, len(long), 3))  # as its pieces come
@@ -357,7 +357,7 @@ def test_faults_of_the_upstream(proxy: str, upstream: Upstream) -> None:
         ({"logit_bias": {"5": 1}}, 400, "logit_bias: not supported by the proxy"),
         ({"min_tokens": 1}, 400, "min_tokens: not supported by the proxy"),
         ({"logprobs": True}, 400, "logprobs"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "the last message is an answer"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "expected a last message of the user"),
         ({"messages": []}, 400, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools: not supported by the proxy"),
     ],

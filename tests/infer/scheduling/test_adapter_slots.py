@@ -64,7 +64,7 @@ def write(
 
 
 class Made:
-    """A base with two of three places taken, and the same models merged."""
+    """A base with two of three slots in use, and the same models merged."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.base = base_folder(folder / "base", config)
@@ -105,7 +105,7 @@ def test_a_mixed_batch_is_as_merged_models_are(made: Made) -> None:
 def test_full_passes_too(made: Made) -> None:
     engine = made.together()
     for name, result in zip(NAMES, engine.generate([PROMPT] * 4, GREEDY, adapter=NAMES), strict=True):
-        at = engine.adapters.place(engine.adapters.number(name))
+        at = engine.adapters.slot(engine.adapters.number(name))
         ours = token_logprobs(engine.lm, engine.config, result, 3, at)
         theirs = token_logprobs(made.merged[name], engine.config, result, 3)
         np.testing.assert_allclose([t.logprob for t in ours], [t.logprob for t in theirs], atol=1e-4)
@@ -113,7 +113,7 @@ def test_full_passes_too(made: Made) -> None:
 
 @untied
 def test_programs_are_those_of_before(made: Made) -> None:
-    """An array that is tied to a device makes programs of its own: all would be compiled again."""
+    """Check that no program is compiled again; arrays committed to a device would have their own."""
     lm = load_model(made.base, adapters=3, lora_rank=RANK)
     before = jax.tree.map(lambda leaf: (leaf.committed, leaf.sharding, leaf.aval), lm.params)
     put_adapter(lm, 1, open_adapter(made.folders["first"]))
@@ -124,7 +124,7 @@ def test_programs_are_those_of_before(made: Made) -> None:
 
 @untied
 def test_nothing_is_reused_of_another_adapter(made: Made) -> None:
-    """The same prompt with one adapter after another, in one row: as in new engines."""
+    """Check one prompt with one adapter after another in one row: answers equal those of new engines."""
     engine = Engine(made.together().lm, max_batch=1, max_length=128)
     for name, folder in made.folders.items():
         engine.adapters.put(name, folder)
@@ -140,13 +140,15 @@ def test_nothing_is_reused_of_another_adapter(made: Made) -> None:
 @untied
 def test_places_are_given_away_when_nobody_uses_them(made: Made) -> None:
     engine = made.together()
-    with pytest.raises(RequestError, match="all 3 places"):
+    with pytest.raises(RequestError, match="adapter slots: expected a free one, got 3 in use"):
         engine.adapters.put("fourth", made.folders["first"])
     handle = engine.submit(PROMPT, GREEDY, adapter="first")
     engine.adapters.remove("first")
-    with pytest.raises(RequestError, match="no adapter 'first'; there are second"):
+    with pytest.raises(RequestError, match="adapter: expected one of 'second', got 'first'"):
         engine.check(PROMPT, GREEDY, adapter="first")
-    with pytest.raises(RequestError, match="all 3 places"):  # the request still has it
+    with pytest.raises(
+        RequestError, match="adapter slots: expected a free one, got 3 in use"
+    ):  # the request still has it
         engine.adapters.put("first", made.folders["second"])
     expected = Engine(made.merged["first"], max_batch=1, max_length=128).generate([PROMPT], GREEDY)[0].token_ids
     assert handle.wait().token_ids == expected
@@ -185,9 +187,9 @@ def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -
     wrong = Adapter("odd", {"model.layers.0.mlp.up_proj": Factors(np.zeros((1, 2)), np.zeros((2, 1)), 1.0)})
     with pytest.raises(CheckpointError, match=r"its factors of model.layers.0.mlp.up_proj are \[1, 2\] and \[2, 1\]"):
         put_adapter(engine.lm, 0, wrong)
-    with pytest.raises(RequestError, match="needs a name that none has, got 'first'"):
+    with pytest.raises(RequestError, match="name: expected a name that no loaded adapter has, got 'first'"):
         engine.adapters.put("first", made.folders["first"])
-    with pytest.raises(RequestError, match="no adapter 'bad'"):
+    with pytest.raises(RequestError, match="got 'bad'"):
         engine.adapters.remove("bad")
     engine.reset_cache()
     after = engine.generate([PROMPT] * 2, GREEDY, adapter=["first", "without rows"])
@@ -201,15 +203,15 @@ def test_a_model_without_room_says_so(made: Made) -> None:
     with pytest.raises(CheckpointError, match="expected a base model without an adapter"):
         load_model(made.base, adapter=made.folders["first"], adapters=2, lora_rank=RANK)
     engine = Engine(made.merged[""], max_batch=1, max_length=64)
-    with pytest.raises(RequestError, match="all 0 places"):
+    with pytest.raises(RequestError, match="adapter slots: expected a free one, got 0 in use"):
         engine.adapters.put("first", made.folders["first"])
-    with pytest.raises(RequestError, match=r"request 0: there is no adapter 'first'; there are none"):
+    with pytest.raises(RequestError, match=r"request 0: adapter: expected the base model, got 'first'; loaded: none"):
         engine.generate([PROMPT], GREEDY, adapter="first")
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path, LanguageModel]]:
-    """The embedded model with room for two adapters, of which clients may load three."""
+    """Serve the embedded model with two adapter slots; clients may load three adapters."""
     folder = tmp_path_factory.mktemp("served")
     base = load_model("demo")
     for number, name in enumerate(["one", "two", "three"]):
@@ -246,7 +248,7 @@ def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, Languag
     assert len({found.choices[0].message.content for found in answers.values()}) == 3
 
     full = post(running, "load_lora_adapter", lora_name="three", lora_path="three")
-    assert full.status_code == 400 and "all 2 places for adapters are taken" in full.text
+    assert full.status_code == 400 and "adapter slots: expected a free one, got 2 in use" in full.text
     assert post(running, "unload_lora_adapter", lora_name="one").json()["deleted"] is True
     assert post(running, "load_lora_adapter", lora_name="three", lora_path="three").status_code == 200
     gone = httpx.post(f"{running.url}/v1/chat/completions", json=ask(model="one"))
@@ -259,11 +261,11 @@ def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, Languag
 @pytest.mark.parametrize(
     "name, path, status, message",
     [
-        ("x", "../elsewhere", 400, "outside the adapter folder"),
-        ("x", "/etc", 400, "outside the adapter folder"),
+        ("x", "../elsewhere", 400, "expected a folder inside the adapter folder"),
+        ("x", "/etc", 400, "expected a folder inside the adapter folder"),
         ("x", "broken", 400, "expected an adapter folder"),
         ("x", "none", 400, "expected an adapter folder"),
-        ("demo", "one", 400, "'demo' is the model"),
+        ("demo", "one", 400, "other than the model's, got 'demo'"),
         ("", "one", 400, "lora_name"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which program a pass runs in: it holds what is due, is one that warm-up compiles, and does at least one pass."""
+"""Selection of the program of a step: it holds the due tokens, is compiled by warm-up, and runs at least one step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power, powers
 from aspd_jax.tokens import TitleForm
 from infer.decode.decode_step import StepSummary
-from infer.decode.inputs import Widths, max_lanes, share_tokens, widest
+from infer.decode.inputs import Widths, max_lanes, rows_of_step, share_tokens, widest
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, STOP, EngineConfig
 from infer.scheduling.buckets import MAX_TOKENS, PROMPT_BESIDE, SPACING, Buckets, capacity_for, spaced
 
 
 def config_for(branches: int, title_tokens: int = 24) -> EngineConfig:
-    """Of an engine whose model is never asked."""
+    """Return the configuration of an engine whose model is not used."""
     no_model: Any = None
     form = TitleForm(separator=(7, 8))
     return EngineConfig(no_model, SpecialTokens(1, 2, 3, 4, 5, 6), form, (0,), (), branches, title_tokens)
@@ -33,7 +33,7 @@ def buckets_for(rows: int, capacity: int, config: EngineConfig) -> Buckets:
 
 
 class Row(NamedTuple):
-    """A row of the cache: what its sequence does, tokens and lanes that are due, slots that are written."""
+    """A row of the cache: phase of its sequence, due tokens and lanes, and slots in use."""
 
     phase: int
     tokens: int
@@ -41,14 +41,14 @@ class Row(NamedTuple):
     length: int
 
 
-class Pass(NamedTuple):
-    """An engine's programs, and its rows."""
+class Step(NamedTuple):
+    """The programs of an engine, and its rows before a step."""
 
     buckets: Buckets
     rows: list[Row]
 
     @property
-    def report(self) -> StepSummary:
+    def summary(self) -> StepSummary:
         phase, tokens, lanes, length = np.asarray(self.rows, np.int32).T
         none = np.zeros_like(phase)
         finish = np.where(tokens > 0, RUNNING, STOP)
@@ -56,24 +56,25 @@ class Pass(NamedTuple):
 
     @property
     def answers(self) -> list[int]:
-        """Tokens that are due of answers."""
+        """Return the due tokens of each answer."""
         return [row.tokens for row in self.rows if row.phase != PROMPT]
 
     def fed(self, bucket: Bucket) -> list[int]:
-        """Tokens that each row feeds in a pass of this size, as the device shares its places out."""
-        report, config = self.report, self.buckets.config
+        """Return the tokens that each row feeds in a step of this size, as the device shares them."""
+        summary, config = self.summary, self.buckets.config
         state: Any = SimpleNamespace(
-            sequence=SimpleNamespace(cursor=SimpleNamespace(phase=jnp.asarray(report.phase))),
-            cache=SimpleNamespace(length=jnp.asarray(report.length)),
+            sequence=SimpleNamespace(cursor=SimpleNamespace(phase=jnp.asarray(summary.phase))),
+            cache=SimpleNamespace(length=jnp.asarray(summary.length)),
         )
-        need, lanes = Widths(*map(jnp.asarray, report[:2])), max_lanes(config, len(self.rows), bucket)
-        shared: list[int] = share_tokens(state, need, bucket, lanes).tolist()
+        need, lanes = Widths(*map(jnp.asarray, summary[:2])), max_lanes(config, len(self.rows), bucket)
+        selected = rows_of_step(need.tokens, state.sequence.cursor.phase == PROMPT, bucket)
+        shared: list[int] = share_tokens(state, need, selected, bucket, lanes).tolist()
         return shared
 
 
 @st.composite
-def passes(draw: st.DrawFn, prompts: bool = True, forks: bool = True) -> Pass:
-    """Some rows feed one token, some those of their branches, some a fork or a prompt; at least one feeds something."""
+def steps(draw: st.DrawFn, prompts: bool = True, forks: bool = True) -> Step:
+    """Draw rows that feed one token, tokens of branches, a fork or a prompt; at least one feeds something."""
     config = config_for(draw(st.integers(2, 20)), draw(st.integers(1, 24)))
     count, limit = draw(st.integers(1, 40)), config.max_branches
     capacity = max(capacity_for(widest(config)), draw(st.sampled_from([128, 512, 640, 2048, 4096])))
@@ -97,24 +98,24 @@ def passes(draw: st.DrawFn, prompts: bool = True, forks: bool = True) -> Pass:
     rows = [row() for _ in range(count)]
     if not any(each.tokens for each in rows):
         rows[draw(st.integers(0, count - 1))] = Row(SERIAL, 1, 1, 5)
-    return Pass(buckets_for(count, capacity, config), rows)
+    return Step(buckets_for(count, capacity, config), rows)
 
 
-ALL_FORK = Pass(buckets_for(32, 2048, config_for(16)), [Row(FORK, 433, 16, 900)] * 32)
-A_PROMPT_BESIDE_FORKS = Pass(
+ALL_FORK = Step(buckets_for(32, 2048, config_for(16)), [Row(FORK, 433, 16, 900)] * 32)
+A_PROMPT_BESIDE_FORKS = Step(
     buckets_for(8, 2048, config_for(16)), [Row(PROMPT, 700, 1, 0)] + [Row(FORK, 120, 16, 900)] * 7
 )
 
 
-@given(passes())
+@given(steps())
 @example(ALL_FORK).via("more than the largest program holds")
 @example(A_PROMPT_BESIDE_FORKS).via("prompts come after answers")
-def test_what_is_chosen_holds_what_is_due(drawn: Pass) -> None:
-    bucket, _, _ = drawn.buckets.select(drawn.report, True)
+def test_what_is_chosen_holds_what_is_due(drawn: Step) -> None:
+    bucket, _, _ = drawn.buckets.select(drawn.summary, True)
     assert bucket in drawn.buckets.buckets
     due = [number for number, row in enumerate(drawn.rows) if row.tokens]
     assert bucket.rows > max(due) or (bucket.rows == 1 and len(due) == 1)
-    assert bucket.most >= max(drawn.answers, default=0)
+    assert bucket.max_per_row >= max(drawn.answers, default=0)
     for row in drawn.rows:
         if row.tokens:
             assert bucket.slots >= row.length + (1 if row.phase == PROMPT else row.tokens)
@@ -125,28 +126,28 @@ def test_what_is_chosen_holds_what_is_due(drawn: Pass) -> None:
         assert max_lanes(drawn.buckets.config, len(drawn.rows), bucket) >= lanes
 
 
-@given(passes())
+@given(steps())
 @example(ALL_FORK).via("more than the largest program holds")
-def test_at_least_one_pass_happens(drawn: Pass) -> None:
-    """The conditions under which the loop on the device goes on (`step.run`) hold before its first pass."""
-    bucket, smaller, larger = drawn.buckets.select(drawn.report, True)
+def test_at_least_one_step_runs(drawn: Step) -> None:
+    """Check that the loop on the device (`decode_step.run`) goes on before its first step."""
+    bucket, smaller, larger = drawn.buckets.select(drawn.summary, True)
     assert sum(row.tokens for row in drawn.rows) > smaller
     assert sum(drawn.answers) <= larger
     due = [row for row in drawn.rows if row.tokens]
     assert max(row.length + (1 if row.phase == PROMPT else row.tokens) for row in due) <= bucket.slots
 
 
-@given(passes())
+@given(steps())
 @example(ALL_FORK).via("more than the largest program holds")
 @example(A_PROMPT_BESIDE_FORKS).via("prompts come after answers")
-def test_what_is_due_is_fed(drawn: Pass) -> None:
+def test_what_is_due_is_fed(drawn: Step) -> None:
     """All answers where a program has room for them, but one of those that feed more than the others may; prompts in
     pieces, but never nothing; somebody in any case.
     """
-    bucket, _, _ = drawn.buckets.select(drawn.report, True)
+    bucket, _, _ = drawn.buckets.select(drawn.summary, True)
     fed = drawn.fed(bucket)
     smaller = drawn.fed(bucket._replace(per_row=max(1, bucket.per_row // 4), tokens=max(1, bucket.tokens // 4)))
-    assert 0 < sum(fed) <= bucket.tokens and max(fed) <= bucket.most
+    assert 0 < sum(fed) <= bucket.tokens and max(fed) <= bucket.max_per_row
     assert sum(size > bucket.per_row for size in fed) <= 1
     lanes = 0
     for row, size in zip(drawn.rows, fed, strict=True):
@@ -169,28 +170,28 @@ def test_what_is_due_is_fed(drawn: Pass) -> None:
         assert row.phase == PROMPT or size in (0, row.tokens), "in a program that is too small, too"
 
 
-@given(passes())
-@example(A_PROMPT_BESIDE_FORKS).via("the prompt has the pass to itself")
-def test_a_long_prompt_goes_first_where_nobody_listens(drawn: Pass) -> None:
-    """The first prompt of at least `PROMPT_BESIDE` tokens, where no short one lies before it; else all is as usual."""
-    bucket, smaller, larger = drawn.buckets.select(drawn.report, False)
+@given(steps())
+@example(A_PROMPT_BESIDE_FORKS).via("the prompt is fed alone")
+def test_a_long_prompt_goes_first_without_streams(drawn: Step) -> None:
+    """Check the first prompt of `PROMPT_BESIDE` tokens or more, if no short one precedes it; else nothing changes."""
+    bucket, smaller, larger = drawn.buckets.select(drawn.summary, False)
     left = [(row.tokens, number) for number, row in enumerate(drawn.rows) if row.phase == PROMPT and row.tokens]
     tokens, first = left[0] if left else (0, 0)
     if tokens < PROMPT_BESIDE:
-        assert (bucket, smaller, larger) == drawn.buckets.select(drawn.report, True)
+        assert (bucket, smaller, larger) == drawn.buckets.select(drawn.summary, True)
         return
     assert bucket in drawn.buckets.buckets and bucket.rows == 1 and smaller < tokens
     fed = drawn.fed(bucket)
     assert 0 < fed[first] == sum(fed) == min(tokens, bucket.tokens)
 
 
-@given(passes(), st.booleans())
+@given(steps(), st.booleans())
 @example(ALL_FORK, True).via("more than the largest program holds")
-def test_the_smallest_program_is_chosen(drawn: Pass, listened: bool) -> None:
-    """A program with fewer tokens, or as many and fewer slots, has too few rows, tokens, slots or lanes."""
-    buckets, report = drawn.buckets, drawn.report
-    bucket, _, _ = buckets.select(report, listened)
-    need = buckets.need(report, listened)
+def test_the_smallest_program_is_chosen(drawn: Step, streamed: bool) -> None:
+    """Check that every smaller program has too few rows, tokens, slots or lanes."""
+    buckets, summary = drawn.buckets, drawn.summary
+    bucket, _, _ = buckets.select(summary, streamed)
+    need = buckets.need(summary, streamed)
     assert need.tokens >= sum(drawn.answers) or need.rows == 1
     for other in buckets.buckets:
         if (other.tokens, other.slots) < (bucket.tokens, bucket.slots) and (
@@ -199,29 +200,29 @@ def test_the_smallest_program_is_chosen(drawn: Pass, listened: bool) -> None:
             assert (
                 (other.rows < need.rows if need.rows > 1 else other.rows > 1)
                 or other.tokens < need.tokens
-                or other.most < need.per_row
+                or other.max_per_row < need.per_row
                 or other.slots < need.slots
                 or max_lanes(buckets.config, buckets.rows, other) < need.lanes
             )
 
 
-@given(passes(prompts=False, forks=False))
-def test_branches_get_a_close_fit(drawn: Pass) -> None:
-    """At most `SPACING` times the places that are needed, or twice the rows or branches."""
-    bucket, smaller, _ = drawn.buckets.select(drawn.report, True)
+@given(steps(prompts=False, forks=False))
+def test_branches_get_a_close_fit(drawn: Step) -> None:
+    """Check that a program has at most `SPACING` times the due tokens, or twice the rows or branches."""
+    bucket, smaller, _ = drawn.buckets.select(drawn.summary, True)
     total, config = sum(drawn.answers), drawn.buckets.config
     assert bucket.tokens <= SPACING * max(total, next_power(bucket.rows), next_power(config.max_branches))
     below = {of.tokens for of in drawn.buckets.buckets if of.rows == bucket.rows and of.tokens < bucket.tokens}
-    assert smaller < total and smaller <= max(below, default=-1), "a pass happens, in the program that was chosen"
+    assert smaller < total and smaller <= max(below, default=-1), "a step runs, in the selected program"
     assert smaller >= min(total - 1, max(below, default=-1)), "and it is left as soon as a smaller one is enough"
 
 
 def test_a_fork_is_left_for_a_program_of_its_branches() -> None:
-    """17 tokens of heads take a program for 64, and then 4 branches one for 4."""
+    """Check that 17 tokens of heads select a program for 64 tokens, and then 4 branches one for 4."""
     buckets = buckets_for(1, 1024, config_for(4))
-    bucket, smaller, _ = buckets.select(Pass(buckets, [Row(SERIAL, 17, 4, 100)]).report, True)
+    bucket, smaller, _ = buckets.select(Step(buckets, [Row(SERIAL, 17, 4, 100)]).summary, True)
     assert bucket.tokens == 64 and smaller >= 4
-    assert buckets.select(Pass(buckets, [Row(SERIAL, 4, 4, 100)]).report, True)[0].tokens == 4
+    assert buckets.select(Step(buckets, [Row(SERIAL, 4, 4, 100)]).summary, True)[0].tokens == 4
 
 
 @pytest.mark.parametrize(
@@ -241,12 +242,12 @@ def test_slots_are_spaced() -> None:
 def test_a_serial_pass_computes_nothing_beside() -> None:
     for rows in (1, 4, 8, 32):
         buckets = buckets_for(rows, 2048, config_for(16))
-        drawn = Pass(buckets, [Row(SERIAL, 1, 1, 100)] * rows)
-        assert buckets.select(drawn.report, True)[0] == Bucket(rows, rows, 1, 512)
+        drawn = Step(buckets, [Row(SERIAL, 1, 1, 100)] * rows)
+        assert buckets.select(drawn.summary, True)[0] == Bucket(rows, rows, 1, 512)
     for place in (0, 5, 31):
         rows = [Row(SERIAL, 0, 0, 2000)] * 32
         rows[place] = Row(SERIAL, 1, 1, 100)
-        assert buckets.select(Pass(buckets, rows).report, True)[0] == Bucket(1, 1, 1, 512), "no other row is looked at"
+        assert buckets.select(Step(buckets, rows).summary, True)[0] == Bucket(1, 1, 1, 512), "no other row is read"
 
 
 def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
@@ -254,7 +255,7 @@ def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
     for left in range(1, 4000):
         rows = [Row(SERIAL, 0, 0, 0)] * 7
         rows.insert(left % 8, Row(PROMPT, left, 1, 0))
-        bucket, smaller, _ = buckets.select(Pass(buckets, rows).report, True)
+        bucket, smaller, _ = buckets.select(Step(buckets, rows).summary, True)
         piece = min(left, bucket.tokens)
         assert bucket.rows == 1 and bucket.tokens == bucket.per_row and 2 * piece >= bucket.tokens
         assert piece == left or smaller < left, "else the loop would end at once, and choose the same again"
@@ -263,11 +264,11 @@ def test_a_prompt_alone_goes_in_passes_that_are_half_full() -> None:
 
 def test_a_prompt_beside_answers_holds_them_up_little() -> None:
     buckets = buckets_for(8, 4096, config_for(16))
-    beside = Pass(buckets, [Row(SERIAL, 1, 1, 100)] * 7 + [Row(PROMPT, 3000, 1, 0)])
-    bucket, _, _ = buckets.select(beside.report, True)
+    beside = Step(buckets, [Row(SERIAL, 1, 1, 100)] * 7 + [Row(PROMPT, 3000, 1, 0)])
+    bucket, _, _ = buckets.select(beside.summary, True)
     assert (bucket.tokens, bucket.per_row, bucket.longest) == (PROMPT_BESIDE, 16, PROMPT_BESIDE)
-    prompts = Pass(buckets, [Row(PROMPT, 3000, 1, 0)] * 8)
-    assert buckets.select(prompts.report, True)[0].tokens == MAX_TOKENS, "nobody waits for the next token"
+    prompts = Step(buckets, [Row(PROMPT, 3000, 1, 0)] * 8)
+    assert buckets.select(prompts.summary, True)[0].tokens == MAX_TOKENS, "no answer waits for the next token"
 
 
 @pytest.mark.parametrize(("count", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (512, 512), (513, 1024)])

@@ -50,7 +50,7 @@ def params(**changes: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_field_is_what_it_is_alone(engine: Engine, seed: int) -> None:
-    """Each field of the first block equals a serial answer behind prompt and lead, under the grammar of its value."""
+    """Check that each field of the first block equals a serial answer after prompt and lead, under its grammar."""
     result = engine.generate([PROMPT], params(json_schema=SCHEMA, fields="parallel", temperature=0.0, seed=seed))[0]
     assert valid(result.text, SCHEMA) and result.finish_reason == "stop"
     template, encode = fields_template(SCHEMA), engine.lm.codec.text.encode
@@ -69,18 +69,18 @@ def test_a_field_is_what_it_is_alone(engine: Engine, seed: int) -> None:
 
 
 def test_tokens_equal_a_full_pass(engine: Engine) -> None:
-    """Every sampled token is the likeliest of one pass over all tokens, whose layout is built here by hand."""
+    """Check that every sampled token is the likeliest of a full pass, whose layout is built by hand."""
     asked = params(json_schema=LATER, fields="parallel", temperature=0.0)
     handle = engine.submit(PROMPT, asked, "serial")
     filled: list[Filled] = []
     while handle.result is None:
         handle.advance(1)
         if handle.state.row is not None and handle.state.decoding and handle.result is None:
-            output = engine._scheduler._output(handle.state)
+            output = engine.debug_state().read_output(handle.state)
             tokens, layout = np.asarray(output.token_ids), output.cached_layout
             cached = output.cached_tokens
-            assert isinstance(output.filled, Filled)
-            filled.append(output.filled)
+            assert isinstance(output.template, Filled)
+            filled.append(output.template)
     assert len(filled[-1].blocks) == 2 and valid(handle.result.text, LATER)
     prompt = len(handle.result.prompt_token_ids)
     by_branch: dict[tuple[int, int], list[int]] = {}
@@ -107,7 +107,7 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
     checked = 0
     for (of, k), own in by_branch.items():
         places = [n for n in range(len(ids)) if (block[n], branch[n]) == (of, k)]
-        matcher = engine._schemas.matcher("grammar", value_grammar(json.dumps(WORD)))
+        matcher = engine.debug_state().schemas.matcher("grammar", value_grammar(json.dumps(WORD)))
         lead = len(
             engine.lm.codec.text.encode(['{"first":', '{"second":', '{"third":', '{"both":'][k - 1 + 3 * (of - 1)])
         )
@@ -115,8 +115,8 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
             bits = matcher.mask()
             allowed = (bits[np.arange(logits.shape[1]) // 32] >> (np.arange(logits.shape[1]) % 32)) & 1
             likeliest = int(np.where(allowed > 0, logits[places[n] - 1], -np.inf).argmax())
-            if matcher.known():
-                likeliest = matcher.known()[0]
+            if matcher.known_tokens():
+                likeliest = matcher.known_tokens()[0]
             else:
                 checked += 1
             assert own[n] == likeliest, (of, k, n)
@@ -135,11 +135,11 @@ def test_known_tokens_cost_no_steps_and_change_nothing(
     slow = engine.generate([PROMPT] * 2, asked)
     for one, other in zip(fast, slow, strict=True):
         assert one.text == other.text and one.token_ids == other.token_ids
-        assert one.stats.passes < other.stats.passes or fields == "parallel"
+        assert one.stats.steps < other.stats.steps or fields == "parallel"
 
 
 def test_long_leads_are_fed_in_parts(engine: Engine) -> None:
-    """A lead that is longer than the queue of a segment is fed in several steps, and changes nothing."""
+    """Check that a lead longer than the queue of a segment is fed in several steps, without other changes."""
     long = "The following is a long heading that has far more tokens than a title may have, " * 3
     template = Template(f"{long}\n\n{long}A:{{a}}\n\nB:{{b}}")
     result = engine.generate(["Hi"], params(template=template, temperature=0.0, max_branch_tokens=250))[0]
@@ -154,7 +154,7 @@ def test_long_leads_are_fed_in_parts(engine: Engine) -> None:
 
 
 def test_the_batch_changes_no_field(engine: Engine) -> None:
-    """Templates, schemas and free answers decode together, each as alone."""
+    """Check that templates, schemas and free answers decode together as alone."""
     asked = [
         params(json_schema=SCHEMA, fields="parallel"),
         params(max_new_tokens=60),
@@ -169,7 +169,7 @@ def test_the_batch_changes_no_field(engine: Engine) -> None:
 
 
 def test_a_template_leaves_no_blocks_for_later_prompts(engine: Engine) -> None:
-    """A prompt that spells the tokens of an answer is fed as text: the row keeps the prompt alone."""
+    """Check that a prompt with the tokens of an answer is fed as text: the row keeps the prompt alone."""
     engine.reset_cache()
     result = engine.generate([PROMPT], params(json_schema=LATER, fields="parallel"))[0]
     again = engine.generate([[*result.prompt_token_ids, *result.token_ids, 5]], params(max_new_tokens=20))[0]
@@ -186,7 +186,7 @@ def test_more_fields_than_branches(lm: LanguageModel) -> None:
 
 
 def test_any_schema_gives_valid_json(engine: Engine) -> None:
-    """100 random schemas with nested objects, optional properties and dependencies."""
+    """Check 100 random schemas with nested objects, optional properties and dependencies."""
     draw = random.Random(0)
     schemas = [random_schema(draw) for _ in range(100)]
     asked = [params(json_schema=s, fields="parallel", seed=n, max_new_tokens=420) for n, s in enumerate(schemas)]
@@ -216,7 +216,7 @@ def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
 
 
 def events_of(engine: Engine, asked: SamplingParams, stream: Any) -> list[Event]:
-    return list(engine.submit(PROMPT, asked, "serial", steps=1, stream=stream))
+    return list(engine.submit(PROMPT, asked, "serial", max_steps=1, stream=stream))
 
 
 def test_events_join_to_the_answer(engine: Engine) -> None:
@@ -252,7 +252,7 @@ def test_stop_strings_end_a_template_in_reading_order(engine: Engine) -> None:
 
 
 def test_budgets_cut_and_say_so(engine: Engine) -> None:
-    """Whatever the budget, the text is a beginning of the whole, or the request is refused."""
+    """Check that the text is a beginning of the whole, or the request is refused, whatever the budget."""
     asked = params(json_schema=LATER, fields="parallel")
     whole = engine.generate([PROMPT], asked)[0]
     refused = cut = 0
@@ -282,7 +282,7 @@ def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"fields": "parallel"}, "needs a json_schema"),
+        ({"fields": "parallel"}, "json_schema: expected a schema"),
         ({"fields": "both", "json_schema": SCHEMA}, "fields"),
         ({"template": "none"}, "at least one hole"),
         ({"template": "{a} {b}"}, "hole 'a': expected literal text before it"),
@@ -290,7 +290,7 @@ def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> Non
         ({"template": "x\ny <|para|> A:{a}"}, r"line 2, column 3: expected text, got the special token '<\|para\|>'"),
         ({"template": "A:{a}", "regex": "a"}, "regex and template: expected one of them"),
         ({"template": "A:{a}", "script": [[1]]}, "script: not available"),
-        ({"template": "A:{a}", "max_new_tokens": 2}, "the template needs"),
+        ({"template": "A:{a}", "max_new_tokens": 2}, "template: expected a budget"),
         ({"json_schema": record(a={"type": "objekt"}, b=WORD), "fields": "parallel"}, "json_schema.*objekt"),
         ({"json_schema": record(a={**WORD, "x-after": ["z"]}, b=WORD), "fields": "parallel"}, "unknown field 'z'"),
         ({"json_schema": record(a={**WORD, "x-after": ["b"]}, b={**WORD, "x-after": ["a"]}), "fields": "parallel"},
@@ -305,9 +305,9 @@ def test_requests_that_are_refused(engine: Engine, changes: dict[str, Any], mess
 
 
 def test_the_end_of_a_value_is_free(engine: Engine) -> None:
-    """Negative control of the prototype's finding: after a value the model may go on in every way it would."""
+    """Check that the grammar permits every continuation after a value (negative control)."""
     assert "TAIL" in VALUE_GRAMMAR and "[,}" in VALUE_GRAMMAR
     for text, follows in (('"x",', True), (' "x"}', True), ('"x" }\n', True), ("7, ", True), ('"x"y', False)):
-        matcher = engine._schemas.matcher("grammar", value_grammar("{}"))
+        matcher = engine.debug_state().schemas.matcher("grammar", value_grammar("{}"))
         ids = engine.lm.codec.text.encode(text)
-        assert (matcher._matcher.try_consume_tokens(ids) == len(ids)) == follows, text
+        assert (matcher.accepted(ids) == len(ids)) == follows, text

@@ -1,4 +1,4 @@
-"""Draft tokens of constrained answers: the same tokens, fewer steps, and nothing behind the end of a value."""
+"""Draft tokens of constrained answers: equal answers, fewer steps, and no tokens after the end of a value."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def same(results: Sequence[Result], expected: Sequence[Result]) -> bool:
 
 @pytest.mark.parametrize(("drafts", "least"), [("heads", 6), pytest.param("lookup", 4, marks=pytest.mark.slow)])
 def test_answers_are_the_same_with_drafts(drafts: Any, least: int, plain: Engine) -> None:
-    """In a batch, greedy and sampled, whatever is guessed."""
+    """Check equality in a batch, greedy and sampled, whatever the draft tokens."""
     asked = requests(plain)
     expected = plain.generate([PROMPT] * len(asked), asked)
     lm = with_draft_heads(plain.lm, DRAFT, scale=0.0)
@@ -66,11 +66,11 @@ def test_answers_are_the_same_with_drafts(drafts: Any, least: int, plain: Engine
     constrained = [result for params, result in zip(asked, results, strict=True) if params.json_schema]
     assert sum(result.stats.drafted_tokens > 0 for result in constrained) >= least
     assert sum(result.stats.accepted_tokens for result in results) > 0
-    assert sum(r.stats.passes for r in results) <= sum(r.stats.passes for r in expected)
+    assert sum(r.stats.steps for r in results) <= sum(r.stats.steps for r in expected)
 
 
 def recorded(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> tuple[Result, list[list[int]]]:
-    """An answer, and the tokens of each of its segments: the serial one, or the branches of its only block."""
+    """Return an answer, and the tokens of its segments: the serial one, or the branches of its only block."""
     seen: list[RequestOutput] = []
     read = Filling.read
 
@@ -86,18 +86,18 @@ def recorded(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyP
 
 
 def knowing(segments: Sequence[Sequence[int]]) -> Callable[..., jax.Array]:
-    """A `look_up` that knows what follows in each segment."""
+    """Return a `drafts_from_text` that knows the tokens of each segment."""
     size = max(map(len, segments)) + DRAFT
     known = jnp.asarray([[*segment, *[-1] * (size - len(segment))] for segment in segments], jnp.int32)
 
-    def guess(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
+    def source(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
         s, ahead = state.sequence, jnp.arange(config.draft_tokens)
         in_block = (s.cursor.phase == PARALLEL)[:, None, None]
         number = jnp.where(in_block[..., 0], 1 + jnp.arange(config.max_branches), 0)
         place = jnp.take_along_axis(s.segments.sampled, number, axis=1)[..., None] + ahead
         return known[jnp.minimum(number, len(segments) - 1)[..., None], jnp.minimum(place, size - 1)]
 
-    return guess
+    return source
 
 
 @pytest.mark.parametrize(
@@ -107,35 +107,35 @@ def knowing(segments: Sequence[Sequence[int]]) -> Callable[..., jax.Array]:
         {"json_schema": SCHEMA, "fields": "parallel"},
     ],
 )
-def test_right_guesses_save_steps(kind: Any, plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_right_draft_tokens_save_steps(kind: Any, plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=4, **kind)
     expected, segments = recorded(plain, params, monkeypatch)
     own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=DRAFT, force_drafts=True, **SIZE)
-    with patched(look_up=knowing(segments)):
+    with patched(drafts_from_text=knowing(segments)):
         (result,) = own.generate([PROMPT], params)
     assert same([result], [expected]) and valid(result.text, kind["json_schema"])
     assert result.stats.accepted_tokens > 0.5 * result.stats.drafted_tokens > 0
-    assert result.stats.passes < 0.75 * expected.stats.passes
+    assert result.stats.steps < 0.75 * expected.stats.steps
 
 
-def test_known_tokens_behind_a_draft_are_not_sampled(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one draft token, the token behind it is sampled: where the schema determines it, in its usual spelling."""
+def test_known_tokens_after_a_draft_token_are_not_sampled(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check one draft token: the token after it is sampled, in its usual spelling if the schema determines it."""
     params = SamplingParams(max_new_tokens=300, temperature=30.0, seed=4, json_schema=SCHEMA, fields="parallel")
     expected, segments = recorded(plain, params, monkeypatch)
     own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=1, force_drafts=True, **SIZE)
-    with patched(look_up=knowing(segments)):
+    with patched(drafts_from_text=knowing(segments)):
         (result,) = own.generate([PROMPT], params)
     assert same([result], [expected]) and result.stats.accepted_tokens > 0
 
 
 @pytest.mark.slow
 def test_drafts_that_the_host_does_not_check_change_answers(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: without the cut at the end of a value, tokens behind it are taken."""
+    """Check that answers change without the cut at the end of a value (negative control)."""
     params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=4, json_schema=SCHEMA, fields="parallel")
     expected, segments = recorded(plain, params, monkeypatch)
     longer = [[*segment, *segment] for segment in segments]
-    monkeypatch.setattr(infer.scheduling.filling.HoleState, "_completes", lambda self, tokens: False)
+    monkeypatch.setattr(infer.scheduling.filling.HoleState, "completes", lambda self, tokens: False)
     own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=DRAFT, force_drafts=True, **SIZE)
-    with patched(look_up=knowing(longer)):
+    with patched(drafts_from_text=knowing(longer)):
         (result,) = own.generate([PROMPT], params)
     assert len(result.token_ids) > len(expected.token_ids)

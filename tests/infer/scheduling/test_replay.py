@@ -1,4 +1,4 @@
-"""What is trained is what is decoded: stepwise logits against full passes (protocol, sections 6.1 and 6.2)."""
+"""Stepwise logits against those of full passes, as in training (protocol, sections 6.1 and 6.2)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_stepwise_logits_equal_the_full_pass(engine: Engine, parts: list, prompt
     answer = linearise(special, parts)
     trace = engine.replay(prompt, answer)
     np.testing.assert_allclose(trace.logits, full_pass(engine.lm, special, prompt, answer), atol=1e-4)
-    assert trace.passes == critical_path(special, parts) - 1
+    assert trace.steps == critical_path(special, parts) - 1
 
 
 @pytest.mark.parametrize("scheme", ["sequential", "max", "predict"])
@@ -60,10 +60,10 @@ def test_shared_siblings_break_the_equality(bare_lm: LanguageModel) -> None:
 def test_every_token_is_fed_once(engine: Engine) -> None:
     answer = linearise(engine.config.special, EXAMPLE)
     trace = engine.replay([1], answer)
-    assert sum(trace.widths) == len(answer) - 1, "all but the last, which no pass has to feed"
+    assert sum(trace.widths) == len(answer) - 1, "all but the last, which no step has to feed"
     fork = 1 + (1 + 1 + 2) + (1 + 2 + 2) + (1 + 1 + 2)
-    assert fork in trace.widths, "`<|para|>` and all heads go in one pass"
-    assert 3 + 1 in trace.widths, "all closing tags and `<|/para|>` go in one pass"
+    assert fork in trace.widths, "`<|para|>` and all heads go in one step"
+    assert 3 + 1 in trace.widths, "all closing tags and `<|/para|>` go in one step"
 
 
 @pytest.fixture(scope="module")

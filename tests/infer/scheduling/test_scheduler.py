@@ -43,7 +43,7 @@ def seeds_that_fork(engine: Engine, count: int) -> list[SamplingParams]:
 
 
 def text_of(events: list[Event], blocks: int) -> list[Any]:
-    """The answer put together again from events alone: token ids of serial text and branches, in order."""
+    """Return the answer from events alone: token ids of serial text and branches, in order."""
     parts: list[Any] = []
     open_block: dict[int, list[int]] = {}
     for event in events:
@@ -64,7 +64,7 @@ def test_events_tell_the_whole_answer(engine: Engine, steps: int) -> None:
         (whole,) = engine.generate([[1, 2]], params)
         # As branches grow, nobody knows yet which of their tokens a budget has no room for.
         stream: Any = "text" if whole.finish_reason == "length" else "branches"
-        events = list(engine.submit([1, 2], params, steps=steps, stream=stream))
+        events = list(engine.submit([1, 2], params, max_steps=steps, stream=stream))
         assert events[-1].kind == "done" and [e.kind for e in events].count("done") == 1
         result = events[-1].result
         assert result is not None and same(result, whole)
@@ -89,7 +89,7 @@ def test_events_have_text_and_stop_strings_never_show(lm: LanguageModel) -> None
     own = Engine(lm, max_length=256, max_batch=1)
     for seed in range(6):
         params = SamplingParams(temperature=1.0, max_new_tokens=60, seed=seed, stop=("e1", "an"))
-        events = list(own.submit("Run", params, steps=1))
+        events = list(own.submit("Run", params, max_steps=1))
         result = events[-1].result
         assert result is not None
         serial = "".join(event.text for event in events if event.kind == "token" and not event.block)
@@ -102,7 +102,7 @@ def test_events_have_text_and_stop_strings_never_show(lm: LanguageModel) -> None
 
 @pytest.mark.parametrize("heard", [False, True], ids=["unheard", "heard"])
 def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) -> None:
-    """Each answer is what it is alone, whoever joined, left or was cancelled meanwhile; who waits starts in order."""
+    """Check that each answer equals the one alone, whoever joins, leaves or is cancelled; requests start in order."""
     params = seeds_that_fork(engine, 6)
     alone = [engine.generate([[1, 2, 3 + n]], p)[0] for n, p in enumerate(params)]
     handles = [engine.submit([1, 2, 3 + n], p) for n, p in enumerate(params[:2])]
@@ -113,7 +113,7 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) ->
     never.cancel()
     order: list[int] = []
     for handle in (*handles, given_up):
-        handle.listen("branches" if heard else None)
+        handle.set_stream("branches" if heard else None)
     while any(handle.result is None for handle in handles):
         engine.step(3)
         order += [n for n, handle in enumerate(handles) if handle.row is not None and n not in order]
@@ -130,7 +130,7 @@ def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) ->
 
 
 def engines(lm: LanguageModel, rows: int) -> tuple[Engine, Engine]:
-    """One that uses again what it holds, and one that never does."""
+    """An engine with the prefix cache, and one without."""
     return tuple(
         Engine(
             lm, max_length=256, max_batch=rows, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR, reuse=reuse
@@ -141,13 +141,13 @@ def engines(lm: LanguageModel, rows: int) -> tuple[Engine, Engine]:
 
 @pytest.fixture
 def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens of prompts have been fed in each run of passes that fed some."""
+    """Return the prompt tokens of each run of steps that fed some."""
     counts: list[int] = []
     end = Runner.end
 
     def counted(runner: Runner, started: InFlightSteps, cost: StepCost | None) -> Any:
         done, after = end(runner, started, cost)
-        before = started.before
+        before = started.first
         left = np.where(after.phase == PROMPT, after.tokens, 0)
         if tokens := int((before.tokens - left)[before.phase == PROMPT].sum()):
             counts.append(tokens)
@@ -158,7 +158,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def first_turns(fresh: Engine, prompt: list[int]) -> list[SamplingParams]:
-    """Three ways to an answer that holds a block and ends by itself, of some length."""
+    """Return three answers with a block that end by themselves."""
     any_params = [replace(HOT, seed=seed, max_new_tokens=120) for seed in range(60)]
     answers = zip(any_params, fresh.generate([prompt] * 60, any_params), strict=True)
     with_end = [
@@ -244,7 +244,7 @@ def test_a_shared_beginning_is_copied(bare_lm: LanguageModel, monkeypatch: pytes
 
 
 def test_the_first_rows_are_used_first(bare_lm: LanguageModel) -> None:
-    """Passes look at no rows behind them."""
+    """Check that steps read no later rows."""
     own, _ = engines(bare_lm, 3)
     short, long = (replace(HOT, max_new_tokens=tokens, seed=2) for tokens in (3, 60))  # no end of text comes before
     handles = [own.submit([1, 2], params, "serial") for params in (short, long, short)]
@@ -261,7 +261,7 @@ def test_the_first_rows_are_used_first(bare_lm: LanguageModel) -> None:
 
 
 def memories(rows: Any, extra: Any = None) -> list[RowMemory]:
-    """Of tokens, how many of them are in order, further slots, and when the row was last used."""
+    """Return memories from tokens, the number in order, further slots, and the time of the last use."""
     return [
         RowMemory(np.asarray(ids, np.int32), min(order, len(ids)), len(ids) + more, stamp)
         for ids, order, more, stamp in rows
@@ -327,7 +327,7 @@ def test_who_is_kept_where() -> None:
 def test_branches_held_back_change_no_answer(
     bare_lm: LanguageModel, engine: Engine, policy: str, monkeypatch: Any
 ) -> None:
-    """Not even where the budget ends inside a block: it is spent as if no branch had waited."""
+    """Check also budgets that end inside a block: they are spent as if no branch had waited."""
     cost = StepCost(base=1.0, per_token=1.0, per_slot=0.0)
     monkeypatch.setattr(infer.scheduling.scheduler, "measure_cost", lambda lm, config, state, buckets: (state, cost))
     own = Engine(
@@ -341,7 +341,7 @@ def test_branches_held_back_change_no_answer(
     for a, b in zip(free, held, strict=True):
         assert a.token_ids == b.token_ids and a.finish_reason == b.finish_reason
         assert a.stats.critical_path == b.stats.critical_path
-        later += b.stats.passes > a.stats.passes
+        later += b.stats.steps > a.stats.steps
     assert later >= 3, "negative control: branches did wait"
     assert any(r.finish_reason == "length" and r.stats.blocks for r in free)
 
@@ -368,8 +368,8 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
     assert any(a.token_ids != b.token_ids for a, b in zip(free, held, strict=True))
 
 
-@pytest.mark.parametrize("listened", [True, False])
-def test_long_prompts_go_in_pieces_beside_an_answer_that_is_listened_to(bare_lm: LanguageModel, listened: bool) -> None:
+@pytest.mark.parametrize("streamed", [True, False])
+def test_long_prompts_go_in_pieces_beside_an_answer_that_is_streamed(bare_lm: LanguageModel, streamed: bool) -> None:
     def engine() -> Engine:
         return Engine(bare_lm, max_length=512, max_batch=2, max_branches=3, separator_ids=SEPARATOR)
 
@@ -380,25 +380,25 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_listened_to(bare_lm:
     first = busy.submit([7, 8], params, "serial")
     while not first.partial().token_ids:
         busy.step(1)
-    first.listen("branches" if listened else None)
+    first.set_stream("branches" if streamed else None)
     second = busy.submit(long, params, "serial")
-    if not listened:
+    if not streamed:
         busy.step(1)
-        assert len(first.partial().token_ids) == len(second.partial().token_ids) == 1, "it has a pass to itself"
+        assert len(first.partial().token_ids) == len(second.partial().token_ids) == 1, "the prompt is fed alone"
         assert same(first.wait(), expected[0]) and same(second.wait(), expected[1])
         return
     piece = PROMPT_BESIDE - 1  # beside a token of the answer
     pieces = ceil(440 / piece)
     decoded, fed = [len(first.partial().token_ids)], [0]
     for left in reversed(range(pieces)):
-        first.listen("branches" if left > 0 else None)  # else passes behind the last piece would be under way
+        first.set_stream("branches" if left > 0 else None)  # else further steps would be in flight after the last piece
         busy.step(1)
         assert busy.last_chunk.steps == 1
         decoded.append(len(first.partial().token_ids))
         fed.append(int(busy.debug_state().decode.cache.length[1]))
         if len(decoded) <= pieces:
             assert second.partial().token_ids == []
-    assert decoded == list(range(1, 2 + pieces)), "a token in every pass in which the prompt is fed"
+    assert decoded == list(range(1, 2 + pieces)), "a token in every step in which the prompt is fed"
     assert fed == [*range(0, 440, piece), 440]
     assert len(second.partial().token_ids) == 1, "the first comes with the last piece"
     assert same(first.wait(), expected[0]) and same(second.wait(), expected[1])
@@ -437,48 +437,48 @@ def test_policies_are_parsed_and_costs_fitted() -> None:
 
 
 def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
-    """A chunk that somebody waits for ends with what he waits for; one that nobody waits for does all of it."""
+    """Check that a chunk ends with the first token of a stream or an ended request; without either, it runs on."""
     params = [replace(HOT, max_new_tokens=40, seed=seed) for seed in range(8)]
     results = engine.generate([[1, 2]] * 8, params)
-    long = max(zip(results, params, strict=True), key=lambda pair: pair[0].stats.passes)[1]
+    long = max(zip(results, params, strict=True), key=lambda pair: pair[0].stats.steps)[1]
     short = replace(long, max_new_tokens=5)
     quiet, heard = engine.submit([1, 2], long), engine.submit([1, 2], short)
-    heard.listen("branches")
+    heard.set_stream("branches")
     engine.step(30)
     assert engine.last_chunk.steps == 1 and heard.poll(), "its first token, with its prompt"
     engine.step(30)
     assert heard.result is not None and quiet.result is None
-    assert engine.last_chunk.steps == heard.result.stats.passes
+    assert engine.last_chunk.steps == heard.result.stats.steps
     unheard = engine.submit([1, 2], short)
     engine.step()
     assert quiet.result is not None and unheard.result is not None
     assert engine.last_chunk.seconds > 0
 
 
-def test_passes_go_on_while_answers_are_looked_at(bare_lm: LanguageModel) -> None:
-    """The next passes are started before an answer is read, but none where branches are held back."""
+def test_steps_run_while_answers_are_read(bare_lm: LanguageModel) -> None:
+    """Check that the next steps start before an answer is read, but not under a branch policy."""
     asked = SamplingParams(max_new_tokens=24, seed=5)
 
     def heard_and_done(policy: str) -> list[tuple[int, int]]:
-        """After each chunk of 4: the tokens that were told, and the passes that were started."""
+        """Return, after each chunk of 4 steps, the tokens in events and the steps started."""
         engine = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR, branch_policy=policy)
         handle, seen, told = engine.submit([1, 2], asked, "serial"), [], 0
-        handle.listen("branches")
+        handle.set_stream("branches")
         while handle.result is None:
             engine.step(4)
             told += sum(len(event.token_ids) for event in handle.poll())
-            seen.append((told, handle.partial().stats.passes))
+            seen.append((told, handle.partial().stats.steps))
         assert same(handle.result, engine.generate([[1, 2]], asked, "serial")[0])
         return seen
 
     chunks = [(1, 0), (5, 4), (9, 8), (13, 12), (17, 16), (21, 20), (24, 23)]
     assert heard_and_done("cap:1") == chunks
-    assert heard_and_done("all") == [(told, min(23, passes + 4)) for told, passes in chunks]
+    assert heard_and_done("all") == [(told, min(23, steps + 4)) for told, steps in chunks]
 
 
 def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine) -> None:
     handle = engine.submit([1, 2], replace(HOT, seed=3), "serial")
-    handle.listen("branches")
+    handle.set_stream("branches")
     for _ in range(3):
         engine.step(2)
     handle.cancel()
@@ -490,7 +490,7 @@ def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine
 
 
 def test_a_state_is_asked_once_what_it_needs(engine: Engine, monkeypatch: Any) -> None:
-    """Passes report what the next ones need; the state is asked anew where something else has changed it."""
+    """Check that steps return the summary of their state; it is computed again only after other changes."""
     asked = []
     monkeypatch.setattr(infer.scheduling.scheduler, "summarise", lambda *args: asked.append(1) or summarise(*args))
     handles = [engine.submit([1, 2], replace(HOT, max_new_tokens=40, seed=seed)) for seed in range(2)]
@@ -507,7 +507,7 @@ def programs_compiled(names: list[str]) -> int:
 
 
 def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
-    """For no kind of request, alone or beside others."""
+    """Check every kind of request, alone and beside others."""
     own = Engine(lm, max_length=128, max_batch=2, max_branches=2, max_title_tokens=1)
     assert own.warm_up() > 0
     assert (cost := own.debug_state().cost) is not None and cost.milliseconds(1, 128) > 0
@@ -536,9 +536,9 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
         token_logprobs(own.lm, own.config, result, number, echo=number % 2 == 0)
     turn = [*results[0].prompt_token_ids, *results[0].token_ids, 50]
     results += own.generate([turn, [*prompts[4], 50], [*prompts[4], 51, 52]], params[0])
-    handles = [own.submit(prompt, params[0], steps=2) for prompt in prompts[2:6]]
+    handles = [own.submit(prompt, params[0], max_steps=2) for prompt in prompts[2:6]]
     for handle in handles:
-        handle.listen("branches")
+        handle.set_stream("branches")
     while any(handle.result is None for handle in handles):
         own.step(1)
         if handles[3].result is None and handles[0].result is not None:
@@ -551,7 +551,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
     handle = own.submit([40])
     own.step(1)
     if handle.result is None:
-        with pytest.raises(RequestError, match="engine at rest"):
+        with pytest.raises(RequestError, match="warm_up: expected no running request, got"):
             own.warm_up()
         handle.cancel()
 
@@ -571,7 +571,7 @@ def test_the_first_answer_compiles_nothing_after_a_warm_up_for_one(lm: LanguageM
 
 
 def test_warm_up_forgets_what_rows_held(bare_lm: LanguageModel) -> None:
-    """Its passes write over the cache, so no later prompt may begin with what was there."""
+    """Check that no later prompt reuses a cache that timed steps have overwritten."""
     own = Engine(bare_lm, max_length=128, max_batch=2, max_branches=2, max_title_tokens=2, separator_ids=SEPARATOR)
     prompt, params = [1 + n % 9 for n in range(50)], SamplingParams(max_new_tokens=12)
     first, again = (own.generate([prompt], params, "serial")[0] for _ in range(2))

@@ -87,7 +87,7 @@ def test_branches_are_json_of_their_schema(engine: Engine) -> None:
 
 
 def test_a_value_that_the_budget_cuts_says_so(engine: Engine) -> None:
-    """The structure stays well-formed."""
+    """Check that the structure stays well-formed."""
     result = forking(engine, ADVICE, cut=30)
     assert result.finish_reason == "length" and len(branches_of(result)) == 2
     short = SamplingParams(max_new_tokens=5, json_schema=SCHEMAS["nested"])
@@ -95,7 +95,7 @@ def test_a_value_that_the_budget_cuts_says_so(engine: Engine) -> None:
 
 
 def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
-    """Negative control: the device looks at what the host permits."""
+    """Check that the device applies the token masks (negative control)."""
     engine = Engine(lm, max_length=512, max_batch=2)
     asked = SamplingParams(temperature=1.0, max_new_tokens=100, seed=1, json_schema=SCHEMAS["verdict"])
     with patched(infer.decode.grammar, apply_token_mask=lambda legal, state, lanes: legal):
@@ -106,8 +106,8 @@ def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("field", "schema", "words"),
     [
-        ("json_schema", "{", "json_schema must be a JSON schema"),
-        ("json_schema", "[1]", "json_schema must be a JSON schema"),
+        ("json_schema", "{", "json_schema: expected a JSON schema"),
+        ("json_schema", "[1]", "json_schema: expected a JSON schema"),
         ("json_schema", {"type": "objekt"}, "json_schema: Invalid type: objekt"),
         ("branch_schema", {"type": "objekt"}, "branch_schema: Invalid type: objekt"),
     ],

@@ -28,7 +28,7 @@ def post(server: Running, path: str = "completions", status: int = 200, **fields
 
 
 def full_pass(engine: Engine, ids: list[int]) -> np.ndarray:
-    """Log probabilities [S, V] of what follows each token."""
+    """Return the log probabilities of the token after each token, [S, V]."""
     lm = engine.lm
     tokens = np.asarray([ids], np.int32)
     assert lm.special_tokens is not None
@@ -38,7 +38,7 @@ def full_pass(engine: Engine, ids: list[int]) -> np.ndarray:
 
 
 def test_prompts_come_in_four_forms(server: Running) -> None:
-    """Choices are in the order of the prompts, n of each; usage counts every prompt once."""
+    """Check that choices follow the order of the prompts, n for each; usage counts every prompt once."""
     ids = [server.engine.encode(prompt) for prompt in PROMPTS]
     whole = [post(server, prompt=prompt, max_tokens=6) for prompt in PROMPTS]
     texts = [answer["choices"][0]["text"] for answer in whole]
@@ -88,7 +88,7 @@ def test_echo_gives_the_log_probabilities_of_a_full_pass(server: Running, max_to
 
 
 def test_echo_has_the_end_of_text_that_was_sampled(server: Running) -> None:
-    """So that there is one token more than the prompt has, whatever the model says first."""
+    """Check that echo returns one token more than the prompt has, whatever the model samples first."""
     end = server.engine.config.end[0]
     answer = post(server, prompt="x", max_tokens=1, echo=True, logprobs=1, logit_bias={end: 100})
     assert answer["choices"][0]["text"] == "x" and answer["choices"][0]["finish_reason"] == "stop"
@@ -166,7 +166,7 @@ def test_answers_are_json(server: Running, fields: dict[str, Any]) -> None:
 
 
 def test_an_answer_goes_on(server: Running) -> None:
-    """Behind the beginning of an answer, the rest of it; the engine says the same."""
+    """Check the rest of an answer after its beginning; the engine returns the same."""
     messages = ask()["messages"]
     whole = post(server, "chat/completions", messages=messages)["choices"][0]["message"]["content"]
     begun = [*messages, {"role": "assistant", "content": whole[:12]}]
@@ -182,18 +182,18 @@ def test_an_answer_goes_on(server: Running) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "said"),
     [
-        ("completions", {"prompt": [[1], [2, 99999]]}, "prompt[1]: token ids must be between"),
+        ("completions", {"prompt": [[1], [2, 99999]]}, "prompt[1]: token ids: expected ids from 0"),
         ("completions", {"prompt": ["x"] * 99}, "prompt: expected at most 66 prompts"),
-        ("completions", {"prompt": [[1], []]}, "prompt[1]: the prompt is empty"),
+        ("completions", {"prompt": [[1], []]}, "prompt[1]: prompt: expected at least one token"),
         ("completions", {"prompt": "x", "n": 2, "best_of": 1, "stream": False, "max_tokens": -1}, "max_tokens"),
         ("completions", {"prompt": "x", "n": 3, "best_of": 2}, "best_of: expected at least n = 3, got 2"),
         ("completions", {"prompt": "x", "best_of": 2, "stream": True}, "best_of: expected n in a stream"),
         ("completions", {"prompt": "x", "best_of": 99}, "best_of: expected at most 8 answers"),
         ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias: expected numbers by token id"),
-        ("completions", {"prompt": "x", "logit_bias": {"99999": 1}}, "logit_bias: token ids must be between"),
+        ("completions", {"prompt": "x", "logit_bias": {"99999": 1}}, "logit_bias: expected ids from 0"),
         ("completions", {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
         ("completions", {"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),
-        ("completions", {"prompt": "x", "max_tokens": 4, "min_tokens": 5}, "min_tokens must be between 0 and"),
+        ("completions", {"prompt": "x", "max_tokens": 4, "min_tokens": 5}, "min_tokens: expected 0 to"),
         ("completions", {"prompt": "x", "guided_regex": "a("}, "regex: "),
         ("completions", {"prompt": "x", "guided_grammar": "root ::= ("}, "grammar: "),
         ("completions", {"prompt": "x", "guided_choice": []}, "guided_choice"),

@@ -47,7 +47,7 @@ def test_fields_in_parallel(client: TestClient) -> None:
     assert fork["branches"][1]["title"] == "address.street" and end["text"] == "}"
     serial = ask(client, response_format=FORMAT, aspd={"statistics": True}).json()["aspd"][0]["statistics"]
     assert serial["branches"] == 0, "negative control"
-    assert reply["aspd"][0]["statistics"]["passes"] * 2 < serial["passes"]
+    assert reply["aspd"][0]["statistics"]["steps"] * 2 < serial["steps"]
 
 
 def test_streams_join_to_the_answer(client: TestClient) -> None:
@@ -72,7 +72,7 @@ def test_templates(client: TestClient) -> None:
 
 
 def test_arguments_of_a_named_function() -> None:
-    """The embedded model, because the description of a tool needs a longer context."""
+    """Check with the embedded model, because the description of a tool needs a longer context."""
     tool = {"type": "function", "function": {"name": "order", "parameters": LATER}}
     named = {"type": "function", "function": {"name": "order"}}
     asked: dict[str, Any] = {"tools": [tool], "tool_choice": named}
@@ -108,7 +108,7 @@ def test_the_default_of_the_server(lm: LanguageModel) -> None:
         ({"aspd": {"template": "{a"}}, "line 1, column 1"),
         ({"aspd": {"template": "A:{a}"}, "response_format": FORMAT}, "template"),
         ({"aspd": {"template": "A:{a}"}, "logprobs": True}, "logprobs: not available"),
-        ({"aspd": {"template": "A:{a}"}, "max_tokens": 1}, "the template needs"),
+        ({"aspd": {"template": "A:{a}"}, "max_tokens": 1}, "template: expected a budget"),
     ],
 )
 def test_requests_that_are_refused(client: TestClient, fields: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Requests made from the server's own schema: whatever they hold, the answer is one that the schema has."""
+"""Requests generated from the server's own schema: every response conforms to it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_whatever_the_schema_allows() -> None:
 
 
 def test_the_checks_would_tell() -> None:
-    """Negative control: a status that the schema does not have."""
+    """Check that a status outside the schema is found (negative control)."""
     engine = Engine(load_model("demo"), max_length=1024, max_batch=2)
     with serving(engine) as server:
         del server.app.openapi_schema["paths"]["/v1/models/{name}"]["get"]["responses"]["404"]

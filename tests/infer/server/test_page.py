@@ -50,7 +50,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """The page on a desktop, as the server sends it; nothing may fail in it, or ask for anything else."""
+    """Open the page on a desktop, as the server sends it; it may not fail or request anything else."""
     opened = browser.new_page(viewport={"width": 1200, "height": 800})
     problems: list[str] = []
     opened.on("pageerror", lambda error: problems.append(str(error)))
@@ -77,23 +77,23 @@ def delta(event: str, text: str = "", block: int = 0, branch: int = 0, tokens: i
 
 
 def closing(tokens: int, reason: str = "stop", structure: Any = (), compiled: int = 0) -> str:
-    """The last event, with the statistics that the server sends, and the end of the stream."""
+    """Return the last event, with the statistics that the server sends, and the end of the stream."""
     seconds = {"prefill": 0.0, "total": 1.0}
-    figures = {"content_tokens": tokens, "passes": 7, "programs_compiled": compiled, "seconds": seconds}
+    figures = {"content_tokens": tokens, "steps": 7, "programs_compiled": compiled, "seconds": seconds}
     cost = {"statistics": figures, "structure": list(structure), "token_ids": [1, 2, 3]}
     choices = [{"index": 0, "delta": {}, "finish_reason": reason}]
     return sse({"choices": choices, "usage": {"completion_tokens": tokens}, "aspd": cost}) + "data: [DONE]\n\n"
 
 
 def serial(text: str, **last: Any) -> dict[str, Any]:
-    """A script: the text a word at a time, in a stream that ends."""
+    """Return a script: the text word by word, in a stream that ends."""
     words = re.findall(r"\s*\S+|\s+$", text)
     deltas = [delta("token", word, tokens=number) for number, word in enumerate(words, 1)]
     return {"stream": sse(*deltas) + closing(len(words), **last), "ends": True}
 
 
 def block(titles: list[str], texts: list[str], number: int = 1) -> str:
-    """The events of a block: a piece of each branch in turn, as branches are decoded."""
+    """Return the events of a block: a piece of each branch in turn, as branches are decoded."""
     pieces = [re.findall(r".{1,4}", text, re.DOTALL) for text in texts]
     events = [delta("fork", block=number, titles=titles)]
     for turn in zip_longest(*pieces):
@@ -105,7 +105,7 @@ def block(titles: list[str], texts: list[str], number: int = 1) -> str:
 
 
 def leads() -> list[str]:
-    """The texts of the branches of `FIELDS`: literal leads and values."""
+    """Return the texts of the branches of `FIELDS`: literal leads and values."""
     pairs = [f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in FIELDS.items()]
     return [("{" if number == 0 else ", ") + pair for number, pair in enumerate(pairs)]
 
@@ -123,7 +123,7 @@ def put(page: Any, question: str = "What?", end: str = ANSWERED) -> None:
 
 
 def figures(page: Any) -> list[tuple[float, int]]:
-    """The seconds and the tokens of the runs of the last turn."""
+    """Return the seconds and the tokens of the runs of the last turn."""
     shown = page.locator(".turn:last-child .figures").all_inner_texts()
     pairs = [re.fullmatch(r"(\d+\.\d+) s · (\d+) tokens?", text) for text in shown]
     return [(float(pair[1]), int(pair[2])) for pair in pairs if pair]
@@ -135,7 +135,7 @@ def use_schema(page: Any, text: str) -> None:
 
 
 def test_fields_in_parallel(page: Any) -> None:
-    """The texts of the branches and what follows are the JSON, on the page and in the conversation."""
+    """Check that the branches and the text after them are the JSON, on the page and in the conversation."""
     whole = json.dumps(FIELDS, ensure_ascii=False)
     use_schema(page, json.dumps(SCHEMA))
     end = sse(delta("token", "}", tokens=20)) + closing(20)
@@ -167,7 +167,7 @@ def test_fields_in_parallel(page: Any) -> None:
 
 
 def test_leads_are_shown_with_their_text_only(page: Any) -> None:
-    """A lead is the beginning of its branch: it is not shown twice, and the whole is one list."""
+    """Check that a lead is not shown twice, and the branches are one list."""
     titles, texts = ["\n\n1. **A**:", "\n\n2. **B**:"], ["\n\n1. **A**: a", "\n\n2. **B**: b"]
     whole = "So:" + "".join(texts) + "\n\nEnd"
     stream = sse(delta("token", "So:")) + block(titles, texts) + sse(delta("token", "\n\nEnd")) + closing(9)
@@ -180,7 +180,7 @@ def test_leads_are_shown_with_their_text_only(page: Any) -> None:
 
 
 def test_text_around_blocks(page: Any) -> None:
-    """The page joins two blocks in reading order, sends the text to serial mode, and the tokens with the next turn."""
+    """Check two blocks in reading order, the text sent to serial mode, and the tokens in the next turn."""
     text = ["Intro: ", "* a\n* b\n", "then ", "1. c\n2. d", " end"]
     middle = sse(delta("token", text[2]))
     play(page, {
@@ -200,7 +200,7 @@ def test_text_around_blocks(page: Any) -> None:
 
 
 def test_text_that_a_limit_removed(page: Any) -> None:
-    """The final text leaves out streamed text beyond the limit."""
+    """Check that the final text leaves out streamed text beyond the limit."""
     page.uncheck("#compare")
     kept = [{"branches": [{"title": "A", "text": "one two"}, {"title": "B", "text": "thr"}]}]
     play(page, {"stream": block(["A", "B"], ["one two", "three four"]) + closing(3, "length", kept), "ends": True})
@@ -225,7 +225,7 @@ def test_clock_tokens_and_ratio(page: Any) -> None:
     (own, tokens), (other, others) = figures(page)
     assert tokens == others == 3 and 0.5 < own < 1.3 and other < 0.3
     ratio = page.inner_text(".ratio")
-    found = re.match(r"(\d+\.\d\d)x: 7 passes, serial 7; ", ratio)
+    found = re.match(r"(\d+\.\d\d)x: 7 steps, serial 7; ", ratio)
     assert found and abs(float(found[1]) - other / own) < 0.02
     assert ratio.endswith("2 programs were compiled meanwhile: ask again")
     page.uncheck("#compare")
@@ -255,7 +255,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("script, message, remedy", ERRORS.values(), ids=ERRORS)
 def test_errors(page: Any, script: dict[str, Any], message: str, remedy: str) -> None:
-    """They stand where the answer would, say what to do, are announced, and go with the next question."""
+    """Check that errors replace the answer, name a remedy, are announced, and end with the next question."""
     play(page, script)
     put(page, "Why?", FAILED)
     alert = page.locator(".run:first-child .answer .error[role=alert]")
@@ -269,7 +269,7 @@ def test_errors(page: Any, script: dict[str, Any], message: str, remedy: str) ->
 
 
 def test_an_error_of_the_second_run(page: Any) -> None:
-    """The first answer stays, and there is no ratio."""
+    """Check that the first answer stays, without a ratio."""
     play(page, serial("kept"), {"status": 500, "body": "{}"})
     put(page)
     assert page.locator(".run:nth-child(2) .error[role=alert]").is_visible()
@@ -323,7 +323,7 @@ def test_enter_always_says_something(page: Any) -> None:
 
 
 def test_the_first_screen(page: Any) -> None:
-    """Two sentences and three questions; one of them has a schema, which is shown and can be changed."""
+    """Check two sentences and three questions, one with a schema, which can be changed."""
     assert len(re.findall(r"\.(?:\s|$)", page.inner_text("#welcome p"))) == 2
     examples = page.locator(".examples button")
     assert examples.count() == 3 and not page.is_visible("#schema")
@@ -342,14 +342,14 @@ def test_the_first_screen(page: Any) -> None:
 
 
 def end_of_text(page: Any) -> float:
-    """The distance in pixels from the end of the first answer to the form; negative: it is hidden."""
+    """Return the distance in pixels from the end of the first answer to the form; negative: it is hidden."""
     script = """() => document.querySelector("#form").getBoundingClientRect().top
       - document.querySelector(".answer > :last-child").getBoundingClientRect().bottom"""
     return float(page.evaluate(script))
 
 
 def test_it_follows_what_is_new(page: Any) -> None:
-    """Until the reader scrolls up, and again from the end of the page."""
+    """Check that the page scrolls with new text until the reader scrolls up, and again from the end of the page."""
     page.set_viewport_size({"width": 800, "height": 500})
     play(page, {})
     put(page, end="")
@@ -381,7 +381,7 @@ def test_it_follows_what_is_new(page: Any) -> None:
 
 
 def test_a_phone(page: Any) -> None:
-    """Both answers stand side by side, in any state, and nothing is wider than the screen."""
+    """Check that both answers stand side by side, in any state, within the width of the screen."""
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.locator(".examples button").nth(2).click()

@@ -76,7 +76,7 @@ def test_options(capsys: Any) -> None:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A server of two replicas; a stop signal ends it and its cluster."""
+    """Serve two replicas; a stop signal ends the server and its cluster."""
     pytest.importorskip("ray")
     with Server("--replicas", "2") as server:
         yield server.url
@@ -119,7 +119,7 @@ def chat(url: str, messages: Any, **more: Any) -> httpx.Response:
 
 @pytest.mark.slow
 def test_two_replicas_answer(address: str) -> None:
-    """Concurrently, with the answers of one server; the turns of a conversation go to one replica and its cache."""
+    """Check concurrent answers against one server; the turns of a conversation go to one replica and its cache."""
     conversations = [[{"role": "user", "content": ask(number)["messages"][0]["content"]}] for number in range(6)]
     with ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(lambda messages: chat(address, messages), conversations))
@@ -160,7 +160,7 @@ def test_streams_and_refusals_are_relayed(address: str) -> None:
 
 @pytest.mark.slow
 def test_answers_end_before_the_server_does() -> None:
-    """Both replicas drain: streams that are in progress at the stop signal are complete. A dead replica is replaced."""
+    """Check that both replicas drain: streams in progress are completed. A dead replica is replaced."""
     pytest.importorskip("ray")
     conversations = [[{"role": "user", "content": NUMBERED.format(number)}] for number in range(8)]
     long = {"max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}

@@ -36,7 +36,7 @@ SERIAL = {"aspd": {"mode": "serial"}}
 
 @pytest.fixture
 def slow_motion(engine: Engine, monkeypatch: Any) -> None:
-    """Passes of 10 ms at least, so that an answer of `endless` takes a while on any machine."""
+    """Delay steps to 10 ms at least, so that an answer of `endless` takes a while on any machine."""
     step = engine.step
 
     def one_step(max_steps: int) -> bool:
@@ -48,7 +48,7 @@ def slow_motion(engine: Engine, monkeypatch: Any) -> None:
 
 
 def endless(seed: int = 7, **more: Any) -> dict[str, Any]:
-    """Asks for an answer of at least 24 tokens."""
+    """Return a request for an answer of at least 24 tokens."""
     return ask(seed=seed, temperature=2.0, **more, **SERIAL)
 
 
@@ -69,7 +69,7 @@ def test_the_official_client(server: Running) -> None:
 
 
 def test_branches_in_the_stream(server: Running, slow_motion: None) -> None:
-    """They come mixed, every one whole; put together by block and branch they are the same text."""
+    """Check that branches are interleaved and complete, and join to the same text."""
     blocks: dict[int, list[str]] = {}
     pieces: list[Any] = []
     order = []
@@ -92,7 +92,7 @@ def test_branches_in_the_stream(server: Running, slow_motion: None) -> None:
 
 
 def test_what_is_asked_is_what_is_sampled(server: Running) -> None:
-    """Seeds, several answers, stop strings, limits and log probabilities, beside the engine itself."""
+    """Compare seeds, several answers, stop strings, limits and log probabilities with the engine itself."""
     client = server.client()
     short = {"max_tokens": 24, "extra_body": SERIAL}
     sampled = ask(temperature=2.0, seed=7, n=2, **short)
@@ -125,7 +125,7 @@ def test_what_is_asked_is_what_is_sampled(server: Running) -> None:
 
 
 def test_serial_mode_on_a_given_text(server: Running) -> None:
-    """Tags in it are text; beside it, others decode what they choose."""
+    """Check that tags in it are text, beside requests without a script."""
     client, text = server.client(), "Six <|title|>pens\n* at $20 are </s> 120."
     free, told, whole = (
         client.chat.completions.create(**ask(max_tokens=limit, extra_body={"aspd": aspd}))
@@ -136,11 +136,11 @@ def test_serial_mode_on_a_given_text(server: Running) -> None:
     assert text.startswith(cut) and 0 < len(cut) < len(text) and told.choices[0].finish_reason == "length"
     assert not text.startswith(free.choices[0].message.content or "")
     (cost,) = whole.model_extra["aspd"]  # type: ignore[index]
-    assert cost["statistics"]["passes"] == cost["statistics"]["content_tokens"] == whole.usage.completion_tokens  # type: ignore[union-attr]
+    assert cost["statistics"]["steps"] == cost["statistics"]["content_tokens"] == whole.usage.completion_tokens  # type: ignore[union-attr]
 
 
 def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
-    """Of an answer with a block, beside the stepwise engine."""
+    """Compare an answer with a block with the stepwise engine."""
     (result,) = engine.generate([ask()["messages"]], SamplingParams(max_new_tokens=400))
     found = token_logprobs(engine.lm, engine.config, result, 1)
     assert engine.lm.codec.text.decode([of.token for of in found]) == result.text
@@ -170,11 +170,11 @@ def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
         ("chat/completions", ask(aspd={"content": "x"}), 400, "aspd: content needs mode: serial"),
         ("chat/completions", ask(aspd=SAID, stop="a"), 400, "and neither stop nor response_format"),
         ("chat/completions", ask(aspd=SAID | {"content": "word " * 600}), 400, "script has"),
-        ("chat/completions", ask() | {"messages": [LONG]}, 400, "leaves no room"),
+        ("chat/completions", ask() | {"messages": [LONG]}, 400, "prompt: expected at most"),
         ("chat/completions", ask() | {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id"),
         ("completions", {"model": "demo", "prompt": "a", "tools": [{}]}, 400, "tools: tool calls are for chat"),
-        ("completions", {"model": "demo", "prompt": [1, 99999]}, 400, "token ids must be between"),
-        ("completions", {"model": "demo", "prompt": ""}, 400, "the prompt is empty"),
+        ("completions", {"model": "demo", "prompt": [1, 99999]}, 400, "token ids: expected ids from 0"),
+        ("completions", {"model": "demo", "prompt": ""}, 400, "prompt: expected at least one token"),
         ("completions", {"model": "demo"}, 400, "prompt: a value is required"),
         ("nothing", {}, 404, "Not Found"),
     ],
@@ -212,10 +212,10 @@ def test_a_client_that_goes_frees_its_row(server: Running, slow_motion: None) ->
     with httpx.Client(timeout=60) as client:
         with client.stream("POST", url, json=endless(stream=True)) as reply:
             next(reply.iter_lines())
-        assert wait_for(lambda: server.driver.occupancy == (0, 0), 120)
+        assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 120)
     with pytest.raises(httpx.TimeoutException):
         httpx.post(url, json=endless(n=8), timeout=0.1)
-    assert wait_for(lambda: server.driver.occupancy == (0, 0), 120)
+    assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 120)
 
 
 def test_time_runs_out(engine: Engine, slow_motion: None) -> None:
@@ -243,7 +243,7 @@ def test_keys(engine: Engine) -> None:
 
 
 def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: Any) -> None:
-    """It fails, alone too; the other's stream goes on where it was, and is the same."""
+    """Check that a request that fails alone, too, does not change the stream of another."""
     step, end, failures, ends = engine.step, Runner.end, [], []
 
     def together(max_steps: int) -> bool:
@@ -293,7 +293,7 @@ def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: 
 
 
 def test_many_requests_leave_nothing_behind(server: Running) -> None:
-    """Whole answers, streams, clients that go, and nonsense, all mixed."""
+    """Check complete answers, streams, clients that leave, and malformed requests, all mixed."""
     random = Random(0)
     outcomes: list[str] = []
 
@@ -322,8 +322,8 @@ def test_many_requests_leave_nothing_behind(server: Running) -> None:
 
     asyncio.run(all_of_them())
     assert len(outcomes) == 160 and len(set(outcomes)) == 4
-    assert wait_for(lambda: server.driver.occupancy == (0, 0), 20)
-    assert wait_for(lambda: not server.driver._live, 5)
+    assert wait_for(lambda: server.engine_thread.occupancy == (0, 0), 20)
+    assert wait_for(lambda: server.engine_thread.live == 0, 5)
     metrics = httpx.get(f"{server.url}/metrics").text
     assert "aspd_running 0.0" in metrics and "aspd_waiting 0.0" in metrics
     counted = re.findall(r'aspd_requests_total\{path="/v1/chat/completions",status="200"\} (\d+)', metrics)
@@ -432,11 +432,11 @@ def test_the_page_in_a_browser(server: Running) -> None:
         page.fill("#question", "word " * 3000)
         page.click("#ask")
         page.wait_for_selector(".answer .error", timeout=60_000)
-        assert "leaves no room" in page.inner_text(".error")
+        assert "prompt: expected at most" in page.inner_text(".error")
         assert page.input_value("#question").startswith("word word")  # what failed can be changed and asked again
     bare = "".join(QUESTIONS[0].references[0].split())
     assert "".join(text.split()) == bare and "".join(shown.split()) == bare
-    found = re.fullmatch(r"\d+\.\d\dx: (\d+) passes, serial (\d+)", speed)
+    found = re.fullmatch(r"\d+\.\d\dx: (\d+) steps, serial (\d+)", speed)
     assert found is not None and int(found[1]) < int(found[2])
     assert all(url.startswith(server.url) for url in asked)
     assert not [problem for problem in problems if "400" not in problem]

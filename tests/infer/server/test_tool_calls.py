@@ -73,7 +73,7 @@ def written(name: str, *called: tuple[str, str]) -> str:
 
 def read(reader: CallReader, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Return the text and the calls of an answer that comes in pieces."""
-    found: list[Piece] = [part for piece in pieces for part in reader.read(piece)] + reader.read("", ended=True)
+    found: list[Piece] = [part for piece in pieces for part in reader.read(piece)] + reader.read("", final=True)
     calls = [piece for piece in found if piece.kind == "call"]
     assert [piece.call for piece in calls] == list(range(len(calls)))
     arguments = ["".join(p.text for p in found if p.kind == "arguments" and p.call == call.call) for call in calls]
@@ -132,7 +132,7 @@ JSON["array"] = st.lists(JSON["string"], max_size=3)
 
 @st.composite
 def called(draw: Any) -> tuple[list[Function], list[tuple[str, Any]]]:
-    """Functions, and calls of them whose arguments fit."""
+    """Draw functions, and calls of them with valid arguments."""
     names = draw(st.lists(st.from_regex("[a-zA-Z0-9_-]{1,8}", fullmatch=True), min_size=1, max_size=3, unique=True))
     functions = []
     for name in names:
@@ -254,7 +254,7 @@ def test_whole_calls(server: Running) -> None:
 
 
 def test_streamed_calls(server: Running) -> None:
-    """The pieces are those of the whole call, in OpenAI's order."""
+    """Check that the pieces are those of the whole call, in OpenAI's order."""
     client = server.client()
     whole = client.chat.completions.create(**asking(tool_choice=ONLY_PRICE)).choices[0].message.tool_calls or []
     chunks = list(client.chat.completions.create(**asking(tool_choice=ONLY_PRICE), stream=True))
@@ -270,7 +270,7 @@ def test_streamed_calls(server: Running) -> None:
 
 
 def test_no_calls(server: Running) -> None:
-    """Without tools, with `none`, and where the model does not call, an answer is text."""
+    """Check that an answer is text without tools, with `none`, and if the model does not call."""
     client = server.client()
     plain = client.chat.completions.create(**ask())
     none = client.chat.completions.create(**asking(tool_choice="none"))
@@ -321,7 +321,7 @@ def test_calls_in_responses(server: Running) -> None:
 
 
 def test_a_native_template(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls in the form of the chat template."""
+    """Check calls in the form of the chat template."""
     tokenizer = server.engine.lm.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", templates.LLAMA.replace("<|s|>", "<|user|>"))
     done = server.client().chat.completions.create(**asking(tool_choice=ONLY_PRICE))

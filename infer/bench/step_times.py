@@ -38,7 +38,7 @@ COPY_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
-class PassTime:
+class StepTime:
     """Times of a step at one width in milliseconds.
 
     Attributes:
@@ -58,15 +58,15 @@ class PassTime:
 
 def copy_bandwidth(repeats: int) -> float:
     """Return the bytes per second that an increment of a large array reads and writes."""
-    passes = 8
-    copy = jax.jit(lambda array: jax.lax.fori_loop(0, passes, lambda _, a: a + 1, array), donate_argnums=0)
+    repetitions = 8
+    copy = jax.jit(lambda array: jax.lax.fori_loop(0, repetitions, lambda _, a: a + 1, array), donate_argnums=0)
     array = copy(jnp.zeros(COPY_BYTES // 4, jnp.int32)).block_until_ready()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         array = copy(array).block_until_ready()
         times.append(time.perf_counter() - start)
-    return passes * 2 * COPY_BYTES / median(times)
+    return repetitions * 2 * COPY_BYTES / median(times)
 
 
 def peak_bytes() -> float:
@@ -107,9 +107,9 @@ def random_prompt(lm: LanguageModel, tokens: int, seed: int = 0) -> tuple[int, .
     return tuple(np.random.default_rng(seed).choice(plain, tokens).tolist())
 
 
-def pass_times(
+def measure_steps(
     lms: Sequence[LanguageModel], widths: Sequence[int], context: int, repeats: int = 7, steps: int = 16
-) -> list[list[PassTime]]:
+) -> list[list[StepTime]]:
     """Time `repeats` runs of `steps` steps for every model and width at batch size 1, alternating models and widths.
 
     Args:
@@ -122,7 +122,7 @@ def pass_times(
     Raises:
         RequestError: a random branch ended by itself, so that the width changed during a run.
     """
-    timed = [_Passes(lm, widths, context, steps) for lm in lms]
+    timed = [_StepTimer(lm, widths, context, steps) for lm in lms]
     for _ in range(repeats + 1):  # the first runs compile
         for width in widths:
             for model in timed:
@@ -130,7 +130,7 @@ def pass_times(
     return [model.results(repeats) for model in timed]
 
 
-class _Passes:
+class _StepTimer:
     """Steps of one model and their times."""
 
     def __init__(self, lm: LanguageModel, widths: Sequence[int], context: int, steps: int) -> None:
@@ -157,17 +157,19 @@ class _Passes:
         state = jax.block_until_ready(fill_for_timing(self._state, self._config, width, self._context))
         start = time.perf_counter()
         bucket = self._buckets[width]
-        self._state, report = run(self._lm.params, state, self._limits, self._config, bucket, False)
-        after = report.read()
+        self._state, summary = run(self._lm.params, state, self._limits, self._config, bucket, False)
+        after = summary.read()
         self._times[width].append((time.perf_counter() - start) / self._steps)
-        if after.tokens.max() != width or after.left:
-            raise RequestError(f"a random branch ended by itself at width {width}. Use fewer steps.")
+        if after.tokens.max() != width or after.steps_left:
+            raise RequestError(
+                f"steps: expected random branches to go on, got one that ended at width {width}. Use fewer."
+            )
 
-    def results(self, repeats: int) -> list[PassTime]:
+    def results(self, repeats: int) -> list[StepTime]:
         """Return the times of all runs but the first of each width."""
         read = sum(layer.key.nbytes + layer.value.nbytes for layer in self._state.cache.layers)
         return [
-            PassTime(
+            StepTime(
                 width=width,
                 median=1000 * median(times[1:]),
                 fastest=1000 * min(times[1:]),
@@ -210,7 +212,7 @@ def product_time(lm: LanguageModel, width: int, repeats: int, steps: int = 16) -
     return 1000 * median(times[1:])
 
 
-def pass_table(results: Sequence[PassTime], copied: float, baseline: Sequence[PassTime] = ()) -> str:
+def step_table(results: Sequence[StepTime], copied: float, baseline: Sequence[StepTime] = ()) -> str:
     """Return a Markdown table of times relative to width 1, or to the same width of a baseline.
 
     Args:

@@ -1,4 +1,4 @@
-"""Runs the engine in a thread, and isolates requests that make it fail."""
+"""Run the engine in a thread, and isolate requests that make it fail."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Ticket:
         handle: handle of the request, once it is submitted.
         logprobs: log probabilities, set before `done`; None: not asked for, or they failed.
         events: new events of each chunk; None: the engine failed.
-        cancelled: whether the client gave the request up.
+        cancelled: whether the client cancelled the request.
     """
 
     def __init__(self, request: Request) -> None:
@@ -66,7 +66,7 @@ class Ticket:
         except RuntimeError:  # the loop is closed
             self.cancelled = True
 
-    async def listen(self) -> AsyncIterator[list[Event]]:
+    async def stream(self) -> AsyncIterator[list[Event]]:
         """Yield the new events of each chunk, up to `done`.
 
         Raises:
@@ -82,14 +82,14 @@ class Ticket:
 
 
 class AdapterChange:
-    """Order to load or remove an adapter.
+    """Load or removal of an adapter, to be done by the engine's thread.
 
     Args:
         name: name of the adapter.
         folder: folder of the adapter; empty: remove it.
 
     Attributes:
-        done: future of the reason why the order was refused; empty: it was executed.
+        done: future of the reason of a refusal; empty: the change was made.
     """
 
     def __init__(self, name: str, folder: str) -> None:
@@ -115,19 +115,25 @@ class Occupancy(NamedTuple):
     waiting: int
 
 
-class Driver:
-    """Runs an engine in a thread.
+class EngineThread:
+    """Thread that runs an engine, with a queue of requests.
+
+    Args:
+        engine: the engine.
+        config: limits of the server.
+        on_chunk: function that is called with the seconds and the steps of every chunk; None: none.
 
     Attributes:
         engine: the engine.
         ready: event that is set after warm-up.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig, seen: Callable[[float, int], None] | None = None) -> None:
-        """Create a driver that calls `seen` with the seconds and the steps of every chunk."""
+    def __init__(
+        self, engine: Engine, config: ServerConfig, on_chunk: Callable[[float, int], None] | None = None
+    ) -> None:
         self.engine, self._config = engine, config
         self.ready = threading.Event()
-        self._seen = seen
+        self._on_chunk = on_chunk
         self._lockstep = Lockstep(engine)
         self._several = jax.process_count() > 1
         self._numbers = count()
@@ -152,6 +158,11 @@ class Driver:
         """Return the number of running and of waiting requests."""
         running = min(self._admitted, self.engine.max_batch)
         return Occupancy(running, self._admitted - running)
+
+    @property
+    def live(self) -> int:
+        """Return the number of requests that the thread has taken and not ended."""
+        return len(self._live)
 
     @property
     def alive(self) -> bool:
@@ -180,7 +191,7 @@ class Driver:
         return await change.done
 
     def cancel(self, ticket: Ticket) -> None:
-        """Give a request up; its row is free after the current chunk."""
+        """Cancel a request; its row is free after the current chunk."""
         ticket.cancelled = True
 
     def _run(self) -> None:
@@ -206,7 +217,7 @@ class Driver:
                 ticket.send(None)
 
     def _run_command(self) -> bool:
-        """Take new orders, run a chunk, and send events; return False to stop."""
+        """Take new requests and adapter changes, run a chunk, and send events; return False to stop."""
         new: list[Ticket] = []
         change: AdapterChange | None = None
         while change is None and (not (self._live or new) or not self._inbox.empty()):
@@ -226,7 +237,7 @@ class Driver:
         return True
 
     def _next(self) -> Ticket | AdapterChange | None:
-        """Wait for the next order; None: stop.
+        """Wait for the next request or adapter change; None: stop.
 
         Raises:
             queue.Empty: other processes need a command.
@@ -259,11 +270,11 @@ class Driver:
             if steps >= self._steps or seconds > self._config.chunk:  # chunks that end early say little about the time
                 in_time = round(self._config.chunk * steps / seconds)
                 self._steps = max(1, min(MAX_STEPS, in_time, 2 * self._steps))
-            if self._seen is not None:
-                self._seen(seconds, steps)
+            if self._on_chunk is not None:
+                self._on_chunk(seconds, steps)
 
     def _retry_failed(self) -> None:
-        """Retry the requests that were under way one at a time; those that fail alone are given up."""
+        """Retry the requests that were under way one at a time; those that fail alone end with an error."""
         for ticket in list(self._live):
             handle = ticket.handle
             if handle is None or not handle.failed:
