@@ -18,7 +18,8 @@ $(SMOLLM2)/questions.jsonl: $(STAGE)/questions.yaml | $(VENV)/.installed
 	mkdir -p $(@D)
 	$(BIN)/aspd data questions $< --count 3600 --output $@
 
-# Existing answers are used unchanged; results/smollm2/own_answers.jsonl.gz has those of this project.
+# Existing answers are used unchanged; own_answers.jsonl.gz and own_lists.jsonl.gz in results/smollm2 are those of this
+# project.
 $(SMOLLM2)/answers.jsonl: | $(SMOLLM2)/questions.jsonl
 	$(GENERATE) --input $(SMOLLM2)/questions.jsonl --output $@
 

@@ -274,7 +274,7 @@ def test_values_may_be_changed_before_and_behind_options(capsys: Any, tmp_path: 
 
 def test_bench_fields_compares_both_modes_of_the_same_tasks(capsys: Any, tmp_path: Path) -> None:
     file = tmp_path / "fields.jsonl"
-    few = ("--limit", "2", "--max-new-tokens", "24", "--drafts", "lookup", "--draft-tokens", "2")
+    few = ("--limit", "2", "--max-new-tokens", "160", "--drafts", "lookup", "--draft-tokens", "2")
     code, out, _ = run(capsys, "bench", "fields", *DEMO, *few, "--output", str(file))
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert code == 0 and "2 draft tokens (lookup) in every step, 2 tasks" in out

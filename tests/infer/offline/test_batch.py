@@ -174,7 +174,7 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
     reasons = [
         'expected "prompt"', "not JSON", "not a JSON object", "not JSON", "not UTF-8: byte 12", "recursion limit",
         "not JSON", "number out of range", "messages[0].content[0].text: expected a string, got null",
-        'the role "alien"', "expected a last message of the user",
+        'got "alien"', "expected a last message of the user",
     ]  # fmt: skip
     numbers = [2, *range(4, 14)]
     for number, record, reason in zip(numbers, found[1:-1], reasons, strict=True):
