@@ -44,7 +44,7 @@ def test_a_name_may_look_like_a_glob(tmp_path: Path) -> None:
         ("{}/none.jsonl", "No such file"),
         ("file://{}/none.jsonl", "none.jsonl: "),
         ("nosuch://x/a.jsonl", "nosuch"),
-        ("file://{}/none.parquet", "none.parquet cannot be read"),
+        ("file://{}/none.parquet", "none.parquet: expected a dataset"),
         ("file://{}/none.csv", "got .csv"),
     ],
 )

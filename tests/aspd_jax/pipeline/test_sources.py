@@ -46,8 +46,8 @@ def test_history_and_input_come_first() -> None:
         (1, "object"),
         ({}, "no question and answer"),
         ({"question": "q"}, "no question and answer"),
-        ({"question": "q", "answer": " "}, "no answer"),
-        ({"messages": [{"role": "alien", "content": ""}]}, 'role "alien"'),
+        ({"question": "q", "answer": " "}, "expected an answer"),
+        ({"messages": [{"role": "alien", "content": ""}]}, 'got "alien"'),
         (
             {"messages": [{"role": "user"}]},
             r"messages\[0\].content: expected a string or a list of text parts, got null",

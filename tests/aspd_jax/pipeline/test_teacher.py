@@ -175,7 +175,8 @@ def test_own_prompts(two: Path, tmp_path: Path) -> None:
     (tmp_path / "annotate.md").write_text("Mine.\n<question>\n{question}\n</question>\n<answer>\n{answer}\n</answer>")
     with TeacherServer(faithful) as server:
         build(teacher(server, prompts=str(tmp_path)), str(two), tmp_path / "out", progress=False)
-        assert server.bodies[0]["messages"][0]["content"].startswith("Mine.\n<question>\nHow & why?")
+        prompts = [body["messages"][0]["content"] for body in server.bodies]  # in any order
+        assert any(prompt.startswith("Mine.\n<question>\nHow & why?") for prompt in prompts)
         (tmp_path / "annotate.md").write_text("Mine: {answer}")
         with pytest.raises(ConfigError, match=r"no \{question\}"):
             build(teacher(server, prompts=str(tmp_path)), str(two), tmp_path / "out", progress=False)

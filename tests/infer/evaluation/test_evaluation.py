@@ -299,7 +299,7 @@ def test_nothing_is_done_twice_and_other_settings_are_refused(finished: tuple[Pa
         file: text for file, text in before.items() if "model_answer" not in file.parts
     }
     capsys.readouterr()
-    for change, said in (("decoding.seed=5", "another decoding"), ("benchmarks.tasks.limit=4", "another benchmarks")):
+    for change, said in (("decoding.seed=5", "same decoding"), ("benchmarks.tasks.limit=4", "same benchmarks")):
         assert aspd.main(["eval", "run", str(config), change, "--output", str(folder)]) == 2
         assert said in capsys.readouterr().err
 
@@ -478,7 +478,7 @@ def test_mistakes_in_a_configuration(tmp_path: Path) -> None:
         (good + "judge: {pairs: [a/b]}", "expected systems among a, a-serial, got 'b'"),
         ("models: {a: {pth: demo}}\n", r"unknown key 'models.a.pth'; did you mean 'models.\*.path'"),
         ("models: {a: {}}\nbenchmarks: {t: {kind: synthetic}}", "expected a path of every model"),
-        ("models: {a: demo}\n", "models.a must hold"),
+        ("models: {a: demo}\n", "models.a: expected"),
         ("models: {a/b: {path: demo}}\nbenchmarks: {t: {kind: synthetic}}", "expected letters"),
         ("models: {a: {path: demo}}\nbenchmarks: {t: {kind: chat}}", "expected a file of questions"),
         (good + "decoding: {temperature: -1}", "temperature"),
