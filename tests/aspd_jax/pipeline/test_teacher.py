@@ -178,7 +178,7 @@ def test_own_prompts(two: Path, tmp_path: Path) -> None:
         prompts = [body["messages"][0]["content"] for body in server.bodies]  # in any order
         assert any(prompt.startswith("Mine.\n<question>\nHow & why?") for prompt in prompts)
         (tmp_path / "annotate.md").write_text("Mine: {answer}")
-        with pytest.raises(ConfigError, match=r"no \{question\}"):
+        with pytest.raises(ConfigError, match=r"expected the placeholder \{question\}"):
             build(teacher(server, prompts=str(tmp_path)), str(two), tmp_path / "out", progress=False)
 
 
