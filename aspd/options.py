@@ -22,7 +22,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Help with the default of each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        empty = action.default is None or action.default in ("", [], False)
+        empty = action.default is None or action.default is False or action.default in ("", [])
         return action.help if empty else super()._get_help_string(action)
 
 

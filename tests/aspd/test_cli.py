@@ -277,7 +277,7 @@ def test_bench_fields_compares_both_modes_of_the_same_tasks(capsys: Any, tmp_pat
     few = ("--limit", "2", "--max-new-tokens", "160", "--drafts", "lookup", "--draft-tokens", "2")
     code, out, _ = run(capsys, "bench", "fields", *DEMO, *few, "--output", str(file))
     records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert code == 0 and "2 draft tokens (lookup) in every step, 2 tasks" in out
+    assert code == 0 and "2 draft tokens in every step (lookup), 2 tasks" in out
     assert [record["mode"] for record in records] == ["serial", "parallel"] * 2
     first, second = records[0]["id"], records[2]["id"]
     assert first.partition("-")[0] != second.partition("-")[0]  # tasks are spread over all kinds

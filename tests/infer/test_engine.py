@@ -193,7 +193,7 @@ def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
 
 def test_budgets_and_limits_have_errors_that_name_them(engine: Engine) -> None:
     with pytest.raises(
-        RequestError, match=r"request 1: the prompt has 600 tokens.*max_length \(prompt and answer\) is 256"
+        RequestError, match=r"request 1: prompt: expected at most 255 tokens \(max_length .*: 256\), got 600"
     ):
         engine.generate([[1], [1] * 600])
     with pytest.raises(RequestError, match="request 0: prompt: expected at least one token"):

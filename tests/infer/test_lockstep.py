@@ -48,7 +48,7 @@ requests = st.builds(
     budget=numbers,
     seed=numbers,
     stream=st.sampled_from(["text", "branches", None]),
-    steps=st.none() | numbers,
+    max_steps=st.none() | numbers,
     alternatives=st.none() | numbers,
     echo=st.booleans(),
 )

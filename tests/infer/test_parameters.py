@@ -66,7 +66,8 @@ def interfaces(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):
         build_parser().parse_args(["generate", "--help"])
-    lines = re.findall(r"--([\w-]+) \S+\s+(.*?)(?:; may be repeated)? \(default: ", capsys.readouterr().out)
+    form = r"(?m)^ +--([\w-]+) \S+\s+(.*?)(?:; may be repeated)?(?: \(default: .*\))?$"
+    lines = re.findall(form, capsys.readouterr().out)
     helps = {option.replace("-", "_"): text for option, text in lines}
     defaults = vars(build_parser().parse_args(GENERATE))
     http = {}

@@ -87,7 +87,8 @@ def test_the_shipped_adapter_and_its_draft_heads() -> None:
     assert any(blocks[: len(LISTS)]) and not any(blocks[len(LISTS) :])
     for block in (block for of_answer in blocks for block in of_answer):
         leads = [branch.title for branch in block.branches]
-        assert all(branch.text.startswith(branch.title) for branch in block.branches)
+        whole = [branch for branch in block.branches if branch.text]  # the budget cuts off later ones
+        assert whole and all(branch.text.startswith(branch.title) for branch in whole[:-1])
         assert [f"{number}." for number in range(1, len(leads) + 1)] == [lead.split()[0] for lead in leads]
         assert len({lead.partition(". ")[2].lower() for lead in leads}) == len(leads)
         assert all(lead.startswith("\n") for lead in leads[1:]), "no part is joined to the one before"

@@ -205,7 +205,7 @@ def test_nothing_usable_and_missing_files_are_errors(lm: LanguageModel, tmp_path
     with pytest.raises(DataError, match=r"no record can be used; the first: .*bad\.jsonl, line 1: expected an object"):
         Records(lm, [file], DATA, tmp_path / "cache")
     bare = replace(lm, end_ids=())
-    with pytest.raises(ConfigError, match="expected the end-of-text token in config.json"):
+    with pytest.raises(ConfigError, match="eos_token_id: expected the end-of-text token"):
         Records(bare, [file], DATA, tmp_path / "cache")
 
 

@@ -331,7 +331,9 @@ def test_a_split_file_is_read_whole_or_its_parts_are_named(plain_file: Path, tmp
         found = dict(open_checkpoint(place).tensors())
         assert found.keys() == whole.keys() and all((found[name] == whole[name]).all() for name in whole)
     (tmp_path / "other.gguf").write_bytes(plain_file.read_bytes())
-    with pytest.raises(CheckpointError, match=r"expected one GGUF model, got model-00001-of-00003\.gguf, .*, other\.gguf"):
+    with pytest.raises(
+        CheckpointError, match=r"expected one GGUF model, got model-00001-of-00003\.gguf, .*, other\.gguf"
+    ):
         open_checkpoint(tmp_path)
     files[1].unlink()
     with pytest.raises(CheckpointError, match=r"part 1 of 3, 2 others expected beside it, without model-00002-of"):
