@@ -65,7 +65,7 @@ def add(commands: Any) -> None:
     generate.add_argument("--batch", type=int, default=8, help="maximum requests of --input in a batch")
     generate.add_argument("--samples", type=int, default=1, metavar="N", help="number of answers per prompt of --input")
     generate.add_argument(
-        "--instruction", metavar="TEXT",
+        "--instruction", default="", metavar="TEXT",
         help="text appended to every prompt of --input; output records omit it",
     )  # fmt: skip
     generate.add_argument(
@@ -246,9 +246,7 @@ def _answer_on_ray(
 def _job(options: argparse.Namespace, params: SamplingParams, chat: bool) -> Job:
     from infer.offline.batch import Job
 
-    return Job(
-        options.input, options.output, params, options.mode, chat, options.instruction or "", options.samples
-    )  # fmt: skip
+    return Job(options.input, options.output, params, options.mode, chat, options.instruction, options.samples)
 
 
 def _print_outcome(output: Path, outcome: Outcome) -> None:

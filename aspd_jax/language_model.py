@@ -21,6 +21,7 @@ from aspd_jax.formats import find_model, open_checkpoint
 from aspd_jax.formats.adapter import HEAD, SETTINGS, Adapter, Factors, Rows, open_adapter, write_adapter
 from aspd_jax.formats.draft_file import (
     FILE,
+    NO_DRAFT_HEADS,
     DraftTensors,
     fresh_draft_heads,
     read_draft_heads,
@@ -134,7 +135,7 @@ def load_model(
         adapter: folder of an adapter in PEFT's format that was trained on this model; it is merged into the kernels.
         adapters: number of adapters, of rank `lora_rank` each, that requests select (`put_adapter`).
         draft_heads: number of draft heads, for training: those in the folder of the adapter or the model, trained
-            further, or fresh ones if it has none; None: as in that folder.
+            further, or fresh ones if it has none; 0: none, and the folder's are not read; None: as in that folder.
 
     Raises:
         CheckpointError: a part is missing, unknown or not supported, or the adapter is for another model.
@@ -176,10 +177,12 @@ def load_model(
         tensors = opened.applied(tensors, checkpoint.source)
         if opened.tokens and opened.tokens[-1] >= old_length:  # the adapter has the rows of the special tokens
             new_rows, stored = {}, max(stored, opened.tokens[-1] + 1)
-    drafter = read_draft_heads(Path(adapter or find_model(path)), config.hidden_size)
+    drafter = NO_DRAFT_HEADS
+    if draft_heads != 0:
+        drafter = read_draft_heads(Path(adapter or find_model(path)), config.hidden_size)
     if draft_heads and drafter.heads:
         drafter = drafter._replace(heads=draft_heads)  # all heads share their parameters, so any number fits
-    elif draft_heads is not None:
+    elif draft_heads:
         drafter = fresh_draft_heads(draft_heads, config.hidden_size)
     config, tensors = replace(config, draft_heads=drafter.heads), chain(tensors, drafter.tensors.items())
     model = Transformer(config)

@@ -62,8 +62,6 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 def fresh_draft_heads(heads: int, hidden_size: int) -> DraftTensors:
     """Return draft heads for training, which have no effect yet: each predicts the next token again."""
-    if not heads:
-        return NO_DRAFT_HEADS
     random, tensors = np.random.default_rng(0), {}
     for name, shape in draft_shapes(hidden_size).items():
         normal = random.standard_normal(shape) * shape[-1] ** -0.5

@@ -136,7 +136,7 @@ def _goes_on(titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
     for number, (title, text) in enumerate(zip(titles, texts, strict=True), 1):
         if number == 1:
             continue
-        if _CONTINUES.match(title) or any(map(_GOES_ON.match, (title, _after_title(title, text)))):
+        if _CONTINUES.match(title) or _GOES_ON.match(title) or _GOES_ON.match(_after_title(title, text)):
             yield f"goes on: branch {number} begins as what follows something, {_start(text)!r}"
         if (found := _LEFT_OVER.search(text)) and any(_noun(found[0]) in earlier for earlier in texts[: number - 1]):
             yield f"goes on: branch {number} takes up {found[0]!r}"

@@ -98,7 +98,7 @@ def _close_cost(titles: jax.Array, title_tokens: jax.Array, config: EngineConfig
 
 
 class Fits(NamedTuple):
-    """Whether each part fits the budget with its closing tags, bool [B] each.
+    """Parts that the budget permits, bool [B] each; the tags that close a part are included.
 
     Attributes:
         block: the smallest block.

@@ -139,9 +139,8 @@ class Matcher:
 
     def mask(self) -> np.ndarray:
         """Return the tokens that may come next, uint32 [W]."""
-        bits: np.ndarray = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[
-            : self._words
-        ]  # The mask may have one word more.
+        bits: np.ndarray = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        bits = bits[: self._words]  # the matcher's mask may have one word more
         return bits
 
     def accepted(self, tokens: Sequence[int]) -> int:

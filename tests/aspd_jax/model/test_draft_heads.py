@@ -106,6 +106,7 @@ def test_other_files_are_refused(drafting: LanguageModel, tmp_path: Path) -> Non
     file.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"draft_heads.safetensors: expected safetensors"):
         load_model(tmp_path / "model")
+    assert load_model(tmp_path / "model", draft_heads=0).config.draft_heads == 0, "the file is not read"
     file.unlink()
     save_draft_heads(drafting, file)
     assert load_model(tmp_path / "model").config.draft_heads == HEADS
