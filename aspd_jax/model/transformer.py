@@ -302,8 +302,9 @@ class Transformer(nn.Module):
         if self.scan:
             setattr(self, LAYERS, layer(c, self.mesh))
         else:
+            traced_once: Any = nn.jit(layer)  # for all layers of equal shapes
             for number in range(c.layers):
-                setattr(self, f"layer_{number}", layer(c, self.mesh))
+                setattr(self, f"layer_{number}", traced_once(c, self.mesh))
         self.norm = RMSNorm(c)
         if not c.tied:
             self.head = Projection(c, "...D,VD->...V", adapted=False, dtype=jnp.float32)
