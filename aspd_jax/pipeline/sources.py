@@ -371,7 +371,7 @@ def check_text(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise DataError(f"{where} is not valid Unicode: it holds half a surrogate pair") from None
+        raise DataError(f"{where}: expected Unicode text, got an unpaired surrogate") from None
 
 
 def _shown(value: Any) -> str:

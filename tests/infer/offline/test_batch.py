@@ -215,7 +215,7 @@ def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
     without_end = first.token_ids[:-1]
     for wrong, message in (
         ([*without_end[:-1]], "message 1: token_ids: expected the tokens of the message's content"),
-        (without_end[: without_end.index(special.branch_end)], "message 1: token_ids: the answer ends where"),
+        (without_end[: without_end.index(special.branch_end)], "got the end of the answer"),
         ([*without_end, demo.lm.tokenizer.convert_tokens_to_ids("<|user|>")], "message 1: token_ids: expected"),
         ([10**6], "message 1: token_ids: expected ids from 0"),
     ):

@@ -357,7 +357,7 @@ def test_it_finishes_what_is_under_way_when_told_to_stop() -> None:
         (["--port", "99999"], "port: expected 0 to 65535"),
         (["--timeout", "0"], "timeout: expected more than 0"),
         (["--key-file", "nowhere"], "--key-file"),
-        (["--model", "nowhere"], "does not exist"),
+        (["--model", "nowhere"], "nowhere: expected a Hugging Face folder"),
     ],
 )
 def test_mistakes_on_the_command_line(capsys: Any, monkeypatch: Any, arguments: list[str], said: str) -> None:
