@@ -418,7 +418,7 @@ def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
                 raise CheckpointError(f"{where}.{name}: expected {POSITIVE.expected}, got {_shown(value)}")
         elif name in ROPE_NEUTRAL_VALUES:
             if value != ROPE_NEUTRAL_VALUES[name]:
-                expected = ROPE_NEUTRAL_VALUES[name]
-                raise CheckpointError(f"{where}.{name}: expected {expected} in {kind} scaling, got {_shown(value)}")
+                neutral = ROPE_NEUTRAL_VALUES[name]
+                raise CheckpointError(f"{where}.{name}: expected {neutral} in {kind} scaling, got {_shown(value)}")
         elif name not in ROPE_NEUTRAL and value not in (False, 0, [], {}, ""):
             raise CheckpointError(f"{where}.{name}: expected none in {kind} scaling, got {_shown(value)}")

@@ -54,7 +54,7 @@ class Questions:
                 unknown = set(SLOT.findall(form)) - {NUMBER, *self.topics}
                 if unknown:
                     known = ", ".join(sorted({NUMBER, *self.topics}))
-                    raise ConfigError(f"groups.{name}: {form!r} has a place {unknown.pop()!r}; topics are {known}")
+                    raise ConfigError(f"groups.{name}: {form!r}: expected topics of {known}, got {unknown.pop()!r}")
 
 
 def is_held_out(question: str) -> bool:

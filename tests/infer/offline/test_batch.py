@@ -180,7 +180,7 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
     for number, record, reason in zip(numbers, found[1:-1], reasons, strict=True):
         assert record["error"].startswith(f"{file}, line {number}: ") and reason in record["error"]
     file.write_text("\n")
-    with pytest.raises(DataError, match="holds no prompt"):
+    with pytest.raises(DataError, match="expected at least one prompt, got none"):
         read_prompts(file, chat=False)
     with pytest.raises(DataError, match="No such file"):
         read_prompts(tmp_path / "none.jsonl", chat=False)
