@@ -97,7 +97,7 @@ class Adapter:
 
         Args:
             known: number of tokens of the base model.
-            tags: ids of the six tags, which may follow them.
+            tags: ids of the six tags; an adapter with rows of exactly these may extend the base model.
 
         Raises:
             CheckpointError: the base model lacks a token.
@@ -144,7 +144,7 @@ class Adapter:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return what an adapter folder stores of the protocol that it was trained with (`SETTINGS`).
+    """Return the settings of the protocol (`SETTINGS`) that an adapter was trained with.
 
     Raises:
         CheckpointError: a setting is unknown.

@@ -71,7 +71,7 @@ FORMATS = {
     "npr": TagFormat("step", announcement="guideline", title="plan", conclusion="takeaway"),
     "parallel-r1": TagFormat("Path", "Parallel", conclusion="Summary"),
 }
-DEEPEST = 64  # a tag has fewer tags around it
+DEEPEST = 64  # number of enclosing tags at which a tag is refused
 _NAMES = "|".join(sorted({re.escape(name.strip("|")) for form in FORMATS.values() for name in form.names}))
 # Tags of all formats, also with blanks or in another case, which no format has.
 _TAG = re.compile(rf"<(\|?)[ \t]*(/?)[ \t]*({_NAMES})[ \t]*/?[ \t]*\1>", re.IGNORECASE)
