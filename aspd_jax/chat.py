@@ -103,9 +103,7 @@ class Chat:
             ConversationError: the template refuses the conversation or omits an answer.
         """
         if not stop or self._messages[stop - 1]["role"] == "assistant":
-            raise ConversationError(
-                f"messages[{stop}]: expected a message before this answer that asks for it, got none"
-            )
+            raise ConversationError(f"messages[{stop}]: expected a message that asks for this answer, got none")
         return self._split(self._render(self._shown[:stop], True), stop)
 
     def answers(self, stop: int) -> list[str]:
@@ -193,8 +191,8 @@ class Chat:
             segment, found, rest = rest.partition(self._mark(place))
             if not found:
                 raise ConversationError(
-                    f"messages[{place}]: expected a chat template that shows this answer unchanged, got one that does "
-                    "not. Use another chat_template."
+                    f"messages[{place}]: expected a chat template that shows this answer unchanged, got other text. "
+                    "Use another chat_template."
                 )
             segments.append(segment)
         return [*segments, rest]
@@ -242,9 +240,7 @@ def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
         if name in own:
             raise ConversationError(f"{where}: expected a variable of the chat template, got a name of its renderer")
         if not isinstance(value, (str, bool, int, float, type(None))):
-            raise ConversationError(
-                f"{where}: expected a string, number, true, false or null, got {type(value).__name__}"
-            )
+            raise ConversationError(f"{where}: expected a string, number, boolean or null, got {type(value).__name__}")
         try:
             f"{name}{value}".encode()
         except UnicodeEncodeError:

@@ -446,9 +446,7 @@ class Codec:
             for number, (title, branch, text) in enumerate(zip(item.titles, item.branches, item.texts, strict=True), 1):
                 head = [*title, *self.form.separator]
                 if branch[: len(head)].tolist() != [int(i) for i in head]:
-                    raise StructureError(
-                        f"branch {number}: expected to start with its title and separator, got other tokens"
-                    )
+                    raise StructureError(f"branch {number}: expected its title and separator first, got other tokens")
                 branches.append(Branch(self.text.decode(title) or self.text.spell(title), self.text.text_of(text)))
             items.append(Parallel(branches))
         return tuple(items)

@@ -132,9 +132,7 @@ class Adapter:
             left.discard(layer)
             yield name, tensor
         if left:
-            raise CheckpointError(
-                f"{self.source}: expected a base with {sorted(left)[0]}, got {source}, which has none"
-            )
+            raise CheckpointError(f"{self.source}: expected a base with {sorted(left)[0]}, got none in {source}")
 
     def _same(self, layer: str, ours: tuple[int, ...], theirs: tuple[int, ...], source: str) -> None:
         if ours != theirs:
@@ -192,9 +190,7 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
         else:
             raise CheckpointError(f"{folder / WEIGHTS}: expected factors and rows of tokens, got the tensor {name}")
     if config.get("trainable_token_indices") and not rows:
-        raise CheckpointError(
-            f"{folder / WEIGHTS}: expected rows for the trainable_token_indices of {CONFIG}, got none"
-        )
+        raise CheckpointError(f"{folder / WEIGHTS}: expected rows of trainable_token_indices, got none")
     return Adapter(str(folder), factors, rows, settings)
 
 

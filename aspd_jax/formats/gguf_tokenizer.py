@@ -98,9 +98,7 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
     tokens = [str(token) for token in metadata["tokenizer.ggml.tokens"]]
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
-        raise CheckpointError(
-            f"{metadata.path}: tokenizer.ggml.token_type: expected {len(tokens)} types, one per token, got {len(types)}"
-        )
+        raise CheckpointError(f"{metadata.path}: token_type: expected one per token, {len(tokens)}, got {len(types)}")
     tokenizer = BUILDERS[kind](metadata, tokens)
     for special in (True, False):
         chosen = [t for t, code in zip(tokens, types, strict=True) if code == (CONTROL if special else USER_DEFINED)]

@@ -183,7 +183,7 @@ def test_turns_that_cannot_be_asked_for_are_left_out_and_named(lm: LanguageModel
         return len(records), [(p.line, p.kind, p.reason) for p in records.problems]
 
     turn = [
-        (2, "turn", "messages[0]: expected a message before this answer that asks for it, got none"),
+        (2, "turn", "messages[0]: expected a message that asks for this answer, got none"),
         (3, "turn", "messages[2]: no answer follows"),
         (4, "turn", "messages[1]: answer: expected text, got none"),
     ]
@@ -265,5 +265,5 @@ def test_the_second_of_two_answers_in_a_row_is_left_out(lm: LanguageModel, tmp_p
     file = write(tmp_path / "data.jsonl", [row])
     records = Records(lm, [file], DataSection(length=256), tmp_path / "cache")
     assert len(records) == 1 and [(p.line, p.reason) for p in records.problems] == [
-        (1, "messages[2]: expected a message before this answer that asks for it, got none")
+        (1, "messages[2]: expected a message that asks for this answer, got none")
     ]
