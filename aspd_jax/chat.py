@@ -55,7 +55,7 @@ class Chat:
             try:
                 said.encode()
             except UnicodeEncodeError:
-                raise ConversationError(f"{where} is not valid Unicode: it holds half a surrogate pair") from None
+                raise ConversationError(f"{where}: expected Unicode text, got an unpaired surrogate") from None
             while self._sign in said:
                 self._sign += "\ue000"
         _check_variables(tokenizer, variables)
@@ -103,7 +103,7 @@ class Chat:
             ConversationError: the template refuses the conversation or omits an answer.
         """
         if not stop or self._messages[stop - 1]["role"] == "assistant":
-            raise ConversationError(f"messages[{stop}]: no message asks for this answer")
+            raise ConversationError(f"messages[{stop}]: expected a message that asks for this answer, got none")
         return self._split(self._render(self._shown[:stop], True), stop)
 
     def answers(self, stop: int) -> list[str]:
@@ -130,8 +130,8 @@ class Chat:
             middle = whole[len(before) : len(whole) - len(after)]
             if before + middle + after != whole:
                 raise ConversationError(
-                    f"messages[{place}]: the chat template writes other text around this answer than around others; "
-                    "use another chat_template"
+                    f"messages[{place}]: expected a chat template that writes equal text around all answers, "
+                    "got other text here. Use another chat_template."
                 )
             shown.append(said[place] if middle.strip() == bare[place] else middle)
         return shown
@@ -191,8 +191,8 @@ class Chat:
             segment, found, rest = rest.partition(self._mark(place))
             if not found:
                 raise ConversationError(
-                    f"messages[{place}]: the chat template does not show this answer as it stands; "
-                    "use another chat_template"
+                    f"messages[{place}]: expected a chat template that shows this answer unchanged, got other text. "
+                    "Use another chat_template."
                 )
             segments.append(segment)
         return [*segments, rest]
@@ -240,11 +240,11 @@ def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
         if name in own:
             raise ConversationError(f"{where}: expected a variable of the chat template, got a name of its renderer")
         if not isinstance(value, (str, bool, int, float, type(None))):
-            raise ConversationError(f"{where}: expected a string, a number, true, false or null")
+            raise ConversationError(f"{where}: expected a string, number, boolean or null, got {type(value).__name__}")
         try:
             f"{name}{value}".encode()
         except UnicodeEncodeError:
-            raise ConversationError("chat_template_kwargs: expected Unicode, got half a surrogate pair") from None
+            raise ConversationError("chat_template_kwargs: expected Unicode text, got an unpaired surrogate") from None
 
 
 def encode_turns(
@@ -309,7 +309,7 @@ def encode_prompt(tokenizer: Any, codec: TextCodec, text: str) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConversationError("the prompt is not valid Unicode: it holds half a surrogate pair") from None
+        raise ConversationError("prompt: expected Unicode text, got an unpaired surrogate") from None
     first, *others = _TAG.split(text)
     return [*tokenizer(first)["input_ids"], *_encode_alternating(tokenizer, codec, ["", *others])]
 

@@ -273,7 +273,7 @@ class Endpoint:
         self._failed_in_a_row += 1
         if self._failed_in_a_row >= self.settings.give_up_after:
             raise RequestError(
-                f"{self.settings.base_url} failed {self._failed_in_a_row} times in a row; the last error is {problem}. "
+                f"{self.settings.base_url}: expected replies, got {self._failed_in_a_row} errors in a row: {problem}. "
                 "Results so far are stored; run the same command to resume."
             )
         raise Unanswered(problem)

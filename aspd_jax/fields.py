@@ -69,7 +69,7 @@ def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
         return None
     names = [leaf.name for leaf in tree.leaves]
     if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise RequestError(f"json_schema: two fields have the path {repeated!r}; expected different paths")
+        raise RequestError(f"json_schema: expected fields with different paths, got two with {repeated!r}")
     after = _dependencies(tree)
     return Template(list(_parts(tree, "", after, root)))
 
@@ -88,7 +88,8 @@ def _node(schema: Any, root: Any, path: tuple[str, ...], refs: tuple[str, ...], 
     for name, member in resolved["properties"].items():
         if member is False:
             if name in resolved.get("required", ()):
-                raise RequestError(f"json_schema: {'.'.join((*path, name))}: required, but its schema allows no value")
+                place = ".".join((*path, name))
+                raise RequestError(f"json_schema: {place}: expected a schema, because it is required, got false")
             continue
         members[name] = _node(member, root, (*path, name), refs, depth + 1)
     return Node(path, members, after=after)

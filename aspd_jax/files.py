@@ -142,7 +142,7 @@ def write_folder(folder: Path) -> Iterator[Path]:
     partial = folder.with_name(f".{folder.name}.partial")
     with writing(folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise CheckpointError(f"{folder}: expected a new or empty folder. Choose another folder.")
+            raise CheckpointError(f"{folder}: expected a new or empty folder, got files in it. Choose another folder.")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:

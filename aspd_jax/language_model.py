@@ -157,8 +157,8 @@ def load_model(
         ends = checkpoint.end_ids
         if ends and not any(0 <= end < stored for end in ends):
             raise CheckpointError(
-                f"{checkpoint.source}: eos_token_id {list(ends)}: expected an id with a row in the embedding, "
-                f"which has {stored}. An answer of this model could not end."
+                f"{checkpoint.source}: eos_token_id: expected an id with a row in the embedding, which has {stored}, "
+                f"got {list(ends)}. An answer of this model could not end."
             )
         config = replace(config, unused_tokens=_unused_tokens(config, tokenizer, without_row, ends))
         config = replace(config, new_tokens=special.ids if lora_rank else ())
@@ -172,7 +172,7 @@ def load_model(
         opened = open_adapter(adapter)
         opened.check_tokens(min(old_length, stored), special.ids if special else ())
         if config.tied and HEAD in {*opened.factors, *opened.rows}:
-            raise CheckpointError(f"{adapter} changes {HEAD}, which is the embedding in {path}; this is not supported")
+            raise CheckpointError(f"{adapter}: expected no {HEAD}, which is the embedding in {path}, got one")
         config = replace(config, **opened.settings)
         tensors = opened.applied(tensors, checkpoint.source)
         if opened.tokens and opened.tokens[-1] >= old_length:  # the adapter has the rows of the special tokens
@@ -234,7 +234,7 @@ def put_adapter(lm: LanguageModel, number: int, adapter: Adapter | None) -> None
         adapter.check_tokens(0, () if lm.special_tokens is None else lm.special_tokens.ids)
         for name, value in adapter.settings.items():
             if getattr(lm.config, name) != value:
-                raise CheckpointError(f"{adapter.source} has {name} {value!r}, this model {getattr(lm.config, name)!r}")
+                raise CheckpointError(f"{adapter.source}: {name}: expected {getattr(lm.config, name)!r}, got {value!r}")
     lm.params = adapter_parameters(lm.config, lm.params, adapter, number)
 
 

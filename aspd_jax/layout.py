@@ -93,7 +93,8 @@ def build_layout(
     if padding_mask is not None:
         real = real & np.asarray(padding_mask).astype(bool)
     if owner.shape != tokens.shape or real.shape != tokens.shape:
-        raise ConfigError(f"padding_mask, sequence: expected the shape of tokens, {list(tokens.shape)}")
+        shapes = f"{list(real.shape)}, {list(owner.shape)}"
+        raise ConfigError(f"padding_mask, sequence: expected the shape of tokens, {list(tokens.shape)}, got {shapes}")
 
     # The real tokens of all rows form one flat array from here on; a `group` is one packed sequence.
     row, column = np.nonzero(real)

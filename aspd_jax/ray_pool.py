@@ -103,9 +103,7 @@ def require_ray(option: str = "--ray") -> None:
         RequestError: it is not.
     """
     if find_spec("ray") is None:
-        raise RequestError(
-            f"{option}: expected the package ray, which is not installed; run: pip install 'aspd-jax[ray]'"
-        )
+        raise RequestError(f"{option}: expected the package ray, got none. Run: pip install 'aspd-jax[ray]'")
 
 
 @contextmanager
@@ -265,10 +263,10 @@ class _Pool:
         if alone is not state:
             self._deaths[alone] += 1
             if self._deaths[alone] >= MAX_DEATHS:
-                what = "that started" if alone is None else f"with {self._name(alone)}"
+                what = "at the start" if alone is None else f"with {self._name(alone)}"
                 reason = str(error).splitlines()[0]
                 raise RequestError(
-                    f"--ray: {MAX_DEATHS} workers {what} died ({reason}). "
+                    f"--ray: expected workers that stay alive, got {MAX_DEATHS} deaths {what} ({reason}). "
                     "Results so far are stored; run the same command to resume."
                 )
         self._returned.extend(state.held.items())

@@ -135,7 +135,8 @@ def _item_from_json(item: Any, where: str) -> Item:
     if kind == "parallel":
         branches = item.get("branches")
         if not isinstance(branches, list) or not all(isinstance(branch, dict) for branch in branches):
-            raise StructureError(f'{where}: "branches": expected a list of {{"title", "text"}} objects')
+            shown = f"{branches!r:.60}"
+            raise StructureError(f'{where}: "branches": expected a list of {{"title", "text"}} objects, got {shown}')
         try:
             return Parallel(
                 Branch(_string(b, "title", f"{where}, branch {n}"), _string(b, "text", f"{where}, branch {n}"))

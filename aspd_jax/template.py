@@ -77,7 +77,7 @@ class Template:
         for hole in self.holes:
             for other in hole.after:
                 if other not in names:
-                    raise RequestError(f"template: hole {hole.name!r}: unknown name {other!r} after `after`")
+                    raise RequestError(f"template: hole {hole.name!r}: after: expected names of holes, got {other!r}")
         self.stages  # noqa: B018 - a cycle is an error
         object.__setattr__(self, "opening", self.literal_opening if opening is None else opening)
 
@@ -99,7 +99,7 @@ class Template:
             ready = tuple(hole for hole in left if done.issuperset(hole.after))
             if not ready:
                 cycle = ", ".join(hole.name for hole in left)
-                raise RequestError(f"template: expected an order of holes, but these depend on each other: {cycle}")
+                raise RequestError(f"template: expected holes that do not depend on each other, got {cycle}")
             stages.append(ready)
             done.update(hole.name for hole in ready)
         return tuple(stages)
@@ -189,7 +189,7 @@ def _parse(source: str) -> list[Part]:
             continue
         end = source.find("}", at)
         if source[at] == "}" or end < 0:
-            raise RequestError(f"{_place(source, at)}: unpaired {source[at]!r}; write it twice where it is text")
+            raise RequestError(f"{_place(source, at)}: expected a hole or a double brace, got a single {source[at]!r}")
         parts.append(_hole(source, at, source[at + 1 : end]))
         start = end + 1
     return parts

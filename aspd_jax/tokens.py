@@ -100,8 +100,8 @@ class TextCodec:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise TokenizerError(
-                f"{type(tokenizer).__name__} has no tokenizer.json behind it; save it once from "
-                "AutoTokenizer.from_pretrained(..., use_fast=True)"
+                f"tokenizer: expected one with tokenizer.json, got {type(tokenizer).__name__}. "
+                "Save it once from AutoTokenizer.from_pretrained(..., use_fast=True)."
             )
         self._backend = Tokenizer.from_str(backend.to_str())
         self._backend.encode_special_tokens = True
@@ -131,10 +131,10 @@ class TextCodec:
                 if self.decode(ids) == text:
                     return ids
         except (UnicodeEncodeError, TypeError):
-            raise TokenizerError(f"text holds characters that are not valid Unicode: {text[:60]!r}") from None
+            raise TokenizerError(f"text: expected Unicode text, got {text[:60]!r}") from None
         raise TokenizerError(
-            f"this tokenizer cannot represent {text[:60]!r} exactly (it reads back {self.decode(ids)[:60]!r}); "
-            "use one that is lossless (byte-level BPE, or SentencePiece with byte fallback)"
+            f"tokenizer: expected {text[:60]!r} back from its token ids, got {self.decode(ids)[:60]!r}. "
+            "Use a lossless tokenizer (byte-level BPE, or SentencePiece with byte fallback)."
         )
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -309,7 +309,7 @@ def split(
     def take(expected: int) -> int:
         nonlocal at
         if at == len(tags):
-            raise StructureError(f"the answer ends where {names[expected]} is expected")
+            raise StructureError(f"token {ids.size}: expected {names[expected]}, got the end of the answer")
         place, tag = tags[at]
         if tag != expected:
             raise StructureError(f"token {place}: expected {names[expected]}, got {names[tag]}")
@@ -426,8 +426,8 @@ class Codec:
             return branch.text
         if not branch.text.startswith(branch.title):
             raise StructureError(
-                f"titles are leads here: the text of a branch must begin with its title {branch.title[:60]!r}, "
-                f"it begins with {branch.text[:60]!r} (a checkpoint with model.titles: names reads such records)"
+                f"branch: expected text that begins with its title {branch.title[:60]!r}, because titles are leads, "
+                f"got {branch.text[:60]!r}. A checkpoint with model.titles: names reads such records."
             )
         return branch.text[len(branch.title) :]
 
@@ -446,7 +446,7 @@ class Codec:
             for number, (title, branch, text) in enumerate(zip(item.titles, item.branches, item.texts, strict=True), 1):
                 head = [*title, *self.form.separator]
                 if branch[: len(head)].tolist() != [int(i) for i in head]:
-                    raise StructureError(f"branch {number} of a block does not start with its title and separator")
+                    raise StructureError(f"branch {number}: expected its title and separator first, got other tokens")
                 branches.append(Branch(self.text.decode(title) or self.text.spell(title), self.text.text_of(text)))
             items.append(Parallel(branches))
         return tuple(items)

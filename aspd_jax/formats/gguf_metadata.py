@@ -68,5 +68,5 @@ class Metadata:
         """
         value = self.get(key)
         if value is None:
-            raise CheckpointError(f"{self.path} has no {key!r}; it is not a complete GGUF model")
+            raise CheckpointError(f"{self.path}: expected a GGUF model with {key!r}, got none")
         return value

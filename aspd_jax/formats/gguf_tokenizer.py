@@ -93,12 +93,12 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
         return None
     if kind not in BUILDERS:
         raise CheckpointError(
-            f"{metadata.path}: tokenizer {kind!r} is not supported; supported are {', '.join(BUILDERS)}"
+            f"{metadata.path}: tokenizer.ggml.model: expected one of {', '.join(BUILDERS)}, got {kind!r}"
         )
     tokens = [str(token) for token in metadata["tokenizer.ggml.tokens"]]
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
-        raise CheckpointError(f"{metadata.path}: {len(tokens)} tokens have {len(types)} types; it is not complete")
+        raise CheckpointError(f"{metadata.path}: token_type: expected one per token, {len(tokens)}, got {len(types)}")
     tokenizer = BUILDERS[kind](metadata, tokens)
     for special in (True, False):
         chosen = [t for t, code in zip(tokens, types, strict=True) if code == (CONTROL if special else USER_DEFINED)]
@@ -135,7 +135,7 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     name = ALIASES.get(name, name)
     if name not in SPLITTINGS:
         raise CheckpointError(
-            f"{metadata.path}: tokenizer.ggml.pre {name!r} is not supported; supported are {', '.join(SPLITTINGS)}"
+            f"{metadata.path}: tokenizer.ggml.pre: expected one of {', '.join(SPLITTINGS)}, got {name!r}"
         )
     splitting = SPLITTINGS[name]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]

@@ -63,7 +63,7 @@ def write_gguf(
         CheckpointError: the file exists, or the format does not support the model.
     """
     if path.exists():
-        raise CheckpointError(f"{path} exists already")
+        raise CheckpointError(f"{path}: expected a new file, got one that exists. Choose another path.")
     if hf.model_type not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"GGUF output: expected a model of type {names}, got {hf.model_type}; {INSTEAD}")
@@ -106,14 +106,14 @@ def gguf_name(name: str) -> str:
         return f"{outside[stem]}.{kind}"
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
     if not stem.startswith("model.layers.") or part not in inside:
-        raise CheckpointError(f"GGUF output: tensor {name} has no GGUF name")
+        raise CheckpointError(f"GGUF output: expected tensors that have GGUF names, got {name}")
     return f"blk.{layer}.{inside[part]}.{kind}"
 
 
 def _write_shape(writer: GGUFWriter, hf: Any, file_type: LlamaFileType) -> None:
     config = from_hugging_face(hf, "float32")
     if config.window is not None:
-        raise CheckpointError(f"models with a sliding window are not written as GGUF; {INSTEAD}")
+        raise CheckpointError(f"GGUF output: expected a model without a sliding window, got {config.window}; {INSTEAD}")
     writer.add_type("model")
     writer.add_file_type(file_type)
     writer.add_vocab_size(hf.vocab_size)
@@ -138,8 +138,8 @@ def _write_shape(writer: GGUFWriter, hf: Any, file_type: LlamaFileType) -> None:
         for field in ("beta_fast", "beta_slow", "truncate", "attention_factor"):
             if getattr(rope, field) != getattr(standard, field):
                 raise CheckpointError(
-                    f"yarn with {field} {getattr(rope, field)} is not written as GGUF, only with "
-                    f"{getattr(standard, field)}; {INSTEAD}"
+                    f"GGUF output: yarn: {field}: expected {getattr(standard, field)}, "
+                    f"got {getattr(rope, field)}; {INSTEAD}"
                 )
 
 
@@ -151,7 +151,7 @@ def _write_tokenizer(
     backend = tokenizer.backend_tokenizer
     state = json.loads(backend.to_str())
     if state["model"]["type"] != "BPE" or state["model"].get("byte_fallback"):
-        raise CheckpointError(f"only byte-level tokenizers are written as GGUF; {INSTEAD}")
+        raise CheckpointError(f"GGUF output: expected a byte-level BPE tokenizer, got another; {INSTEAD}")
     added = backend.get_added_tokens_decoder()
     tokens, types = [], []
     for number in range(vocab_size):

@@ -310,7 +310,7 @@ def check_fields(source: str, config: Mapping[str, Any]) -> None:
         code = ""
         if config.get("auto_map"):
             code = " Its auto_map names code in the checkpoint, which is never run."
-        raise CheckpointError(f"{source}: model_type {family!r} is not supported; supported are {supported}.{code}")
+        raise CheckpointError(f"{source}: model_type: expected one of {supported}, got {family!r}.{code}")
     known = COMMON | READ[family]
     for name, value in config.items():
         if name in known:
@@ -327,7 +327,7 @@ def check_fields(source: str, config: Mapping[str, Any]) -> None:
             _check_rope(f"{source}: {name}", config[name], nested=family == "gemma3_text")
     for name, value in (config.get("aspd") or {}).items():
         if name not in OWN_FIELDS:
-            raise CheckpointError(f"{source}: aspd.{name} is unknown; known are {', '.join(OWN_FIELDS)}")
+            raise CheckpointError(f"{source}: aspd: expected fields of {', '.join(OWN_FIELDS)}, got {name!r}")
         if name == "unused_tokens" and not RANGES.accepts(value):
             raise CheckpointError(f"{source}: aspd.{name}: expected {RANGES.expected}, got {_shown(value)}")
 
@@ -345,16 +345,14 @@ def _is_neutral(name: str, value: Any, family: str) -> bool:
 def _refusal(name: str, value: Any, family: str) -> str:
     if name == "quantization_config":
         method = value.get("quant_method") if isinstance(value, Mapping) else value
-        return (
-            f"quantization_config: quant_method {method!r} is not supported. Use a checkpoint in float32 or bfloat16."
-        )
+        return f"{name}: expected none, got quant_method {method!r}. Use a checkpoint in float32 or bfloat16."
     if name in QUERY_NORM:
-        supported = f"{str(family in WITH_QUERY_NORM).lower()} in {family} models"
+        expected = f"{str(family in WITH_QUERY_NORM).lower()} in {family} models"
     elif name in NEUTRAL_VALUES:
-        supported = _shown(NEUTRAL_VALUES[name])
+        expected = _shown(NEUTRAL_VALUES[name])
     else:
-        supported = f"a {family} model without it"
-    return f"{name} {_shown(value)} is not supported; supported is {supported}"
+        expected = f"a {family} model without it"
+    return f"{name}: expected {expected}, got {_shown(value)}"
 
 
 def _shown(value: Any) -> str:
@@ -379,9 +377,11 @@ def _check_layers(source: str, config: Mapping[str, Any]) -> None:
         window = True  # the family has a default
     windowed = "sliding_attention" in types
     if windowed and (family == "llama" or window is None):
-        raise CheckpointError(f"{source}: layer_types names sliding_attention, but the model has no sliding window")
+        raise CheckpointError(
+            f"{source}: layer_types: expected full_attention without a sliding window, got sliding_attention"
+        )
     if family == "mistral" and window is not None and "full_attention" in types:
-        raise CheckpointError(f"{source}: layer_types: a mistral model with a sliding_window has it in all layers")
+        raise CheckpointError(f"{source}: layer_types: expected sliding_attention in all layers, got full_attention")
 
 
 def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
@@ -395,18 +395,21 @@ def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
     if nested and any(kind in values for kind in LAYER_TYPES):
         for kind, inside in values.items():
             if kind not in LAYER_TYPES or not isinstance(inside, (Mapping, type(None))):
-                raise CheckpointError(f"{where}.{kind}: expected an object for each of {', '.join(LAYER_TYPES)}")
+                expected = f"an object for each of {', '.join(LAYER_TYPES)}"
+                raise CheckpointError(f"{where}.{kind}: expected {expected}, got {_shown(inside)}")
             _check_rope(f"{where}.{kind}", inside or {}, nested=False)
         return
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind not in ROPE_KINDS:
-        raise CheckpointError(f"{where}: rope scaling {kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}")
+        raise CheckpointError(f"{where}: rope_type: expected one of {', '.join(ROPE_KINDS)}, got {kind!r}")
     if values.get("type") not in (None, kind):
-        raise CheckpointError(f"{where}: rope_type {kind!r} and type {values['type']!r} differ. Remove one of them.")
+        raise CheckpointError(
+            f"{where}: type: expected {kind!r}, as rope_type, got {values['type']!r}. Remove one of them."
+        )
     needed, optional = ROPE_FIELDS[kind]
     for name in needed:
         if values.get(name) is None:
-            raise CheckpointError(f"{where}: {kind} scaling needs {name}")
+            raise CheckpointError(f"{where}: expected {name} in {kind} scaling, got none")
     for name, value in values.items():
         if name in ("rope_type", "type") or value is None:
             continue
@@ -415,9 +418,7 @@ def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:
                 raise CheckpointError(f"{where}.{name}: expected {POSITIVE.expected}, got {_shown(value)}")
         elif name in ROPE_NEUTRAL_VALUES:
             if value != ROPE_NEUTRAL_VALUES[name]:
-                raise CheckpointError(
-                    f"{where}: {name} {_shown(value)} is not supported in {kind} scaling; "
-                    f"supported is {ROPE_NEUTRAL_VALUES[name]}"
-                )
+                neutral = ROPE_NEUTRAL_VALUES[name]
+                raise CheckpointError(f"{where}.{name}: expected {neutral} in {kind} scaling, got {_shown(value)}")
         elif name not in ROPE_NEUTRAL and value not in (False, 0, [], {}, ""):
-            raise CheckpointError(f"{where}: {name} {_shown(value)} is not supported in {kind} scaling")
+            raise CheckpointError(f"{where}.{name}: expected none in {kind} scaling, got {_shown(value)}")

@@ -45,7 +45,7 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
     """
     if all((folder / name).exists() for name in ADAPTER_FILES) and has_tensors(folder):
         raise CheckpointError(
-            f"{folder} holds a whole model and an adapter. Remove {ADAPTER_FILES[0]} to use the model, "
+            f"{folder}: expected a model or an adapter, got both. Remove {ADAPTER_FILES[0]} to use the model, "
             "or give the base model and this folder as the adapter."
         )
     if (folder / SINGLE).exists():
@@ -62,7 +62,7 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
                 tensors[name] = stored
     if lost := sorted(set(weight_map) - set(tensors)):
         raise CheckpointError(
-            f"{folder / INDEX} names {lost[0]} in {weight_map[lost[0]]}, which does not hold it. "
+            f"{folder / INDEX}: expected {lost[0]} in {weight_map[lost[0]]}, got a file without it. "
             "Download index and shards of one version."
         )
     return tensors
@@ -77,10 +77,11 @@ def _read_index(folder: Path) -> Mapping[str, str]:
         for file in weight_map.values()
     )
     if not weight_map or not plain:
-        raise CheckpointError(f"{index}: weight_map: expected names of tensors with .safetensors files of the folder")
+        expected = "names of tensors with .safetensors files of the folder"
+        raise CheckpointError(f"{index}: weight_map: expected {expected}, got {str(weight_map)[:80]}")
     missing = [name for name in sorted(set(weight_map.values())) if not (folder / name).exists()]
     if missing:
-        raise CheckpointError(f"{index} names {', '.join(missing)}, which is not in the folder")
+        raise CheckpointError(f"{index}: expected {', '.join(missing)} in the folder, got none")
     return dict(weight_map)
 
 
@@ -106,7 +107,7 @@ def list_tensors(file: Path) -> dict[str, Stored]:
             dtype = tensors.get_slice(name).get_dtype()
             if dtype not in DTYPES and not name.startswith(IMAGE_PART):
                 raise CheckpointError(
-                    f"{file}: {name} has dtype {dtype}; supported are {', '.join(DTYPES)}. "
+                    f"{file}: {name}: expected one of {', '.join(DTYPES)}, got {dtype}. "
                     "Use a checkpoint that is not quantised."
                 )
     return {name: Stored(file, name) for name in names}

@@ -60,8 +60,8 @@ def _check_settings(file: Path, settings: dict[str, Any]) -> None:
         raise CheckpointError(f"{file}: tokenizer_class: expected a string, got {name!r}")
     if settings.get("auto_map") and (name is None or tokenizer_class_from_name(name) is None):
         raise CheckpointError(
-            f"{file}: tokenizer_class {name!r} needs code from the checkpoint (auto_map), which is never run. "
-            "Use a checkpoint whose tokenizer is one of transformers' classes."
+            f"{file}: tokenizer_class: expected a class of transformers, got {name!r}. "
+            "Code from the checkpoint (auto_map) is never run."
         )
     template = settings.get("chat_template")
     named = template if isinstance(template, list) else []

@@ -101,7 +101,7 @@ def adapter_parameters(config: ModelConfig, parameters: Any, adapter: Adapter | 
     if adapter is not None:
         known = {name for layers in parts.values() for name, _ in layers} | set(ROWS.values())
         if unknown := sorted({*adapter.factors, *adapter.rows} - known):
-            raise CheckpointError(f"{adapter.source} is an adapter for another base: this model has no {unknown[0]}")
+            raise CheckpointError(f"{adapter.source}: expected a base with {unknown[0]}, got one without it")
     new: dict[Path_, np.ndarray] = {}
     for path, layers in parts.items():
         down, up = (np.zeros(leaves[(*path, name)].shape, np.float32) for name in ADAPTERS)
@@ -147,14 +147,14 @@ def _fill(adapter: Adapter, parts: Iterable[tuple[str, Tensor]], down: np.ndarra
         part = tensor.cut(up)
         if down_factor.shape[1:] != down.shape[1:] or factors.up.shape != (part[..., 0].size, len(down_factor)):
             raise CheckpointError(
-                f"{adapter.source} is an adapter for another base: its factors of {name} are "
-                f"{list(down_factor.shape)} and {list(factors.up.shape)}"
+                f"{adapter.source}: {name}: expected factors [r, {down.shape[1]}] and [{part[..., 0].size}, r], "
+                f"got {list(down_factor.shape)} and {list(factors.up.shape)}"
             )
         ranks = next((ranks for other, ranks in placed if np.array_equal(other, down_factor)), None)
         if ranks is None:
             ranks, used = slice(used, used + len(down_factor)), used + len(down_factor)
             if used > rank:
-                raise CheckpointError(f"{adapter.source}: with {name} it needs {used} ranks, adapters have {rank} here")
+                raise CheckpointError(f"{adapter.source}: {name}: expected at most {rank} ranks in all, got {used}")
             down[ranks] = down_factor
             placed.append((down_factor, ranks))
         part[..., ranks] = factors.scale * factors.up.astype(np.float32).reshape(*part.shape[:-1], -1)

@@ -195,7 +195,7 @@ def load_parameters(
         if of_vocabulary and stored_vocabulary is not None:
             size = (stored_vocabulary, size[1])
         if array.shape != size:
-            raise CheckpointError(f"{source}: {name} is {list(array.shape)}, its configuration says {list(size)}")
+            raise CheckpointError(f"{source}: {name}: expected the shape {list(size)}, got {list(array.shape)}")
         if of_vocabulary:
             array = _with_new_rows(array, model.config.padded_vocab_size, new_rows or {})
             rows_path = (NEW_TOKENS, path[0])
@@ -217,11 +217,11 @@ def load_parameters(
         loaded[path] = _place(parameter.astype(leaves[path].dtype), places[path])
     if missing or unknown:
         problems = [
-            f"{kind}: {', '.join(problem_names[:6])}{' …' if len(problem_names) > 6 else ''}"
-            for kind, problem_names in (("missing", sorted(missing)), ("unknown", unknown))
+            f"{kind} {', '.join(problem_names[:6])}{' …' if len(problem_names) > 6 else ''}"
+            for kind, problem_names in (("no", sorted(missing)), ("unknown", unknown))
             if problem_names
         ]
-        raise CheckpointError(f"the tensors of {source} do not fit its configuration; " + "; ".join(problems))
+        raise CheckpointError(f"{source}: expected the tensors of its configuration, got {' and '.join(problems)}")
     for path in (path for path in leaves if path[-1] in ADAPTERS):
         loaded[path] = _adapter(path, leaves[path], places[path])
     return unflatten_dict(loaded)

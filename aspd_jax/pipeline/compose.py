@@ -49,12 +49,14 @@ class Questions:
     def __post_init__(self) -> None:
         for name, group in self.groups.items():
             if not group.forms or group.share <= 0:
-                raise ConfigError(f"groups.{name}: expected forms, and a share above 0")
+                raise ConfigError(
+                    f"groups.{name}: expected forms and a share above 0, got {len(group.forms)}, {group.share}"
+                )
             for form in group.forms:
                 unknown = set(SLOT.findall(form)) - {NUMBER, *self.topics}
                 if unknown:
                     known = ", ".join(sorted({NUMBER, *self.topics}))
-                    raise ConfigError(f"groups.{name}: {form!r} has a place {unknown.pop()!r}; topics are {known}")
+                    raise ConfigError(f"groups.{name}: {form!r}: expected topics of {known}, got {unknown.pop()!r}")
 
 
 def is_held_out(question: str) -> bool:

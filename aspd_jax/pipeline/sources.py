@@ -215,7 +215,9 @@ def _dataset(source: str) -> Any:
         if path.is_file() or is_url(source) or (glob.has_magic(source) and path.suffix in kinds):
             kind = kinds.get(path.suffix)
             if kind is None:
-                raise DataError(f"{source}: expected a file .jsonl, .ndjson, .json, .csv, {', '.join(kinds)}")
+                raise DataError(
+                    f"{source}: expected a file .jsonl, .ndjson, .json, .csv, {', '.join(kinds)}, got another"
+                )
             return datasets.load_dataset(kind, data_files=partitions(source), split="train")
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(source)
@@ -282,10 +284,10 @@ def _messages(row: Mapping[str, Any]) -> Iterator[Message]:
         yield Message("system", row["system"])
     history = row.get("history") or []
     if not isinstance(history, (list, tuple)):
-        raise DataError('"history": expected a list of pairs of a question and an answer')
+        raise DataError(f'"history": expected a list of pairs of a question and an answer, got {_shown(history)}')
     for place, pair in enumerate(history):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-            raise DataError(f"history[{place}]: expected a pair of a question and an answer")
+            raise DataError(f"history[{place}]: expected a pair of a question and an answer, got {_shown(pair)}")
         yield Message("user", pair[0])
         yield Message("assistant", pair[1])
     question = next((key for key in QUESTIONS if isinstance(row.get(key), str) and row[key].strip()), None)
@@ -322,7 +324,7 @@ def _message(turn: Any, where: str) -> Message:
         raise DataError(f"{where}.role: expected one of {', '.join(sorted(ROLES))}, got {_shown(name)}")
     for key in UNSUPPORTED:
         if turn.get(key):
-            raise DataError(f"{where}.{key} is not supported")
+            raise DataError(f"{where}.{key}: expected none, got {_shown(turn[key])}")
     if turn.get("weight") not in (None, 1):
         raise DataError(f"{where}.weight: expected 1, got {_shown(turn['weight'])}; every answer is learned")
     if role == "assistant" and turn.get("structure") is not None:
@@ -371,7 +373,7 @@ def check_text(text: str, where: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise DataError(f"{where} is not valid Unicode: it holds half a surrogate pair") from None
+        raise DataError(f"{where}: expected Unicode text, got an unpaired surrogate") from None
 
 
 def _shown(value: Any) -> str:

@@ -71,7 +71,7 @@ FORMATS = {
     "npr": TagFormat("step", announcement="guideline", title="plan", conclusion="takeaway"),
     "parallel-r1": TagFormat("Path", "Parallel", conclusion="Summary"),
 }
-DEEPEST = 64  # maximum tags around a tag
+DEEPEST = 64  # number of enclosing tags at which a tag is refused
 _NAMES = "|".join(sorted({re.escape(name.strip("|")) for form in FORMATS.values() for name in form.names}))
 # Tags of all formats, also with blanks or in another case, which no format has.
 _TAG = re.compile(rf"<(\|?)[ \t]*(/?)[ \t]*({_NAMES})[ \t]*/?[ \t]*\1>", re.IGNORECASE)
@@ -188,16 +188,17 @@ def parse_tags(text: str, form: TagFormat) -> tuple[Element, list[tuple[int, int
                 continue
         elif parent.name not in form.parents(name) or (name == form.title and not form.named):
             inside = spelled(parent.name) if parent.name else "serial text"
-            raise StructureError(f"{where}: expected no {found[0]} in {inside}")
+            raise StructureError(f"{where}: expected no {found[0]} in {inside}, got one")
         elif len(stack) > DEEPEST:
-            raise StructureError(f"{where}: expected at most {DEEPEST} tags around {found[0]}")
+            raise StructureError(f"{where}: expected fewer than {DEEPEST} tags around {found[0]}, got {len(stack) - 1}")
         else:
             parent.children.append(Element(name, found.start(), found.end()))
             stack.append(parent.children[-1])
         if name != form.announcement:
             removed.append(found.span())
     if len(stack) > 1:
-        raise StructureError(f"character {stack[-1].start}: {spelled(stack[-1].name)} is never closed")
+        expected = spelled(stack[-1].name, True)
+        raise StructureError(f"character {stack[-1].start}: expected {expected} after this tag, got none")
     return root, removed
 
 
@@ -223,7 +224,7 @@ def _known(found: re.Match[str], form: TagFormat) -> str:
             raise StructureError(f"{where}: expected {spelled(name, bool(found[2]))}, got {found[0]}")
     others = [other for other, its in FORMATS.items() if written in its.names]
     if exact and others:
-        raise StructureError(f"{where}: {found[0]} is a tag of {' and '.join(others)}")
+        raise StructureError(f"{where}: expected no tag of {' and '.join(others)}, got {found[0]}")
     return ""
 
 
@@ -281,7 +282,7 @@ def _announced(element: Element, form: TagFormat) -> Iterator[list[Element]]:
             parts.append(child)
         else:
             before = spelled(form.announcement)
-            raise StructureError(f"character {child.start}: expected {before} before {spelled(child.name)}")
+            raise StructureError(f"character {child.start}: expected {before} before {spelled(child.name)}, got none")
     if parts:
         yield parts
 
@@ -326,7 +327,7 @@ def _named_structure(text: str, root: Element, form: TagFormat) -> Structure:
             titles = []
         place = element.end
     if titles:
-        raise StructureError(f"character {place}: expected {spelled(form.group)} behind the titles")
+        raise StructureError(f"character {place}: expected {spelled(form.group)} after the titles, got none")
     return canonical([*items, Serial(text[place:])])
 
 

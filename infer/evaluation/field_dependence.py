@@ -61,7 +61,7 @@ def field_reports(
     bare = _without_after(schema)
     template = fields_template(bare)
     if template is None:
-        raise RequestError("json_schema: expected an object with two or more fields that can be decoded in parallel")
+        raise RequestError("json_schema: expected two or more fields that can be decoded in parallel, got fewer")
     required = bare | {"required": list(bare["properties"])}
     asked = SamplingParams(max_new_tokens=max_new_tokens, json_schema=required, seed=0)
     together = SamplingParams(max_new_tokens=max_new_tokens, json_schema=bare, fields="parallel", seed=0)

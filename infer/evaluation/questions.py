@@ -64,13 +64,13 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
         try:
             question = _question(_object(record, reason), number, section.kind, references)
             if question.id in questions:
-                raise DataError(f"question {question.id!r} occurs twice")
+                raise DataError(f"id: expected different ids, got {question.id!r} twice")
             questions[question.id] = replace(question, forks=suitable.get(question.turns[0], question.forks))
         except DataError as error:
             left_out.append(f"{file}, line {number}: {error}")
     if not questions:
         first = f"; first error: {left_out[before]}" if len(left_out) > before else ""
-        raise DataError(f"{file} holds no question{first}")
+        raise DataError(f"{file}: expected at least one question, got none{first}")
     return select_evenly(questions.values(), section.limit)
 
 
@@ -197,7 +197,7 @@ def _documents(documents: Any) -> str:
 
 def _with_answer(question: Question, answer: str, instruction: str) -> Question:
     if not answer:
-        raise DataError('"answer" is missing; this kind of benchmark needs a reference')
+        raise DataError('"answer": expected a reference, got none')
     *before, last = question.turns
     return replace(question, turns=(*before, last + instruction), references=(answer,))
 

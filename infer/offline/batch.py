@@ -76,7 +76,7 @@ def read_prompts(file: Path | str, chat: bool, instruction: str = "") -> list[It
     lines = read_rows(str(file)) if str(file).endswith(".parquet") else read_lines(file)
     items = [_item(line, chat, instruction) for line in lines]
     if not items:
-        raise DataError(f"{file} holds no prompt")
+        raise DataError(f"{file}: expected at least one prompt, got none")
     return items
 
 

@@ -25,7 +25,7 @@ def read_journal(file: Path) -> list[Any]:
         try:
             records.append(json.loads(line))
         except (ValueError, RecursionError):
-            raise DataError(f"{file}, line {number}: not JSON. Delete the line to make the record again.") from None
+            raise DataError(f"{file}, line {number}: expected JSON, got text. Delete the line to repeat it.") from None
         size += len(line) + 1
     os.truncate(file, size)
     return records

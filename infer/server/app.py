@@ -249,7 +249,7 @@ class _Server:
     def _read_calls(self, body: ChatRequest | ResponsesRequest, choice: ToolChoice) -> ToolCalls:
         lm = self._engine.lm
         if getattr(lm.tokenizer, "chat_template", None) is None:
-            raise RequestError("tools: expected a model with a chat template")
+            raise RequestError("tools: expected a model with a chat template, got one without")
         check_schemas(body.functions, body.schema_place)
         form = read_tool_format(lm.tokenizer)
         return ToolCalls(body.functions, choice, form, lm.codec.text, body.grammar.get("json_schema"))
@@ -282,7 +282,7 @@ class _Server:
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
         if requests[0].template is not None and (body.alternatives is not None or count > body.choices):
             name = "logprobs" if body.alternatives is not None else "best_of"
-            raise Refused(400, f"{name}: not available with a template or parallel fields", param=name)
+            raise Refused(400, f"{name}: expected none with a template or parallel fields, got one", param=name)
         compiled_before = programs_compiled()
         try:
             ranked = count > body.choices and body.alternatives is None

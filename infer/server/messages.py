@@ -140,7 +140,7 @@ class Part(Strict):
     def _is_text(cls, data: Any) -> Any:
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind in PART_KINDS:
-            raise fault(f"{PART_KINDS[kind]} parts are not supported")
+            raise fault(f"expected a text part, got one of kind {PART_KINDS[kind]}")
         if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
             raise fault(f"expected 'text', 'input_text' or 'output_text', got {spell(kind)}", "type")
         return data
@@ -171,9 +171,9 @@ class Message(Strict):
     def _is_message(cls, data: Any) -> Any:
         if isinstance(data, dict):
             if (role := data.get("role")) in ("tool", "function") and role not in cls.roles:
-                raise fault(f"{role} messages are not supported; {cls.instead}")
+                raise fault(f"expected system, developer, user or assistant, got {role}; {cls.instead}")
             if isinstance(kind := data.get("type"), str) and kind != "message":
-                raise fault(f"items of type {spell(kind)} are not supported")
+                raise fault(f"expected a message, got an item of type {spell(kind)}")
             if data.get("role") == "assistant" and data.get("content") is None:
                 return {**data, "content": ""}  # clients return answers that called tools without content
         return data
@@ -181,7 +181,7 @@ class Message(Strict):
     @model_validator(mode="after")
     def _was_decoded(self) -> Self:
         if self.aspd.token_ids is not None and self.role != "assistant":
-            raise fault("only messages of the assistant have token_ids", "aspd")
+            raise fault(f"token_ids: expected a message of the assistant, got one of {self.role}", "aspd")
         return self
 
     @property
@@ -205,11 +205,11 @@ class ChatMessage(Message):
     @model_validator(mode="after")
     def _has_fields_of_its_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise fault("only messages of the assistant have tool_calls", "tool_calls")
+            raise fault(f"expected a message of the assistant, got one of {self.role}", "tool_calls")
         if self.tool_calls and self.aspd.token_ids is not None:
-            raise fault("an answer with tool_calls has no token_ids", "aspd")
+            raise fault("token_ids: expected none beside tool_calls, got some", "aspd")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            message = "a value is required" if self.role == "tool" else "only messages of the role tool have this field"
+            message = "a value is required" if self.role == "tool" else f"expected the role tool, got {self.role}"
             raise fault(message, "tool_call_id")
         return self
 
@@ -265,21 +265,21 @@ class Common(SamplingFields):
     @model_validator(mode="after")
     def _options_of_streams(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise fault("needs stream: true", "stream_options")
+            raise fault("expected none without stream: true, got one", "stream_options")
         return self
 
     @model_validator(mode="after")
     def _content_in_serial_mode(self) -> Self:
         if self.aspd.content and (self.aspd.mode != "serial" or self.stop or self.grammar):
-            raise fault("content needs mode: serial, and neither stop nor response_format beside it", "aspd")
+            raise fault("content: expected mode: serial, no stop and no response_format, got others", "aspd")
         return self
 
     @model_validator(mode="after")
     def _templates_alone(self) -> Self:
         if self.aspd.fields == "parallel" and "json_schema" not in self.grammar and not getattr(self, "tools", None):
-            raise fault("fields: parallel needs a response_format with a JSON schema, or tools", "aspd")
+            raise fault("fields: expected a JSON schema or tools beside parallel, got neither", "aspd")
         if self.aspd.template is not None and (self.grammar or self.aspd.content):
-            raise fault("template: expected neither response_format nor content beside it", "aspd")
+            raise fault("template: expected neither response_format nor content beside it, got one", "aspd")
         return self
 
     @property
@@ -386,9 +386,9 @@ def check_calling(body: Common, format_field: str) -> None:
     if body.calling is None:
         return
     if body.aspd.content:
-        raise fault("content needs no tools, or tool_choice: none", "aspd")
+        raise fault("content: expected no tools beside it, or tool_choice: none, got tools", "aspd")
     if set(body.grammar) - {"json_schema"}:
-        raise fault(f"expected no other constraint than {format_field} beside tools, or tool_choice: none", "tools")
+        raise fault(f"expected no constraint but {format_field} beside tools, or tool_choice: none, got one", "tools")
 
 
 class Completion(Common):
@@ -491,11 +491,13 @@ class ChatRequest(Completion):
     @model_validator(mode="after")
     def _continues_or_begins(self) -> Self:
         if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise fault("needs a last message of the assistant", "continue_final_message")
+            role = self.messages[-1].role
+            raise fault(f"expected a last message of the assistant, got one of {role}", "continue_final_message")
         if self.continue_final_message == self.add_generation_prompt:
             expected = str(not self.continue_final_message).lower()
             beside = str(self.continue_final_message).lower()
-            raise fault(f"expected {expected} beside continue_final_message: {beside}", "add_generation_prompt")
+            message = f"expected {expected} beside continue_final_message: {beside}, got {beside}"
+            raise fault(message, "add_generation_prompt")
         return self
 
     @property
@@ -506,7 +508,7 @@ class ChatRequest(Completion):
     @model_validator(mode="after")
     def _alternatives_of_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise fault("needs logprobs: true", "top_logprobs")
+            raise fault("expected none without logprobs: true, got one", "top_logprobs")
         return self
 
     @property

@@ -98,8 +98,8 @@ class CallText:
         self.trigger = "" if hides else re.split(r"[\[{]", self.begin, maxsplit=1)[0].rstrip()
         if not self.middle or (hides and not self.begin.startswith(("{", "["))):
             raise RequestError(
-                "tools: this model marks its calls by special tokens alone, which no text of an answer shows; "
-                "use a chat_template that writes calls as text"
+                "tools: expected a model that writes calls as text, got one that marks them by special tokens alone. "
+                "Use another chat_template."
             )
 
 
@@ -130,8 +130,8 @@ class ToolCalls:
         self.text = CallText(form, codec)
         if schema is not None and choice.mode == "auto" and not self.text.trigger and form.begin.startswith("{"):
             raise RequestError(
-                "tools: this model writes calls as bare JSON, which cannot be told from an answer of response_format; "
-                "expected tool_choice: required or none beside it"
+                "tools: expected tool_choice: required or none beside response_format, got auto, because this model "
+                "writes calls as bare JSON, like the answer"
             )
 
     def reader(self) -> CallReader:

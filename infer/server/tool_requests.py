@@ -40,7 +40,7 @@ def _check_kind(data: Any) -> Any:
     """Check that a tool is a function."""
     kind = data.get("type") if isinstance(data, dict) else None
     if isinstance(kind, str) and kind != "function":
-        raise fault(f"tools of type {spell(kind)} are not supported; expected 'function'", "type")
+        raise fault(f"expected 'function', got {spell(kind)}", "type")
     return data
 
 
@@ -119,7 +119,7 @@ def choice_of(tools: Sequence[Function], choice: str | ChatToolName | FlatToolNa
         raise fault(f"expected functions with different names, got {repeated!r} twice", "tools")
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise fault("needs tools", "tool_choice")
+            raise fault("expected tools beside it, got none", "tool_choice")
         return None
     if not isinstance(choice, str) and choice is not None:
         if choice.name not in names:
@@ -227,10 +227,10 @@ def check_results(messages: Sequence[dict[str, Any]], places: Sequence[str], fie
             open_calls.remove(id)
             continue
         if open_calls:
-            raise fault(f"expected a result of the call {spell(open_calls[0])}", place)
+            raise fault(f"expected a result of the call {spell(open_calls[0])}, got another message", place)
         open_calls = [call["id"] for call in message.get("tool_calls", ())]
         known |= set(open_calls)
         if len(set(open_calls)) < len(open_calls):
-            raise fault("expected calls with different ids", place)
+            raise fault("expected calls with different ids, got equal ones", place)
     if open_calls:
-        raise fault(f"expected a result of the call {spell(open_calls[0])} at the end", places[-1])
+        raise fault(f"expected a result of the call {spell(open_calls[0])} at the end, got none", places[-1])

@@ -76,7 +76,7 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
     [
         (
             ["generate", "--prompt", "a", "--model", "nowhere"],
-            "aspd: nowhere does not exist; give a Hugging Face folder",
+            "aspd: nowhere: expected a Hugging Face folder",
         ),
         (["generate", "--prompt", "a", "--temperature", "-1"], "aspd: temperature: expected 0 or more, got -1.0"),
         (["generate", *DEMO, "--prompt", "a", "--max-length", "1"], "aspd: max_length: expected at least 2, got 1"),

@@ -183,7 +183,7 @@ def test_turns_that_cannot_be_asked_for_are_left_out_and_named(lm: LanguageModel
         return len(records), [(p.line, p.kind, p.reason) for p in records.problems]
 
     turn = [
-        (2, "turn", "messages[0]: no message asks for this answer"),
+        (2, "turn", "messages[0]: expected a message that asks for this answer, got none"),
         (3, "turn", "messages[2]: no answer follows"),
         (4, "turn", "messages[1]: answer: expected text, got none"),
     ]
@@ -212,16 +212,22 @@ def test_an_engine_takes_a_greeting_where_the_template_does(lm: LanguageModel) -
     with pytest.raises(RequestError, match="refuses a conversation of assistant, user: UndefinedError"):
         broken.encode(said)
     for prompt in ("\ud83d", [{"role": "user", "content": "\ud83d"}]):
-        with pytest.raises(RequestError, match="is not valid Unicode"):
+        with pytest.raises(RequestError, match="expected Unicode text, got an unpaired surrogate"):
             strict.encode(prompt)
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (turns("[assistant]\n", "[assistant]\n"), r"messages\[1\]: the chat template does not show this answer"),
+        (
+            turns("[assistant]\n", "[assistant]\n"),
+            r"messages\[1\]: expected a chat template that shows this answer unchanged",
+        ),
         (turns(ANSWER + "[assistant]\n{{ c | upper }}", "[assistant]\n"), None),
-        (turns("{{ m.content | length }}{{ m.content }}", ""), r"messages\[1\]: the chat template writes other text"),
+        (
+            turns("{{ m.content | length }}{{ m.content }}", ""),
+            r"messages\[1\]: expected a chat template that writes equal text",
+        ),
     ],
 )
 def test_templates_that_change_answers(lm: LanguageModel, template: str, reason: str | None) -> None:
@@ -259,5 +265,5 @@ def test_the_second_of_two_answers_in_a_row_is_left_out(lm: LanguageModel, tmp_p
     file = write(tmp_path / "data.jsonl", [row])
     records = Records(lm, [file], DataSection(length=256), tmp_path / "cache")
     assert len(records) == 1 and [(p.line, p.reason) for p in records.problems] == [
-        (1, "messages[2]: no message asks for this answer")
+        (1, "messages[2]: expected a message that asks for this answer, got none")
     ]

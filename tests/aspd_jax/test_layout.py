@@ -156,7 +156,7 @@ def test_works_on_device_arrays() -> None:
         ),
         ({"tokens": np.zeros(3, int)}, r"tokens: expected integers \[B, S\], got int64 \[3\]"),
         ({"tokens": np.zeros((1, 3))}, "got float64"),
-        ({"tokens": np.zeros((1, 3), int), "sequence": np.zeros((1, 2), int)}, "expected the shape of tokens"),
+        ({"tokens": np.zeros((1, 3), int), "sequence": np.zeros((1, 2), int)}, r"of tokens, \[1, 3\], got \[1, 2\]"),
     ],
 )
 def test_errors_name_the_argument(arguments: dict[str, Any], message: str) -> None:

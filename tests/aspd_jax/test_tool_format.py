@@ -61,7 +61,7 @@ def test_formats(template: str, expected: ToolFormat) -> None:
 
 @pytest.mark.parametrize("template", [templates.XML, templates.NO_RESULTS])
 def test_formats_that_cannot_be_read(template: str) -> None:
-    with pytest.raises(ConversationError, match="the chat template describes tools, but"):
+    with pytest.raises(ConversationError, match="tools: expected a chat_template that writes calls"):
         read_tool_format(tokenizer_with(template))
 
 

@@ -216,8 +216,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [{}]}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a"}}
 CONTENTS: list[tuple[Any, str]] = [
-    ([{"type": "text", "text": "a"}, IMAGE], "[1]: image parts are not supported"),
-    ([{"type": "input_audio"}], "[0]: audio parts are not supported"),
+    ([{"type": "text", "text": "a"}, IMAGE], "[1]: expected a text part, got one of kind image"),
+    ([{"type": "input_audio"}], "[0]: expected a text part, got one of kind audio"),
     ([{"type": "text", "text": None}], "[0].text: a value is required"),
     ([{"type": "text", "text": 5}], "[0].text: expected a string, got 5"),
     ([{"type": "x", "text": "a"}], "[0].type: expected 'text', 'input_text' or 'output_text', got 'x'"),
@@ -272,7 +272,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"temprature": 1}, "temprature: unknown field"),
     ("completions", {"prompt": {"a": 1}}, "prompt: expected a string or a list, got an object"),
     ("responses", {"input": 3}, "input: expected a string or a list, got 3"),
-    ("responses", {"input": [{"type": "reasoning"}]}, "input[0]: items of type 'reasoning' are not supported"),
+    ("responses", {"input": [{"type": "reasoning"}]}, "input[0]: expected a message, got an item of type 'reasoning'"),
     ("responses", {"previous_response_id": "resp_1"}, "previous_response_id: responses are not stored; send the whole"),
     ("responses", {"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema: a value is"),
     ("responses", {"max_tokens": 3}, "max_tokens: the field is max_output_tokens; expected null, got 3"),

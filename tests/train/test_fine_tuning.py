@@ -84,7 +84,7 @@ def test_other_titles_than_those_of_the_records_are_refused(fine_tuning: TrainCo
     file = leads_file(tmp_path)
     file.write_text(file.read_text().replace('"title": "\\n1. One:"', '"title": "One"'))
     config = changed(fine_tuning, model__titles="leads", data__train=(str(file),), data__strict=True)
-    with pytest.raises(DataError, match=r"leads.jsonl, line 1: .* must begin with its title 'One'"):
+    with pytest.raises(DataError, match=r"leads.jsonl, line 1: .* begins with its title 'One'"):
         run_training(config, tmp_path / "run", progress=False)
 
 

@@ -61,7 +61,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path: Path, monkey
     loaded = load_model(tmp_path / "cut" / "model")
     jax.tree.map(np.testing.assert_array_equal, whole.params, loaded.params)
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut") and len(losses(tmp_path / "whole")) == 4
-    with pytest.raises(ConfigError, match=r"holds a run with another data\.rows, seed"):
+    with pytest.raises(ConfigError, match=r"got other values of data\.rows, seed"):
         run_training(changed(small, seed=1, data__rows=3), tmp_path / "cut")
     export(tmp_path / "cut", tmp_path / "exported", step=2)
     earlier = load_model(tmp_path / "exported")

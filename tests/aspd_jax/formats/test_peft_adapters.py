@@ -142,25 +142,27 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
     folder = base_folder(tmp_path / "base", CASES["tied"])
     save_adapter(as_if_trained(folder), tmp_path / "adapter", "tiny")
     wider = base_folder(tmp_path / "wider", CASES["tied"] | {"intermediate_size": 64})
-    with pytest.raises(CheckpointError, match=r"another base: its \S+ is \[32, 48\], .*wider has \[32, 64\]"):
+    with pytest.raises(CheckpointError, match=r": expected the shape \[32, 64\] of \S+wider, got \[32, 48\]"):
         load_model(wider, adapter=tmp_path / "adapter")
     deeper = base_folder(tmp_path / "shallow", CASES["tied"] | {"num_hidden_layers": 1})
-    with pytest.raises(CheckpointError, match=r"another base: .*shallow has no model\.layers\.1\.mlp\.down_proj"):
+    with pytest.raises(
+        CheckpointError, match=r"expected a base with model\.layers\.1\.mlp\.down_proj, got none in \S+shallow"
+    ):
         load_model(deeper, adapter=tmp_path / "adapter")
     bare = write_checkpoint(tmp_path / "bare", CASES["tied"])
-    with pytest.raises(CheckpointError, match="another base: its new tokens are"):
+    with pytest.raises(CheckpointError, match=r"expected a base with the tokens \["):
         load_model(bare, adapter=tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda folder: (folder / WEIGHTS).unlink(), "expected an adapter folder"),
+        (lambda folder: (folder / WEIGHTS).unlink(), f"expected an adapter folder with .*, got no {WEIGHTS}"),
         (lambda folder: (folder / CONFIG).write_text("{"), "Expecting property name"),
         (lambda folder: changed(folder, peft_type="IA3"), "peft_type: expected LORA, got 'IA3'"),
         (lambda folder: changed(folder, use_dora=True), "use_dora: expected None or False or .*, got True"),
         (lambda folder: changed(folder, trainable_token_indices=None), r"trainable_token_indices: expected token ids"),
-        (lambda folder: without(folder, "lora_B"), "without its lora_B"),
+        (lambda folder: without(folder, "lora_B"), "lora_A.weight: expected a lora_B beside it, got none"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b"0" * 100), f"{WEIGHTS}: expected safetensors, got a broken"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b""), f"{WEIGHTS}: expected safetensors, got an empty file"),
         (lambda folder: (folder / CONFIG).write_text("version https://git-lfs.github.com/spec/v1"), "Git LFS pointer"),
@@ -172,8 +174,8 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
             "lora_alpha of .*: expected a number above 0, got nan",
         ),
         (lambda folder: changed(folder, r=0), "r of .*: expected a number above 0, got 0"),
-        (lambda folder: stored_as(folder, ml_dtypes.float8_e4m3fn), "has dtype F8_E4M3; supported are"),
-        (lambda folder: stored_as(folder, np.int8), "has dtype I8; supported are"),
+        (lambda folder: stored_as(folder, ml_dtypes.float8_e4m3fn), "expected one of .*, got F8_E4M3"),
+        (lambda folder: stored_as(folder, np.int8), "expected one of .*, got I8"),
     ],
 )
 def test_what_is_wrong_with_a_folder_is_named(edit: Any, message: str, tmp_path: Path) -> None:
@@ -265,7 +267,7 @@ def test_scales_are_those_of_peft(pair: tuple[Path, Path], tmp_path: Path) -> No
     for name, alpha in (("1.mlp.up_proj", 5), ("0.mlp.up_proj", 7), ("1.self_attn.q_proj", ALPHA)):
         assert plain[f"model.layers.{name}"].scale == pytest.approx(alpha / RANK)
         assert rooted[f"model.layers.{name}"].scale == pytest.approx(alpha / RANK**0.5)
-    with pytest.raises(CheckpointError, match="says rank 4"):
+    with pytest.raises(CheckpointError, match=r"q_proj: expected factors of rank 4 as in .*, got \["):
         open_adapter(with_fields(pair[1], tmp_path / "rank", rank_pattern={"q_proj": 4}))
 
 
@@ -282,7 +284,9 @@ def test_rows_of_ordinary_tokens_are_merged(pair: tuple[Path, Path], tmp_path: P
     assert np.flatnonzero((new != old).any(axis=1))[:2].tolist() == [5, 7]
     known = base_rows(base)
     changed(folder, trainable_token_indices=[7, known + 50])
-    with pytest.raises(CheckpointError, match=rf"another base: its new tokens are \[7, {known + 50}\]"):
+    with pytest.raises(
+        CheckpointError, match=rf"expected a base with the tokens \[7, {known + 50}\], got one with {known} "
+    ):
         load_model(base, adapter=folder)
 
 

@@ -60,7 +60,7 @@ def test_sharded_files_in_and_out(tmp_path: Path) -> None:
     again = load_parameters("out", tensors_in(tmp_path / "out"), lm.model)
     jax.tree.map(np.testing.assert_array_equal, lm.params, again)
     next((tmp_path / "out").glob("model-00002-*")).unlink()
-    with pytest.raises(CheckpointError, match=r"names model-00002-.* which is not in the folder"):
+    with pytest.raises(CheckpointError, match=r"expected model-00002-\S+ in the folder, got none"):
         load_parameters("out", tensors_in(tmp_path / "out"), lm.model)
 
 
@@ -116,15 +116,15 @@ def edited(folder: Path, edit: Any) -> Path:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda t: t.pop("model.norm.weight"), "missing: model.norm.weight"),
-        (lambda t: t.update({"model.extra": np.zeros(1)}), "unknown: model.extra"),
+        (lambda t: t.pop("model.norm.weight"), "configuration, got no model.norm.weight$"),
+        (lambda t: t.update({"model.extra": np.zeros(1)}), "configuration, got unknown model.extra$"),
         (
             lambda t: t.update({"model.norm.weight": np.zeros(5)}),
-            r"model.norm.weight is \[5\], its configuration says \[32\]",
+            r"model.norm.weight: expected the shape \[32\], got \[5\]",
         ),
         (
             lambda t: t.update({"lm_head.weight": np.zeros((9, 32))}),
-            r"lm_head.weight is \[9, 32\], its configuration says \[64, 32\]",
+            r"lm_head.weight: expected the shape \[64, 32\], got \[9, 32\]",
         ),
     ],
 )
@@ -146,7 +146,7 @@ def test_derived_and_tied_tensors_may_be_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "does not exist; give a Hugging Face folder, a .gguf file, or a name: demo"),
+        (lambda folder: None, "expected a Hugging Face folder, a .gguf file or one of demo.*, got no such file"),
         (lambda folder: folder.mkdir(), "expected config.json, got none"),
         (lambda folder: (folder.mkdir(), (folder / "config.json").write_text("{")), "config.json: "),
         (

@@ -66,9 +66,12 @@ def test_follow_ups_take_turns() -> None:
     [
         (
             {"groups": {"one": {"share": 1, "forms": ["{c}?"]}}},
-            r"groups.one: '\{c\}\?' has a place 'c'; topics are a, b, n",
+            r"groups.one: '\{c\}\?': expected topics of a, b, n, got 'c'",
         ),
-        ({"groups": {"one": {"share": 0, "forms": ["{a}?"]}}}, "groups.one: expected forms, and a share above 0"),
+        (
+            {"groups": {"one": {"share": 0, "forms": ["{a}?"]}}},
+            "groups.one: expected forms and a share above 0, got 1, 0",
+        ),
         ({"topics": {"a": 3}}, "topics.a: expected a list of strings, got 3"),
         ({"topics": ["a"]}, "topics: expected settings by name"),
     ],

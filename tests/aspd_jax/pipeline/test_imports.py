@@ -157,19 +157,19 @@ NAMED = "<|title|>A<|/title|><|title|>B<|/title|><|para|><|branch|>A: x<|/branch
             r"expected <\|branch\|> or <\|/para\|>, got text",
         ),
         ("llm-aspd", NAMED.replace("<|title|>A<|/title|>", ""), "got 1 titles and 2 branches"),
-        ("llm-aspd", "<|title|>A<|/title|>", r"expected <\|para\|> behind the titles"),
+        ("llm-aspd", "<|title|>A<|/title|>", r"expected <\|para\|> after the titles"),
         ("llm-aspd", NAMED.replace("x<", NAMED + "<"), r"expected no <\|title\|> in <\|branch\|>"),
         ("llm-aspd", NAMED.replace("A<|/title", "<|/title"), "title: expected text|expected ': '"),
         ("parallel-r1", FLAT.replace("two\n</Path>", "two"), r"expected </Path>, got </Parallel>"),
-        ("parallel-r1", FLAT.replace("</Summary>", ""), r"character 67: <Summary> is never closed"),
+        ("parallel-r1", FLAT.replace("</Summary>", ""), r"character 67: expected </Summary> after this tag, got none"),
         ("parallel-r1", FLAT + "</Path>", "expected text, got </Path>"),
         ("parallel-r1", FLAT.replace("<Path>\n2", "<path>\n2"), "expected <Path>, got <path>"),
         ("parallel-r1", FLAT.replace("</Path>\n<Path>", "< / Path>\n<Path>"), "expected </Path>, got < / Path>"),
-        ("parallel-r1", FLAT + "<takeaway>", "<takeaway> is a tag of npr"),
+        ("parallel-r1", FLAT + "<takeaway>", "expected no tag of npr, got <takeaway>"),
         ("parallel-r1", "<Path>1: a</Path>", "expected no <Path> in serial text"),
         ("multiverse", "<Parallel><Goal><Path>a</Path></Goal></Parallel>", "expected no <Path> in <Goal>"),
         ("multiverse", "<Outline>a</Outline>", "expected no <Outline> in serial text"),
-        ("multiverse", "<Parallel><Path>" * 9999, "expected at most 64 tags around <Parallel>"),
+        ("multiverse", "<Parallel><Path>" * 9999, "expected fewer than 64 tags around <Parallel>, got 64"),
         ("npr", "<step>\n1: a\n</step>", "character 0: expected <guideline> before <step>"),
     ],
 )
@@ -290,7 +290,7 @@ def test_bad_records_are_named_and_end_nothing(tmp_path: Path, capsys: Any) -> N
     for line, reason in (
         (1, "not JSON"),
         (3, r"messages\[1\], character \d+: expected no <Path> in <Goal>"),
-        (4, r"messages\[1\], character 0: <guideline> is a tag of npr"),
+        (4, r"messages\[1\], character 0: expected no tag of npr, got <guideline>"),
         (5, r"text, character 0: expected <\|im_start\|>ROLE"),
         (6, r'prompt\[0\]\.role: expected one of .*, got "alien"'),
         (7, "no question and answer"),
@@ -313,7 +313,11 @@ def test_mistakes_are_named_and_write_nothing(tmp_path: Path, capsys: Any) -> No
     row = json.dumps(ROWS["chat"]) + "\n"
     for content, arguments, message in (
         (row, ["--from", "apar"], "--from: expected one of llm-aspd, multiverse, threadweaver, npr, parallel-r1, got"),
-        (row, ["--from", "npr"], "no record can be used; the first: .*line 1: .*<Parallel> is a tag of multiverse and"),
+        (
+            row,
+            ["--from", "npr"],
+            "no record can be used; the first: .*line 1: .*expected no tag of multiverse and .*, got <Parallel>",
+        ),
         ('{"question": "q", "answer": "a"}\n', [], "in.jsonl: expected tags of one format in the answers"),
         ("", [], "in.jsonl: expected tags of one format in the answers"),
         ("x\n", [], "no record can be used; the first: .*line 1: not JSON"),
@@ -337,7 +341,7 @@ def test_training_reads_what_is_written(tmp_path: Path, lm: LanguageModel) -> No
         assert isinstance(found, Conversation)
         codec = Codec(lm.tokenizer, lm.special_tokens, titles)  # type: ignore[arg-type]
         assert codec.parse(codec.linearise(found.structure(1)).tokens) == found.structure(1)
-    with pytest.raises(StructureError, match="titles are leads here"):
+    with pytest.raises(StructureError, match="because titles are leads"):
         Codec(lm.tokenizer, lm.special_tokens, "leads").linearise(found.structure(1))
 
 

@@ -68,8 +68,8 @@ def test_messages_that_say_more_than_text_are_refused_by_name() -> None:
         return found.reason if isinstance(found, Unreadable) else ""
 
     assert read(tool_calls=[], reasoning_content=None, structure=None, weight=1, name="x") == ""
-    assert read(tool_calls=[{"id": "1"}]) == "messages[1].tool_calls is not supported"
-    assert read(reasoning_content="so") == "messages[1].reasoning_content is not supported"
+    assert read(tool_calls=[{"id": "1"}]) == 'messages[1].tool_calls: expected none, got [{"id": "1"}]'
+    assert read(reasoning_content="so") == 'messages[1].reasoning_content: expected none, got "so"'
     assert read(weight=0) == "messages[1].weight: expected 1, got 0; every answer is learned"
     for content, place in (
         ([{"type": "text", "text": None}], "content[0].text"),

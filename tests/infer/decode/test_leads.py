@@ -242,7 +242,7 @@ def test_penalties_take_leads_for_text(engine: Engine) -> None:
 
 def test_a_text_that_does_not_begin_with_its_lead_is_refused(engine: Engine) -> None:
     block = Parallel([Branch("one", "one: x"), Branch("two", "x")])
-    with pytest.raises(Exception, match=r"must begin with its title 'two'"):
+    with pytest.raises(Exception, match=r"begins with its title 'two'"):
         engine.lm.codec.linearise([block])
 
 

@@ -127,12 +127,12 @@ def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
         "line 2: not JSON",
         'line 3: "turns": expected',
         "line 4: not a JSON object",
-        "line 6: question 5 occurs twice",
+        "line 6: id: expected different ids, got 5 twice",
     )
     assert all(line.startswith(f"{file}, {reason}") for line, reason in zip(left_out, reasons, strict=True))
     with pytest.raises(DataError, match='line 1: "choices": expected'):
         asked(file=written(tmp_path, {"prompt": "a", "answer": "A"}), kind="choice")
-    with pytest.raises(DataError, match='line 1: "answer" is missing'):
+    with pytest.raises(DataError, match='line 1: "answer": expected a reference, got none'):
         asked(file=written(tmp_path, {"prompt": "a"}), kind="maths")
     with pytest.raises(DataError, match="line 1: answer: expected a text or a number"):
         asked(file=written(tmp_path, {"prompt": "a", "answer": [None]}), kind="exact")

@@ -180,7 +180,7 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
     for number, record, reason in zip(numbers, found[1:-1], reasons, strict=True):
         assert record["error"].startswith(f"{file}, line {number}: ") and reason in record["error"]
     file.write_text("\n")
-    with pytest.raises(DataError, match="holds no prompt"):
+    with pytest.raises(DataError, match="expected at least one prompt, got none"):
         read_prompts(file, chat=False)
     with pytest.raises(DataError, match="No such file"):
         read_prompts(tmp_path / "none.jsonl", chat=False)
@@ -215,7 +215,7 @@ def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
     without_end = first.token_ids[:-1]
     for wrong, message in (
         ([*without_end[:-1]], "message 1: token_ids: expected the tokens of the message's content"),
-        (without_end[: without_end.index(special.branch_end)], "message 1: token_ids: the answer ends where"),
+        (without_end[: without_end.index(special.branch_end)], "got the end of the answer"),
         ([*without_end, demo.lm.tokenizer.convert_tokens_to_ids("<|user|>")], "message 1: token_ids: expected"),
         ([10**6], "message 1: token_ids: expected ids from 0"),
     ):

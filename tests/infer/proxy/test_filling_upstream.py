@@ -368,7 +368,7 @@ def test_a_client_that_goes_ends_its_requests(stream: bool, proxy: str, upstream
         ({"aspd": {"template": "A:{a}{b}"}}, "hole 'b': expected literal text before it"),
         ({"aspd": {"template": "A:{a} B:{a}"}}, "hole 'a': expected different names"),
         ({"aspd": {"template": "A:{a}<|para|>B:{b}"}}, "line 1, column 6: expected text, got the special token"),
-        ({"aspd": {"fields": "parallel"}}, "fields: parallel needs a response_format"),
+        ({"aspd": {"fields": "parallel"}}, "fields: expected a JSON schema or tools beside parallel"),
         ({"response_format": format_of({"type": "objekt"})}, "json_schema: Invalid type: objekt"),
         (
             {"response_format": format_of(record(a=WORD, b={"type": "objekt"})), "aspd": {"fields": "parallel"}},

@@ -172,9 +172,9 @@ def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -
     engine.adapters.remove("second")
     base = made.merged[""]
     bad = {
-        r"it needs 10 ranks, adapters have 9": write(base, tmp_path / "a", 5, 10, shared=True),
-        r"it needs 18 ranks, adapters have 9": write(base, tmp_path / "b", 5, RANK, shared=False),
-        r"positions 'max', this model 'sequential'": write(base, tmp_path / "c", 5, 2, True, positions="max"),
+        r"expected at most 9 ranks in all, got 10": write(base, tmp_path / "a", 5, 10, shared=True),
+        r"expected at most 9 ranks in all, got 18": write(base, tmp_path / "b", 5, RANK, shared=False),
+        r"positions: expected 'sequential', got 'max'": write(base, tmp_path / "c", 5, 2, True, positions="max"),
         r"expected an adapter folder": tmp_path / "none",
     }
     before = engine.generate([PROMPT] * 2, GREEDY, adapter=["first", "without rows"])
@@ -182,10 +182,10 @@ def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -
         with pytest.raises(CheckpointError, match=message):
             engine.adapters.put("bad", folder)
     other = Adapter("odd", {"model.layers.9.mlp.up_proj": Factors(np.zeros((1, 2)), np.zeros((2, 1)), 1.0)})
-    with pytest.raises(CheckpointError, match=r"odd is an adapter for another base: .* no model.layers.9.mlp.up_proj"):
+    with pytest.raises(CheckpointError, match=r"odd: expected a base with model.layers.9.mlp.up_proj, got one without"):
         put_adapter(engine.lm, 0, other)
     wrong = Adapter("odd", {"model.layers.0.mlp.up_proj": Factors(np.zeros((1, 2)), np.zeros((2, 1)), 1.0)})
-    with pytest.raises(CheckpointError, match=r"its factors of model.layers.0.mlp.up_proj are \[1, 2\] and \[2, 1\]"):
+    with pytest.raises(CheckpointError, match=r"model.layers.0.mlp.up_proj: expected .*, got \[1, 2\] and \[2, 1\]"):
         put_adapter(engine.lm, 0, wrong)
     with pytest.raises(RequestError, match="name: expected a name that no loaded adapter has, got 'first'"):
         engine.adapters.put("first", made.folders["first"])

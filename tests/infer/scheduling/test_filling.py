@@ -289,13 +289,13 @@ def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> Non
         ({"template": "A:{a}{b}"}, "hole 'b': expected literal text before it"),
         ({"template": "x\ny <|para|> A:{a}"}, r"line 2, column 3: expected text, got the special token '<\|para\|>'"),
         ({"template": "A:{a}", "regex": "a"}, "regex and template: expected one of them"),
-        ({"template": "A:{a}", "script": [[1]]}, "script: not available"),
+        ({"template": "A:{a}", "script": [[1]]}, "script: expected none with a template"),
         ({"template": "A:{a}", "max_new_tokens": 2}, "template: expected a budget"),
         ({"json_schema": record(a={"type": "objekt"}, b=WORD), "fields": "parallel"}, "json_schema.*objekt"),
         ({"json_schema": record(a={**WORD, "x-after": ["z"]}, b=WORD), "fields": "parallel"}, "unknown field 'z'"),
         ({"json_schema": record(a={**WORD, "x-after": ["b"]}, b={**WORD, "x-after": ["a"]}), "fields": "parallel"},
          "depend on each other"),
-        ({"json_schema": record(a=False, b=WORD, c=WORD), "fields": "parallel"}, "a: required"),
+        ({"json_schema": record(a=False, b=WORD, c=WORD), "fields": "parallel"}, "a: expected a schema"),
     ],
 )  # fmt: skip
 def test_requests_that_are_refused(engine: Engine, changes: dict[str, Any], message: str) -> None:

@@ -103,11 +103,11 @@ def test_the_default_of_the_server(lm: LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"aspd": {"fields": "parallel"}}, "needs a response_format"),
+        ({"aspd": {"fields": "parallel"}}, "fields: expected a JSON schema or tools beside parallel"),
         ({"aspd": {"fields": "both"}}, "fields"),
         ({"aspd": {"template": "{a"}}, "line 1, column 1"),
         ({"aspd": {"template": "A:{a}"}, "response_format": FORMAT}, "template"),
-        ({"aspd": {"template": "A:{a}"}, "logprobs": True}, "logprobs: not available"),
+        ({"aspd": {"template": "A:{a}"}, "logprobs": True}, "logprobs: expected none with a template"),
         ({"aspd": {"template": "A:{a}"}, "max_tokens": 1}, "template: expected a budget"),
     ],
 )
