@@ -25,7 +25,7 @@ $(SMOLLM2)/answers.jsonl: | $(SMOLLM2)/questions.jsonl
 
 # SmolLM2 answers most questions in prose; those that suit a list are asked again for one (docs/data.md).
 $(SMOLLM2)/lists.jsonl: | $(SMOLLM2)/questions.jsonl
-	grep -E '"kind": "(open lists|questions of judgement|counterfactuals)"' $(SMOLLM2)/questions.jsonl > $(SMOLLM2)/suited.jsonl
+	grep -E '"kind": "(open lists|questions of judgement)"' $(SMOLLM2)/questions.jsonl > $(SMOLLM2)/suited.jsonl
 	$(GENERATE) --input $(SMOLLM2)/suited.jsonl --output $@ --instruction "Give a short introduction, then a numbered \
 	list of the most important points, each with a bold title and two or three sentences of explanation."
 
