@@ -44,6 +44,18 @@ $(SMOLLM2)/merged/config.json: $(SMOLLM2)/aspd/$(ADAPTER)
 $(SMOLLM2)/draft/draft_heads.safetensors: $(STAGE)/draft.yaml $(SMOLLM2)/merged/config.json
 	$(BIN)/aspd train $< model.checkpoint=$(SMOLLM2)/merged --output $(@D)
 
+# Masks and positions on the same records; every eighth one is held out.
+.PHONY: smollm2-ablation
+smollm2-ablation: $(STAGE)/ablation.yaml $(SMOLLM2)/data/structured.jsonl
+	mkdir -p $(SMOLLM2)/ablation
+	grep '"parallel"' $(SMOLLM2)/data/structured.jsonl | awk 'NR % 8' > $(SMOLLM2)/ablation/train.jsonl
+	grep '"parallel"' $(SMOLLM2)/data/structured.jsonl | awk 'NR % 8 == 0' > $(SMOLLM2)/ablation/held_out.jsonl
+	for siblings in invisible shared; do for positions in sequential max predict; do \
+	  $(BIN)/aspd train $< model.siblings=$$siblings model.positions=$$positions \
+	    --output $(SMOLLM2)/ablation/$$siblings-$$positions || exit 1; \
+	done; done
+	tail -n 1 $(SMOLLM2)/ablation/*/metrics.jsonl
+
 $(SMOLLM2)/greedy/report.md: $(STAGE)/eval.yaml $(SMOLLM2)/aspd/$(ADAPTER) $(SMOLLM2)/seq/$(ADAPTER)
 	$(EVALUATE)
 
