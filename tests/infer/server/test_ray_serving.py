@@ -233,7 +233,8 @@ def test_settings_of_the_deployments(monkeypatch: pytest.MonkeyPatch) -> None:
     options, received = serve.Deployment.options, dict[str, dict[str, Any]]()
 
     def record(deployment: Any, **more: Any) -> Any:
-        received[more["name"]] = more
+        if "name" in more:  # Ray Serve calls it, too
+            received[more["name"]] = more
         return options(deployment, **more)
 
     monkeypatch.setattr(serve.Deployment, "options", record)
