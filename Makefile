@@ -46,7 +46,7 @@ $(SDKS)/.installed: requirements-sdks.txt tests/sdks/package.json
 test-sdks: $(VENV)/.installed $(SDKS)/.installed
 	$(BIN)/python -m pytest -n0 tests/project/test_sdks.py -m slow
 
-# Install Ray before the packages of the other environment; the tests start local clusters.
+# Install Ray and the client of Kubernetes before the packages of the other environment; the tests start local clusters.
 $(RAY)/.installed: requirements-ray.txt $(VENV)/.installed
 	$(BIN)/python -m venv --clear $(RAY)
 	cd $(RAY)/lib/python*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > project.pth
@@ -55,7 +55,8 @@ $(RAY)/.installed: requirements-ray.txt $(VENV)/.installed
 
 test-ray: $(RAY)/.installed
 	PYTHONPATH=$(CURDIR) $(RAY)/bin/python -m pytest -n0 -m slow tests/aspd_jax/test_ray_pool.py \
-		tests/aspd_jax/pipeline/test_ray_build.py tests/infer/offline/test_ray.py tests/infer/server/test_ray_serving.py
+		tests/aspd_jax/pipeline/test_ray_build.py tests/infer/offline/test_ray.py tests/infer/server/test_ray_serving.py \
+		tests/project/test_launch_files.py
 
 # Install compilers for TPUs and GPUs before the packages of the other environment.
 $(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed

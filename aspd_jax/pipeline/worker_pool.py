@@ -1,6 +1,8 @@
 """Process the records of a run part by part, in this process or in several, with results in the order of the source.
 
-Only the calling process opens the store. A part goes to a worker with its stored results, and returns with new ones.
+Only the calling process opens the store. A part goes to a worker with its stored results, and returns with new ones,
+in a file: `ProcessPoolExecutor` waits forever if a worker is killed within a result that is longer than one write to a
+pipe.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from aspd_jax.errors import RequestError
@@ -94,6 +98,7 @@ def process_all(work: Work, store: Store, workers: int, ray: RayOptions | None =
     if workers == 1:
         yield from (process(work, part) for part in parts)
         return
+    results = TemporaryDirectory()
     pool = ProcessPoolExecutor(
         workers,
         multiprocessing.get_context("spawn"),
@@ -101,13 +106,17 @@ def process_all(work: Work, store: Store, workers: int, ray: RayOptions | None =
         (work.config, work.source, work.shard, work.prompts, work.unanswered),
     )
     try:
-        waiting: deque[Future[Processed]] = deque()
-        for part in parts:
-            waiting.append(pool.submit(_process, part))
+        waiting: deque[Future[None]] = deque()
+        files: deque[Path] = deque()
+        for number, part in enumerate(parts):
+            files.append(Path(results.name, str(number)))
+            waiting.append(pool.submit(_process, part, files[-1]))
             if len(waiting) == AHEAD * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+                waiting.popleft().result()
+                yield _read(files.popleft())
+        for future, file in zip(waiting, files, strict=True):
+            future.result()
+            yield _read(file)
     except BrokenProcessPool:
         raise RequestError(
             "--workers: expected running worker processes, got one that was killed or ran out of memory. "
@@ -115,6 +124,7 @@ def process_all(work: Work, store: Store, workers: int, ray: RayOptions | None =
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+        results.cleanup()
 
 
 class PartWorker:
@@ -166,5 +176,11 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _process(part: Part) -> Processed:
-    return process(_work, part)
+def _process(part: Part, file: Path) -> None:
+    file.write_bytes(pickle.dumps(process(_work, part), pickle.HIGHEST_PROTOCOL))
+
+
+def _read(file: Path) -> Processed:
+    processed: Processed = pickle.loads(file.read_bytes())
+    file.unlink()
+    return processed

@@ -260,7 +260,7 @@ def serve_on_ray(
             serve.run(make_application(make, config, options, replicas, batch), name=NAME, route_prefix="/")
         except RuntimeError as error:
             serve.shutdown()
-            raise RequestError(f"--ray {options.address}: expected replicas that start, got: {error}") from None
+            raise RequestError(f"--ray: expected replicas that start at {options.address}, got: {error}") from None
         for number in (signal.SIGTERM, signal.SIGINT):  # in place of Ray's handlers, which end the process
             signal.signal(number, lambda *_: stopped.set())
         host = f"[{config.host}]" if ":" in config.host else config.host

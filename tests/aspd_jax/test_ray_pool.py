@@ -93,5 +93,8 @@ def test_actors(tmp_path: Path) -> None:
         cluster(RayOptions("local", 0, {"GPU": 64.0})),
     ):
         pass
-    with pytest.raises(RequestError, match=r"--ray 127\.0\.0\.1:1: "), cluster(RayOptions("127.0.0.1:1")):
+    with (
+        pytest.raises(RequestError, match=r"^--ray: expected the address of a cluster, got 127\.0\.0\.1:1: "),
+        cluster(RayOptions("127.0.0.1:1")),
+    ):
         pass

@@ -24,6 +24,7 @@ from aspd_jax.pipeline.sources import read_records
 from aspd_jax.pipeline.work import Shard, Work
 from aspd_jax.store import Row, Store
 from tests.conftest import ROOT
+from tests.helpers.killed_workers import dies_before_a_result, dies_within_a_result
 from tests.helpers.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE
 
 FILES = ("structured.jsonl", "plain.jsonl", "rejected.jsonl", "report.md", "report.json")
@@ -163,6 +164,19 @@ def test_a_killed_process_loses_nothing(target: str, large: Path, tmp_path: Path
     assert subprocess.run(command(large, out, "--workers", "2"), cwd=ROOT, capture_output=True).returncode == 0
     build(DataConfig(), str(large), tmp_path / "undisturbed", progress=False)
     assert outputs(out) == outputs(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("worker", [dies_within_a_result, dies_before_a_result])
+def test_a_worker_killed_at_any_time_ends_the_run(
+    worker: Any, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that no lock or file of a killed worker keeps the run waiting, and that the next run resumes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_pool, "_process", worker)
+        with pytest.raises(RequestError, match="--workers: expected running worker processes"):
+            build(NO_TEACHER, str(many), tmp_path / "out", progress=False, workers=2)
+    assert not children_of(os.getpid()) and not (tmp_path / "out" / "structured.jsonl").exists()
+    assert build(NO_TEACHER, str(many), tmp_path / "out", progress=False, workers=2).report.samples == 100
 
 
 def test_workers_import_no_jax() -> None:

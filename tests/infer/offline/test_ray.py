@@ -12,19 +12,20 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from aspd.generation import EngineSettings, make_worker
+import aspd
+import aspd.generation
 from aspd_jax import LanguageModel
 from aspd_jax.language_model import save_model
-from aspd_jax.ray_pool import RayOptions, Task, cluster, run_on_ray
+from aspd_jax.ray_pool import Task, run_on_ray
 from infer import Engine, SamplingParams
-from infer.offline.batch import Job, generate_file, write_answers
+from infer.offline.batch import Job, generate_file
 from tests.helpers.ray_workers import descendants, ended, made, make_logged
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=24)
-LOCAL = RayOptions("local", 2, {"CPU": 1.0})
 RECORDS = 24
 pytestmark = pytest.mark.slow
 
@@ -87,25 +88,25 @@ def test_output_equals_that_of_one_process(model: Path, source: Path, whole: Pat
     assert contents(tmp_path / "out.jsonl").replace(b"file://", b"") != contents(whole), "negative control"
 
 
-def test_kill_9_of_a_worker(model: Path, source: Path, whole: Path, tmp_path: Path) -> None:
-    """Check that only prompts of the killed worker are answered again."""
-    name, log, output = f"{source}/part-*.jsonl", tmp_path / "log", tmp_path / "out.jsonl"
-    settings = EngineSettings(str(model), "float32", None, "float", None, 96, 1, "all", 0, False)
-    make = partial(make_logged, partial(make_worker, settings, name, PARAMS, "adaptive"), log, (11, 0))
-    before: list[str] = []
-    fatal = (11, 0)
+def test_kill_9_of_a_worker(
+    model: Path, source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that no prompt is lost, and that only prompts whose answers had not arrived are answered again."""
+    log, output, fatal = tmp_path / "log", tmp_path / "out.jsonl", (11, 0)
+    times = Counter[str]()  # how often an answer had been begun when it arrived
 
-    def answer(tasks: Iterator[Task]) -> Iterator[Task]:
-        with cluster(LOCAL) as workers:
-            for key, record in run_on_ray(make, tasks, LOCAL, workers):
-                if repr(fatal) not in made(log):
-                    before.append(repr(key))
-                yield key, record
+    def killing(make: Any, *rest: Any, **more: Any) -> Iterator[Task]:
+        for key, record in run_on_ray(partial(make_logged, make, log, fatal), *rest, **more):
+            assert repr(key) not in times, "each answer arrives once"
+            times[repr(key)] = made(log).count(repr(key))
+            yield key, record
 
-    outcome = write_answers(answer, Job(name, output, PARAMS, "adaptive", False, progress=False))
-    assert outcome == (RECORDS, 0, 2) and contents(output) == contents(whole)
-    again = {key for key, times in Counter(made(log)).items() if times > 1}
-    assert repr(fatal) in again and len(again) <= 2 and before and not again & set(before)
+    monkeypatch.setattr(aspd.generation, "run_on_ray", killing)
+    words = command(model, f"{source}/part-*.jsonl", output, "--ray", "local", "--ray-workers", "2")
+    assert aspd.main(words[3:]) == 0 and contents(output) == contents(whole)
+    assert len(times) == RECORDS and Counter(made(log)) == times, "no answer that has arrived is begun again"
+    again = {key for key, count in times.items() if count > 1}
+    assert repr(fatal) in again and len(again) <= 2 and max(times.values()) == 2
 
 
 def test_kill_9_of_the_driver(model: Path, source: Path, whole: Path, tmp_path: Path) -> None:

@@ -20,9 +20,11 @@ import pytest
 import aspd
 from aspd_jax import load_model
 from aspd_jax.errors import RequestError
+from aspd_jax.ray_pool import RayOptions
 from infer import Engine
 from infer.server.prefix_router import PREFIX, conversation_key, ranked
-from infer.server.ray_serving import Replicas
+from infer.server.ray_serving import Replicas, make_application
+from infer.server.server_config import ServerConfig
 from tests.helpers.ray_workers import descendants, ended
 from tests.helpers.serving import ask, serving
 
@@ -201,6 +203,53 @@ def test_answers_end_before_the_server_does() -> None:
         while len(codes) < 16 and time.monotonic() < end:
             codes.append(chat(server.url, conversations[len(codes) % 8], max_tokens=1).status_code)
         assert codes.count(200) >= 15, codes
+
+
+@pytest.mark.slow
+def test_a_replica_starts_when_requests_wait() -> None:
+    """Check that one replica becomes two under load, that both answer, and that no request fails meanwhile."""
+    pytest.importorskip("ray")
+    with Server("--replicas", "1:2") as server:
+        first = chat(server.url, ask()["messages"], max_tokens=1).headers[REPLICA]
+        names, codes, end = {first}, list[int](), time.monotonic() + 300
+
+        def repeat(number: int) -> None:
+            messages = [{"role": "user", "content": NUMBERED.format(number)}]
+            while len(names) < 2 and time.monotonic() < end:
+                answer = chat(server.url, messages, max_tokens=300, ignore_eos=True)
+                codes.append(answer.status_code)
+                names.add(answer.headers[REPLICA])
+
+        with ThreadPoolExecutor(6) as pool:  # of 8 requests that a replica takes or that may wait; 2 are aimed at
+            list(pool.map(repeat, range(6)))
+        assert len(names) == 2 and set(codes) == {200}
+        assert server.stop() == 0, server.said
+
+
+@pytest.mark.slow
+def test_settings_of_the_deployments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check what Ray Serve receives: bounds of the replicas, requests per replica, waiting requests and draining."""
+    serve = pytest.importorskip("ray.serve")
+    options, received = serve.Deployment.options, dict[str, dict[str, Any]]()
+
+    def record(deployment: Any, **more: Any) -> Any:
+        if "name" in more:  # Ray Serve calls it, too
+            received[more["name"]] = more
+        return options(deployment, **more)
+
+    monkeypatch.setattr(serve.Deployment, "options", record)
+    config = ServerConfig(name="demo", max_waiting=4, drain=7.0)
+    actors = RayOptions("local", 0, {"CPU": 2.0, "GPU": 1.0})
+    make_application(Engine, config, actors, Replicas(2, 8), batch=16)
+    engine, ingress = received["engine"], received["ingress"]
+    limits = {"min_replicas": 2, "max_replicas": 8, "target_ongoing_requests": 16}
+    assert engine["autoscaling_config"] == limits and "num_replicas" not in engine
+    assert engine["max_ongoing_requests"] == 32 and engine["max_queued_requests"] == 4
+    assert engine["ray_actor_options"] == {"num_cpus": 2.0, "num_gpus": 1.0}
+    assert engine["graceful_shutdown_timeout_s"] == ingress["graceful_shutdown_timeout_s"] == 7.0
+    assert ingress["max_ongoing_requests"] >= 8 * 32 + 4, "the ingress takes what all replicas take"
+    make_application(Engine, config, actors, Replicas(3, 3), batch=16)
+    assert received["engine"]["num_replicas"] == 3 and "autoscaling_config" not in received["engine"]
 
 
 @pytest.mark.slow

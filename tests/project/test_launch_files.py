@@ -1,0 +1,121 @@
+"""Launch files: syntax of scripts, objects of Kubernetes, and commands whose options exist."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import aspd
+from tests.conftest import ROOT
+
+SCRIPTS = sorted([*ROOT.glob("*/launch/*.sh"), *ROOT.glob("*/launch/*.sbatch")])
+MANIFESTS = sorted(ROOT.glob("*/launch/*.yaml"))
+CONTAINERFILE = ROOT / "infer" / "launch" / "Containerfile"
+DIRECTIVES = {  # of sbatch
+    *("--job-name", "--nodes", "--ntasks-per-node", "--gpus-per-task", "--cpus-per-task", "--time"),
+    *("--requeue", "--open-mode"),
+}
+
+
+def manifests(file: Path) -> list[dict[str, Any]]:
+    return [value for value in yaml.safe_load_all(file.read_text()) if value is not None]
+
+
+def containers(file: Path) -> list[dict[str, Any]]:
+    workloads = (value for value in manifests(file) if value["kind"] in ("Job", "Deployment"))
+    return [container for value in workloads for container in value["spec"]["template"]["spec"]["containers"]]
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Return the options of a command, in which the values of variables are 0."""
+    options, rest = aspd.build_parser().parse_known_args([re.sub(r"^\$\w+$", "0", word) for word in words])
+    assert not [word for word in rest if word.startswith("-") or "=" not in word], rest
+    return options
+
+
+def test_files_exist() -> None:
+    assert [file.name for file in SCRIPTS + MANIFESTS] == ["cloud_tpu.sh", "slurm.sbatch", "gke.yaml", "gke.yaml"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)
+def test_bash_reads_the_scripts(script: Path, tmp_path: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    (tmp_path / "broken.sh").write_text(script.read_text().replace(")", "", 1) + "\nif true; then\n")
+    assert subprocess.run(["bash", "-n", str(tmp_path / "broken.sh")], capture_output=True).returncode, "control"
+
+
+def test_commands_of_scripts() -> None:
+    """Check the options of `aspd train` as the shell passes them, and the directives of SLURM."""
+    for script, arguments in (("slurm.sbatch", ["c.yaml", "out", "mesh.fsdp=16"]), ("cloud_tpu.sh", [])):
+        text = (ROOT / "train" / "launch" / script).read_text()
+        stubs = "srun() { shift; printf '%s\\n' \"$*\"; }; gcloud() { printf '%s\\n' \"${@: -1}\"; }\n"
+        arguments = arguments or ["name", "zone", "bucket", "c.yaml", "out", "mesh.fsdp=16"]
+        done = subprocess.run(["bash", "-c", stubs + text, script, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        (command,) = re.findall(r"aspd (train .*)", done.stdout)
+        options = parse(shlex.split(command))
+        assert options.distributed and options.config == "c.yaml" and Path(options.output).name == "out"
+    directives = re.findall(r"^#SBATCH (--[a-z-]+)", (ROOT / "train/launch/slurm.sbatch").read_text(), re.MULTILINE)
+    assert set(directives) == DIRECTIVES
+
+
+def test_commands_of_manifests() -> None:
+    """Check the options of `aspd` in the containers, and that a server drains before it is killed."""
+    (trainer,) = containers(ROOT / "train" / "launch" / "gke.yaml")
+    (script,) = trainer["args"]
+    assert trainer["command"] == ["/bin/bash", "-c"] and script.startswith("exec aspd train ")
+    options = parse(shlex.split(script)[2:])
+    service, job = manifests(ROOT / "train" / "launch" / "gke.yaml")
+    host, _, port = options.coordinator.partition(":")
+    assert host == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert int(port) == trainer["ports"][0]["containerPort"]
+    assert options.processes == job["spec"]["completions"] == job["spec"]["parallelism"] and options.process == 0
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert (ROOT / options.config).exists()
+
+    (server,) = containers(ROOT / "infer" / "launch" / "gke.yaml")
+    (entry,) = re.findall(r"^ENTRYPOINT (.*)", CONTAINERFILE.read_text(), re.MULTILINE)
+    options = parse([*yaml.safe_load(entry)[1:], *server["args"]])
+    deployment, service = manifests(ROOT / "infer" / "launch" / "gke.yaml")
+    assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > options.drain
+    assert options.port == server["ports"][0]["containerPort"] == service["spec"]["ports"][0]["targetPort"]
+    assert {server[probe]["httpGet"]["port"] for probe in server if probe.endswith("Probe")} == {options.port}
+    with pytest.raises(SystemExit):
+        parse(["serve", "--batch", "many"])
+
+
+def test_the_container_copies_what_exists() -> None:
+    copied = re.findall(r"^COPY (.*) \S+$", CONTAINERFILE.read_text(), re.MULTILINE)
+    sources = [name for line in copied for name in line.split()]
+    assert len(sources) >= 8 and all((ROOT / name).exists() for name in sources)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_objects_of_kubernetes(file: Path) -> None:
+    """Check fields, types and required fields with the classes of Kubernetes' own client library."""
+    client = pytest.importorskip("kubernetes").client.ApiClient()
+
+    def written(value: dict[str, Any]) -> Any:
+        made = client.deserialize(json.dumps(value), f"V1{value['kind']}", "application/json")
+        return client.sanitize_for_serialization(made)  # without fields that the classes do not have
+
+    for value in manifests(file):
+        assert value["apiVersion"] in ("v1", "apps/v1", "batch/v1") and written(value) == value
+        wrong = value | {"spec": value["spec"] | {"selectors": {}}}
+        assert written(wrong) != wrong, "negative control: a misspelt field"
+        with pytest.raises(ValueError, match="name"):  # negative control: a number where text belongs
+            written(value | {"metadata": {"name": 3}})
+        if "template" in value["spec"]:  # negative control: a required field
+            del value["spec"]["template"]
+            with pytest.raises(ValueError, match="template"):
+                written(value)
