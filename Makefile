@@ -67,11 +67,12 @@ $(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed
 	touch $@
 
 # Compile programs for accelerators and check them; no accelerator is needed. The first target tests one of each kind.
+# The tests of a module run in one process, which compiles each program once.
 test-accelerators: $(ACCELERATORS)/.installed
-	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadgroup
+	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadscope
 
 test-accelerators-all: $(ACCELERATORS)/.installed
-	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadgroup -m "slow or not slow"
+	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadscope -m "slow or not slow"
 
 # Train and evaluate SmolLM2, from its wheel to the report; this takes hours.
 include configs/smollm2/stages.mk

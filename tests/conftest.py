@@ -122,6 +122,9 @@ settings.register_profile("project", deadline=None)
 settings.load_profile("project")
 
 
+# Engines of these sizes over `lm` share their compiled programs.
+SIZES: dict[str, int] = {"max_length": 512, "max_batch": 4, "max_branches": 8}
+
 TESTS = count(1)
 GROWTH = 3 << 30  # bytes of memory that compiled programs may take before they are dropped
 resident_after_drop = 0
@@ -151,6 +154,15 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+def with_one_program(engine: Engine) -> Engine:
+    """Return an engine of one row that runs all steps, of at most 64 tokens each, in one program."""
+    buckets = engine.buckets
+    assert buckets.rows == 1
+    vars(buckets)["buckets"] = [Bucket(1, 64, 64, buckets.capacity, 0)]
+    vars(buckets)["prefill_chunk"] = lambda tokens: 64
+    return engine
 
 
 @contextmanager

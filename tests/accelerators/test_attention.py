@@ -26,7 +26,7 @@ HEADS, QUERIES, SIZE = 8, 4, 128  # kv heads, query heads of each
 # where arrays are copied into the form that kernels take, 260 MiB for 8,192 tokens.
 MOST = {"h100:1x1x1": 1024, "v5e:1x1": 260 * 2**20 // 8192}
 CASES = [
-    pytest.param(name, length, marks=[pytest.mark.xdist_group(f"attention {name} {length}"), *slow])
+    pytest.param(name, length, marks=slow)
     for name, length, slow in (
         ("h100:1x1x1", 384, ()),
         ("h100:1x1x1", 8192, (pytest.mark.slow,)),

@@ -41,14 +41,13 @@ CASES = [
     Case("h100:1x1x1", "8b", 16, slots=32768, attention="flash_decode"),
     Case("h100:1x1x8", "8b", 16, mesh=TENSOR, attention="flash_decode"),
 ]
-FIRST = CASES[0]
 
 
 def cases(defects: dict[str, str] | None = None, only: Any = lambda case: True) -> Any:
     """The cases as parameters; those that fail, by their names, with the defect."""
     chosen = []
     for case in filter(only, CASES):
-        marks: list[Any] = [pytest.mark.xdist_group(str(case))]
+        marks: list[Any] = []
         if case not in FEW:
             marks.append(pytest.mark.slow)
         if reason := (defects or {}).get(str(case)):
@@ -94,7 +93,6 @@ def test_a_pass_moves_what_it_needs(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("h100_1x1x1-8b-w16-c32768-b1-flash")
 @pytest.mark.parametrize("attention", ["flash_decode", "decode"])
 def test_many_queries_cost_no_more_than_one(attention: str) -> None:
     """Check at 32k slots; in the negative control, scores go through HBM."""
@@ -107,7 +105,6 @@ def test_many_queries_cost_no_more_than_one(attention: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("beside")
 def test_a_prompt_beside_answers_moves_little_more() -> None:
     """Check 64 tokens of a prompt in a step of 15 answers."""
     one_longer, any_longer = Bucket(16, 128, 16, 2048, 128), Bucket(16, 128, 128, 2048)
@@ -119,7 +116,6 @@ def test_a_prompt_beside_answers_moves_little_more() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("alone")
 def test_a_row_that_feeds_alone_moves_what_it_would_in_a_cache_of_its_own() -> None:
     """Check one of 16 rows; in the negative control, all rows are read."""
     alone, every = Bucket(1, 1, 1, 2048), Bucket(16, 16, 1, 2048)
@@ -188,7 +184,6 @@ def of_logits(said: Any, size: int) -> list[Any]:
     return [one for one in said if f"{size}]" in one.array or f"{size}," in one.array]
 
 
-@pytest.mark.xdist_group(str(FEW[1]))
 @pytest.mark.parametrize("name", ["v5e:2x4", "h100:1x1x8"])
 def test_gathered_logits_are_seen(name: str) -> None:
     """Negative control: logits that every device asks for."""
@@ -208,7 +203,6 @@ def sorts(program: Program, sizes: set[int]) -> list[str]:
             if of.opcode == "sort" and sizes & set(of.arrays[0].shape)]  # fmt: skip
 
 
-@pytest.mark.xdist_group(str(FIRST))
 @pytest.mark.parametrize("name", ["v6e:1x1", "h100:1x1x1"])
 def test_bad_programs_are_seen(name: str) -> None:
     """Negative controls: a kernel in another form for every call, a cache that is not given away, a sort."""
@@ -238,7 +232,6 @@ def test_bad_programs_are_seen(name: str) -> None:
     assert given.memory is not None and given.memory.aliased >= 2 * 2048 * 8192
 
 
-@pytest.mark.xdist_group(str(FIRST))
 @pytest.mark.parametrize("name", ["v5e:2x4", "h100:1x1x8"])
 def test_gathered_rows_are_seen(name: str) -> None:
     """Negative control: some rows of a cache, taken by number from a mesh with a data axis."""

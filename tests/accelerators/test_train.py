@@ -42,7 +42,7 @@ def cases(h100: str = "") -> Any:
     defect = [pytest.mark.xfail(strict=True, reason=h100)] if h100 else []
     chosen = []
     for number, case in enumerate(CASES):  # the first is of the gate
-        own = [pytest.mark.xdist_group(f"train {case}"), *([pytest.mark.slow] if number else [])]
+        own = [pytest.mark.slow] if number else []
         chosen.append(pytest.param(case, marks=[*own, *(defect if "h100" in case[0] else [])]))
     return pytest.mark.parametrize("case", chosen)
 
@@ -76,7 +76,6 @@ def test_the_plan_is_right(case: tuple[str, int, int]) -> None:
     assert abs(planned.total - compiled) <= 0.05 * compiled
 
 
-@pytest.mark.xdist_group("train controls")
 def test_a_head_gathered_in_a_loop_is_seen() -> None:
     """Negative control."""
     mesh = make_mesh({"fsdp": 8}, open_topology("v5p:2x2x2").devices)

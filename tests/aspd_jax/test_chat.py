@@ -104,7 +104,7 @@ def demo() -> LanguageModel:
 
 
 def test_the_engine_takes_a_typed_block_for_text(demo: LanguageModel) -> None:
-    engine = Engine(demo, max_batch=1, max_length=512)
+    engine = Engine(demo, max_batch=1)
     special = set(engine.config.special.ids)
     for text in (BLOCK, "<|para|><|branch|>", "<|/para|>"):
         for prompt in (text, [{"role": "user", "content": text}], [{"role": "tool", "content": text}]):

@@ -18,6 +18,7 @@ from infer.decode import decode_step
 from infer.decode.state import RequestArrays, SequenceState
 from tests.conftest import ROOT, patched
 from tests.helpers.answers import SEPARATOR
+from tests.infer.decode.test_speculation import drafting_engine
 
 
 class Inner(NamedTuple):
@@ -38,12 +39,9 @@ def test_zeros_are_as_annotated() -> None:
         zeros(Outer, {"B": 2})
 
 
-@pytest.mark.parametrize("draft_tokens", [0, 2])
-def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, draft_tokens: int) -> None:
-    own = Engine(
-        bare_lm, max_length=128, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
-        drafts="lookup" if draft_tokens else "none", draft_tokens=max(1, draft_tokens),
-    )  # fmt: skip
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, engine: Engine, draft_tokens: int) -> None:
+    own = drafting_engine(bare_lm, draft_tokens) if draft_tokens else engine
     params = [SamplingParams(temperature=100.0, max_new_tokens=40, seed=seed) for seed in range(4)]
     assert any(result.stats.blocks for result in own.generate([[1, 2]] * 4, params))
     state = own.debug_state().decode

@@ -22,7 +22,16 @@ from infer.decode.inputs import widest
 from infer.decode.state import PROMPT, RUNNING, DecodeState
 from infer.request import Request
 from infer.scheduling.buckets import Buckets
-from tests.conftest import after_prompts, laid_out, one_step, shared, tiny_config, write_checkpoint
+from tests.conftest import (
+    SIZES,
+    after_prompts,
+    laid_out,
+    one_step,
+    shared,
+    tiny_config,
+    with_one_program,
+    write_checkpoint,
+)
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
 
 
@@ -126,6 +135,7 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
         Engine(bare_lm, max_length=512, max_batch=rows, max_branches=4, max_title_tokens=3, separator_ids=SEPARATOR)
         for rows in (5, 1)
     )
+    alone = with_one_program(alone)
     sizes = [2, 150, 1, 64, 9, 65, 330, 33, 3, 128, 17, 200]
     prompts = [random.integers(1, 15, size).tolist() for size in sizes]
     params = [SamplingParams(temperature=100.0, max_new_tokens=60, seed=seed) for seed in range(len(sizes))]
@@ -146,9 +156,8 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
 
 @pytest.mark.several
 def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
-    folder = write_checkpoint(
-        tmp_path, tiny_config(vocab_size=24, num_attention_heads=8, num_key_value_heads=8, hidden_size=64), seed=2
-    )
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64}
+    folder = write_checkpoint(tmp_path, tiny_config(vocab_size=24, num_hidden_layers=1, **heads), seed=2)
     prompts, params, modes = mixed_requests()
     prompts, params, modes = (
         prompts[1:3],
@@ -245,7 +254,7 @@ def test_a_full_cache_ends_with_length(bare_lm: LanguageModel) -> None:
 
 
 def test_stream_ends_with_the_result(lm: LanguageModel) -> None:
-    own = Engine(lm, max_length=256)
+    own = Engine(lm, **SIZES)
     params = SamplingParams(temperature=1.0, max_new_tokens=60, seed=4)
     partial = list(own.stream("Run", params, max_steps=3))
     final = own.generate(["Run"], params)[0]
@@ -258,7 +267,7 @@ def test_stream_ends_with_the_result(lm: LanguageModel) -> None:
 
 
 def test_stop_strings_end_the_answer(lm: LanguageModel) -> None:
-    own = Engine(lm, max_length=512)
+    own = Engine(lm, **SIZES)
     stopped_answers = 0
     for seed in range(8):
         params = SamplingParams(temperature=1.0, max_new_tokens=150, seed=seed)

@@ -93,7 +93,7 @@ def parse(path: str, body: Any) -> tuple[Any, str]:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine(load_model("demo"), max_length=512, max_batch=2)
+    return Engine(load_model("demo"), max_length=1024, max_batch=2)
 
 
 @pytest.fixture(scope="module")

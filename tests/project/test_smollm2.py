@@ -71,20 +71,22 @@ LISTS = ("Give me five tips for a job interview.", "How can I make my home offic
 OTHERS = ("Why is the sky blue?", "Write a Python function that reverses a string.")
 
 
-def test_the_shipped_adapter_and_its_draft_heads() -> None:
+@pytest.mark.parametrize("questions", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_shipped_adapter_and_its_draft_heads(questions: int) -> None:
     """Check greedy answers, except where rounding of another machine may change a token."""
     try:
         lm = load_model("smollm2-aspd")
     except CheckpointError as error:
         pytest.skip(str(error))
-    engine = Engine(lm, max_length=768, max_batch=4, drafts="heads", force_drafts=True)
-    params = SamplingParams(repetition_penalty=1.1, max_new_tokens=512, max_content_tokens=160)
-    prompts = [[{"role": "user", "content": question}] for question in LISTS + OTHERS]
+    engine = Engine(lm, max_length=512, max_batch=2, drafts="heads", force_drafts=True)
+    params = SamplingParams(repetition_penalty=1.1, max_new_tokens=448, max_content_tokens=160)
+    asked = LISTS[:questions] + OTHERS[:questions]
+    prompts = [[{"role": "user", "content": question}] for question in asked]
     results = engine.generate(prompts, params)
     steps, path = (sum(getattr(result.stats, name) for result in results) for name in ("steps", "critical_path"))
     assert steps < 0.85 * path, "without draft tokens, there is a step for each token of the path"
     blocks = [[item for item in result.structure if isinstance(item, Parallel)] for result in results]
-    assert any(blocks[: len(LISTS)]) and not any(blocks[len(LISTS) :])
+    assert any(blocks[:questions]) and not any(blocks[questions:])
     for block in (block for of_answer in blocks for block in of_answer):
         leads = [branch.title for branch in block.branches]
         whole = [branch for branch in block.branches if branch.text]  # the budget cuts off later ones

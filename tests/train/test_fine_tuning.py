@@ -18,6 +18,7 @@ from aspd_jax import LanguageModel, build_layout, load_model
 from aspd_jax.errors import DataError
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams
+from tests.conftest import with_one_program
 from tests.helpers.training import SMALL, changed, losses, on_records, prepared
 from train.batches import Batch
 from train.checkpoints import Checkpoints
@@ -73,7 +74,7 @@ def test_titles_are_stored_with_what_was_trained(rank: int, fine_tuning: TrainCo
     folder = tmp_path / "merged" if rank else tmp_path / "run" / "model"
     assert load_model(folder).config.titles == "leads" and load_model(base).config.titles == "names"
     lm = load_model(folder)
-    engine = Engine(lm, max_length=256, max_batch=1)
+    engine = with_one_program(Engine(lm, max_length=256, max_batch=1))
     start = lm.codec.special.title_start
     assert engine.config.form.leads
     result = engine.generate(["So:"], SamplingParams(max_new_tokens=200, script=[[start]]))[0]
@@ -166,10 +167,9 @@ def test_draft_heads(scan: bool, fine_tuning: TrainConfig, tmp_path: Path) -> No
     for path, leaf in flatten_dict(base.params).items():
         np.testing.assert_array_equal(leaf, flatten_dict(trained.params)[path])
     prompts, params = ["One and", "What is"], SamplingParams(max_new_tokens=20)
-    drafted = Engine(trained, max_length=128, drafts="heads").generate(prompts, params)
-    assert [r.token_ids for r in drafted] == [
-        r.token_ids for r in Engine(base, max_length=128).generate(prompts, params)
-    ]
+    plain = with_one_program(Engine(base, max_length=128, max_batch=1)).generate(prompts, params)
+    drafted = with_one_program(Engine(trained, max_length=128, max_batch=1, drafts="heads")).generate(prompts, params)
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
     assert all(r.stats.drafted_tokens for r in drafted)
 
 

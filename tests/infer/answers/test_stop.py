@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import TypeAlias
@@ -17,6 +17,7 @@ from aspd_jax.tokens import SerialIds, split
 from infer import Engine, Result, SamplingParams
 from infer.answers.events import Event, StopFilter
 from infer.answers.stop import first_match, undecided
+from tests.conftest import SIZES, with_one_program
 from tests.infer.decode.test_training_free import TAGS
 
 
@@ -98,7 +99,7 @@ Answers: TypeAlias = tuple[Engine, list[tuple[SamplingParams, Result]]]
 
 @pytest.fixture(scope="module")
 def answers(lm: LanguageModel) -> Answers:
-    engine, random = Engine(lm, max_length=512, max_batch=4), Random(3)
+    engine, random = Engine(lm, **SIZES), Random(3)
     params = [written(lm, answer(random)) for _ in range(12)]
     results = engine.generate(["Run"] * len(params), params)
     assert all(result.stats.blocks == 1 and result.finish_reason == "stop" for result in results)
@@ -154,9 +155,17 @@ def test_the_rest_is_cancelled(lm: LanguageModel, answers: Answers) -> None:
     assert result.stats.content_tokens == len(lm.codec.text.encode(result.text)) + len(lm.codec.text.encode("XX"))
 
 
-@pytest.mark.parametrize("changes", [{"drafts": "lookup", "draft_tokens": 2}, {"branch_policy": "cap:1"}], ids=str)
-def test_every_engine(lm: LanguageModel, answers: Answers, changes: dict[str, object]) -> None:
-    engine, random = Engine(lm, max_length=512, max_batch=4, **changes), Random(1)  # type: ignore[arg-type]
+def with_drafts(lm: LanguageModel) -> Engine:
+    return with_one_program(Engine(lm, **(SIZES | {"max_batch": 1}), drafts="lookup", draft_tokens=2))
+
+
+def with_a_cap(lm: LanguageModel) -> Engine:
+    return Engine(lm, **SIZES, branch_policy="cap:1")
+
+
+@pytest.mark.parametrize("make", [with_drafts, with_a_cap])
+def test_every_engine(lm: LanguageModel, answers: Answers, make: Callable[[LanguageModel], Engine]) -> None:
+    engine, random = make(lm), Random(1)
     for params, whole in answers[1][:4]:
         asked = [replace(params, stop=stop) for stop in stops(whole.text, whole.structure, random)]
         for stopping, result in zip(asked, engine.generate(["Run"] * len(asked), asked), strict=True):

@@ -78,7 +78,7 @@ def test_drafts_are_compared_with_steps_without(bare_lm: LanguageModel) -> None:
     """Check that answers are equal and the factors are those of the steps; heads without effect repeat a token."""
     prompts, params = [[1, 2, 3], [2, 2], [3, 1]], SamplingParams(max_new_tokens=40)
     lm = with_draft_heads(bare_lm, 2, scale=0.0)
-    figures = draft_figures(lm, prompts, ["heads", "lookup"], params, batch=2, draft_tokens=4)
+    figures = draft_figures(lm, prompts, ["heads", "lookup"], params, batch=1, draft_tokens=4)
     assert [(of.mode, of.drafts) for of in figures[:4]] == [
         ("serial", "none"), ("adaptive", "none"), ("serial", "heads"), ("adaptive", "heads")
     ]  # fmt: skip

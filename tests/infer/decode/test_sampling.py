@@ -21,7 +21,7 @@ from infer.decode.inputs import Lanes, next_inputs, plan_step
 from infer.decode.sampling import count_by_product, count_by_scatter, lane_keys, penalise, restrict, sample
 from infer.decode.state import TITLE, DecodeState, EngineConfig, RequestArrays
 from infer.request import Request
-from tests.conftest import after_prompts
+from tests.conftest import after_prompts, laid_out
 from tests.helpers.answers import SEPARATOR
 
 
@@ -72,6 +72,9 @@ def kept_by_definition(logits: np.ndarray, params: SamplingParams) -> set[int]:
     return {token for token, share in kept if share >= params.min_p * kept[0][1]}
 
 
+JITTED_RESTRICT = jax.jit(restrict)
+
+
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
@@ -83,10 +86,11 @@ def test_restrict_keeps_what_the_definitions_keep(
     bare_lm: LanguageModel, config: EngineConfig, seed: int, top_k: int, top_p: float, min_p: float
 ) -> None:
     asked = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)
-    state = state_for(bare_lm, config, asked, SamplingParams())
+    jobs = [Request((1, 2), each, "adaptive", 50, 0) for each in (asked, SamplingParams())]
+    admitted = laid_out(bare_lm, config, jobs).request
     logits = np.random.default_rng(seed).standard_normal((4, 24)).astype(np.float32) * 2
-    of_lanes = RequestArrays(*(field[jnp.array([0, 0, 0, 1])] for field in state.request))
-    out = np.asarray(restrict(jnp.asarray(logits), of_lanes))
+    of_lanes = RequestArrays(*(field[jnp.array([0, 0, 0, 1])] for field in admitted))
+    out = np.asarray(JITTED_RESTRICT(logits, of_lanes))
     for lane in range(3):
         assert set(np.flatnonzero(np.isfinite(out[lane])).tolist()) == kept_by_definition(logits[lane], asked)
     np.testing.assert_array_equal(out[3], logits[3])  # a neighbour without limits keeps everything
@@ -111,7 +115,6 @@ LOGITS = st.one_of(
     st.sampled_from([-3.0, -1.0, -0.0, 0.0, 1.0, 2.0]),
     st.sampled_from([-np.inf, -3e38, -1e-37, 1e-37, 3e38]),
 )
-JITTED_RESTRICT = jax.jit(restrict)
 
 
 @settings(max_examples=300)

@@ -20,7 +20,7 @@ from infer import Engine, SamplingParams
 from infer.decode.state import NOTHING, TITLE, DecodeState, Titles
 from infer.decode.tag_automaton import TagAutomaton, number_of, token_automaton
 from infer.decode.title_rules import completes_plan
-from tests.conftest import patched
+from tests.conftest import SIZES, patched, with_one_program
 from tests.helpers.answers import SEPARATOR, critical_path, linearise
 from tests.infer.decode.test_speculation import knowing
 
@@ -106,7 +106,7 @@ def test_a_title_has_no_line_break(lm: LanguageModel, monkeypatch: Any) -> None:
             found += [branch.title for block in blocks for branch in block.branches]
         return found, text
 
-    titles, text = titles_and_texts(Engine(lm, max_length=512, max_batch=8))
+    titles, text = titles_and_texts(Engine(lm, **SIZES))
     assert len(titles) > 15 and not any("\n" in title for title in titles) and "\n" in text
 
     def without_line_breaks(*args: Any) -> TagAutomaton:
@@ -114,7 +114,7 @@ def test_a_title_has_no_line_break(lm: LanguageModel, monkeypatch: Any) -> None:
         return automaton._replace(line_break=np.zeros_like(automaton.line_break))
 
     monkeypatch.setattr(infer.scheduling.admission, "token_automaton", without_line_breaks)
-    titles, _ = titles_and_texts(Engine(lm, max_length=512, max_batch=8))
+    titles, _ = titles_and_texts(Engine(lm, **SIZES))
     assert any("\n" in title for title in titles), "negative control"
 
 
@@ -124,7 +124,7 @@ def test_markers_do_not_tell_titles_apart(lm: LanguageModel) -> None:
     texts = ("3", "/", " ", "**", ".", "a", "the", " b", "é")
     marked = {text: bool(table.marker[codec.encode(text)].all()) for text in texts}
     assert marked == dict.fromkeys(texts[:5], True) | dict.fromkeys(texts[5:], False)
-    engine = Engine(lm, max_length=512, max_batch=1)
+    engine = Engine(lm, **SIZES)
     special = engine.config.special
     for titles, kept in (
         (["1/3 sun", "2/3 rain", "3/3 sun"], 2),
@@ -135,7 +135,7 @@ def test_markers_do_not_tell_titles_apart(lm: LanguageModel) -> None:
     ):
         serial = [t for x in titles for t in (special.title_start, *codec.encode(x), special.title_end)]
         serial += [special.parallel_start] * (kept == 3)
-        told = [serial, *[[special.branch_end]] * 16]
+        told = [serial, *[[special.branch_end]] * 8]
         result = engine.generate(["Hi"], SamplingParams(max_new_tokens=200, script=told))[0]
         block = next(item for item in result.structure if hasattr(item, "branches"))
         assert [branch.title for branch in block.branches] == titles[:kept]
@@ -143,7 +143,7 @@ def test_markers_do_not_tell_titles_apart(lm: LanguageModel) -> None:
 
 def test_the_second_title_differs_from_the_first(lm: LanguageModel) -> None:
     """A script may not repeat it: the token that would is never chosen by the grammar. Here: with equal logits."""
-    engine = Engine(lm, max_length=256, max_batch=4)
+    engine = with_one_program(Engine(lm, max_length=256, max_batch=1))
     params = [SamplingParams(temperature=1e-3, max_new_tokens=120, seed=seed) for seed in range(4)]
     favoured = lm.codec.text.encode("a")[0]
 
@@ -201,20 +201,22 @@ def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> Non
 def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel) -> None:
     """Check a model that always prefers another title."""
     encode = lm.codec.text.encode
-    engine = Engine(lm, max_length=256, max_batch=2, max_branches=8)
+    engine = with_one_program(Engine(lm, max_length=256, max_batch=1, max_branches=8))
     special = engine.config.special
 
     def forking(logits: Any, *rest: Any) -> Any:
         wanted = jnp.zeros(logits.shape[-1]).at[special.title_start].set(5.0).at[special.parallel_start].set(4.0)
         return jnp.argmax(jnp.where(jnp.isfinite(logits), wanted, -jnp.inf), axis=-1).astype(jnp.int32)
 
-    for prefix, branches in (("{}/3 ", 3), ("", 4)):
+    asked = []
+    for prefix in ("{}/3 ", ""):
         titles = [encode(prefix.format(number) + name) for number, name in enumerate(("a", "b", "c"), 1)]
         serial = [token for title in titles for token in (special.title_start, *title, special.title_end)]
         if not prefix:
             serial += [special.title_start, *encode("d"), special.title_end, special.parallel_start]
-        with patched(sample=forking):
-            params = SamplingParams(temperature=1e-3, max_new_tokens=150, script=[serial])
-            (result,) = engine.generate(["Hi"], params)
+        asked.append(SamplingParams(temperature=1e-3, max_new_tokens=150, script=[serial]))
+    with patched(sample=forking):
+        results = engine.generate(["Hi"] * 2, asked)
+    for result, branches in zip(results, (3, 4), strict=True):
         block = next(item for item in result.structure if hasattr(item, "branches"))
         assert len(block.branches) == branches

@@ -14,6 +14,7 @@ from aspd_jax.errors import RequestError
 from infer import Engine
 from infer.evaluation.extraction import equal, read_tasks
 from infer.evaluation.field_dependence import field_reports, field_table
+from tests.conftest import SIZES
 from tests.infer.scheduling.test_filling import LATER, WORD
 from tests.infer.scheduling.test_structured_output import record
 
@@ -22,7 +23,7 @@ SCHEMA = record(a=WORD, b=WORD, c={**WORD, "x-after": ["a"]})
 
 @pytest.fixture(scope="module")
 def engine(lm: LanguageModel) -> Engine:
-    return Engine(lm, max_length=512, max_batch=2)
+    return Engine(lm, **SIZES)
 
 
 def test_a_field_that_needs_another_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import aspd
 import infer.offline.batch
 from aspd_jax import LanguageModel
 from aspd_jax.errors import DataError, RequestError
@@ -135,22 +135,24 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
     assert records(cut) == records(tmp_path / "whole.jsonl")
 
 
-def test_kill_9(lm: LanguageModel, source: Path, tmp_path: Path) -> None:
+def test_kill_9(lm: LanguageModel, source: Path, tmp_path: Path, capsys: Any) -> None:
     save_model(lm, tmp_path / "model")
     cut = tmp_path / "cut.jsonl"
-    command = [sys.executable, "-m", "aspd", "generate", "--model", str(tmp_path / "model"), "--raw"]
-    command += ["--input", str(source), "--max-length", "96", "--max-new-tokens", "24", "--batch", "1"]
+    command = ["generate", "--model", str(tmp_path / "model"), "--raw", "--input", str(source)]
+    command += ["--max-length", "96", "--max-new-tokens", "24", "--batch", "1", "--output"]
     journal = tmp_path / "cut.jsonl.journal"
-    process = subprocess.Popen([*command, "--output", str(cut)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aspd", *command, str(cut)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     while process.poll() is None and (not journal.exists() or journal.read_text().count("\n") < 3):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not cut.exists()
     done = journal.read_text().count("\n") - 1
-    again = subprocess.run([*command, "--output", str(cut)], capture_output=True, text=True, env=os.environ)
-    assert f"8 records written to {cut}, {done} of them there already; 1 hold an error" in again.stdout, again.stderr
-    subprocess.run([*command, "--output", str(tmp_path / "whole.jsonl")], capture_output=True)
+    assert aspd.main([*command, str(cut)]) == 0
+    assert f"8 records written to {cut}, {done} of them there already; 1 hold an error" in capsys.readouterr().out
+    assert aspd.main([*command, str(tmp_path / "whole.jsonl")]) == 0
     assert records(cut) == records(tmp_path / "whole.jsonl") and len(records(cut)) == 8
 
 

@@ -19,6 +19,7 @@ from aspd_jax.language_model import put_adapter
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
 from tests.aspd_jax.formats.test_peft_adapters import CASES, base_folder
+from tests.conftest import with_one_program
 from tests.helpers.serving import Running, ask, serving
 
 RANK = 9
@@ -82,6 +83,9 @@ class Made:
             engine.adapters.put(name, folder)
         return engine
 
+    def alone(self, name: str) -> Engine:
+        return with_one_program(Engine(self.merged[name], max_batch=1, max_length=128))
+
 
 @pytest.fixture(scope="module", params=["untied", "qwen2"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
@@ -97,7 +101,7 @@ NAMES = ["first", "", "second", "without rows"]
 @pytest.mark.parametrize("made", ["untied", "qwen2", "gemma3"], indirect=True)
 def test_a_mixed_batch_is_as_merged_models_are(made: Made) -> None:
     found = made.together().generate([PROMPT] * 4, GREEDY, adapter=NAMES)
-    alone = [Engine(made.merged[name], max_batch=1, max_length=128).generate([PROMPT], GREEDY)[0] for name in NAMES]
+    alone = [made.alone(name).generate([PROMPT], GREEDY)[0] for name in NAMES]
     assert [result.token_ids for result in found] == [result.token_ids for result in alone]
     assert len({tuple(result.token_ids) for result in found}) == 4  # or nothing is shown
 
@@ -125,13 +129,13 @@ def test_programs_are_those_of_before(made: Made) -> None:
 @untied
 def test_nothing_is_reused_of_another_adapter(made: Made) -> None:
     """Check one prompt with one adapter after another in one row: answers equal those of new engines."""
-    engine = Engine(made.together().lm, max_batch=1, max_length=128)
+    engine = with_one_program(Engine(made.together().lm, max_batch=1, max_length=128))
     for name, folder in made.folders.items():
         engine.adapters.put(name, folder)
     long = PROMPT * 3
     for name in [*NAMES, *NAMES]:
         (found,) = engine.generate([long], GREEDY, adapter=name)
-        (alone,) = Engine(made.merged[name], max_batch=1, max_length=128).generate([long], GREEDY)
+        (alone,) = made.alone(name).generate([long], GREEDY)
         assert found.token_ids == alone.token_ids and found.stats.reused_tokens == 0
     (again,) = engine.generate([long], GREEDY, adapter=NAMES[-1])
     assert again.stats.reused_tokens > 0  # of its own
@@ -150,7 +154,7 @@ def test_places_are_given_away_when_nobody_uses_them(made: Made) -> None:
         RequestError, match="adapter slots: expected a free one, got 3 in use"
     ):  # the request still has it
         engine.adapters.put("first", made.folders["second"])
-    expected = Engine(made.merged["first"], max_batch=1, max_length=128).generate([PROMPT], GREEDY)[0].token_ids
+    expected = made.alone("first").generate([PROMPT], GREEDY)[0].token_ids
     assert handle.wait().token_ids == expected
     engine.adapters.put("first", made.folders["second"])  # a name may come to mean another
     (now,) = engine.generate([PROMPT], GREEDY, adapter="first")
@@ -159,7 +163,7 @@ def test_places_are_given_away_when_nobody_uses_them(made: Made) -> None:
 
 @untied
 def test_a_place_is_free_whoever_has_none(made: Made) -> None:
-    engine = Engine(load_model(made.base, adapters=1, lora_rank=RANK), max_batch=1, max_length=128)
+    engine = with_one_program(Engine(load_model(made.base, adapters=1, lora_rank=RANK), max_batch=1, max_length=128))
     handle = engine.submit(PROMPT, GREEDY)  # of the base
     engine.adapters.put("first", made.folders["first"])
     assert handle.wait().token_ids == engine.generate([PROMPT], GREEDY)[0].token_ids
@@ -242,7 +246,8 @@ def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, Languag
         answers = dict(zip(("demo", "one", "two"), pool.map(answer, ("demo", "one", "two")), strict=True))
     assert {name: found.model for name, found in answers.items()} == {name: name for name in answers}
     for name, found in answers.items():
-        alone = Engine(load_model("demo", adapter=None if name == "demo" else folder / name), max_length=1024)
+        lm = load_model("demo", adapter=None if name == "demo" else folder / name)
+        alone = Engine(lm, max_length=1024, max_batch=1)
         (expected,) = alone.generate([ask()["messages"]], SamplingParams(max_content_tokens=60, max_new_tokens=400))
         assert found.choices[0].message.content == expected.text
     assert len({found.choices[0].message.content for found in answers.values()}) == 3

@@ -23,6 +23,7 @@ from infer import Engine, SamplingParams
 from infer.answers.events import Event
 from infer.answers.filled import Filled
 from infer.scheduling.filling import VALUE_GRAMMAR, value_grammar
+from tests.conftest import SIZES
 from tests.infer.scheduling.test_structured_output import record, valid
 
 WORD = {"type": "string", "maxLength": 9}
@@ -41,7 +42,7 @@ PROMPT = "Say it in JSON:"
 
 @pytest.fixture(scope="module")
 def engine(lm: LanguageModel) -> Engine:
-    return Engine(lm, max_length=512, max_batch=4, max_branches=8)
+    return Engine(lm, **SIZES)
 
 
 def params(**changes: Any) -> SamplingParams:

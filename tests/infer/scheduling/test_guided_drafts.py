@@ -18,19 +18,18 @@ from infer.answers.answer import RequestOutput
 from infer.decode.derived import Derived
 from infer.decode.state import PARALLEL, DecodeState, EngineConfig
 from infer.scheduling.filling import Filling
-from tests.conftest import patched
+from tests.conftest import SIZES, patched
 from tests.helpers.draft_heads import with_draft_heads
 from tests.infer.scheduling.test_filling import LATER, SCHEMA
 from tests.infer.scheduling.test_structured_output import ADVICE, SCHEMAS, valid
 
 PROMPT = "Say it in JSON:"
 DRAFT = 3
-SIZE: dict[str, Any] = {"max_length": 512, "max_branches": 8}
 
 
 @pytest.fixture(scope="module")
 def plain(lm: LanguageModel) -> Engine:
-    return Engine(lm, max_batch=3, **SIZE)
+    return Engine(lm, **SIZES)
 
 
 def requests(engine: Engine) -> list[SamplingParams]:
@@ -60,7 +59,7 @@ def test_answers_are_the_same_with_drafts(drafts: Any, least: int, plain: Engine
     asked = requests(plain)
     expected = plain.generate([PROMPT] * len(asked), asked)
     lm = with_draft_heads(plain.lm, DRAFT, scale=0.0)
-    own = Engine(lm, max_batch=3, drafts=drafts, draft_tokens=DRAFT, force_drafts=True, **SIZE)
+    own = Engine(lm, drafts=drafts, draft_tokens=DRAFT, force_drafts=True, **SIZES)
     results = own.generate([PROMPT] * len(asked), asked)
     assert same(results, expected)
     constrained = [result for params, result in zip(asked, results, strict=True) if params.json_schema]
@@ -100,6 +99,11 @@ def knowing(segments: Sequence[Sequence[int]]) -> Callable[..., jax.Array]:
     return source
 
 
+def looking_up(lm: LanguageModel, draft_tokens: int) -> Engine:
+    sizes = SIZES | {"max_batch": 1, "draft_tokens": draft_tokens}
+    return Engine(lm, drafts="lookup", force_drafts=True, **sizes)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -110,7 +114,7 @@ def knowing(segments: Sequence[Sequence[int]]) -> Callable[..., jax.Array]:
 def test_right_draft_tokens_save_steps(kind: Any, plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=4, **kind)
     expected, segments = recorded(plain, params, monkeypatch)
-    own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=DRAFT, force_drafts=True, **SIZE)
+    own = looking_up(plain.lm, DRAFT)
     with patched(drafts_from_text=knowing(segments)):
         (result,) = own.generate([PROMPT], params)
     assert same([result], [expected]) and valid(result.text, kind["json_schema"])
@@ -122,7 +126,7 @@ def test_known_tokens_after_a_draft_token_are_not_sampled(plain: Engine, monkeyp
     """Check one draft token: the token after it is sampled, in its usual spelling if the schema determines it."""
     params = SamplingParams(max_new_tokens=300, temperature=30.0, seed=4, json_schema=SCHEMA, fields="parallel")
     expected, segments = recorded(plain, params, monkeypatch)
-    own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=1, force_drafts=True, **SIZE)
+    own = looking_up(plain.lm, 1)
     with patched(drafts_from_text=knowing(segments)):
         (result,) = own.generate([PROMPT], params)
     assert same([result], [expected]) and result.stats.accepted_tokens > 0
@@ -135,7 +139,7 @@ def test_drafts_that_the_host_does_not_check_change_answers(plain: Engine, monke
     expected, segments = recorded(plain, params, monkeypatch)
     longer = [[*segment, *segment] for segment in segments]
     monkeypatch.setattr(infer.scheduling.filling.HoleState, "completes", lambda self, tokens: False)
-    own = Engine(plain.lm, max_batch=1, drafts="lookup", draft_tokens=DRAFT, force_drafts=True, **SIZE)
+    own = looking_up(plain.lm, DRAFT)
     with patched(drafts_from_text=knowing(longer)):
         (result,) = own.generate([PROMPT], params)
     assert len(result.token_ids) > len(expected.token_ids)

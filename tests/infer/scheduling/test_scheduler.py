@@ -28,7 +28,7 @@ from infer.scheduling.buckets import PROMPT_BESIDE
 from infer.scheduling.policy import Policy, Sample, StepCost, fit
 from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
 from infer.scheduling.runner import InFlightSteps, Runner
-from tests.conftest import patched
+from tests.conftest import SIZES, patched
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
 
 HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
@@ -86,7 +86,7 @@ def test_events_tell_the_whole_answer(engine: Engine, steps: int) -> None:
 
 
 def test_events_have_text_and_stop_strings_never_show(lm: LanguageModel) -> None:
-    own = Engine(lm, max_length=256, max_batch=1)
+    own = Engine(lm, **SIZES)
     for seed in range(6):
         params = SamplingParams(temperature=1.0, max_new_tokens=60, seed=seed, stop=("e1", "an"))
         events = list(own.submit("Run", params, max_steps=1))

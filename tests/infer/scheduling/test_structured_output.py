@@ -16,7 +16,7 @@ from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
 from infer.server.app import make_app
 from infer.server.server_config import ServerConfig
-from tests.conftest import patched
+from tests.conftest import SIZES, patched
 
 
 def record(**fields: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def valid(text: str, schema: dict[str, Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def engine(lm: LanguageModel) -> Engine:
-    return Engine(lm, max_length=512, max_batch=4)
+    return Engine(lm, **SIZES)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 30.0])

@@ -15,6 +15,7 @@ from infer import Engine, SamplingParams
 from infer.lockstep import StepCommand
 from infer.server.app import make_app
 from infer.server.server_config import ServerConfig
+from tests.conftest import SIZES
 from tests.infer.scheduling.test_filling import LATER, SCHEMA
 from tests.infer.scheduling.test_structured_output import valid
 
@@ -24,7 +25,7 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "temperat
 
 @pytest.fixture(scope="module")
 def client(lm: LanguageModel) -> Iterator[TestClient]:
-    engine = Engine(lm, max_length=512, max_batch=2, max_branches=8)
+    engine = Engine(lm, **SIZES)
     with TestClient(make_app(engine, ServerConfig(name="m", max_new_tokens=300, warm_up="none"))) as client:
         yield client
 
@@ -90,7 +91,7 @@ def test_arguments_of_a_named_function() -> None:
 
 
 def test_the_default_of_the_server(lm: LanguageModel) -> None:
-    engine = Engine(lm, max_length=512, max_batch=1, max_branches=8)
+    engine = Engine(lm, **SIZES)
     config = ServerConfig(name="m", max_new_tokens=300, warm_up="none", fields="parallel")
     with TestClient(make_app(engine, config)) as client:
         asked: dict[str, Any] = {"response_format": FORMAT}
@@ -117,7 +118,7 @@ def test_requests_that_are_refused(client: TestClient, fields: dict[str, Any], m
 
 
 def test_other_processes_read_the_same_request(client: TestClient, lm: LanguageModel) -> None:
-    engine = Engine(lm, max_length=512, max_batch=1, max_branches=8)
+    engine = Engine(lm, **SIZES)
     for params in (
         SamplingParams(template="A:{a}\nB:{b after a}"),
         SamplingParams(json_schema=SCHEMA, fields="parallel"),
