@@ -68,7 +68,7 @@ def test_optional_properties_of_nested_objects_are_reported(engine: Engine) -> N
 
 
 def test_answers_without_values_are_no_report(engine: Engine) -> None:
-    for prompts, limit in (([], 300), (["Hi"], 24)):
+    for prompts, limit in (([], 300), (["Hi"], 40)):
         with pytest.raises(RequestError, match="prompts: expected at least one complete answer"):
             field_reports(engine, LATER, prompts, limit)
 
