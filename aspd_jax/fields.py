@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
+from types import NoneType
 from typing import Any
 
 from aspd_jax.errors import RequestError
@@ -19,6 +21,13 @@ DEFINITIONS = ("$defs", "definitions")
 # Keywords of an object whose members can be decoded apart; any other keyword may tie them together.
 DIVISIBLE = {"type", "properties", "required", "additionalProperties", "$schema", "$id", *DEFINITIONS, *ANNOTATIONS}
 MAX_DEPTH = 32  # maximum depth of nested objects
+MAX_VALUES = 2048  # maximum values of a template; a few definitions may refer to each other very often
+# Keywords beside `const` or `enum` that are checked here; other keywords are left to the grammar of a leaf.
+DETERMINED = {"const", "enum", "type", "$schema", *DEFINITIONS, *ANNOTATIONS}
+TYPES: Mapping[type, tuple[str, ...]] = {
+    str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), NoneType: ("null",),
+    list: ("array",), dict: ("object",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,35 +63,82 @@ class Node:
                 yield from member.leaves
 
 
-def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
+def fields_template(schema: str | Mapping[str, Any], lenient: bool = False) -> Template | None:
     """Return the template of the objects of a JSON schema; None if its values cannot be divided.
 
     Every property is written, in the order of the schema, optional ones included. A property with `"x-after": [names]`
     sees the values of these properties: siblings, or dotted paths from the root.
 
+    Args:
+        schema: JSON schema, as text or as a mapping.
+        lenient: ignore keywords that grammars do not support.
+
     Raises:
-        RequestError: `x-after` with an unknown name or a cycle, or a required property that no value fits.
+        RequestError: `x-after` that is no list of known names, or has a cycle; a required property that no value
+            fits; or too many values.
     """
     root = json.loads(schema) if isinstance(schema, str) else schema
-    tree = _node(root, root, (), (), 0)
-    if tree.members is None or sum(1 for _ in tree.leaves) < 2:
+    tree = _tree(root)
+    leaves = [leaf.name for leaf in tree.leaves]
+    if tree.members is None or not leaves:
         return None
-    names = [leaf.name for leaf in tree.leaves]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
+    if repeated := next((name for name in leaves if leaves.count(name) > 1), None):
         raise RequestError(f"json_schema: expected fields with different paths, got two with {repeated!r}")
-    after = _dependencies(tree)
-    return Template(list(_parts(tree, "", after, root)))
+    parts = list(_parts(tree, "", _dependencies(tree), root, lenient))
+    try:
+        template = Template(parts)
+    except RequestError as error:
+        raise RequestError(f"json_schema: {error}") from None
+    return template if len(leaves) > 1 else None
 
 
-def _node(schema: Any, root: Any, path: tuple[str, ...], refs: tuple[str, ...], depth: int) -> Node:
-    after = tuple(schema.get("x-after", ())) if isinstance(schema, dict) else ()
-    resolved, refs = _resolved(schema, root, refs)
+def complete_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of the objects that parallel fields write: every property is required, in nested objects, too.
+
+    Raises:
+        RequestError: see `fields_template`.
+    """
+
+    def written(node: Node) -> Any:
+        if node.text is not None:
+            return {"const": json.loads(node.text)}
+        if node.members is None:
+            return node.schema
+        members = {name: written(member) for name, member in node.members.items()}
+        return {"type": "object", "properties": members, "required": list(members), "additionalProperties": False}
+
+    definitions = {name: schema[name] for name in DEFINITIONS if name in schema}
+    return {**written(_tree(schema)), **definitions}
+
+
+def _tree(root: Any) -> Node:
+    """Return the node of a whole schema."""
+    return _node(root, root, (), (), count()) if _is_self_contained(root) else Node((), schema=root)
+
+
+def _is_self_contained(root: Any) -> bool:
+    """Return whether all references of a schema name its definitions, so that they have one meaning in every leaf."""
+    waiting, values = [root], list[Any]()
+    while waiting:
+        value = waiting.pop()
+        values.append(value)
+        waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    objects = [value for value in values if isinstance(value, dict)]
+    references = [value for o in objects for name in ("$ref", "$dynamicRef") if isinstance(value := o.get(name), str)]
+    bases = [value for value in objects if value is not root and isinstance(value.get("$id"), str)]
+    return not bases and all(name.startswith(tuple(f"#/{place}/" for place in DEFINITIONS)) for name in references)
+
+
+def _node(schema: Any, root: Any, path: tuple[str, ...], refs: tuple[str, ...], numbers: Iterator[int]) -> Node:
+    """Return the node of a value; `numbers` counts the values of the whole schema."""
+    if next(numbers) >= MAX_VALUES:
+        raise RequestError(f"json_schema: {'.'.join(path)}: expected at most {MAX_VALUES} values, got more")
+    resolved, refs, after = _resolved(schema, root, path, refs)
     if resolved is None or not isinstance(resolved, dict):
         return Node(path, schema=schema, after=after)
-    constant = [resolved["const"]] if "const" in resolved else resolved.get("enum", [])
-    if isinstance(constant, list) and len(constant) == 1:
-        return Node(path, text=json.dumps(constant[0], ensure_ascii=False), after=after)
-    if not _divides(resolved, depth):
+    if (text := _determined(resolved)) is not None:
+        return Node(path, text=text, after=after)
+    if not _divides(resolved, len(path)):
         return Node(path, schema=schema, after=after)
     members = {}
     for name, member in resolved["properties"].items():
@@ -91,38 +147,67 @@ def _node(schema: Any, root: Any, path: tuple[str, ...], refs: tuple[str, ...], 
                 place = ".".join((*path, name))
                 raise RequestError(f"json_schema: {place}: expected a schema, because it is required, got false")
             continue
-        members[name] = _node(member, root, (*path, name), refs, depth + 1)
+        members[name] = _node(member, root, (*path, name), refs, numbers)
     return Node(path, members, after=after)
+
+
+def _determined(schema: Mapping[str, Any]) -> str | None:
+    """Return the JSON text of the only value of a schema; None: it has several, or the grammar has to decide."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or len(values) != 1 or not DETERMINED.issuperset(schema):
+        return None
+    own = TYPES[type(values[0])]
+    types = schema.get("type", own[0])
+    fits = any(name in own for name in (types if isinstance(types, list) else [types]))
+    fits = fits and ("enum" not in schema or schema["enum"] == values)
+    return json.dumps(values[0], ensure_ascii=False) if fits else None
 
 
 def _divides(schema: Mapping[str, Any], depth: int) -> bool:
     """Return whether the members of an object can be decoded apart."""
-    properties = schema.get("properties")
+    properties, required = schema.get("properties"), schema.get("required", [])
     return (
         schema.get("type", "object") == "object"
         and isinstance(properties, dict)
         and bool(properties)
         and DIVISIBLE.issuperset(schema)
-        and set(schema.get("required", ())).issubset(properties)
+        and isinstance(required, list)
+        and all(isinstance(name, str) and name in properties for name in required)
         and depth < MAX_DEPTH
     )
 
 
-def _resolved(schema: Any, root: Any, refs: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-    """Return the schema that a local reference names, and the references on the way; None if it has to stay whole."""
+def _resolved(
+    schema: Any, root: Any, path: tuple[str, ...], refs: tuple[str, ...]
+) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+    """Return the schema that a local reference names, the references on the way, and all `x-after`.
+
+    The schema is None if the value has to stay whole.
+    """
+    after: tuple[str, ...] = ()
     while isinstance(schema, dict):
-        whole = schema.get("allOf", ())
-        if len(whole) == 1 and set(schema) - {"allOf"} <= ANNOTATIONS:
+        after = (*after, *_after(schema, path))
+        whole = schema.get("allOf")
+        if isinstance(whole, list) and len(whole) == 1 and set(schema) - {"allOf"} <= ANNOTATIONS:
             schema = whole[0]
             continue
         if "$ref" not in schema:
-            return schema, refs
+            return schema, refs, after
         reference, siblings = schema["$ref"], set(schema) - {"$ref", "$schema", *DEFINITIONS}
         target = _target(root, reference)
         if target is None or reference in refs or not siblings <= ANNOTATIONS:
-            return None, refs
+            return None, refs, after
         schema, refs = target, (*refs, reference)
-    return schema, refs
+    return schema, refs, after
+
+
+def _after(schema: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
+    """Return the names in `x-after` of a schema."""
+    names = schema.get("x-after", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        place = ".".join(path)
+        raise RequestError(f'json_schema: {place}: "x-after": expected a list of names of fields, got {names!r}')
+    return names
 
 
 def _target(root: Any, reference: Any) -> Any:
@@ -156,13 +241,13 @@ def _dependencies(tree: Node) -> dict[str, tuple[str, ...]]:
     return {name: tuple(others) for name, others in found.items()}
 
 
-def _named(name: Any, node: Node, ancestors: tuple[Node, ...], tree: Node) -> Node:
+def _named(name: str, node: Node, ancestors: tuple[Node, ...], tree: Node) -> Node:
     """Return the node that `x-after` names: a sibling, a sibling of an ancestor, or a path from the root."""
     for ancestor in ancestors:
         if ancestor.members and name in ancestor.members:
             return ancestor.members[name]
     value: Node | None = tree
-    for key in str(name).split("."):
+    for key in name.split("."):
         value = (value.members or {}).get(key) if value else None
     if value is None:
         known = ", ".join(ancestors[0].members or ()) if ancestors else ""
@@ -170,7 +255,7 @@ def _named(name: Any, node: Node, ancestors: tuple[Node, ...], tree: Node) -> No
     return value
 
 
-def _parts(node: Node, context: str, after: Mapping[str, tuple[str, ...]], root: Any) -> Iterator[Part]:
+def _parts(node: Node, context: str, after: Mapping[str, tuple[str, ...]], root: Any, lenient: bool) -> Iterator[Part]:
     """Return literal text and holes of a node.
 
     Args:
@@ -179,12 +264,13 @@ def _parts(node: Node, context: str, after: Mapping[str, tuple[str, ...]], root:
     if node.text is not None:
         yield node.text
     elif node.members is None:
-        yield Hole(node.name, after[node.name], context.rstrip(" "), _leaf_schema(node.schema, root), node.path)
+        schema = _leaf_schema(node.schema, root)
+        yield Hole(node.name, after[node.name], context.rstrip(" "), schema, node.path, lenient)
     else:
         for number, (name, member) in enumerate(node.members.items()):
             key = f"{json.dumps(name, ensure_ascii=False)}: "
             yield ("{" if not number else ", ") + key
-            yield from _parts(member, f"{context}{{{key}", after, root)
+            yield from _parts(member, f"{context}{{{key}", after, root, lenient)
         yield "}"
 
 
@@ -194,7 +280,8 @@ def _leaf_schema(schema: Any, root: Any) -> str:
     if not isinstance(schema, dict):
         return text
     definitions = {name: root[name] for name in DEFINITIONS if '"$ref"' in text and name in root}
-    return json.dumps({**definitions, **{key: value for key, value in schema.items() if key != "x-after"}})
+    own = {key: value for key, value in schema.items() if key not in ("x-after", *DEFINITIONS)}
+    return json.dumps({**definitions, **own})
 
 
 def value_length(text: str) -> int | None:

@@ -335,11 +335,15 @@ def _read_biases(biases: Mapping[Any, Any]) -> dict[int, float]:
 
 def _read_template(template: Any) -> Template | None:
     """Return a template that is given as text, or as the JSON form of one."""
-    if isinstance(template, Mapping):
-        parts = template["parts"]
-        holes = [Hole(**part) if isinstance(part, Mapping) else part for part in parts]
-        return Template(holes, template["opening"])
-    return Template(template) if isinstance(template, str) else template
+    if template is None or isinstance(template, Template):
+        return template
+    if isinstance(template, str):
+        return Template(template)
+    try:
+        parts = [Hole(**part) if isinstance(part, Mapping) else part for part in template["parts"]]
+        return Template(parts, template["opening"])
+    except (KeyError, TypeError):
+        raise RequestError(f"template: expected a text or a Template, got {template!r:.80}") from None
 
 
 def _schema_text(name: str, schema: str | Mapping[str, Any] | None) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from aspd_jax.errors import RequestError
-from aspd_jax.fields import fields_template
+from aspd_jax.fields import complete_schema, fields_template
 from aspd_jax.template import Hole, Template
 from infer.answers.logprobs import likeliest
 from infer.engine import Engine, Prompt
@@ -34,7 +34,8 @@ class FieldReport:
         records: records in which serial mode gave it a value.
         cost: mean increase in the loss of its serial value when all siblings are hidden, in nats.
         differs: share of records in which parallel fields give another value.
-        after: fields that save at least half of the cost when the field sees them, the best first; proposed `x-after`.
+        after: fields before it that save at least half of the cost when the field sees them, the best first; proposed
+            `x-after`.
     """
 
     name: str
@@ -56,14 +57,13 @@ def field_reports(
         max_new_tokens: maximum tokens of an answer.
 
     Raises:
-        RequestError: the schema has no fields that can be decoded in parallel.
+        RequestError: the schema has no fields that can be decoded in parallel, or no answer has a value of each.
     """
     bare = _without_after(schema)
     template = fields_template(bare)
     if template is None:
         raise RequestError("json_schema: expected two or more fields that can be decoded in parallel, got fewer")
-    required = bare | {"required": list(bare["properties"])}
-    asked = SamplingParams(max_new_tokens=max_new_tokens, json_schema=required, seed=0)
+    asked = SamplingParams(max_new_tokens=max_new_tokens, json_schema=complete_schema(bare), seed=0)
     together = SamplingParams(max_new_tokens=max_new_tokens, json_schema=bare, fields="parallel", seed=0)
     serial = engine.generate(prompts, asked, "serial")
     parallel = engine.generate(prompts, together, "serial")
@@ -72,30 +72,32 @@ def field_reports(
         values, others = _values(one.text, template), _values(other.text, template)
         if values:
             records.append((one.prompt_token_ids, values, others))
+    if not records:
+        expected = f"at least one complete answer in {max_new_tokens} tokens"
+        raise RequestError(f"prompts: expected {expected}, got none of {len(prompts)}")
     return [_report(engine, template, hole, records) for hole in template.holes]
 
 
 def _report(
     engine: Engine, template: Template, hole: Hole, records: Sequence[tuple[list[int], dict[str, Any], dict[str, Any]]]
 ) -> FieldReport:
-    names = [other.name for other in template.holes if other.name != hole.name]
+    earlier = template.holes[: template.holes.index(hole)]  # what the serial value has seen; no cycle is proposed
     costs, differs = [], 0
-    gains: dict[str, list[float]] = {name: [] for name in names}
+    gains: dict[str, list[float]] = {other.name: [] for other in earlier}
     for prompt, values, others in records:
         differs += not equal(values[hole.name], others.get(hole.name))
         texts = {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
         before = template.fill({name: text for name, text in texts.items() if name != hole.name})
         hidden = _loss(engine, prompt, hole.context or "", texts[hole.name])
         costs.append(hidden - _loss(engine, prompt, before.rstrip(" "), texts[hole.name]))
-        for other in template.holes:
-            if other.name in gains:
-                shown = f"{other.context} {texts[other.name]},{hole.context}"
-                gains[other.name].append(hidden - _loss(engine, prompt, shown, texts[hole.name]))
-    cost = float(np.mean(costs)) if costs else 0.0
-    saved = {name: float(np.mean(values)) for name, values in gains.items() if values}
+        for other in earlier:
+            shown = f"{other.context} {texts[other.name]},{hole.context}"
+            gains[other.name].append(hidden - _loss(engine, prompt, shown, texts[hole.name]))
+    cost = float(np.mean(costs))
+    saved = {name: float(np.mean(values)) for name, values in gains.items()}
     best = sorted((name for name in saved if saved[name] >= MIN_SHARE * cost), key=lambda name: -saved[name])
     after = tuple(best[:3]) if cost >= MIN_COST else ()
-    return FieldReport(hole.name, len(records), cost, differs / max(1, len(records)), after)
+    return FieldReport(hole.name, len(records), cost, differs / len(records), after)
 
 
 def _loss(engine: Engine, prompt: Sequence[int], context: str, value: str) -> float:
@@ -131,7 +133,11 @@ def _without_after(schema: Any) -> Any:
 
 def field_table(reports: Sequence[FieldReport]) -> str:
     """Return the reports as a Markdown table."""
-    lines = ["| field | cost of hidden siblings, nats | values that differ | x-after |", "|---|---|---|---|"]
+    lines = [
+        "| field | records | cost of hidden siblings, nats | values that differ | x-after |",
+        "|---|---|---|---|---|",
+    ]
     for report in reports:
-        lines.append(f"| {report.name} | {report.cost:.2f} | {report.differs:.0%} | {', '.join(report.after) or '-'} |")
+        after = ", ".join(report.after) or "-"
+        lines.append(f"| {report.name} | {report.records} | {report.cost:.2f} | {report.differs:.0%} | {after} |")
     return "\n".join(lines)

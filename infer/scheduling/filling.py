@@ -66,6 +66,7 @@ class HoleState:
         complete: whether the value has ended by itself.
         emptied: whether the last token is not part of the text.
         cut: whether a budget ended the hole.
+        exhausted: whether the budget of the answer ended it.
     """
 
     def __init__(
@@ -73,12 +74,13 @@ class HoleState:
     ) -> None:
         self.hole, self._text, self._lead = start.hole, start.text, list(start.lead)
         self._ends, self._limit = ends, limit
-        schema = start.hole.schema
-        self._matcher = None if schema is None else schemas.matcher("grammar", value_grammar(schema))
+        grammar = None if self.hole.schema is None else value_grammar(self.hole.schema, self.hole.lenient)
+        self._matcher = None if grammar is None else schemas.matcher("grammar", grammar)
         self._ids: list[int] = []
         self._codec, self._stream = codec, codec.stream()
         self.length, self.sampled = 0, 0
-        self.value, self.growing, self.complete, self.emptied, self.cut = "", True, False, False, False
+        self.value, self.growing, self.complete, self.emptied = "", True, False, False
+        self.cut = self.exhausted = False
 
     def take(self, ids: Sequence[int] | np.ndarray) -> None:
         """Take the tokens of the branch so far, lead included."""
@@ -87,11 +89,21 @@ class HoleState:
         for token in new:
             self.length += 1
             if token in self._ends:
-                self.emptied = True
-                self._read(final=True)
-                self.cut = not self.complete or self.length >= self._limit
+                self.emptied, self.growing = True, False
             elif self.growing:
                 self._add([token])
+
+    def end(self, exhausted: bool) -> None:
+        """End the hole at the end of text, which a budget may have required.
+
+        Args:
+            exhausted: whether the budget of the answer permitted nothing else.
+        """
+        self._read(final=True)
+        self.exhausted = exhausted
+        self.cut = exhausted or not self.complete or self.length >= self._limit
+        # A number may have been cut between two digits.
+        self.complete &= not (exhausted or (self.cut and self.hole.schema is not None))
 
     def queue(self, limit: int) -> list[int]:
         """Return the known tokens that follow, at most `limit`, and take them."""
@@ -167,9 +179,13 @@ class Filling:
     def read(self, output: RequestOutput) -> RequestOutput:
         """Take the tokens of an answer; return it with the template as far as it is filled."""
         if output.open_branches:
+            grown = [state for state in self._begun[-1] if state.growing]
             for state, ids in zip(self._begun[-1], output.branch_ids, strict=False):
-                if state.growing:
+                if state in grown:
                     state.take(ids)
+            for state in grown:
+                if state.emptied and not state.complete:
+                    state.end(self._exhausted(state, grown))
         self._ended |= output.finish != RUNNING
         states = [state for block in self._begun for state in block]
         made = tuple(
@@ -210,9 +226,23 @@ class Filling:
         masks = {number: [state.mask(self._schemas.words)] for number, state in enumerate(states, 1)}
         return RowGuidance(masks, {}, known, branches=len(states))
 
+    def _exhausted(self, state: HoleState, grown: Sequence[HoleState]) -> bool:
+        """Return whether the budget of the answer required the end of a branch (`infer.decode.derived`).
+
+        Args:
+            state: branch that ended.
+            grown: branches of its block that grew until then.
+        """
+        block, own = self._begun[-1], state.length - 1
+        spent = sum(own if other in grown else min(other.length, own) for other in block)
+        open_branches = sum(other in grown or other.length > own for other in block)
+        left = self._request.budget - sum(other.length for earlier in self._begun[:-1] for other in earlier)
+        text = own + sum(other.length for other in block[: block.index(state)])
+        return left - spent < END_TOKENS * open_branches or text >= left
+
     def _finish(self, output: RequestOutput) -> int:
         """Return STOP or LENGTH if the answer ends after the current block, else RUNNING."""
-        if any(state.hole.schema is not None and not state.complete for state in self._begun[-1]):
+        if any((s.hole.schema is not None and not s.complete) or s.exhausted for s in self._begun[-1]):
             return LENGTH
         if len(self._begun) == len(self._blocks):
             return LENGTH if self._cut else STOP
@@ -270,7 +300,7 @@ def check_template(
     for hole in template.holes:
         if hole.schema is not None:
             try:
-                schemas.matcher("grammar", value_grammar(hole.schema))
+                schemas.matcher("grammar", value_grammar(hole.schema, hole.lenient))
             except RequestError as error:
                 raise RequestError(f"json_schema: {hole.name}: {error}") from None
     blocks = template_blocks(template, codec, config.max_branches)
@@ -284,8 +314,8 @@ def check_template(
         )
 
 
-def value_grammar(schema: str) -> str:
-    """Return the grammar of a JSON value of a schema and of the text after it."""
+def value_grammar(schema: str, lenient: bool = False) -> str:
+    """Return the grammar of a JSON value of a schema and of the text after it; for `lenient` see `json_rule`."""
     value: Any = json.loads(schema)
     value = {} if value is True else value
-    return f"{VALUE_GRAMMAR}{json_rule(value)}\n"
+    return f"{VALUE_GRAMMAR}{json_rule(value, lenient)}\n"

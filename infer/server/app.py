@@ -321,6 +321,8 @@ class _Server:
             params = replace(params, json_schema=None, fields="serial")
             parallel = (body.aspd.fields or self._config.fields) == "parallel"
             if parallel and calls.template is not None:
+                if body.stream and body.aspd.stream == "branches":  # a call is read in its order
+                    raise RequestError("aspd.stream: expected text for arguments in parallel, got branches")
                 return replace(params, template=calls.template)
             return replace(params, grammar=calls.grammar)
         if body.aspd.content is None:

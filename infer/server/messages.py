@@ -387,6 +387,8 @@ def check_calling(body: Common, format_field: str) -> None:
         return
     if body.aspd.content:
         raise fault("content: expected no tools beside it, or tool_choice: none, got tools", "aspd")
+    if body.aspd.template is not None:
+        raise fault("template: expected no tools beside it, or tool_choice: none, got tools", "aspd")
     if set(body.grammar) - {"json_schema"}:
         raise fault(f"expected no constraint but {format_field} beside tools, or tool_choice: none, got one", "tools")
 

@@ -144,12 +144,11 @@ class ToolCalls:
 
         In mode `auto` an answer is text up to the trigger of a call, which has to be completed.
         """
-        callable_ = [f for f in self.functions if self.choice.name in ("", f.name)]
         lines = [
             f"function_{number}: {self._literal(function.name + self._form.middle)} {arguments_rule(function)}"
-            for number, function in enumerate(callable_)
+            for number, function in enumerate(self._candidates)
         ]
-        lines.append("function: " + " | ".join(f"function_{number}" for number in range(len(callable_))))
+        lines.append("function: " + " | ".join(f"function_{number}" for number in range(len(self._candidates))))
         calls, end = "function", self._form.end
         if self.choice.parallel and self._form.between is not None:
             # The text between calls may begin as the end does, so that the grammar decides only after the common part.
@@ -162,15 +161,23 @@ class ToolCalls:
     def template(self) -> Template | None:
         """Return the template of a call whose arguments are decoded in parallel; None: `grammar` applies.
 
-        The function has to be known, and its arguments have to be divisible (`aspd_jax.fields`).
+        The answer has to be one call of a known function, whose arguments are divisible (`aspd_jax.fields`).
         """
-        function = next((f for f in self.functions if f.name == self.choice.name), None)
         before, end = self._form.begin.lstrip(), self._form.end
-        if function is None or self._codec.special.search(before + self._form.middle + end):
+        several = self.choice.parallel and self._form.between is not None
+        if self.choice.mode != "required" or several or len(self._candidates) != 1:
             return None
-        arguments = fields_template(function.schema)
+        if self._codec.special.search(before + self._form.middle + end):
+            return None
+        (function,) = self._candidates
+        arguments = fields_template(function.schema, lenient=not function.strict)
         opening = f"{before}{function.name}{self._form.middle}"
         return None if arguments is None else Template([opening, *arguments.parts, end], opening)
+
+    @property
+    def _candidates(self) -> list[Function]:
+        """Return the functions that may be called."""
+        return [function for function in self.functions if self.choice.name in ("", function.name)]
 
     def _start(self) -> list[str]:
         """Return the rules for the beginning of the answer."""

@@ -20,6 +20,7 @@ from aspd_jax import load_model
 from aspd_jax.formats import WHEELS
 from aspd_jax.structure import to_json
 from infer import Engine, Result, SamplingParams
+from infer.offline import terminal
 from tests.conftest import ROOT, shared, tiny_config, write_checkpoint
 from train.ablation_models import VARIANTS
 from train.tasks import problem
@@ -65,6 +66,45 @@ def test_generate_json(capsys: Any, tmp_path: Path, answer: Result) -> None:
     assert code == 0 and all(item["type"] == "serial" for item in json.loads(serial)["structure"])
 
 
+@pytest.mark.parametrize("kind", ["fields", "template"])
+def test_generate_fills_known_structure(capsys: Any, tmp_path: Path, kind: str) -> None:
+    """Check that the text is the engine's; negative control: serial fields have no branches."""
+    file, messages = tmp_path / "known", [{"role": "user", "content": PROBLEM.question}]
+    schema = {"properties": {"one": {"type": "boolean"}, "two": {"enum": ["a", "b"]}}}
+    text = json.dumps(schema) if kind == "fields" else "One:{one}\n\nTwo:{two after one}"
+    file.write_text(text)
+    words = ("--schema", str(file), "--fields", "parallel") if kind == "fields" else ("--template", str(file))
+    known: Any = {"json_schema": text, "fields": "parallel"} if kind == "fields" else {"template": text}
+    params = SamplingParams(max_new_tokens=120, max_branch_tokens=40, **known)
+    expected = Engine(load_model("demo")).generate([messages], params)[0]
+    budgets = ("--prompt", PROBLEM.question, "--max-new-tokens", "120", "--max-branch-tokens", "40")
+    assert run(capsys, "generate", *DEMO, *budgets, *words)[:2] == (0, expected.text + "\n")
+    assert run(capsys, "generate", *DEMO, *budgets, *words, "--stream")[:2] == (0, expected.text + "\n")
+    assert expected.stats.branches == 2 and expected.stats.blocks == 1 + (kind == "template")
+    if kind == "fields":
+        _, serial, _ = run(capsys, "generate", *DEMO, *budgets, *words[:2], "--json")
+        assert json.loads(serial)["stats"]["branches"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("One\nTwo: {a", "template: line 2, column 6: expected a hole or a double brace, got a single '{'"),
+        ("", "template: expected at least one hole"),
+        ("A:{a} B:{a}", "hole 'a': expected different names"),
+        ("A:{a after b} B:{b after a}", "do not depend on each other, got a, b"),
+        ("A:{a} <|para|>", "line 1, column 7: expected text, got the special token '<|para|>'"),
+        (None, "known: expected"),
+    ],
+)
+def test_bad_template_files_say_where(capsys: Any, tmp_path: Path, text: str | None, message: str) -> None:
+    file = tmp_path / "known"
+    if text is not None:
+        file.write_text(text)
+    code, out, err = run(capsys, "generate", *DEMO, "--prompt", "a", "--template", str(file))
+    assert code == 2 and out == "" and message in err and err.count("\n") == 1
+
+
 def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Result) -> None:
     text = json.dumps([{"role": "user", "content": PROBLEM.question}])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
@@ -82,6 +122,7 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["generate", *DEMO, "--prompt", "a", "--max-length", "1"], "aspd: max_length: expected at least 2, got 1"),
         (["generate", *DEMO, "--prompt", "a", "--instruction", "b"], "aspd: --instruction: expected --input, got none"),
         (["generate", "--messages", "none.json"], "none.json"),
+        (["generate", "--prompt", "a", "--fields", "parallel"], "--fields parallel: expected --schema, got none"),
         (["train", "none.yaml", "--output", "x"], "aspd: none.yaml: expected a YAML file, got none"),
         (["train", "configs/vicuna_7b.yaml", "stepps=3", "--plan"], "unknown key 'stepps'; did you mean 'steps'"),
         (["export", "nowhere", "--output", "x"], "aspd: nowhere: expected a training run"),
@@ -141,6 +182,43 @@ def test_demo_prints_plainly_without_a_terminal(capsys: Any) -> None:
         assert column in out
     assert out.count("adaptive") >= 2 and out.count("serial") >= 2
     assert out.count(PROBLEM.structure[0].text.strip().split("\n")[0]) == 2, "both modes say the same"
+
+
+def test_the_demo_begins_with_fields(capsys: Any, monkeypatch: Any) -> None:
+    """Check the order for a chat model, and what is shown; negative control: with questions there are no fields."""
+    shown: list[str] = []
+    monkeypatch.setattr(terminal, "demonstrate", lambda lm, questions, *_: shown.extend(questions))
+    monkeypatch.setattr(terminal, "demonstrate_fields", lambda *_: shown.append("fields"))
+    monkeypatch.setattr("aspd_jax.formats.EMBEDDED", {})
+    monkeypatch.setattr("aspd_jax.load_model", lambda *_, **__: None)
+    assert run(capsys, "demo", *DEMO)[0] == 0 and shown[0] == "fields" and len(shown) == 4
+    shown.clear()
+    assert run(capsys, "demo", *DEMO, "Why?")[0] == 0 and shown == ["Why?"]
+
+
+def test_the_record_of_the_demo_has_both_clocks(capsys: Any, monkeypatch: Any) -> None:
+    few = {"type": "object", "properties": {"rush": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}}}
+    monkeypatch.setattr(terminal, "RECORD_SCHEMA", few | {"required": ["rush", "kind"]})
+    terminal.demonstrate_fields(load_model("demo"), 512)
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    found = {row[1].strip(): (int(row[2]), float(row[3])) for row in rows if row[2].strip().isdigit()}
+    assert set(found) == {"parallel", "serial"} and 0 < found["parallel"][0] < found["serial"][0]
+    assert all(seconds > 0 for _, seconds in found.values())
+
+
+def test_data_fields(capsys: Any, tmp_path: Path) -> None:
+    """Check the table of the command, and that mistakes name the file."""
+    schema, file = tmp_path / "schema.json", tmp_path / "in.jsonl"
+    schema.write_text(json.dumps({"properties": {"one": {"type": "boolean"}, "two": {"enum": ["a", "b"]}}}))
+    file.write_text('{"prompt": "Hi"}\nx\n')
+    code, out, err = run(capsys, "data", "fields", str(schema), str(file), *DEMO)
+    assert code == 0 and [line.split("|")[1:3] for line in out.splitlines()[2:]] == [[" one ", " 1 "], [" two ", " 1 "]]
+    assert f"{file}, line 2: " in err
+    for text, message in (("{", "schema.json: expected JSON"), ("[]", "schema.json: expected a JSON schema"),
+                          ('{"type": "object"}', "json_schema: expected two or more fields")):  # fmt: skip
+        schema.write_text(text)
+        code, out, err = run(capsys, "data", "fields", str(schema), str(file), *DEMO)
+        assert code == 2 and out == "" and message in err
 
 
 def test_without_its_package_the_default_is_the_embedded_model(capsys: Any, monkeypatch: Any) -> None:

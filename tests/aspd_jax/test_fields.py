@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aspd_jax.errors import RequestError
-from aspd_jax.fields import fields_template, value_length
+from aspd_jax.fields import complete_schema, fields_template, value_length
 from aspd_jax.template import Hole, Template
 
 ORDER = {
@@ -113,6 +113,12 @@ def test_fields_of_a_schema() -> None:
         {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1},
         {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["c"]},
         {"type": "object", "properties": {"a": {}, "b": {}}, "patternProperties": {"x": {}}},
+        {"properties": {"a": {}, "b": {"type": "array", "items": {"$ref": "#"}}}},
+        {"properties": {"a": {}, "b": {"anyOf": [{"$ref": "#/properties/a"}]}}},
+        {"properties": {"a": {}, "b": {"$id": "other", "items": {"$ref": "#/$defs/A"}}}, "$defs": {"A": {}}},
+        {"properties": {"a": {}, "b": {}}, "required": 5},
+        {"properties": {"a": {}, "b": {}}, "required": [["a"]]},
+        {"properties": {"a": {}, "b": {}}, "allOf": 5},
     ],
 )
 def test_schemas_that_are_not_divided(schema: dict[str, Any]) -> None:
@@ -131,10 +137,93 @@ def test_x_after_names_fields() -> None:
     assert after("p") == after("b.p") == ("b.p",) and after("a") == ("a",)
     with pytest.raises(RequestError, match=r'b\.q: "x-after": unknown field \'z\'; expected one of p, q'):
         after("z")
-    with pytest.raises(RequestError, match=r"depend on each other"):
+    with pytest.raises(RequestError, match=r"^json_schema: .* depend on each other"):
         after("b")
+    for names in ("p", 5, [["p"]], {"p": 1}):
+        with pytest.raises(RequestError, match=r'^json_schema: b\.q: "x-after": expected a list of names of fields'):
+            fields_template(
+                {"properties": {"b": {"properties": {"p": {}, "q": {"x-after": names}}}}},
+            )
     with pytest.raises(RequestError, match=r"json_schema: a: expected a schema, because it is required, got false"):
         fields_template({"type": "object", "properties": {"a": False, "b": {}, "c": {}}, "required": ["a"]})
+
+
+@pytest.mark.parametrize(("name", "message"), [("z", "unknown field 'z'"), ("a", "depend on each other")])
+def test_x_after_is_checked_for_a_single_field_too(name: str, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^json_schema: .*{message}"):
+        fields_template({"properties": {"a": {"x-after": [name]}}})
+    assert fields_template({"properties": {"a": {}}}) is None
+
+
+def test_x_after_of_a_definition_applies_to_the_properties_that_refer_to_it() -> None:
+    later = {"type": "string", "x-after": ["a"]}
+    for schema in ({"$ref": "#/$defs/Later"}, {"allOf": [{"$ref": "#/$defs/Later"}], "title": "b"}, later):
+        template = fields_template({"properties": {"a": {}, "b": schema}, "$defs": {"Later": later}})
+        assert template is not None and [hole.after for hole in template.holes] == [(), ("a",)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"const": "x", "type": "string", "title": "T"}, '"x"'),
+        ({"enum": [None], "type": ["integer", "null"]}, "null"),
+        ({"const": 5, "type": "number"}, "5"),
+        ({"const": 5, "type": "string"}, None),
+        ({"const": True, "type": "integer"}, None),
+        ({"enum": ["long"], "maxLength": 2}, None),
+        ({"const": 1, "enum": [2]}, None),
+        ({"const": 1, "enum": [1, 2]}, None),
+        ({"enum": []}, None),
+    ],
+)
+def test_a_literal_value_fits_its_schema(schema: dict[str, Any], text: str | None) -> None:
+    """Check that other values are leaves, whose grammar permits or refuses them."""
+    template = fields_template({"properties": {"a": {}, "b": {}, "c": schema}})
+    assert template is not None and (len(template.holes) == 2) == (text is not None)
+    if text is not None:
+        jsonschema.validate(json.loads(text), schema)
+        assert template.fill({"a": "0", "b": "0"}) == f'{{"a": 0, "b": 0, "c": {text}}}'
+
+
+def test_definitions_within_a_leaf_hide_none_of_the_schema() -> None:
+    """Check that `#/$defs/A` of a leaf is that of the whole schema."""
+    leaf = {"type": "array", "items": {"$ref": "#/$defs/A"}, "$defs": {"A": {"type": "null"}}}
+    schema = {"properties": {"a": leaf, "b": {}}, "$defs": {"A": {"type": "integer"}}}
+    template = fields_template(schema)
+    assert template is not None
+    own = json.loads(template.holes[0].schema or "")
+    for value, fits in (([1], True), ([None], False)):
+        assert jsonschema.Draft202012Validator(schema).is_valid({"a": value}) == fits
+        assert jsonschema.Draft202012Validator(own).is_valid(value) == fits
+
+
+def test_definitions_that_multiply_are_refused() -> None:
+    """Check that 40 definitions with 2 ** 40 leaves are refused at once; a few are divided."""
+
+    def doubled(levels: int) -> dict[str, Any]:
+        two = {
+            f"D{n}": {"properties": {k: {"$ref": f"#/$defs/D{n + 1}"} for k in "ab"}} if n < levels else {}
+            for n in range(levels + 1)
+        }
+        return {"$ref": "#/$defs/D0", "$defs": two}
+
+    template = fields_template(doubled(5))
+    assert template is not None and len(template.holes) == 32
+    with pytest.raises(RequestError, match=r"^json_schema: (a\.)+a.*: expected at most 2048 values, got more"):
+        fields_template(doubled(30))
+
+
+def test_a_complete_schema_requires_what_fields_write() -> None:
+    complete = complete_schema(ORDER)
+    value = {
+        "name": "n", "address": {"street": "s", "zip": 1}, "kind": "order", "reason": "r",
+        "next": {"value": 1, "below": {}},
+    }  # fmt: skip
+    jsonschema.validate(value, ORDER)
+    jsonschema.validate(value, complete)
+    for short in ({**value, "address": {"street": "s"}}, {"name": "n"}):
+        jsonschema.validate(short, ORDER)
+        assert not jsonschema.Draft202012Validator(complete).is_valid(short)
 
 
 LEAVES: dict[str, tuple[dict[str, Any], st.SearchStrategy[Any]]] = {

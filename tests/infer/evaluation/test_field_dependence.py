@@ -11,6 +11,7 @@ import pytest
 import infer.evaluation.field_dependence
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
+from aspd_jax.fields import fields_template
 from infer import Engine
 from infer.evaluation.extraction import equal, read_tasks
 from infer.evaluation.field_dependence import field_reports, field_table
@@ -42,7 +43,35 @@ def test_a_field_that_needs_another_is_found(engine: Engine, monkeypatch: pytest
     assert reports["c"].after == ("a",) and reports["c"].cost > 9
     assert reports["a"].after == reports["b"].after == () and reports["a"].cost == 0
     assert all(report.records == 2 and 0 <= report.differs <= 1 for report in reports.values())
-    assert "| c |" in field_table(list(reports.values()))
+    assert "| c | 2 |" in field_table(list(reports.values()))
+
+
+def test_only_earlier_fields_are_proposed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model for which every field costs less after any other: the proposal has no cycle, and can be applied."""
+    decode = engine.lm.codec.text.decode
+
+    def made_up(lm: Any, config: Any, ids: np.ndarray, adapter: int) -> tuple[np.ndarray, None, None]:
+        return np.full(len(ids), -9.0 / max(1, decode(ids).count('":'))), None, None
+
+    monkeypatch.setattr(infer.evaluation.field_dependence, "likeliest", made_up)
+    reports = field_reports(engine, SCHEMA, ["Hi"], 300)
+    assert [set(report.after) for report in reports] == [set(), {"a"}, {"a", "b"}]
+    fields = {report.name: {**WORD, "x-after": list(report.after)} for report in reports}
+    assert fields_template(record(**fields)) is not None
+
+
+def test_optional_properties_of_nested_objects_are_reported(engine: Engine) -> None:
+    """Check that serial answers have every field that parallel ones write, also behind a reference."""
+    inner = {"type": "object", "properties": {"a": WORD, "b": {"type": "boolean"}}}
+    schema = {"$ref": "#/$defs/Outer", "$defs": {"Outer": {"properties": {"inner": inner, "c": WORD}}}}
+    reports = field_reports(engine, schema, ["Hi", "Say it:"], 300)
+    assert [(report.name, report.records) for report in reports] == [("inner.a", 2), ("inner.b", 2), ("c", 2)]
+
+
+def test_answers_without_values_are_no_report(engine: Engine) -> None:
+    for prompts, limit in (([], 300), (["Hi"], 40)):
+        with pytest.raises(RequestError, match="prompts: expected at least one complete answer"):
+            field_reports(engine, LATER, prompts, limit)
 
 
 def test_costs_of_the_model_itself(engine: Engine) -> None:

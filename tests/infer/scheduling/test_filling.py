@@ -273,6 +273,42 @@ def test_budgets_cut_and_say_so(engine: Engine) -> None:
     assert refused and cut
 
 
+NUMBERS = record(a={"type": "integer", "minimum": 0}, b={"type": "number", "x-after": ["a"]}, c={"type": "integer"})
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_content_tokens", "max_branch_tokens"])
+@pytest.mark.parametrize(
+    "asked",
+    [{"json_schema": NUMBERS, "fields": "parallel"}, {"template": "A:{a}\n\nB:{b after a}."}],
+    ids=["numbers", "text"],
+)
+def test_a_value_that_a_budget_cuts_does_not_end_with_stop(engine: Engine, name: str, asked: dict[str, Any]) -> None:
+    """Check that the beginning of a number, or of free text, is never returned as a whole one."""
+    whole = engine.generate([PROMPT], params(**{"max_branch_tokens": 40, "max_new_tokens": 120} | asked))[0]
+    cut = 0
+    for limit in range(3, 44):
+        try:
+            limited = params(**{"max_branch_tokens": 40, "max_new_tokens": 120} | asked | {name: limit})
+            result = engine.generate([PROMPT], limited)[0]
+        except RequestError:
+            continue
+        shorter = result.text != whole.text
+        cut += shorter
+        assert result.finish_reason == "length" or not shorter, (limit, result.text, whole.text)
+        assert whole.text.startswith(result.text) or (name == "max_branch_tokens" and "template" in asked)
+    assert cut
+
+
+def test_a_schema_that_refers_to_itself_is_decoded_as_a_whole(engine: Engine) -> None:
+    """Check that `#` keeps its meaning, which it would lose in a leaf (negative control)."""
+    below = {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}
+    tree = record(value={"type": "integer", "maximum": 9}, name=WORD, below=below)
+    result = engine.generate([PROMPT], params(json_schema=tree, fields="parallel", max_new_tokens=450))[0]
+    assert result.stats.branches == 0 and (result.finish_reason == "length" or valid(result.text, tree))
+    assert valid('{"value": 1, "name": "", "below": []}', tree)
+    assert not valid('{"value": 1, "name": "", "below": [[]]}', tree)
+
+
 def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> None:
     result = engine.generate(["Hi"], params(template="A:{a}\nB: {b}.", max_branch_tokens=30, temperature=0.0))[0]
     (block, end) = result.structure
@@ -286,6 +322,10 @@ def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> Non
         ({"fields": "parallel"}, "json_schema: expected a schema"),
         ({"fields": "both", "json_schema": SCHEMA}, "fields"),
         ({"template": "none"}, "at least one hole"),
+        ({"template": 5}, "template: expected a text or a Template, got 5"),
+        ({"template": {"a": 1}}, "template: expected a text or a Template, got {'a': 1}"),
+        ({"template": "A:{a} B:{a}"}, "hole 'a': expected different names, got this one 2 times"),
+        ({"template": "A:{a after b} B:{b after a}"}, "template: expected holes that do not depend on each other"),
         ({"template": "{a} {b}"}, "hole 'a': expected literal text before it"),
         ({"template": "A:{a}{b}"}, "hole 'b': expected literal text before it"),
         ({"template": "x\ny <|para|> A:{a}"}, r"line 2, column 3: expected text, got the special token '<\|para\|>'"),
@@ -297,6 +337,11 @@ def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> Non
         ({"json_schema": record(a={**WORD, "x-after": ["b"]}, b={**WORD, "x-after": ["a"]}), "fields": "parallel"},
          "depend on each other"),
         ({"json_schema": record(a=False, b=WORD, c=WORD), "fields": "parallel"}, "a: expected a schema"),
+        ({"json_schema": {"properties": {"a": {"type": "integer", "minimum": 2, "maximum": 1}, "b": WORD, "c": WORD}},
+          "fields": "parallel"}, "json_schema: a: "),
+        ({"json_schema": {"properties": {"a": {"type": "integer", "const": "x"}, "b": WORD, "c": WORD}},
+          "fields": "parallel"}, "json_schema: a: "),
+        ({"json_schema": record(**{"<|para|>": WORD, "b": WORD}), "fields": "parallel"}, r"special token '<\|para\|>'"),
     ],
 )  # fmt: skip
 def test_requests_that_are_refused(engine: Engine, changes: dict[str, Any], message: str) -> None:

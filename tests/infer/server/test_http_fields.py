@@ -30,6 +30,15 @@ def client(lm: LanguageModel) -> Iterator[TestClient]:
         yield client
 
 
+TOOL = {"type": "function", "function": {"name": "order", "parameters": LATER}}
+
+
+def wrong(field: dict[str, Any]) -> dict[str, Any]:
+    """Return the response format of an object with this optional field and two others."""
+    schema = {"type": "object", "properties": {"a": field, "b": {"type": "string"}, "c": {"type": "string"}}}
+    return {"type": "json_schema", "json_schema": {"name": "wrong", "schema": schema}}
+
+
 def ask(client: TestClient, **more: Any) -> Any:
     return client.post("/v1/chat/completions", json=BODY | more)
 
@@ -74,9 +83,10 @@ def test_templates(client: TestClient) -> None:
 
 def test_arguments_of_a_named_function() -> None:
     """Check with the embedded model, because the description of a tool needs a longer context."""
-    tool = {"type": "function", "function": {"name": "order", "parameters": LATER}}
+    tool: dict[str, Any] = TOOL
     named = {"type": "function", "function": {"name": "order"}}
     asked: dict[str, Any] = {"tools": [tool], "tool_choice": named}
+    once = asked | {"tool_choice": "required", "parallel_tool_calls": False}
     engine = Engine(load_model("demo"), max_length=2048, max_batch=1)
     with TestClient(make_app(engine, ServerConfig(name="m", max_new_tokens=300, warm_up="none"))) as client:
         for fields, branches in (("parallel", 4), ("serial", 0)):
@@ -85,7 +95,16 @@ def test_arguments_of_a_named_function() -> None:
             assert call["function"]["name"] == "order" and valid(call["function"]["arguments"], LATER)
             assert reply["choices"][0]["finish_reason"] == "tool_calls"
             assert reply["aspd"][0]["statistics"]["branches"] == branches
+            single = ask(client, **once, aspd={"fields": fields, "statistics": True}).json()
+            assert single["choices"][0]["message"]["tool_calls"][0]["function"] == call["function"]
+            assert single["aspd"][0]["statistics"]["branches"] == branches
+        other = tool | {"function": tool["function"] | {"name": "refund"}}
+        for more in ({"parallel_tool_calls": True}, {"tools": [tool, other]}, {"tool_choice": "auto"}):
+            reply = ask(client, **once | more, aspd={"fields": "parallel", "statistics": True}).json()
+            assert reply["aspd"][0]["statistics"]["branches"] == 0, "the number of calls or the function is not known"
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks(client, **asked, aspd={"fields": "parallel"})]
+        refused = ask(client, **asked, stream=True, aspd={"fields": "parallel", "stream": "branches"})
+        assert refused.status_code == 400 and "aspd.stream: expected text" in refused.json()["error"]["message"]
     calls = [delta["tool_calls"][0]["function"] for delta in deltas if "tool_calls" in delta]
     assert calls[0]["name"] == "order" and valid("".join(call["arguments"] for call in calls), LATER)
 
@@ -110,6 +129,19 @@ def test_the_default_of_the_server(lm: LanguageModel) -> None:
         ({"aspd": {"template": "A:{a}"}, "response_format": FORMAT}, "template"),
         ({"aspd": {"template": "A:{a}"}, "logprobs": True}, "logprobs: expected none with a template"),
         ({"aspd": {"template": "A:{a}"}, "max_tokens": 1}, "template: expected a budget"),
+        ({"aspd": {"template": "A:{a} B:{a}"}}, "hole 'a': expected different names"),
+        ({"aspd": {"template": "A:{a after b} B:{b after a}"}}, "do not depend on each other, got a, b"),
+        ({"aspd": {"template": "no hole"}}, "template: expected at least one hole"),
+        ({"aspd": {"template": "A:<|para|>{a}"}}, "line 1, column 3: expected text, got the special token"),
+        ({"aspd": {"fields": "parallel"}, "response_format": wrong({"x-after": ["z"]})}, 'a: "x-after": unknown field'),
+        ({"aspd": {"fields": "parallel"}, "response_format": wrong({"x-after": ["a"]})}, "do not depend on each other"),
+        ({"aspd": {"fields": "parallel"}, "response_format": wrong({"x-after": 5})}, 'a: "x-after": expected a list'),
+        ({"aspd": {"fields": "parallel"}, "response_format": wrong({"const": 5, "type": "null"})}, "json_schema: a: "),
+        ({"aspd": {"template": "A:{a}"}, "tools": [TOOL]}, "template: expected no tools beside it"),
+        (
+            {"aspd": {"template": "A:{a}", "fields": "parallel"}, "tools": [TOOL], "tool_choice": "required"},
+            "template: expected no tools beside it",
+        ),
     ],
 )
 def test_requests_that_are_refused(client: TestClient, fields: dict[str, Any], message: str) -> None:

@@ -19,6 +19,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import HERMES, ID, ToolFormat, read_tool_format
 from infer import Engine
+from infer.scheduling.filling import value_grammar
 from infer.server.tool_calls import CallReader, Function, Piece, ToolCalls, ToolChoice, check_schemas
 from tests.aspd_jax.test_tokens import byte_level
 from tests.helpers import tool_templates as templates
@@ -209,6 +210,39 @@ def test_schemas_of_arguments() -> None:
     ):
         with pytest.raises(RequestError, match=r"^tools\[1\].parameters: "):
             check_schemas([FUNCTIONS[0], function], "tools[{}].parameters")
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama", "mistral"])
+def test_the_template_of_one_call(name: str) -> None:
+    """Check which answers are one call of a known function; only their arguments are decoded in parallel."""
+    several = parts(name)[0].between is not None
+    for functions, choice, known in (
+        (FUNCTIONS, ToolChoice("required", "price", False), True),
+        (FUNCTIONS[:1], ToolChoice("required", "", False), True),
+        (FUNCTIONS[:1], ToolChoice("required", "", True), not several),
+        (FUNCTIONS[:1], ToolChoice("auto", "", False), False),
+        (FUNCTIONS, ToolChoice("required", "", False), False),
+        (FUNCTIONS, ToolChoice("required", "price_all", False), False),
+    ):
+        calls = tool_calls(name, choice, functions=functions)
+        if name == "mistral":  # its calls have special tokens
+            assert calls.template is None
+            continue
+        assert (calls.template is not None) == known, (functions, choice)
+        if calls.template is not None:
+            filled = calls.template.fill({"good": "true", "kind": '"pen"'})
+            assert filled == written(name, GOOD) and accepts(name, calls, filled)
+
+
+def test_unsupported_keywords_in_parallel() -> None:
+    """Check that they are ignored where they are ignored serially, and kept with `strict`."""
+    several = {"properties": {"a": {"type": "array", "uniqueItems": True}, "b": {}}}
+    for strict in (False, True):
+        functions = [Function("f", "", several, strict)]
+        template = tool_calls("qwen", ToolChoice("required", "f", False), functions=functions).template
+        assert template is not None
+        grammar = value_grammar(template.holes[0].schema or "", template.holes[0].lenient)
+        assert bool(LLMatcher.validate_grammar(grammar_from("grammar", grammar))) == strict
 
 
 def test_formats_without_text() -> None:
