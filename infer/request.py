@@ -252,7 +252,7 @@ class SamplingParams:
         "serial", "`parallel`: decode the fields of `json_schema` in parallel (protocol, section 5)"
     )
     template: Template | str | None = _library_parameter(
-        None, "literal text with holes, which the model fills in parallel (`aspd_jax.template.Template`)"
+        None, "literal text with holes, which the model fills in parallel (`aspd_jax.Template`)"
     )
     branch_schema: str | Mapping[str, Any] | None = _library_parameter(
         None, "JSON schema of the text of every branch, which is one JSON value"

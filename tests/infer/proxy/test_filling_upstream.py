@@ -381,6 +381,13 @@ def test_a_client_that_goes_ends_its_requests(stream: bool, proxy: str, upstream
             },
             "depend on each other",
         ),
+        (
+            {
+                "response_format": format_of(record(a=WORD, b={**WORD, "x-after": ["c"]})),
+                "aspd": {"fields": "parallel"},
+            },
+            "unknown field 'c'; expected one of a, b",
+        ),
         ({"structured_outputs": {"regex": "a+"}}, "structured_outputs: not supported by the proxy"),
     ],
 )
