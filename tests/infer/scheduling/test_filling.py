@@ -143,7 +143,9 @@ def test_long_leads_are_fed_in_parts(engine: Engine) -> None:
     """Check that a lead longer than the queue of a segment is fed in several steps, without other changes."""
     long = "The following is a long heading that has far more tokens than a title may have, " * 3
     template = Template(f"{long}\n\n{long}A:{{a}}\n\nB:{{b}}")
-    result = engine.generate(["Hi"], params(template=template, temperature=0.0, max_branch_tokens=250))[0]
+    result = engine.generate(
+        ["Hi"], params(template=template, temperature=0.0, max_new_tokens=360, max_branch_tokens=170)
+    )[0]
     short = Template([*template.parts])
     assert template == short and result.text.startswith(f"{long}\n\n{long}A:")
     prompt = [*engine.lm.codec.text.encode("Hi"), *engine.lm.codec.text.encode(template.opening)]
