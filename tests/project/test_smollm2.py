@@ -78,7 +78,7 @@ def test_the_shipped_adapter_and_its_draft_heads(questions: int) -> None:
         lm = load_model("smollm2-aspd")
     except CheckpointError as error:
         pytest.skip(str(error))
-    engine = Engine(lm, max_length=512, max_batch=2, drafts="heads", force_drafts=True)
+    engine = Engine(lm, max_length=512, max_batch=1, drafts="heads", force_drafts=True)
     params = SamplingParams(repetition_penalty=1.1, max_new_tokens=448, max_content_tokens=160)
     asked = LISTS[:questions] + OTHERS[:questions]
     prompts = [[{"role": "user", "content": question}] for question in asked]
