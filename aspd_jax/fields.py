@@ -85,7 +85,7 @@ def fields_template(schema: str | Mapping[str, Any], lenient: bool = False) -> T
     if repeated := next((name for name in leaves if leaves.count(name) > 1), None):
         raise RequestError(f"json_schema: expected fields with different paths, got two with {repeated!r}")
     parts = list(_parts(tree, "", _dependencies(tree), root, lenient))
-    try:
+    try:  # a schema with one leaf is decoded serially, and checked, too
         template = Template(parts)
     except RequestError as error:
         raise RequestError(f"json_schema: {error}") from None

@@ -106,17 +106,13 @@ def process_all(work: Work, store: Store, workers: int, ray: RayOptions | None =
         (work.config, work.source, work.shard, work.prompts, work.unanswered),
     )
     try:
-        waiting: deque[Future[None]] = deque()
-        files: deque[Path] = deque()
+        waiting: deque[Future[Path]] = deque()
         for number, part in enumerate(parts):
-            files.append(Path(results.name, str(number)))
-            waiting.append(pool.submit(_process, part, files[-1]))
+            waiting.append(pool.submit(_process, part, Path(results.name, str(number))))
             if len(waiting) == AHEAD * workers:
-                waiting.popleft().result()
-                yield _read(files.popleft())
-        for future, file in zip(waiting, files, strict=True):
-            future.result()
-            yield _read(file)
+                yield _read(waiting.popleft().result())
+        while waiting:
+            yield _read(waiting.popleft().result())
     except BrokenProcessPool:
         raise RequestError(
             "--workers: expected running worker processes, got one that was killed or ran out of memory. "
@@ -176,8 +172,9 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _process(part: Part, file: Path) -> None:
+def _process(part: Part, file: Path) -> Path:
     file.write_bytes(pickle.dumps(process(_work, part), pickle.HIGHEST_PROTOCOL))
+    return file
 
 
 def _read(file: Path) -> Processed:
