@@ -193,7 +193,7 @@ def test_any_schema_gives_valid_json(count: int, engine: Engine) -> None:
     """Check random schemas with nested objects, optional properties and dependencies."""
     draw = random.Random(0)
     schemas = [random_schema(draw) for _ in range(count)]
-    asked = [params(json_schema=s, fields="parallel", seed=n, max_new_tokens=420) for n, s in enumerate(schemas)]
+    asked = [params(json_schema=s, fields="parallel", seed=n, max_new_tokens=480) for n, s in enumerate(schemas)]
     results = engine.generate([PROMPT] * len(asked), asked)
     ended = [(r, s) for r, s in zip(results, schemas, strict=True) if r.finish_reason == "stop"]
     assert len(ended) > 0.9 * count
