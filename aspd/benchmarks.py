@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,10 @@ def add(commands: Any) -> None:
         metavar="NxT",
         help="number of branches x tokens of a branch",
     )
+    decode.add_argument(
+        "--decode-attention", choices=("decode", "flash_decode"), default="decode",
+        help="attention of steps over the cache: plain XLA, or the kernel for GPU and TPU (default: decode)",
+    )  # fmt: skip
     decode.add_argument("--plot", type=Path, metavar="FILE", help="file of a plot (.svg, .png, .pdf)")
 
     served = kinds.add_parser("serve", help="a server under load, in serial and in adaptive mode")
@@ -131,6 +135,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
 
     from aspd_jax import load_model
     from aspd_jax.language_model import as_int8
+    from aspd_jax.model.transformer import Transformer
     from aspd_jax.shapes import benchmark_model
     from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times, published_speeds, transformers_time
     from infer.bench.step_times import copy_bandwidth, logit_error, measure_steps, peak_bytes, step_table
@@ -145,6 +150,8 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         lm = load_model(options.model, options.dtype, adapter=options.adapter)
     else:
         lm = benchmark_model(options.shape, options.dtype)
+    config = replace(lm.config, decode_attention=options.decode_attention)
+    lm = replace(lm, config=config, model=Transformer(config))
     if options.weights == "int8":
         exact, lm = lm, as_int8(lm)
         error = logit_error(exact, lm)
@@ -165,11 +172,13 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         """Write the results so far; an interrupted benchmark keeps them."""
         if options.json is not None:
             record = {"model": name, "dtype": options.dtype, "weights": options.weights, "where": machine}
+            record |= {"decode_attention": options.decode_attention}
             record |= {"copy_bandwidth": copied, "repeats": options.repeats, "peak_bytes": peak_bytes(), "runs": runs}
             write_whole(options.json, json.dumps(record, indent=1))
 
     for context in options.context:
-        title = f"{name}, {options.dtype}, context {context}; {machine}; copy {copied / 1e9:.1f} GB/s"
+        title = f"{name}, {options.dtype}, {options.decode_attention}, context {context}; {machine}"
+        title += f"; copy {copied / 1e9:.1f} GB/s"
         print(f"{title}\n")
         timed = measure_steps([lm, *with_slots], options.widths, context, options.repeats) if options.widths else [[]]
         times = timed[0]
@@ -302,7 +311,6 @@ def run_bench_serve(options: argparse.Namespace) -> None:
     """Run `aspd bench serve`."""
     import asyncio
     import os
-    from dataclasses import replace
     from functools import partial
     from itertools import count, islice
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests and then the benchmarks on an accelerator.
-#   tests/accelerator.sh FOLDER [step…]     # steps, all by default: tests demo widths answers context batch int8 train serve
+#   tests/accelerator.sh FOLDER [step…]     # steps, all by default: kernels tests demo widths flash answers context batch int8 train serve
 # Write logs, tables, JSON, plots and the printed summary to FOLDER. A step that fails, or takes more than LIMIT seconds
 # (300), does not stop later steps. PYTHON (python3) has jax[cuda13] or jax[tpu] and the packages of requirements.txt;
 # SHAPE (7b) and DTYPE (bfloat16) select the random model. ANY_DEVICE=1 tests the script itself on a CPU.
@@ -10,7 +10,7 @@ mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 shift
 steps=("$@")
-[ $# -gt 0 ] || steps=(tests demo widths answers context batch int8 train serve)
+[ $# -gt 0 ] || steps=(kernels tests demo widths flash answers context batch int8 train serve)
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 model=(--shape "${SHAPE:-7b}" --dtype "${DTYPE:-bfloat16}")
@@ -45,6 +45,8 @@ decode() { # name, options…
   echo "$device; $(git rev-parse --short HEAD 2> /dev/null)"
   for name in "${steps[@]}"; do
     case $name in
+      kernels) step kernels env JAX_PLATFORMS="$platform" XLA_PYTHON_CLIENT_PREALLOCATE=false \
+        "$python" -m pytest -q --numprocesses="$workers" tests/aspd_jax/model/test_kernels_on_device.py ;;
       # Exact comparisons require exact products. Tests that need several devices or start processes are omitted.
       tests) step tests env JAX_PLATFORMS="$platform" JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
         "$python" -m pytest -q --numprocesses="$workers" -m "not slow and not several" tests/aspd_jax/model/test_model.py tests/infer/scheduling/test_replay.py \
@@ -52,6 +54,7 @@ decode() { # name, options…
         tests/infer/decode/test_training_free.py tests/train/test_train_step.py ;;
       demo) step demo "$python" -m aspd demo ;;
       widths) decode widths --context 2048 --widths 1 2 4 8 16 --answers ;;
+      flash) decode flash --decode-attention flash_decode --context 2048 --widths 1 2 4 8 16 --answers ;;
       # torch, if installed, needs memory for the same model.
       answers) XLA_PYTHON_CLIENT_MEM_FRACTION=0.7 decode answers --repeats 5 --context 2048 --widths 1 --answers 2x240 4x120 8x60 16x60 ;;
       context) decode context --context 128 8192 32768 --widths 1 16 --answers --repeats 5 ;;
