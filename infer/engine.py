@@ -351,6 +351,9 @@ class Engine:
             raise RequestError("stop: expected a model with a tokenizer, got one without.")
         if params.branch_schema and self.text_tags is not None:
             raise RequestError("branch_schema: expected a model whose tags are special tokens, got text_tags.")
+        if params.fork_bias and self.config.special.title_start < 0:
+            got = "one without" if self.text_tags is None else "text_tags"
+            raise RequestError(f"fork_bias: expected a model whose tags are special tokens, got {got}.")
         if params.answer_grammar or params.branch_schema:
             self._schemas.constraint(params, params.max_new_tokens)  # reports errors before anything is decoded
         ids = self.encode(prompt, mode)

@@ -214,6 +214,10 @@ class SamplingParams:
         {}, "added to the logit of a token id, wherever the grammar permits the token", Bounds(ge=-100, le=100),
         yaml=None, device=False,
     )  # fmt: skip
+    fork_bias: float = _parameter(
+        0.0, "added to the logit of the tag that opens a block; positive: more answers fork", Bounds(ge=-100, le=100),
+        device=False,
+    )  # fmt: skip
     min_tokens: int = _parameter(
         0, "minimum tokens of plain text before the model may end the answer; branches may end earlier",
         Bounds(ge=0, lt=INT32),
@@ -302,6 +306,12 @@ class SamplingParams:
             if value := getattr(self, name):
                 return name, json.dumps(value) if name == "choices" else value
         return None
+
+    def biases(self, title_start: int) -> dict[int, float]:
+        """Return the numbers to add to the logits of token ids, `fork_bias` for `title_start` included."""
+        if not self.fork_bias:
+            return dict(self.logit_bias)
+        return {**self.logit_bias, title_start: self.logit_bias.get(title_start, 0.0) + self.fork_bias}
 
     def saying(self, tokens: Sequence[int]) -> SamplingParams:
         """Return these parameters for an answer in serial mode that consists of `tokens`, the end included."""

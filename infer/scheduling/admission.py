@@ -102,13 +102,14 @@ def admit_request(
         return np.pad(rest, (0, size - rest.size))
 
     params = request.params
+    biases = params.biases(config.special.title_start)
     script = np.asarray([token for segment in params.script for token in segment], np.int32)
     lengths = [*map(len, params.script), *[0] * (1 + config.max_branches - len(params.script))]
     arrays: dict[str, Any] = {
         "adaptive": np.bool_(request.mode == "adaptive"),
         "constrained": np.bool_(request.constrained),
         "seed": np.uint32(request.seed),
-        "biased": np.bool_(params.logit_bias),
+        "biased": np.bool_(biases),
         "adapter": np.int32(adapter),
         "script": np.pad(script, (0, state.cache.tokens.shape[1] - script.size)),
         "script_end": np.cumsum(lengths, dtype=np.int32),
@@ -134,8 +135,8 @@ def admit_request(
         templated=np.bool_(request.template is not None),
         **{name: np.int32(value) for name, value in numbers.items()},
     )
-    if params.logit_bias:
+    if biases:
         bias = np.zeros(state.bias.shape[1], np.float32)
-        bias[list(params.logit_bias)] = list(params.logit_bias.values())
+        bias[list(biases)] = list(biases.values())
         state = put_bias(state, np.int32(row), bias, config)
     return admit(state, new, config)

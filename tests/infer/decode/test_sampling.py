@@ -320,6 +320,10 @@ def test_a_bias_chooses_the_structure(engine: Engine) -> None:
     forks, serial = engine.generate([[1, 2, 3]] * 2, params)
     assert forks.stats.blocks > 0 and forks.token_ids[0] == start
     assert serial.stats.blocks == 0
+    named = [replace(one, logit_bias={}, fork_bias=bias) for one, bias in zip(params, (100, -100), strict=True)]
+    named += [replace(params[0], fork_bias=-100), replace(params[0], logit_bias={})]  # the two biases add up
+    again = [result.token_ids for result in engine.generate([[1, 2, 3]] * 4, named)]
+    assert again[:2] == [forks.token_ids, serial.token_ids] and again[2] == again[3]
     short = [SamplingParams(temperature=1.0, seed=seed, logit_bias={0: 3.0, start: 3.0}) for seed in range(6)]
     long = [replace(params, min_tokens=12) for params in short]
     sizes = [

@@ -240,6 +240,8 @@ def test_mistakes_are_named(bare_lm: LanguageModel, free: Engine) -> None:
         Engine(bare_lm, text_tags=TAGS)
     with pytest.raises(RequestError, match="special tokens"):
         free.replay([1], [2])
+    with pytest.raises(RequestError, match="fork_bias: expected a model whose tags are special tokens, got text_tags"):
+        free.generate([[1]], SamplingParams(fork_bias=1.0))
 
 
 @pytest.fixture(scope="module")
