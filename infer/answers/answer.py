@@ -115,7 +115,8 @@ class RequestOutput:
         cached_tokens, cached_layout: tokens in the cache, prompt included, and their layout, [T] by slot.
         drafted, accepted: number of draft tokens, and of accepted ones.
         discarded: number of tokens of titles that repeated another.
-        cut: whether the budget ended a branch.
+        cut: whether `max_branch_tokens` ended a branch.
+        exhausted: numbers, from 1, of the branches of the current or last block that the budget of the answer ended.
         branch_ids: tokens of each branch of the current block, leads included (templates only).
         drafts: draft tokens of each branch, [N, D]; the first are those of the serial segment outside blocks; -1: none.
         block_ready: whether the next block may begin (templates only).
@@ -134,6 +135,7 @@ class RequestOutput:
     accepted: int = 0
     discarded: int = 0
     cut: bool = False
+    exhausted: frozenset[int] = frozenset()
     branch_ids: tuple[np.ndarray, ...] = ()
     drafts: np.ndarray = field(default_factory=lambda: NO_DRAFTS)
     block_ready: bool = False
@@ -232,11 +234,12 @@ def _output(
         accepted=int(s.counters.accepted[index]),
         discarded=int(s.counters.discarded[index]),
         cut=bool(s.budget.cut[index]),
+        exhausted=frozenset((np.flatnonzero(s.budget.exhausted[index]) + 1).tolist()),
         branch_ids=branch_ids,
         drafts=np.asarray(s.draft[index]),
         block_ready=phase == HELD,
     )
-    return _limited_output(output, config, limit, int(s.budget.cut_branch[index]), reader is None)
+    return _limited_output(output, config, limit, reader is None)
 
 
 def _items(
@@ -263,14 +266,14 @@ def _items(
     return ids, split(whole, special, config.form)
 
 
-def shortened(items: Sequence[ItemIds], limit: int, cut_branch: int = 0) -> tuple[ItemIds, ...]:
+def shortened(items: Sequence[ItemIds], limit: int, last_branch: int = 0) -> tuple[ItemIds, ...]:
     """Return the items up to a number of tokens of plain text in reading order; what follows them is left out.
 
     Later branches of the last block are kept with empty text and whole heads.
 
     Args:
         limit: tokens of plain text.
-        cut_branch: number, from 1, of a branch of the last block whose text is the last; 0: none.
+        last_branch: number, from 1, of a branch of the last block whose text is the last; 0: none.
     """
     shortened_items: list[ItemIds] = []
     last = max((place for place, item in enumerate(items) if isinstance(item, BlockIds)), default=-1)
@@ -285,20 +288,21 @@ def shortened(items: Sequence[ItemIds], limit: int, cut_branch: int = 0) -> tupl
         for number, (branch, text) in enumerate(zip(item.branches, item.texts, strict=True), 1):
             texts.append(text.first(max(0, limit)))
             branches.append(branch[: len(branch) - len(text.ids) + len(texts[-1].ids)])
-            limit = 0 if place == last and number == cut_branch else limit - text.size
+            limit = 0 if place == last and number == last_branch else limit - text.size
         shortened_items.append(item._replace(branches=tuple(branches), texts=tuple(texts)))
     return tuple(shortened_items)
 
 
 def _limited_output(
-    output: RequestOutput, config: EngineConfig, limit: int | None, cut_branch: int, tags_are_tokens: bool
+    output: RequestOutput, config: EngineConfig, limit: int | None, tags_are_tokens: bool
 ) -> RequestOutput:
     """Return an output without the tokens that exceed the budgets of plain text and of all tokens."""
     items = output.items
     content = count_content(items)
-    if not cut_branch and (limit is None or limit > content):
+    last_branch = min(output.exhausted, default=0)
+    if not last_branch and (limit is None or limit > content):
         return output
-    shortened_items = shortened(items, content + 1 if limit is None else limit, cut_branch)
+    shortened_items = shortened(items, content + 1 if limit is None else limit, last_branch)
     if count_content(shortened_items) == content and len(shortened_items) == len(items):
         return output
     ids = join(shortened_items, config.special) if tags_are_tokens else output.token_ids

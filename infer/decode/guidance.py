@@ -173,6 +173,7 @@ def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
         budget=budget._replace(
             block_tokens=jnp.where(opens, budget.tokens, budget.block_tokens),
             block_content=jnp.where(opens, budget.content, budget.block_content),
+            exhausted=cleared(budget.exhausted),
         ),
     )
 

@@ -230,7 +230,8 @@ class Budget(NamedTuple):
         content: remaining tokens of the plain text.
         block_tokens, block_content: `tokens` and `content` at the fork of the current block.
         cut: whether `max_branch_tokens` closed a branch.
-        cut_branch: first branch, from 1, of the last block that `tokens` closed; 0: none.
+        exhausted: branches of the current or last block that the budget of the answer ended: they took a token when
+            only their end was permitted.
     """
 
     tokens: Int32[Array, " B"]
@@ -238,7 +239,7 @@ class Budget(NamedTuple):
     block_tokens: Int32[Array, " B"]
     block_content: Int32[Array, " B"]
     cut: Bool[Array, " B"]
-    cut_branch: Int32[Array, " B"]
+    exhausted: Bool[Array, "B N"]
 
 
 class Counters(NamedTuple):

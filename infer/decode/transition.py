@@ -238,6 +238,7 @@ def _spend_serial(budget: Budget, titles: Titles, event: SerialEvents, config: E
         content=content - jnp.where(event.forks, lengths * config.form.leads, 0),
         block_tokens=jnp.where(event.forks, tokens, budget.block_tokens),
         block_content=jnp.where(event.forks, content, budget.block_content),
+        exhausted=budget.exhausted & ~event.forks[:, None],
     )
 
 
@@ -320,7 +321,7 @@ def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, t
     live = s.branches.live & ~closes
     done = ~jnp.any(live, axis=1)
     budget = _spend_branches(state, derived, config, active, closes)
-    spent = (budget.tokens <= 0) | (budget.content <= 0) | (budget.cut_branch > 0)
+    spent = (budget.tokens <= 0) | (budget.content <= 0) | jnp.any(budget.exhausted, axis=1)
     longest = jnp.max(s.segments.sampled[:, 1:] + active, axis=1)
     return s._replace(
         cursor=s.cursor._replace(
@@ -356,7 +357,7 @@ def _branch_segments(segments: Segments, tokens: SegmentTokens, done: jax.Array,
 def _spend_branches(
     state: DecodeState, derived: Derived, config: EngineConfig, active: jax.Array, closes: jax.Array
 ) -> Budget:
-    """Return the budget after tokens of branches; `cut` records a closed branch.
+    """Return the budget after tokens of branches; `cut` and `exhausted` record those that a budget ended.
 
     Args:
         active: branches that take a token, bool [B, N].
@@ -365,12 +366,10 @@ def _spend_branches(
     s, budget, allowed = state.sequence, state.sequence.budget, derived.budget
     within = s.segments.sampled[:, 1:] + config.tags.branch_end_cost < state.request.max_branch_tokens[:, None]
     closed = closes & ~s.branches.closing
-    number = 1 + jnp.arange(config.max_branches)
-    first_cut = jnp.min(jnp.where(closed & ~allowed.affordable, number, NOTHING), axis=1)
-    cut_branch = jnp.minimum(jnp.where(budget.cut_branch > 0, budget.cut_branch, NOTHING), first_cut) % NOTHING
+    permitted = allowed.affordable & allowed.readable
     return budget._replace(
         tokens=budget.tokens - jnp.sum(active, axis=1),
         content=budget.content - jnp.sum(active & ~closes, axis=1),
-        cut=budget.cut | jnp.any(closed & allowed.affordable & allowed.readable & ~within, axis=1),
-        cut_branch=cut_branch,
+        cut=budget.cut | jnp.any(closed & permitted & ~within, axis=1),
+        exhausted=budget.exhausted | (active & ~s.branches.closing & ~permitted),
     )

@@ -179,13 +179,11 @@ class Filling:
     def read(self, output: RequestOutput) -> RequestOutput:
         """Take the tokens of an answer; return it with the template as far as it is filled."""
         if output.open_branches:
-            grown = [state for state in self._begun[-1] if state.growing]
-            for state, ids in zip(self._begun[-1], output.branch_ids, strict=False):
-                if state in grown:
+            for number, (state, ids) in enumerate(zip(self._begun[-1], output.branch_ids, strict=False), 1):
+                if state.growing:
                     state.take(ids)
-            for state in grown:
-                if state.emptied and not state.complete:
-                    state.end(self._exhausted(state, grown))
+                    if state.emptied and not state.complete:
+                        state.end(number in output.exhausted)
         self._ended |= output.finish != RUNNING
         states = [state for block in self._begun for state in block]
         made = tuple(
@@ -225,20 +223,6 @@ class Filling:
         known = {number: state.queue(self._config.longest_head) for number, state in enumerate(states, 1)}
         masks = {number: [state.mask(self._schemas.words)] for number, state in enumerate(states, 1)}
         return RowGuidance(masks, {}, known, branches=len(states))
-
-    def _exhausted(self, state: HoleState, grown: Sequence[HoleState]) -> bool:
-        """Return whether the budget of the answer required the end of a branch (`infer.decode.derived`).
-
-        Args:
-            state: branch that ended.
-            grown: branches of its block that grew until then.
-        """
-        block, own = self._begun[-1], state.length - 1
-        spent = sum(own if other in grown else min(other.length, own) for other in block)
-        open_branches = sum(other in grown or other.length > own for other in block)
-        left = self._request.budget - sum(other.length for earlier in self._begun[:-1] for other in earlier)
-        text = own + sum(other.length for other in block[: block.index(state)])
-        return left - spent < END_TOKENS * open_branches or text >= left
 
     def _finish(self, output: RequestOutput) -> int:
         """Return STOP or LENGTH if the answer ends after the current block, else RUNNING."""
