@@ -104,7 +104,7 @@ class Buckets:
         """Return (tokens, per_row, longest) of the programs for `rows` rows, as in `Bucket`."""
         branches, largest = self._branches, self._max_tokens
         if rows == 1:
-            return [(size, size, 0) for size in sorted({1, *powers(4, branches), PROMPT_BESIDE, largest})]
+            return [(size, size, 0) for size in sorted({1, *powers(4, branches), branches, PROMPT_BESIDE, largest})]
         widths = spaced(2 * max(next_power(rows), branches), min(next_power(rows) * branches, largest))
         sizes = [(next_power(rows), 1, 0), *((tokens, branches, 0) for tokens in widths)]
         if self._split:

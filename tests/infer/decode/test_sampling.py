@@ -35,13 +35,21 @@ def state_for(lm: LanguageModel, config: EngineConfig, *params: SamplingParams) 
     return after_prompts(lm, config, jobs)
 
 
+@partial(jax.jit, static_argnames=("config", "bucket"))
+def next_lanes(state: DecodeState, config: EngineConfig, bucket: Bucket) -> Lanes:
+    return next_inputs(state, plan_step(state, config, bucket), config, bucket, drafting=False).lanes
+
+
 def serial_lanes(state: DecodeState, config: EngineConfig) -> Lanes:
     """Return the lanes of the next step, in which every sequence feeds a serial token."""
     rows, capacity = state.cache.tokens.shape
-    bucket = Bucket(rows, rows, 1, capacity)
-    lanes = next_inputs(state, plan_step(state, config, bucket), config, bucket, drafting=False).lanes
+    lanes = next_lanes(state, config, Bucket(rows, rows, 1, capacity))
     assert lanes.row.tolist() == list(range(rows)) and not lanes.branch.any()
     return lanes
+
+
+jitted_sample = jax.jit(sample, static_argnames="config")
+jitted_penalise = jax.jit(penalise, static_argnames="config")
 
 
 def changed(state: DecodeState, **fields: Any) -> DecodeState:
@@ -241,11 +249,11 @@ def test_penalties_see_what_the_row_sees(
         return out
 
     of_lanes = RequestArrays(*(field[lanes.row] for field in state.request))
-    out = np.asarray(penalise(jnp.asarray(logits), of_lanes, state, config, lanes))
+    out = np.asarray(jitted_penalise(jnp.asarray(logits), of_lanes, state, config, lanes))
     in_text = [{3: 1, 4: 1, 5: 2, 7: 1}, {3: 1, 4: 1, 6: 2, 8: 1}]
     np.testing.assert_allclose(out, expected(in_text), rtol=1e-6, atol=1e-6)
     in_title = changed(state, phase=jnp.full_like(state.sequence.cursor.phase, TITLE))
-    out = np.asarray(penalise(jnp.asarray(logits), of_lanes, in_title, config, lanes))
+    out = np.asarray(jitted_penalise(jnp.asarray(logits), of_lanes, in_title, config, lanes))
     np.testing.assert_allclose(out, expected([{11: 1}, {11: 1}]), rtol=1e-6, atol=1e-6)
     if (repetition, frequency, presence) == (1.0, 0.0, 0.0):
         np.testing.assert_array_equal(out, logits, "bit for bit")
@@ -261,15 +269,15 @@ def test_bias_and_least_length_keep_to_the_grammar(bare_lm: LanguageModel, confi
     neighbour = serial._replace(row=jnp.array([0, 1]))
 
     def picks(lanes: Lanes, logits: np.ndarray = logits) -> list[int]:
-        return sample(jnp.asarray(logits), state, config, lanes).tolist()
+        return jitted_sample(jnp.asarray(logits), state, config, lanes).tolist()
 
     assert picks(serial) == [6, 5], "the grammar forbids 5 in the first lane"
     assert picks(neighbour) == [6, 0]
     free = state._replace(request=state.request._replace(biased=jnp.zeros(2, bool)))
-    assert sample(jnp.asarray(logits), free, config, serial).tolist() == [9, 9], "end of text is held back"
-    assert sample(jnp.asarray(logits), free, config, block).tolist() == [0, 0], "the end of a branch is not"
+    assert jitted_sample(jnp.asarray(logits), free, config, serial).tolist() == [9, 9], "end of text is held back"
+    assert jitted_sample(jnp.asarray(logits), free, config, block).tolist() == [0, 0], "the end of a branch is not"
     long_enough = free._replace(request=free.request._replace(min_tokens=jnp.array([5, 0])))
-    assert sample(jnp.asarray(logits), long_enough, config, serial).tolist() == [0, 0]
+    assert jitted_sample(jnp.asarray(logits), long_enough, config, serial).tolist() == [0, 0]
     only_end = np.where(np.arange(24) == 0, 1.0, -np.inf).astype(np.float32) * np.ones((2, 1), np.float32)
     assert picks(serial, only_end) == [0, 0], "the grammar leaves nothing else"
 
@@ -378,7 +386,7 @@ def test_temperature_zero_takes_the_likeliest_beside_sampled_neighbours(
     state = state_for(bare_lm, config, SamplingParams(), SamplingParams(temperature=50.0))
     logits = jnp.asarray(np.random.default_rng(1).standard_normal((2, 24)), jnp.float32)
     lanes = serial_lanes(state, config)
-    picks = [np.asarray(sample(logits, after(state, jnp.array([i, i])), config, lanes)) for i in range(30)]
+    picks = [np.asarray(jitted_sample(logits, after(state, jnp.array([i, i])), config, lanes)) for i in range(30)]
     assert {int(pick[0]) for pick in picks} == {int(np.argmax(logits[0]))}
     assert len({int(pick[1]) for pick in picks}) > 5
 
@@ -387,7 +395,7 @@ def test_a_temperature_next_to_zero_takes_the_likeliest(bare_lm: LanguageModel, 
     """Check a temperature by which logits would be infinite."""
     state = state_for(bare_lm, config, SamplingParams(temperature=1e-37, top_p=0.9))
     logits = jnp.asarray(np.random.default_rng(1).standard_normal((1, 24)) * 20, jnp.float32)
-    assert sample(logits, state, config, serial_lanes(state, config)).tolist() == [int(jnp.argmax(logits))]
+    assert jitted_sample(logits, state, config, serial_lanes(state, config)).tolist() == [int(jnp.argmax(logits))]
 
 
 def test_every_place_has_its_own_stream(bare_lm: LanguageModel, config: EngineConfig) -> None:

@@ -225,6 +225,12 @@ def test_a_fork_is_left_for_a_program_of_its_branches() -> None:
     assert buckets.select(Step(buckets, [Row(SERIAL, 4, 4, 100)]).summary, True)[0].tokens == 4
 
 
+@pytest.mark.parametrize(("branches", "tokens"), [(2, 2), (3, 4), (4, 4)])
+def test_few_branches_have_a_program_of_their_own(branches: int, tokens: int) -> None:
+    buckets = buckets_for(1, 128, config_for(branches))
+    assert buckets.select(Step(buckets, [Row(PARALLEL, branches, branches, 0)]).summary, True)[0].tokens == tokens
+
+
 @pytest.mark.parametrize(
     ("rows", "capacity", "count"), [(1, 2048, 12), (8, 2048, 22), (32, 2048, 24), (8, 32768, 44), (32, 32768, 48)]
 )
