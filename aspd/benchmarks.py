@@ -11,7 +11,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from aspd.options import answer_structures, draft_options, dtype_option, positive, print_left_out, shape_options, where
+from aspd.options import (
+    answer_structures,
+    draft_options,
+    dtype_option,
+    layer_options,
+    positive,
+    print_left_out,
+    shape_options,
+    where,
+)
 from aspd_jax.errors import RequestError
 from aspd_jax.files import write_whole
 
@@ -34,7 +43,7 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     decode.add_argument("--adapter-rank", type=int, default=16, help="rank of each slot of --adapters")
     shape_options(decode)
-    decode.add_argument("--weights", choices=("float", "int8"), default="float", help="format of the layers' kernels")
+    layer_options(decode)
     decode.add_argument("--context", type=int, nargs="+", default=[128], help="tokens of the prompt")
     decode.add_argument("--batch", type=int, nargs="+", default=[1], help="simultaneous requests")
     decode.add_argument(
@@ -51,10 +60,6 @@ def add(commands: Any) -> None:
         metavar="NxT",
         help="number of branches x tokens of a branch",
     )
-    decode.add_argument(
-        "--decode-attention", choices=("decode", "flash_decode"), default="decode",
-        help="attention of steps over the cache: plain XLA, or the kernel for GPU and TPU (default: decode)",
-    )  # fmt: skip
     decode.add_argument("--plot", type=Path, metavar="FILE", help="file of a plot (.svg, .png, .pdf)")
 
     served = kinds.add_parser("serve", help="a server under load, in serial and in adaptive mode")
@@ -135,7 +140,6 @@ def run_bench_decode(options: argparse.Namespace) -> None:
 
     from aspd_jax import load_model
     from aspd_jax.language_model import as_int8
-    from aspd_jax.model.transformer import Transformer
     from aspd_jax.shapes import benchmark_model
     from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times, published_speeds, transformers_time
     from infer.bench.step_times import copy_bandwidth, logit_error, measure_steps, peak_bytes, step_table
@@ -147,11 +151,10 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         raise RequestError("--adapters: expected --model, got none")
     answers = answer_structures(options.answers)
     if options.model:
-        lm = load_model(options.model, options.dtype, adapter=options.adapter)
+        attention = options.decode_attention
+        lm = load_model(options.model, options.dtype, adapter=options.adapter, decode_attention=attention)
     else:
-        lm = benchmark_model(options.shape, options.dtype)
-    config = replace(lm.config, decode_attention=options.decode_attention)
-    lm = replace(lm, config=config, model=Transformer(config))
+        lm = benchmark_model(options.shape, options.dtype, options.decode_attention)
     if options.weights == "int8":
         exact, lm = lm, as_int8(lm)
         error = logit_error(exact, lm)

@@ -16,6 +16,7 @@ from aspd.options import (
     add_ray_options,
     command,
     draft_options,
+    layer_options,
     mesh_of,
     model_name,
     model_options,
@@ -58,7 +59,7 @@ def add(commands: Any) -> None:
         help='JSONL or Parquet file of {"prompt"} or {"messages"} records; also a glob, or a URL that fsspec opens',
     )  # fmt: skip
     generate.add_argument("--output", type=Path, metavar="FILE", help="JSONL file for the answers to --input")
-    generate.add_argument("--weights", choices=("float", "int8"), default="float", help="format of the layers' kernels")
+    layer_options(generate)
     generate.add_argument(
         "--mesh", metavar="AXIS=N,…", help="devices of each axis, such as data=2,tensor=4; default: one device"
     )
@@ -177,6 +178,7 @@ class EngineSettings(NamedTuple):
     dtype: str
     mesh: str | None
     weights: Weights
+    decode_attention: str
     adapter: str | None
     max_length: int
     batch: int
@@ -189,8 +191,8 @@ class EngineSettings(NamedTuple):
 def _engine_settings(options: argparse.Namespace) -> EngineSettings:
     batch = options.batch if options.input else 1
     return EngineSettings(
-        model_name(options), options.dtype, options.mesh, options.weights, options.adapter, options.max_length, batch,
-        options.branch_policy, options.drafts, options.draft_tokens, options.training_free,
+        model_name(options), options.dtype, options.mesh, options.weights, options.decode_attention, options.adapter,
+        options.max_length, batch, options.branch_policy, options.drafts, options.draft_tokens, options.training_free,
     )  # fmt: skip
 
 
@@ -204,7 +206,10 @@ def make_engine(settings: EngineSettings) -> Engine:
     from infer import Engine, TextTags
 
     mesh = mesh_of(settings.mesh)
-    lm = load_model(settings.model, settings.dtype, mesh, settings.weights, adapter=settings.adapter)
+    lm = load_model(
+        settings.model, settings.dtype, mesh, settings.weights, adapter=settings.adapter,
+        decode_attention=settings.decode_attention,
+    )  # fmt: skip
     return Engine(
         lm,
         max_length=settings.max_length,

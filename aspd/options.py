@@ -62,6 +62,15 @@ def dtype_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def layer_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the layers of a model that decodes."""
+    parser.add_argument("--weights", choices=("float", "int8"), default="float", help="format of the layers' kernels")
+    parser.add_argument(
+        "--decode-attention", choices=("decode", "flash_decode"), default="decode",
+        help="attention of steps over the cache: plain XLA, or the kernel for GPU and TPU (default: decode)",
+    )  # fmt: skip
+
+
 def draft_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of speculation."""
     parser.add_argument(

@@ -15,6 +15,7 @@ from aspd.options import (
     command,
     draft_options,
     join_processes,
+    layer_options,
     mesh_of,
     model_name,
     model_options,
@@ -38,7 +39,7 @@ def add(commands: Any) -> None:
         metavar="AXES",
         help="devices of each axis, such as data=2,tensor=4; default of several processes: tensor over all devices",
     )
-    serve.add_argument("--weights", choices=("float", "int8"), default="float", help="format of the layers' kernels")
+    layer_options(serve)
     serve.add_argument(
         "--adapters",
         nargs="+",
@@ -250,8 +251,9 @@ def make_engine(options: argparse.Namespace, mesh: str | None) -> Engine:
     slots = max(options.adapter_slots, len(adapters), int(bool(options.adapter_folder)))
     rank = options.adapter_rank if slots else 0
     lm = load_model(
-        options.model, options.dtype, mesh_of(mesh), options.weights, rank, adapter=options.adapter, adapters=slots
-    )
+        options.model, options.dtype, mesh_of(mesh), options.weights, rank, adapter=options.adapter, adapters=slots,
+        decode_attention=options.decode_attention,
+    )  # fmt: skip
     for_conversations(lm, options.model, options.chat_template)
     engine = Engine(
         lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,

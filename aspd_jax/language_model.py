@@ -117,6 +117,7 @@ def load_model(
     adapter: str | os.PathLike[str] | None = None,
     adapters: int = 0,
     draft_heads: int | None = None,
+    decode_attention: str = "decode",
 ) -> LanguageModel:
     """Load a Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, or a named model.
 
@@ -136,6 +137,7 @@ def load_model(
         adapters: number of adapters, of rank `lora_rank` each, that requests select (`put_adapter`).
         draft_heads: number of draft heads, for training: those in the folder of the adapter or the model, trained
             further, or fresh ones if it has none; 0: none, and the folder's are not read; None: as in that folder.
+        decode_attention: back end of steps over a cache, see `ModelConfig`.
 
     Raises:
         CheckpointError: a part is missing, unknown or not supported, or the adapter is for another model.
@@ -144,7 +146,8 @@ def load_model(
     config = from_hugging_face(checkpoint.hf, dtype)
     if adapters:
         lora_rank = lora_alpha = adapters * lora_rank  # the factors include their scales
-    config = replace(config, weights=weights, lora_rank=lora_rank, lora_alpha=lora_alpha, adapters=adapters)
+    config = replace(config, weights=weights, decode_attention=decode_attention)
+    config = replace(config, lora_rank=lora_rank, lora_alpha=lora_alpha, adapters=adapters)
     tokenizer, special, new_rows = checkpoint.tokenizer, None, {}
     tensors, stored = checkpoint.tensors(), checkpoint.hf.vocab_size
     old_length = stored if tokenizer is None else len(tokenizer)

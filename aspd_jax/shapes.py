@@ -34,7 +34,7 @@ SHAPES = {
 }
 
 
-def benchmark_model(shape: str, dtype: str) -> LanguageModel:
+def benchmark_model(shape: str, dtype: str, decode_attention: str = "decode") -> LanguageModel:
     """Return a random model of a named size, without a tokenizer.
 
     The last six ids are the special tokens, and id 0 ends an answer.
@@ -44,7 +44,7 @@ def benchmark_model(shape: str, dtype: str) -> LanguageModel:
     """
     if shape not in SHAPES:
         raise RequestError(f"--shape: expected one of {', '.join(SHAPES)}, got {shape!r}")
-    config = replace(SHAPES[shape], dtype=dtype)
+    config = replace(SHAPES[shape], dtype=dtype, decode_attention=decode_attention)
     lm = random_model(config, None, {"max_position_embeddings": 1 << 20}, end_ids=(0,))
     last = config.vocab_size
     lm.special_tokens = SpecialTokens(*range(last - 6, last))

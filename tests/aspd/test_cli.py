@@ -16,8 +16,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import aspd
-from aspd_jax import load_model
+from aspd_jax import LanguageModel, load_model, save_model
 from aspd_jax.formats import WHEELS
+from aspd_jax.model.attention import DECODE_BACK_ENDS
 from aspd_jax.structure import to_json
 from infer import Engine, Result, SamplingParams
 from infer.offline import terminal
@@ -46,6 +47,19 @@ def test_generate_prints_the_answer(capsys: Any, answer: Result) -> None:
     code, out, _ = run(capsys, "generate", *DEMO, "--prompt", PROBLEM.question)
     assert (code, out) == (0, answer.text + "\n")
     assert answer.text == PROBLEM.answer
+
+
+def test_the_decoding_kernel_is_an_option(
+    capsys: Any, lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check that the kernel runs, interpreted, and that the answer stays the same."""
+    save_model(lm, tmp_path)
+    kernel, calls = DECODE_BACK_ENDS["flash_decode"], []
+    monkeypatch.setitem(DECODE_BACK_ENDS, "flash_decode", lambda *args: calls.append(1) or kernel(*args))
+    asked = ["generate", "--model", str(tmp_path), "--prompt", "a", "--max-new-tokens", "4", "--max-length", "128"]
+    plain = run(capsys, *asked)
+    assert plain[0] == 0 and not calls
+    assert run(capsys, *asked, "--decode-attention", "flash_decode")[:2] == plain[:2] and calls
 
 
 def test_stream_prints_the_same_text_in_reading_order(capsys: Any, answer: Result) -> None:
