@@ -150,11 +150,11 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     if options.adapters and not options.model:
         raise RequestError("--adapters: expected --model, got none")
     answers = answer_structures(options.answers)
+    attention = options.decode_attention
     if options.model:
-        attention = options.decode_attention
         lm = load_model(options.model, options.dtype, adapter=options.adapter, decode_attention=attention)
     else:
-        lm = benchmark_model(options.shape, options.dtype, options.decode_attention)
+        lm = benchmark_model(options.shape, options.dtype, attention)
     if options.weights == "int8":
         exact, lm = lm, as_int8(lm)
         error = logit_error(exact, lm)
@@ -166,7 +166,13 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     with_slots = []
     if options.adapters:
         with_slots.append(
-            load_model(options.model, options.dtype, lora_rank=options.adapter_rank, adapters=options.adapters)
+            load_model(
+                options.model,
+                options.dtype,
+                lora_rank=options.adapter_rank,
+                adapters=options.adapters,
+                decode_attention=attention,
+            )
         )
     name, machine, copied = options.model or options.shape, where(), copy_bandwidth(options.repeats)
     runs: list[dict[str, Any]] = []
@@ -175,13 +181,12 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         """Write the results so far; an interrupted benchmark keeps them."""
         if options.json is not None:
             record = {"model": name, "dtype": options.dtype, "weights": options.weights, "where": machine}
-            record |= {"decode_attention": options.decode_attention}
+            record |= {"decode_attention": attention}
             record |= {"copy_bandwidth": copied, "repeats": options.repeats, "peak_bytes": peak_bytes(), "runs": runs}
             write_whole(options.json, json.dumps(record, indent=1))
 
     for context in options.context:
-        title = f"{name}, {options.dtype}, {options.decode_attention}, context {context}; {machine}"
-        title += f"; copy {copied / 1e9:.1f} GB/s"
+        title = f"{name}, {options.dtype}, {attention}, context {context}; {machine}; copy {copied / 1e9:.1f} GB/s"
         print(f"{title}\n")
         timed = measure_steps([lm, *with_slots], options.widths, context, options.repeats) if options.widths else [[]]
         times = timed[0]

@@ -146,8 +146,10 @@ def load_model(
     config = from_hugging_face(checkpoint.hf, dtype)
     if adapters:
         lora_rank = lora_alpha = adapters * lora_rank  # the factors include their scales
-    config = replace(config, weights=weights, decode_attention=decode_attention)
-    config = replace(config, lora_rank=lora_rank, lora_alpha=lora_alpha, adapters=adapters)
+    config = replace(
+        config, weights=weights, decode_attention=decode_attention, lora_rank=lora_rank, lora_alpha=lora_alpha,
+        adapters=adapters,
+    )  # fmt: skip
     tokenizer, special, new_rows = checkpoint.tokenizer, None, {}
     tensors, stored = checkpoint.tensors(), checkpoint.hf.vocab_size
     old_length = stored if tokenizer is None else len(tokenizer)

@@ -124,13 +124,7 @@ def test_drafts_change_no_answer(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.several
 @pytest.mark.usefixtures("one_program")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (family in ("qwen2", "qwen3")))  # layers like those of llama
-        for family, name in [*FAMILY_CASES.items(), ("llama", "llama_one_kv_head")]
-    ],
-)
+@pytest.mark.parametrize("name", [*FAMILY_CASES.values(), "llama_one_kv_head"])
 def test_a_mesh_changes_no_answer(name: str, tmp_path: Path) -> None:
     """Rows over `data`, parameters over `fsdp`, heads over `tensor`; of one kv head, parts."""
     lm = loaded(tmp_path, name, mesh=make_mesh({"data": 2, "fsdp": 2, "tensor": 2}))
