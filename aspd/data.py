@@ -77,7 +77,7 @@ def add(commands: Any) -> None:
     questions = command(
         kinds, "questions", run_questions, "Compose questions from forms and topics for a model to answer."
     )
-    questions.add_argument("config", help="YAML file, such as configs/smollm2/questions.yaml")
+    questions.add_argument("config", help="YAML file, such as configs/questions.yaml")
     questions.add_argument("--count", type=int, default=3000, help="number of questions")
     questions.add_argument(
         "--held-out", action="store_true", help="write held-out questions, which are otherwise excluded"

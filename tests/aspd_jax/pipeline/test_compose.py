@@ -19,7 +19,7 @@ from aspd_jax.pipeline.sources import Conversation
 from tests.conftest import GOLDEN, ROOT, shared
 
 BENCHMARKS = GOLDEN / "benchmark_questions.npy"  # fingerprints of the questions of Vicuna Bench and MT-Bench
-FILE = ROOT / "configs" / "smollm2" / "questions.yaml"
+FILE = ROOT / "configs" / "questions.yaml"
 SMALL = {
     "topics": {"a": ["x", "y", "z"], "b": ["1", "2", "3", "4"]},
     "groups": {

@@ -91,7 +91,7 @@ def test_a_file_without_a_usable_record_is_an_error(command: str, capsys: Any, t
         "build": [str(file), "--output", str(output)],
         "show": [str(file)],
         "stats": [str(file)],
-        "questions": [str(ROOT / "configs/smollm2/questions.yaml"), "--after", str(file), "--output", str(output)],
+        "questions": [str(ROOT / "configs/questions.yaml"), "--after", str(file), "--output", str(output)],
     }[command]
     assert aspd.main(["data", command, *arguments]) == 2
     assert "no record can be used; the first: " in (said := capsys.readouterr().err) and "line 1: not JSON" in said
