@@ -1,11 +1,13 @@
 """Computations in forms that XLA compiles to faster programs on CPU; other platforms use the plain form.
 
 Measured on a step of SmolLM2-135M on 2 cores: `einsum` makes all products 5 times faster, and splitting kernels saves
-another fifth for one row; `materialise` saves 4 to 8 % from 8 branches on. Tests set `PLAIN` to disable both.
+another fifth for one row; `materialise` saves 4 to 8 % from 8 branches on. `bound_from_largest` makes top-k and top-p
+together 6 times faster (32 lanes, vocabulary 151,936). Tests set `PLAIN` to disable all three.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -14,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 PLAIN = False
+LARGEST = 64  # logits among which a bound is sought first
 LARGE_KERNEL = 1 << 16  # elements; smaller kernels fit in the cache of one core, which gains nothing from a second core
 
 
@@ -88,3 +91,36 @@ def materialise(values: Any, always: jax.Array) -> Any:
     if PLAIN:
         return elsewhere(values, always)
     return jax.lax.platform_dependent(values, always, cpu=on_cpu, default=elsewhere)
+
+
+def bound_from_largest(
+    logits: jax.Array,
+    weight: jax.Array,
+    target: jax.Array,
+    limited: jax.Array,
+    keys: jax.Array,
+    search: Callable[[], jax.Array],
+) -> jax.Array:
+    """Return the key of the smallest logit that the target weight needs, counted from the largest one, uint32 [L].
+
+    A search over all logits reads them many times, and on CPU they do not fit in the cache. There, the few largest are
+    sorted first, and the search runs only if a limited lane needs more of them. On other platforms a sort is slower.
+
+    Args:
+        logits: float32 [L, V].
+        weight: of each logit, float32 [L, V].
+        target: float32 [L].
+        limited: lanes of which the result is used, bool [L].
+        keys: of each logit, in the same order, uint32 [L, V].
+        search: function that returns the keys by a search over all logits.
+    """
+
+    def on_cpu() -> jax.Array:
+        _, index = jax.lax.top_k(logits, min(LARGEST, logits.shape[-1]))
+        sums = jnp.cumsum(jnp.take_along_axis(weight, index, axis=-1), axis=-1)
+        reached = sums >= target[:, None]
+        smallest = jnp.take_along_axis(index, jnp.argmax(reached, axis=-1)[:, None], axis=-1)
+        found, bound = reached.any(axis=-1), jnp.take_along_axis(keys, smallest, axis=-1)[:, 0]
+        return jax.lax.cond(jnp.all(found | ~limited), lambda: bound, lambda: jnp.where(found, bound, search()))
+
+    return search() if PLAIN else jax.lax.platform_dependent(cpu=on_cpu, default=search)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from aspd_jax.layout import Layout, visible
 from aspd_jax.model.cache import PLAIN_TEXT, TITLE_TEXT
+from aspd_jax.model.cpu import bound_from_largest
 from aspd_jax.sharding import named_sharding
 from infer.decode.inputs import Lanes
 from infer.decode.state import MAX_BRANCHES, TITLE, DecodeState, EngineConfig, RequestArrays
@@ -104,22 +105,31 @@ def restrict(logits: jax.Array, request: RequestArrays) -> jax.Array:
 
     Each keeps the largest logits and those equal to the smallest of them. A lower bound suffices, so nothing is sorted.
     """
-    size, keys = logits.shape[-1], _ordered(logits)
-    lowest = jnp.min(keys, axis=-1)
-
-    def by_count() -> jax.Array:
-        target = jnp.where(request.top_k > 0, jnp.minimum(request.top_k, size), size)
-        return _bound(keys, jnp.ones_like(logits), target.astype(logits.dtype))
-
-    bound = jax.lax.cond(jnp.any(request.top_k > 0), by_count, lambda: lowest)
-    logits = jnp.where(keys >= bound[:, None], logits, -jnp.inf)
+    counted = (request.top_k > 0) & (request.top_k < logits.shape[-1])
+    logits = _keep_largest(logits, jnp.ones_like(logits), request.top_k.astype(logits.dtype), counted)
     share = jax.nn.softmax(logits, axis=-1)
-    limited = request.top_p < 1.0
     top_p = jnp.maximum(request.top_p, jnp.finfo(jnp.float32).tiny)  # the likeliest is kept if it rounded to 0
-    nucleus = jax.lax.cond(jnp.any(limited), lambda: _bound(keys, share, top_p), lambda: lowest)
-    likely = (keys >= nucleus[:, None]) | ~limited[:, None]
-    likely &= share >= request.min_p[:, None] * jnp.max(share, axis=-1, keepdims=True)
+    logits = _keep_largest(logits, share, top_p, request.top_p < 1.0)
+    likely = share >= request.min_p[:, None] * jnp.max(share, axis=-1, keepdims=True)
     return jnp.where(likely, logits, -jnp.inf)
+
+
+def _keep_largest(logits: jax.Array, weight: jax.Array, target: jax.Array, limited: jax.Array) -> jax.Array:
+    """Keep the largest logits that have the target weight together, and those equal to the smallest of them.
+
+    Args:
+        logits: float32 [L, V].
+        weight: of each logit, float32 [L, V].
+        target: float32 [L].
+        limited: lanes of which logits are excluded, bool [L].
+    """
+
+    def limit() -> jax.Array:
+        keys = _ordered(logits)
+        bound = bound_from_largest(logits, weight, target, limited, keys, partial(_bound, keys, weight, target))
+        return jnp.where((keys >= bound[:, None]) | ~limited[:, None], logits, -jnp.inf)
+
+    return jax.lax.cond(jnp.any(limited), limit, lambda: logits)
 
 
 def _ordered(logits: jax.Array) -> jax.Array:
@@ -162,6 +172,40 @@ def split_by_vocabulary(logits: jax.Array, config: EngineConfig) -> jax.Array:
     return jax.lax.with_sharding_constraint(logits, named_sharding((None, "vocabulary"), logits.shape, config.mesh))
 
 
+def draw_token(logits: jax.Array, keys: jax.Array) -> jax.Array:
+    """Draw a token of each lane from the softmax of its logits, int32 [L].
+
+    The first random number selects a group of tokens, the second a token of the group. This takes two random numbers
+    per lane instead of one for each token of the vocabulary, and sums over groups keep the precision of small shares.
+
+    Args:
+        logits: float32 [L, V], -inf where a token is excluded.
+        keys: typed PRNG keys, [L].
+    """
+    weight = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    weight = jnp.pad(weight, ((0, 0), (0, -weight.shape[-1] % GROUP)))
+    groups = weight.reshape(len(weight), -1, GROUP)
+    numbers = jax.vmap(partial(jax.random.uniform, shape=(2,)))(keys)
+    group = select(jnp.sum(groups, axis=-1), numbers[:, 0])
+    # A sum over a mask: on a mesh, a gather would collect all groups.
+    chosen = jnp.arange(groups.shape[1]) == group[:, None]
+    of_group = jnp.sum(jnp.where(chosen[..., None], groups, 0.0), axis=1)
+    return group * GROUP + select(of_group, numbers[:, 1])
+
+
+def select(weight: jax.Array, number: jax.Array) -> jax.Array:
+    """Return an index with a probability proportional to its weight, int32 [L].
+
+    Args:
+        weight: float32 [L, N], not negative; an index of weight 0 is never returned.
+        number: random number of each lane from [0, 1), float32 [L].
+    """
+    sums, index = jnp.cumsum(weight, axis=-1), jnp.arange(weight.shape[-1], dtype=jnp.int32)
+    last = jnp.max(jnp.where(weight > 0, index, 0), axis=-1)  # sums are rounded, and may end below the number
+    above = (weight > 0) & (sums > number[:, None] * sums[:, -1:])
+    return jnp.minimum(jnp.min(jnp.where(above, index, index.size), axis=-1), last)
+
+
 def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: Lanes) -> jax.Array:
     """Return one token per lane, int32 [L]; lanes at temperature 0 take the likeliest.
 
@@ -199,7 +243,7 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
         limited = jnp.any((request.top_k > 0) | (request.top_p < 1.0) | (request.min_p > 0.0))
         warm = jax.lax.cond(limited, lambda: restrict(warm, request), lambda: warm)
         warm = split_by_vocabulary(warm, config)
-        drawn = jax.vmap(jax.random.categorical)(lane_keys(state, lanes), warm).astype(jnp.int32)
+        drawn = draw_token(warm, lane_keys(state, lanes))
         return jnp.where(request.temperature > 0, drawn, greedy)
 
     return jax.lax.cond(jnp.any(request.temperature > 0), draw, lambda: greedy)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,10 +14,22 @@ from hypothesis import strategies as st
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.layout import Layout
+from aspd_jax.model import cpu
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket
+from aspd_jax.model.cpu import LARGEST
 from infer import Engine, SamplingParams
 from infer.decode.inputs import Lanes, next_inputs, plan_step
-from infer.decode.sampling import count_by_product, count_by_scatter, lane_keys, penalise, restrict, sample
+from infer.decode.sampling import (
+    GROUP,
+    count_by_product,
+    count_by_scatter,
+    draw_token,
+    lane_keys,
+    penalise,
+    restrict,
+    sample,
+    select,
+)
 from infer.decode.state import TITLE, DecodeState, EngineConfig, RequestArrays
 from infer.request import Request
 from tests.conftest import after_prompts, laid_out
@@ -117,6 +128,29 @@ def kept_by_sorting(logits: np.ndarray, top_k: int, top_p: float, min_p: float) 
     return kept & (shares >= min_p * shares.max())
 
 
+def limits(top_k: list[int], top_p: list[float], min_p: list[float]) -> RequestArrays:
+    """Return the parameters of lanes that differ in these three."""
+    lanes = len(top_k)
+    return RequestArrays(
+        adaptive=jnp.ones(lanes, bool),
+        seed=jnp.zeros(lanes, jnp.uint32),
+        temperature=jnp.ones(lanes),
+        top_k=jnp.array(top_k, jnp.int32),
+        top_p=jnp.array(top_p, jnp.float32),
+        min_p=jnp.array(min_p, jnp.float32),
+        repetition_penalty=jnp.ones(lanes),
+        frequency_penalty=jnp.zeros(lanes),
+        presence_penalty=jnp.zeros(lanes),
+        biased=jnp.zeros(lanes, bool),
+        min_tokens=jnp.zeros(lanes, jnp.int32),
+        max_branch_tokens=jnp.ones(lanes, jnp.int32),
+        constrained=jnp.zeros(lanes, bool),
+        adapter=jnp.full(lanes, -1),
+        script=jnp.zeros((lanes, 1), jnp.int32),
+        script_end=jnp.zeros((lanes, 1), jnp.int32),
+    )
+
+
 VOCABULARY = 24
 LOGITS = st.one_of(
     st.floats(-8, 8, width=32, allow_subnormal=False),
@@ -139,26 +173,26 @@ def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_
     fewest = kept_by_sorting(values, top_k, top_p - 1e-6, min(1.0, min_p * 1.00001))
     most = kept_by_sorting(values, top_k, top_p + 1e-6, min_p / 1.00001)
     assume((fewest == most).all())
-    request = RequestArrays(
-        adaptive=jnp.ones(1, bool),
-        seed=jnp.zeros(1, jnp.uint32),
-        temperature=jnp.ones(1),
-        top_k=jnp.array([top_k], jnp.int32),
-        top_p=jnp.array([top_p], jnp.float32),
-        min_p=jnp.array([min_p], jnp.float32),
-        repetition_penalty=jnp.ones(1),
-        frequency_penalty=jnp.zeros(1),
-        presence_penalty=jnp.zeros(1),
-        biased=jnp.zeros(1, bool),
-        min_tokens=jnp.zeros(1, jnp.int32),
-        max_branch_tokens=jnp.ones(1, jnp.int32),
-        constrained=jnp.zeros(1, bool),
-        adapter=jnp.full(1, -1),
-        script=jnp.zeros((1, 1), jnp.int32),
-        script_end=jnp.zeros((1, 1), jnp.int32),
-    )
+    request = limits([top_k], [top_p], [min_p])
     out = np.asarray(JITTED_RESTRICT(values[None], request))[0]
     np.testing.assert_array_equal(out, np.where(most, values, -np.inf))
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["cpu", "plain"])
+def test_limits_of_a_large_vocabulary(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check lanes that need few logits, many logits, equal logits or no limit; a lane by itself keeps the same."""
+    monkeypatch.setattr(cpu, "PLAIN", plain)
+    random = np.random.default_rng(3)
+    few, many = random.standard_normal((2, 1000)).astype(np.float32) * np.float32([[5], [0.1]])
+    lanes = np.stack([few, few, many, many, np.round(few), np.round(few), few])
+    top_k, top_p = [20, 0, 3 * LARGEST, 0, 10, 0, 0], [0.8, 0.9, 1.0, 0.9, 1.0, 0.5, 1.0]
+    restricted = jax.jit(lambda *arguments: restrict(*arguments))
+    out = np.asarray(restricted(lanes, limits(top_k, top_p, [0.0] * len(lanes))))
+    for lane, kept, k, p in zip(lanes, out, top_k, top_p, strict=True):
+        np.testing.assert_array_equal(np.isfinite(kept), kept_by_sorting(lane, k, p, 0.0))
+        np.testing.assert_array_equal(np.asarray(restricted(lane[None], limits([k], [p], [0.0])))[0], kept)
+    sizes = np.isfinite(out).sum(axis=-1)
+    assert (sizes[[0, 1]] < LARGEST).all() and (sizes[[2, 3]] > LARGEST).all() and sizes[4] > 10 and sizes[6] == 1000
 
 
 @settings(max_examples=60)
@@ -177,9 +211,9 @@ def test_tokens_are_counted_as_they_are_scattered(slots: list[tuple[int, bool]],
 
 
 def test_nothing_is_sorted(bare_lm: LanguageModel, config: EngineConfig) -> None:
-    """Check that programs for CPU and TPU have no sort, and those for TPU no scatter, whose indices XLA sorts."""
+    """Check that programs for TPU and GPU have no sort, and those for TPU no scatter, whose indices XLA sorts."""
     asked = SamplingParams(
-        temperature=1.0, top_k=3, repetition_penalty=1.1, frequency_penalty=1.0, logit_bias={3: 1.0}, min_tokens=4
+        temperature=1.0, top_k=3, top_p=0.9, repetition_penalty=1.1, frequency_penalty=1.0, min_tokens=4
     )
     state = state_for(bare_lm, config, asked)
     lanes, logits = serial_lanes(state, config), jnp.zeros((1, 24))
@@ -187,18 +221,12 @@ def test_nothing_is_sorted(bare_lm: LanguageModel, config: EngineConfig) -> None
     def sampled(logits: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
         return sample(logits, state, config, lanes)
 
-    def sorts(program: Callable[..., Any], *arguments: Any) -> bool:
-        text = jax.jit(program).lower(*arguments).compile().as_text()
-        return " sort(" in text or "TopK" in text
-
-    def scatters(platform: str) -> bool:
+    def operations(platform: str) -> set[str]:
         text = jax.jit(sampled).trace(logits, state, lanes).lower(lowering_platforms=(platform,)).as_text()
-        return "stablehlo.scatter" in text
+        return {name for name in ("scatter", "sort", "top_k") if f"hlo.{name}" in text}
 
-    assert not sorts(sampled, logits, state, lanes)
-    assert sorts(jnp.sort, logits) and sorts(partial(jax.lax.top_k, k=2), logits), "negative control"
-    assert not scatters("tpu")
-    assert scatters("cpu"), "negative control"
+    assert operations("tpu") == set() and operations("cuda") == {"scatter"}
+    assert operations("cpu") == {"scatter", "top_k"}, "negative control"
 
 
 def in_a_block(state: DecodeState) -> tuple[DecodeState, Lanes]:
@@ -378,6 +406,38 @@ def test_samples_follow_the_distribution(bare_lm: LanguageModel, config: EngineC
     assert chi_square < 60  # 23 degrees of freedom: exceeded once in 30,000 draws of this test
     flat = np.full(24, 1 / 24)
     assert float(((counts - 20_000 * flat) ** 2 / (20_000 * flat)).sum()) > 1000, "negative control"
+
+
+@pytest.mark.parametrize("size", [3, GROUP, 5 * GROUP + 7])
+def test_tokens_are_drawn_by_their_share(size: int) -> None:
+    """Check small and large vocabularies by the chi-square test; excluded tokens are never drawn."""
+    logits = np.random.default_rng(size).standard_normal(size).astype(np.float32)
+    logits[1::3] = -np.inf
+    count = 100 * size + 10_000
+    keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(7)))(jnp.arange(count))
+    drawn = jax.jit(jax.vmap(lambda key: draw_token(logits[None], key[None])[0]))(keys)
+    counts, expected = np.bincount(drawn, minlength=size), count * np.asarray(jax.nn.softmax(logits))
+    assert counts.size == size and not counts[1::3].any()
+    allowed = expected > 0
+
+    def chi_square(expected: np.ndarray) -> float:
+        return float(((counts - expected)[allowed] ** 2 / expected[allowed]).sum())
+
+    degrees = int(allowed.sum()) - 1
+    limit = degrees + 5 * (2 * degrees) ** 0.5 + 10
+    assert chi_square(expected) < limit
+    assert chi_square(np.full(size, count / size)) > limit, "negative control"
+
+
+@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-24])
+def test_excluded_tokens_are_not_drawn_at_the_limits(number: float) -> None:
+    """Check random numbers at which rounding decides: no weight at both ends, and weights that sums lose."""
+    weight = np.zeros((3, 300), np.float32)
+    weight[0, 100:200] = 1e-3
+    weight[1, [5, 7]] = 1, 1e-30
+    weight[2, 299] = 1
+    picked = np.asarray(jax.jit(select)(weight, jnp.full(3, number, jnp.float32)))
+    assert (np.take_along_axis(weight, picked[:, None], 1) > 0).all()
 
 
 def test_temperature_zero_takes_the_likeliest_beside_sampled_neighbours(
