@@ -210,7 +210,10 @@ CONFIGS: dict[str, type] = {
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.stem)
 def test_shipped_configs_load(file: Path) -> None:
     kind = CONFIGS.get(file.stem, TrainConfig)
-    assert isinstance(read_config(kind, file), kind)
+    config = read_config(kind, file)
+    assert isinstance(config, kind)
+    if isinstance(config, EvalConfig):
+        assert config.speed.questions, "0 would time no question"
 
 
 @pytest.mark.parametrize(
