@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aspd.options import (
+    HelpFormatter,
     answer_structures,
     draft_options,
     dtype_option,
@@ -33,7 +34,9 @@ def add(commands: Any) -> None:
     bench = commands.add_parser("bench", help="Measure speed against baselines in the same run.")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
 
-    decode = kinds.add_parser("decode", help="steps by width, and whole answers in adaptive and in serial mode")
+    decode = kinds.add_parser(
+        "decode", help="steps by width, and whole answers in adaptive and in serial mode", formatter_class=HelpFormatter
+    )
     decode.set_defaults(run=run_bench_decode)
     decode.add_argument("--model", metavar="MODEL", help="checkpoint; default: a random model of --shape")
     decode.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
@@ -62,7 +65,9 @@ def add(commands: Any) -> None:
     )
     decode.add_argument("--plot", type=Path, metavar="FILE", help="file of a plot (.svg, .png, .pdf)")
 
-    served = kinds.add_parser("serve", help="a server under load, in serial and in adaptive mode")
+    served = kinds.add_parser(
+        "serve", help="a server under load, in serial and in adaptive mode", formatter_class=HelpFormatter
+    )
     served.set_defaults(run=run_bench_serve)
     served.add_argument(
         "--url", help="URL of a server, such as http://127.0.0.1:8000/v1; default: start a server of --model"
@@ -95,7 +100,9 @@ def add(commands: Any) -> None:
     served.add_argument("--json", type=Path, metavar="FILE", help="JSON file of the results")
     served.add_argument("--plot", type=Path, metavar="FILE", help="file of a plot (.svg, .png, .pdf)")
 
-    fields = kinds.add_parser("fields", help="JSON fields and tool calls: serial mode against parallel fields")
+    fields = kinds.add_parser(
+        "fields", help="JSON fields and tool calls: serial mode against parallel fields", formatter_class=HelpFormatter
+    )
     fields.set_defaults(run=run_bench_fields)
     fields.add_argument("--model", default="smollm2", metavar="MODEL", help="checkpoint")
     fields.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
@@ -109,7 +116,9 @@ def add(commands: Any) -> None:
     fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
     fields.add_argument("--output", type=Path, metavar="FILE", help="JSONL file of the answers, and a table beside it")
 
-    drafts = kinds.add_parser("drafts", help="steps of real answers with and without draft tokens")
+    drafts = kinds.add_parser(
+        "drafts", help="steps of real answers with and without draft tokens", formatter_class=HelpFormatter
+    )
     drafts.set_defaults(run=run_bench_drafts)
     drafts.add_argument("--model", default="smollm2-aspd", metavar="MODEL", help="checkpoint with draft heads")
     drafts.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
@@ -127,7 +136,9 @@ def add(commands: Any) -> None:
     drafts.add_argument("--repetition-penalty", type=float, default=1.1, help="penalty of visible tokens; 1: none")
     drafts.add_argument("--output", type=Path, metavar="FILE", help="Markdown file of the table")
 
-    steps = kinds.add_parser("train", help="training steps against plain causal attention")
+    steps = kinds.add_parser(
+        "train", help="training steps against plain causal attention", formatter_class=HelpFormatter
+    )
     steps.set_defaults(run=run_bench_train)
     shape_options(steps)
     steps.add_argument("--rows", type=int, default=1, help="rows of a batch")

@@ -65,6 +65,11 @@ def train(config: TrainConfig, output: Path, progress: bool = True) -> LanguageM
     """
     first_process = jax.process_index() == 0
     mesh = make_mesh(vars(config.mesh))
+    if jax.process_count() > 1 and mesh.size != jax.device_count():
+        raise ConfigError(
+            f"mesh: expected the {jax.device_count()} devices of all processes, got {mesh.size}. "
+            "Set mesh.data, mesh.fsdp or mesh.tensor."
+        )
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
     if first_process:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from aspd.options import answer_structures, config_options, mesh_of, positive
+from aspd.options import HelpFormatter, answer_structures, config_options, mesh_of, positive
 from aspd_jax.files import write_whole
 
 
@@ -17,12 +17,16 @@ def add(commands: Any) -> None:
     kinds = commands.add_parser(
         "compile", help="Compile programs for a target chip, and report memory, traffic, collectives and time."
     ).add_subparsers(required=True, metavar="WHAT")
-    decode = kinds.add_parser("decode", help="decoding steps by width and cache slots, and the expected speed-up")
+    decode = kinds.add_parser(
+        "decode",
+        help="decoding steps by width and cache slots, and the expected speed-up",
+        formatter_class=HelpFormatter,
+    )
     decode.set_defaults(run=run_compile_decode)
     _topology_options(decode)
     which = decode.add_mutually_exclusive_group()
     which.add_argument("--model", metavar="MODEL", help="checkpoint, of which only the configuration is read")
-    which.add_argument("--shape", default="7b", help="shape of a random model: 27m, 1b, 7b, 8b or 32b (default: 7b)")
+    which.add_argument("--shape", default="7b", help="shape of a random model: 27m, 1b, 7b, 8b or 32b")
     decode.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="dtype of activations")
     decode.add_argument("--weights", choices=("float", "int8"), default="float", help="format of the layers' kernels")
     decode.add_argument(
@@ -40,7 +44,7 @@ def add(commands: Any) -> None:
         "--draft-heads", type=int, default=0, metavar="K",
         help="number of draft heads; each step feeds and computes their tokens (counted in --widths)",
     )  # fmt: skip
-    train = kinds.add_parser("train", help="a training step")
+    train = kinds.add_parser("train", help="a training step", formatter_class=HelpFormatter)
     train.set_defaults(run=run_compile_train)
     config_options(train)
     _topology_options(train)

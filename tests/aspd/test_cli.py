@@ -384,6 +384,7 @@ def test_bench_fields_compares_both_modes_of_the_same_tasks(
 
 
 EMPTY = re.compile(r"\(default:\s*(None|\[\]|False|)\)")
+TWICE = re.compile(r"\(default: [^)]*\) \(default:")
 
 
 def subparsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -395,14 +396,24 @@ def subparsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPar
                 yield from subparsers(command)
 
 
+def action_defaults(parser: argparse.ArgumentParser) -> list[object]:
+    """Return the defaults of the options that have one."""
+    return [action.default for action in parser._actions if action.default not in (None, False, "", [], "==SUPPRESS==")]
+
+
 def test_help_describes_every_option_without_empty_defaults() -> None:
     """Check the help of all commands; negative control: the formatter of argparse prints empty defaults."""
     parsers = list(subparsers(aspd.build_parser()))
     assert len(parsers) > 20
     for parser in parsers:
-        assert not EMPTY.search(" ".join(parser.format_help().split())), parser.prog
+        text = " ".join(parser.format_help().split())
+        assert not EMPTY.search(text) and not TWICE.search(text), parser.prog
         for action in parser._actions:
             assert action.help or isinstance(action, argparse._SubParsersAction), f"{parser.prog}: {action.dest}"
+        if action_defaults(parser):
+            assert "(default: " in text, parser.prog
     generate = next(parser for parser in parsers if parser.prog == "aspd generate")
+    generate.add_argument("--twice", default=1, help="a number (default: 1)")
+    assert TWICE.search(" ".join(generate.format_help().split())), "negative control"
     generate.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     assert EMPTY.search(" ".join(generate.format_help().split()))

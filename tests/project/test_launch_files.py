@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 import aspd
+from aspd_jax.errors import ConfigError
 from tests.conftest import ROOT
+from train.train_config import load_config
 
 SCRIPTS = sorted([*ROOT.glob("*/launch/*.sh"), *ROOT.glob("*/launch/*.sbatch")])
 MANIFESTS = sorted(ROOT.glob("*/launch/*.yaml"))
@@ -66,6 +68,24 @@ def test_commands_of_scripts() -> None:
         assert options.distributed and options.config == "c.yaml" and Path(options.output).name == "out"
     directives = re.findall(r"^#SBATCH (--[a-z-]+)", (ROOT / "train/launch/slurm.sbatch").read_text(), re.MULTILINE)
     assert set(directives) == DIRECTIVES
+
+
+def training_examples() -> list[list[str]]:
+    """Return the configuration and the overrides of each training command in the launch files."""
+    (trainer,) = containers(ROOT / "train" / "launch" / "gke.yaml")
+    texts = [file.read_text() for file in SCRIPTS] + trainer["args"]
+    lines = [line for text in texts for line in text.splitlines() if "configs/" in line]
+    return [re.findall(r"configs/\S+\.yaml|[a-z]\w*\.\w+=\S+", line) for line in lines]
+
+
+def test_configurations_of_training_examples() -> None:
+    """The rows of the batch fit the mesh of each example."""
+    examples = training_examples()
+    assert len(examples) == 3
+    for config, *overrides in examples:
+        assert load_config(ROOT / config, overrides).mesh.fsdp == 16
+        with pytest.raises(ConfigError, match="expected a multiple of mesh"):  # negative control
+            load_config(ROOT / config, ["mesh.fsdp=16"])
 
 
 def test_commands_of_manifests() -> None:

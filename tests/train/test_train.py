@@ -212,7 +212,10 @@ SHIPPED = sorted({*(ROOT / "configs").rglob("*.yaml")} - {ROOT / "configs" / "qu
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_shipped_configs_load(file: Path) -> None:
     kind = CONFIGS.get(file.stem, CONFIGS.get(f"{file.parent.name}/{file.stem}", TrainConfig))
-    assert isinstance(read_config(kind, file), kind)
+    config = read_config(kind, file)
+    assert isinstance(config, kind)
+    if isinstance(config, EvalConfig):
+        assert config.speed.questions, "0 would time no question"
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,13 @@ def test_a_run_goes_on_on_another_mesh(tmp_path: Path, monkeypatch: Any) -> None
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(tmp_path / "whole"), rtol=1e-5)
 
 
+def test_several_processes_need_a_mesh_of_all_devices(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match=f"expected the {jax.device_count()} devices of all processes, got 1. Set"):
+        run_training(SMALL, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_processes_train_together(tmp_path: Path) -> None:
     config = changed(WIDE, steps=2, save_every=2, mesh__data=2, mesh__fsdp=2)
     run_training(changed(config, mesh__data=1, mesh__fsdp=1), tmp_path / "one", progress=False)
