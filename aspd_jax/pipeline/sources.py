@@ -6,6 +6,7 @@ import csv
 import glob
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -185,6 +186,7 @@ def _read_csv(path: Path) -> Iterator[Line]:
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             rows = csv.DictReader(file, strict=True)  # a quote that stays open would swallow the rows behind it
+            _check_header(path, rows)
             for number, row in enumerate(_csv_rows(rows), 1):
                 if isinstance(row, str) or None in row:
                     reason = row if isinstance(row, str) else f"expected {len(rows.fieldnames or ())} fields, got more"
@@ -193,6 +195,23 @@ def _read_csv(path: Path) -> Iterator[Line]:
                     yield Line(number, row)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
+
+
+def _check_header(path: Path, rows: csv.DictReader[str]) -> None:
+    """Check the column names of a CSV file.
+
+    Raises:
+        DataError: a name is not UTF-8, or two columns that have a name have the same.
+    """
+    try:
+        names = [name for name in rows.fieldnames or () if name]
+        "".join(names).encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{path}: expected UTF-8, got another encoding; convert it to UTF-8") from None
+    except csv.Error as error:
+        raise DataError(f"{path}: expected CSV, got: {error}") from None
+    if again := [name for name, times in Counter(names).items() if times > 1]:
+        raise DataError(f"{path}: expected columns with different names, got {again[0]!r} twice")
 
 
 def _csv_rows(rows: Iterator[dict[Any, Any]]) -> Iterator[dict[Any, Any] | str]:

@@ -152,3 +152,23 @@ def test_a_quote_that_stays_open_leaves_the_rows_before_it(tmp_path: Path) -> No
     file.write_text('question,answer\nq,a\n"q,a\nq,a\n')
     first, *others = read_records(str(file))
     assert isinstance(first, Conversation) and others and all(isinstance(other, Unreadable) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ("question,answer\nq,a\n".encode("utf-16"), "expected UTF-8, got another encoding"),
+        ("frage,antwört\nq,a\n".encode("latin-1"), "expected UTF-8, got another encoding"),
+        (b"question,answer,answer\nq,a,b\n", "expected columns with different names, got 'answer' twice"),
+        (b'question,"answer\nq,a\n', "expected CSV, got: unexpected end of data"),
+    ],
+)
+def test_column_names_are_checked(data: bytes, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "records.csv"
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=rf"records\.csv: {problem}"):
+        list(read_records(str(file)))
+    file.write_bytes(
+        b"\xef\xbb\xbfquestion,answer,,\nq,a,,\n"
+    )  # as spreadsheets write it: a BOM, columns without a name
+    assert [type(record) for record in read_records(str(file))] == [Conversation]
