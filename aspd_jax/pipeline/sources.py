@@ -291,16 +291,18 @@ def _with_structure(messages: list[Message], value: Any) -> list[Message]:
 
 
 def _messages(row: Mapping[str, Any]) -> Iterator[Message]:
+    system = [Message("system", row["system"])] if isinstance(row.get("system"), str) and row["system"].strip() else []
     for key in ("messages", "conversations", "conversation"):
         if row.get(key) is not None:
             messages = parse_messages(row[key], key)
+            if not any(message.role == "system" for message in messages):
+                yield from system
             yield from messages
             answer = row.get("answer")
             if messages and messages[-1].role != "assistant" and isinstance(answer, str):
                 yield Message("assistant", answer)
             return
-    if isinstance(row.get("system"), str) and row["system"].strip():
-        yield Message("system", row["system"])
+    yield from system
     history = row.get("history") or []
     if not isinstance(history, (list, tuple)):
         raise DataError(f'"history": expected a list of pairs of a question and an answer, got {_shown(history)}')
@@ -317,8 +319,9 @@ def _messages(row: Mapping[str, Any]) -> Iterator[Message]:
             '"messages", "conversations", "instruction" and "output", or "question" and "answer"'
         )
     text = row[question]
-    if question == "instruction" and answer != "input" and isinstance(row.get("input"), str) and row["input"].strip():
-        text += f"\n\n{row['input']}"
+    for key in ("input", "context") if question == "instruction" else ():  # of Alpaca and of Dolly
+        if isinstance(row.get(key), str) and row[key].strip():
+            text += f"\n\n{row[key]}"
     yield Message("user", text)
     yield Message("assistant", row[answer])
 

@@ -40,6 +40,16 @@ def test_history_and_input_come_first() -> None:
     )
 
 
+def test_text_beside_messages_and_instructions_is_kept() -> None:
+    row: dict[str, Any] = {"system": "s", **SHAPES["ShareGPT"]}
+    assert conversation(row, 1) == Conversation(1, "1", (("system", "s"), ("user", "q"), ("assistant", "a")))
+    row["conversations"] = [{"from": "system", "value": "own"}, *row["conversations"]]
+    assert conversation(row, 1) == Conversation(1, "1", (("system", "own"), ("user", "q"), ("assistant", "a")))
+    row = {"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"}
+    assert conversation(row, 1) == Conversation(1, "1", (("user", "q\n\nc"), ("assistant", "a")))
+    assert conversation(row | {"context": " "}, 1) == Conversation(1, "1", (("user", "q"), ("assistant", "a")))
+
+
 @pytest.mark.parametrize(
     "row, reason",
     [
