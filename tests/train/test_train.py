@@ -257,7 +257,7 @@ def test_config_errors_name_file_and_field(text: str, overrides: list[str], mess
 def test_configs_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes("model: {checkpoint: café}".encode("latin-1"))
-    with pytest.raises(ConfigError, match=r"config.yaml: .*utf-?8"):
+    with pytest.raises(ConfigError, match=r"config\.yaml: unacceptable character #x00e9"):
         load_config(file)
     file.write_bytes("data: {train: é, cache: é}\nmodel: {checkpoint: &name é}".encode())
     assert load_config(file).data.train == (load_config(file).model.checkpoint,) == ("é",)
