@@ -276,9 +276,9 @@ def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) ->
     """Return the rows of a file: examples, and rows of size 0 with kind and reason for what is left out."""
     with file.open("rb") as content:
         key = hashlib.file_digest(content, "sha256")
-    of_data = (data.structured, data.plain_every, data.fed_loss, data.reread)
-    of_model = (lm.end_ids, lm.tokenizer.chat_template, lm.config.titles, lm.config.unused_tokens)
-    key.update(repr((VERSION, file.suffix, *of_data, *of_model)).encode())
+    data_settings = (data.structured, data.plain_every, data.fed_loss, data.reread)
+    model_settings = (lm.end_ids, lm.tokenizer.chat_template, lm.config.titles, lm.config.unused_tokens)
+    key.update(repr((VERSION, file.suffix, *data_settings, *model_settings)).encode())
     key.update(lm.tokenizer.backend_tokenizer.to_str().encode())
     cached = cache / f"{file.stem}-{key.hexdigest()[:20]}.arrow"
     if not cached.exists():

@@ -115,8 +115,8 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
                     f"{metadata.path}: tokenizer.ggml.{key}_token_id: expected an id below {len(tokens)}, got {number}"
                 )
             names[f"{role}_token"] = tokens[number]
-    with_bos = kind == "llama" or _splitting(metadata).bos
-    if metadata.get("tokenizer.ggml.add_bos_token", with_bos) and "bos_token" in names:
+    default = kind == "llama" or _splitting(metadata).bos
+    if metadata.get("tokenizer.ggml.add_bos_token", default) and "bos_token" in names:
         bos = names["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
