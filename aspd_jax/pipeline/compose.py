@@ -143,6 +143,6 @@ def _of_form(material: Questions, form: str, chance: random.Random, held_out: bo
     chance.shuffle(choices)
     for chosen in choices:
         values = dict(zip(slots, chosen, strict=True)) | {NUMBER: chance.choice(material.numbers)}
-        question = SLOT.sub(lambda found, values=values: values[found[1]], form)
+        question = "".join(values[part] if place % 2 else part for place, part in enumerate(SLOT.split(form)))
         if is_held_out(question) == held_out:
             yield question

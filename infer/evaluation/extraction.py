@@ -105,10 +105,11 @@ def _read(file: Path) -> Iterator[Task]:
     for number, record, reason in read_lines(file):
         if reason or not isinstance(record, dict):
             raise DataError(f"{file}, line {number}: {reason or 'expected a JSON object'}")
-        schema, gold, function = (record.get(name) for name in ("schema", "gold", "function"))
+        values: list[Any] = [record.get(name) for name in ("schema", "gold", "function")]
+        schema, gold, function = values
         properties = schema.get("properties") if isinstance(schema, dict) else None
-        named = not function or (isinstance(function, dict) and {"name", "description"} <= function.keys())
         known = isinstance(properties, dict) and isinstance(gold, dict) and gold and gold.keys() <= properties.keys()
+        named = not function or (isinstance(function, dict) and {"name", "description"} <= function.keys())
         if not isinstance(record.get("text"), str) or not known or not named:
             raise DataError(
                 f"{file}, line {number}: expected text, schema with properties, gold with values of some of them, and "
