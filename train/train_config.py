@@ -229,8 +229,6 @@ class TrainConfig:
             at_least(name, getattr(self, name), 1)
         for name in ("steps", "epochs", "evaluate_batches", "seed"):
             at_least(name, getattr(self, name), 0)
-        if self.steps and self.epochs:
-            raise ConfigError(f"epochs: expected steps: 0 beside it, got steps: {self.steps}")
         if self.steps == 0 and (self.epochs == 0 or not self.data.train):
             raise ConfigError("steps: expected steps, or epochs and data.train, got none")
         split = self.mesh.data * self.mesh.fsdp * self.optimiser.accumulate

@@ -239,7 +239,6 @@ def test_shipped_configs_load(file: Path) -> None:
         ("model: {kv_heads: 0}", [], "model.kv_heads: expected at least 1, got 0"),
         ("model: {head_dim: 33}", [], "model.head_dim: expected an even number, got 33"),
         ("model: {lora_rank: -4}", [], "model.lora_rank: expected at least 0, got -4"),
-        ("epochs: 3\ndata: {train: x}", [], "epochs: expected steps: 0 beside it, got steps: 8500"),
         ("data: {rows: 6}\nsteps: 3\ndata: {bins: 3}", [], "expected different keys, got 'data' twice"),
         ("data: {rows: 6, rows: 12}", [], "expected different keys, got 'rows' twice"),
         ("evaluate_batches: 1\ndata: {train: x}", [], "evaluate_batches: expected data.held_out"),
