@@ -190,13 +190,13 @@ def run_stats(options: argparse.Namespace) -> None:
     from aspd_jax.pipeline.measures import measure
     from aspd_jax.pipeline.show import read_structured
     from aspd_jax.pipeline.sources import no_record
-    from aspd_jax.pipeline.spans import spans_of
+    from aspd_jax.pipeline.spans import form_of_titles, spans_of
     from aspd_jax.pipeline.work import counter
     from aspd_jax.structure import plain_text
 
     count, left_out = counter(options.tokenizer), list[str]()
     measures = [
-        measure(plain_text(structure), spans_of(structure), count)
+        measure(plain_text(structure), spans_of(structure, form_of_titles(structure)), count)
         for file in options.files
         for record in read_structured(file, left_out)
         for _, structure in record["answers"]
@@ -217,6 +217,8 @@ def run_questions(options: argparse.Namespace) -> None:
 
     positive(options, "count")
     config, composed = read_config(Questions, options.config), list[dict[str, object]]()
+    if options.after and options.held_out:
+        raise RequestError("--held-out: expected no --after, whose file determines the conversations, got both")
     if options.after:
         records = list(read_records(options.after))
         answered = [record for record in records if isinstance(record, Conversation)]

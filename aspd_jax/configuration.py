@@ -10,19 +10,31 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
+from yaml.constructor import ConstructorError
 
 from aspd_jax.errors import ConfigError
 
 Config = TypeVar("Config")
 
 
+class _Loader(yaml.SafeLoader):
+    """Loader that refuses a key that occurs twice, of which YAML would ignore the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for place, key in enumerate(keys):
+            if any(key.value == earlier.value for earlier in keys[:place]):
+                raise ConstructorError(None, None, f"expected different keys, got {key.value!r} twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def at_least(name: str, value: float, least: float) -> None:
     """Check that a value is at least `least`.
 
     Raises:
-        ConfigError: the value is smaller.
+        ConfigError: the value is smaller, or not a number.
     """
-    if value < least:
+    if not value >= least:  # NaN is refused, too
         raise ConfigError(f"{name}: expected at least {least}, got {value}")
 
 
@@ -41,8 +53,8 @@ def read_config(kind: type[Config], path: str | Path | None, overrides: Sequence
     if path is not None and not Path(path).is_file():
         raise ConfigError(f"{path}: expected a YAML file, got none")
     try:
-        values = {} if path is None else yaml.safe_load(Path(path).read_text()) or {}
-    except yaml.YAMLError as error:
+        values = {} if path is None else yaml.load(Path(path).read_bytes(), _Loader) or {}
+    except (yaml.YAMLError, OSError) as error:
         raise ConfigError(f"{where}: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected `key: value` lines, got {type(values).__name__}")

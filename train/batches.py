@@ -13,7 +13,7 @@ import numpy as np
 from grain import experimental as grain_experimental
 
 from aspd_jax.chat import encode_turns
-from aspd_jax.errors import ConfigError
+from aspd_jax.errors import ConfigError, DataError
 from aspd_jax.layout import Layout, PositionScheme, build_layout
 from aspd_jax.structure import Serial
 from aspd_jax.tokens import Codec, SpecialTokens
@@ -244,7 +244,11 @@ class RecordBatches:
 
 
 def record_steps(records: Records, config: TrainConfig) -> int:
-    """Return the number of batches in the configured epochs."""
+    """Return the number of batches in the configured epochs.
+
+    Raises:
+        DataError: the records do not fill a batch.
+    """
 
     class Sizes:
         def __len__(self) -> int:
@@ -254,7 +258,14 @@ def record_steps(records: Records, config: TrainConfig) -> int:
             size = int(records.sizes[index])
             return Example(np.zeros(size, np.int32), np.zeros(size, bool), np.zeros(size, bool))
 
-    return sum(1 for _ in _packed(Sizes(), config, config.epochs, shuffle=True))
+    steps = sum(1 for _ in _packed(Sizes(), config, config.epochs, shuffle=True))
+    if not steps:
+        batch = f"{config.data.rows} x {config.data.length}"
+        raise DataError(
+            f"data.train: expected records for at least one batch of {batch} tokens in {config.epochs} epochs, got "
+            f"{int(records.sizes.sum())} tokens in each. Reduce data.rows, or set steps."
+        )
+    return steps
 
 
 def record_held_out(records: Records, special: SpecialTokens, config: TrainConfig) -> list[Batch]:

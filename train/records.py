@@ -29,7 +29,7 @@ from aspd_jax.tokens import SpecialTokens
 from train.train_config import DataSection
 
 SHOWN = 5  # maximum number of printed problems; left_out.jsonl has all
-VERSION = 2  # format of the cache; files of other versions are not used
+VERSION = 3  # format of the cache; files of other versions are not used
 FEATURES = datasets.Features(
     {
         "tokens": datasets.List(datasets.Value("int32")),
@@ -276,8 +276,9 @@ def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) ->
     """Return the rows of a file: examples, and rows of size 0 with kind and reason for what is left out."""
     with file.open("rb") as content:
         key = hashlib.file_digest(content, "sha256")
-    settings = (data.structured, data.plain_every, data.fed_loss, data.reread, lm.end_ids, lm.tokenizer.chat_template)
-    key.update(repr((VERSION, file.suffix, *settings)).encode())
+    data_settings = (data.structured, data.plain_every, data.fed_loss, data.reread)
+    model_settings = (lm.end_ids, lm.tokenizer.chat_template, lm.config.titles, lm.config.unused_tokens)
+    key.update(repr((VERSION, file.suffix, *data_settings, *model_settings)).encode())
     key.update(lm.tokenizer.backend_tokenizer.to_str().encode())
     cached = cache / f"{file.stem}-{key.hexdigest()[:20]}.arrow"
     if not cached.exists():

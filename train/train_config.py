@@ -62,6 +62,12 @@ class ModelSection:
         check_choice("model.titles", self.titles, Titles)
         check_choice("model.weights", self.weights, Weights)
         check_choice("model.attention", self.attention, FULL_PASS_BACK_ENDS)
+        for name in ("vocab_size", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "feed_forward"):
+            at_least(f"model.{name}", getattr(self, name), 1)
+        for name in ("lora_rank", "lora_alpha"):
+            at_least(f"model.{name}", getattr(self, name), 0)
+        if self.head_dim % 2:
+            raise ConfigError(f"model.head_dim: expected an even number, got {self.head_dim}")
         for name in ("dtype", "parameters"):
             if getattr(self, name) not in ("float32", "bfloat16"):
                 raise ConfigError(f"model.{name}: expected float32 or bfloat16, got {getattr(self, name)!r}")
@@ -143,8 +149,16 @@ class OptimiserSection:
 
     def __post_init__(self) -> None:
         at_least("optimiser.accumulate", self.accumulate, 1)
-        if not 0 <= self.warmup <= 1:
-            raise ConfigError(f"optimiser.warmup: expected a share from 0 to 1, got {self.warmup}")
+        for name in ("learning_rate", "weight_decay"):
+            at_least(f"optimiser.{name}", getattr(self, name), 0)
+        for name in ("warmup", "final"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"optimiser.{name}: expected a share from 0 to 1, got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optimiser.{name}: expected a rate from 0 to below 1, got {getattr(self, name)}")
+        if not self.clip > 0:
+            raise ConfigError(f"optimiser.clip: expected a norm above 0, got {self.clip}")
 
 
 @dataclass(frozen=True)
@@ -213,7 +227,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("save_every", "keep", "log_every"):
             at_least(name, getattr(self, name), 1)
-        for name in ("steps", "epochs", "evaluate_batches"):
+        for name in ("steps", "epochs", "evaluate_batches", "seed"):
             at_least(name, getattr(self, name), 0)
         if self.steps == 0 and (self.epochs == 0 or not self.data.train):
             raise ConfigError("steps: expected steps, or epochs and data.train, got none")

@@ -32,19 +32,21 @@ class Splitting(NamedTuple):
         pattern: regular expression of a part.
         digits: whether each digit is a part.
         whole_first: whether a part in the vocabulary is a token without applying merges.
+        bos: whether a text begins with BOS in a file that does not say so, as in llama.cpp.
     """
 
     pattern: str
     digits: bool = False
     whole_first: bool = False
+    bos: bool = False
 
 
 # Splittings by `tokenizer.ggml.pre`.
 SPLITTINGS = {
     "gpt-2": Splitting(GPT2),
     "smollm": Splitting(GPT2, digits=True),
-    "llama-bpe": Splitting(LLAMA3, whole_first=True),
-    "tekken": Splitting(TEKKEN, whole_first=True),
+    "llama-bpe": Splitting(LLAMA3, whole_first=True, bos=True),
+    "tekken": Splitting(TEKKEN, whole_first=True, bos=True),
     "qwen2": Splitting(QWEN2),
 }
 ALIASES = {"deepseek-r1-qwen": "qwen2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
@@ -113,7 +115,8 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
                     f"{metadata.path}: tokenizer.ggml.{key}_token_id: expected an id below {len(tokens)}, got {number}"
                 )
             names[f"{role}_token"] = tokens[number]
-    if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in names:
+    default = kind == "llama" or _splitting(metadata).bos
+    if metadata.get("tokenizer.ggml.add_bos_token", default) and "bos_token" in names:
         bos = names["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
@@ -131,19 +134,28 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str]) -> Tokenizer:
     """Build a byte-level BPE tokenizer (GPT-2, Llama 3, Qwen, SmolLM) from its merges."""
-    name = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    name = ALIASES.get(name, name)
-    if name not in SPLITTINGS:
-        raise CheckpointError(
-            f"{metadata.path}: tokenizer.ggml.pre: expected one of {', '.join(SPLITTINGS)}, got {name!r}"
-        )
-    splitting = SPLITTINGS[name]
+    splitting = _splitting(metadata)
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_first))
     tokenizer.pre_tokenizer = pre_tokenizer(splitting)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _splitting(metadata: Metadata) -> Splitting:
+    """Return the splitting of a byte-level BPE tokenizer.
+
+    Raises:
+        CheckpointError: the splitting is unknown.
+    """
+    name = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    name = ALIASES.get(name, name)
+    if name not in SPLITTINGS:
+        raise CheckpointError(
+            f"{metadata.path}: tokenizer.ggml.pre: expected one of {', '.join(SPLITTINGS)}, got {name!r}"
+        )
+    return SPLITTINGS[name]
 
 
 def pre_tokenizer(splitting: Splitting) -> Any:

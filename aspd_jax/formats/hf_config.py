@@ -322,9 +322,7 @@ def check_fields(source: str, config: Mapping[str, Any]) -> None:
         if name in config and config[name] is None:
             raise CheckpointError(f"{source}: {name}: expected {known[name].expected}, got null")
     _check_layers(source, config)
-    for name in ("rope_scaling", "rope_parameters"):
-        if config.get(name):
-            _check_rope(f"{source}: {name}", config[name], nested=family == "gemma3_text")
+    _check_ropes(source, config)
     for name, value in (config.get("aspd") or {}).items():
         if name not in OWN_FIELDS:
             raise CheckpointError(f"{source}: aspd: expected fields of {', '.join(OWN_FIELDS)}, got {name!r}")
@@ -382,6 +380,34 @@ def _check_layers(source: str, config: Mapping[str, Any]) -> None:
         )
     if family == "mistral" and window is not None and "full_attention" in types:
         raise CheckpointError(f"{source}: layer_types: expected sliding_attention in all layers, got full_attention")
+
+
+def _check_ropes(source: str, config: Mapping[str, Any]) -> None:
+    """Check the fields of the rotary embedding of `transformers` 5 (`rope_parameters`) and of earlier versions.
+
+    Values that `transformers` ignores are refused: one object for the two kinds of layers of Gemma 3, and, in other
+    families, `rope_parameters` that differ from a `rope_scaling` beside them.
+    """
+    nested = config["model_type"] == "gemma3_text"
+    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
+    for name, values in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if values:
+            _check_rope(f"{source}: {name}", values, nested)
+    if nested and parameters and not any(kind in parameters for kind in LAYER_TYPES):
+        expected = f"an object for each of {', '.join(LAYER_TYPES)}"
+        raise CheckpointError(f"{source}: rope_parameters: expected {expected}, got {_shown(parameters)}")
+    if not nested and scaling and parameters and _normal(scaling, config) != _normal(parameters, config):
+        raise CheckpointError(
+            f"{source}: rope_parameters: expected the values of rope_scaling, got {_shown(parameters)}. "
+            "Remove one of the two fields."
+        )
+
+
+def _normal(values: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a rotary embedding with its kind under `rope_type` and with the base of the frequencies."""
+    kind = values.get("rope_type") or values.get("type") or "default"
+    others = {name: value for name, value in values.items() if name != "type" and value is not None}
+    return {"rope_theta": config.get("rope_theta"), **others, "rope_type": kind}
 
 
 def _check_rope(where: str, values: Mapping[str, Any], nested: bool) -> None:

@@ -27,6 +27,7 @@ _REFERENCES = re.compile(
     r"|\bsame as (?:in )?step\b|上述|前者|后者|上一[步点项条]|前一[步点项条]|如前所述|前面提到|上面的|同上|前述|上記",
     re.IGNORECASE,
 )
+_THIS = r"\b(?:this|that|these|those)"
 _NUMBERED = re.compile(
     rf"\b(?:{_THINGS})[ \t]+(?:#|no\.? ?)?(\d{{1,2}})\b(?!\s*(?:%|\w*[:.)]\s))"
     r"|(?:步骤|第)\s*(\d{1,2}|[一二三四五六七八九十])\s*[步点项条]",
@@ -91,6 +92,7 @@ def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
         _says_nothing(titles),
         _duplicates(titles),
         _references(texts),
+        _demonstratives(titles, texts),
         _goes_on(titles, texts),
         _sums_up(titles),
         _shared_counter(texts),
@@ -130,6 +132,15 @@ def _references(texts: Sequence[str]) -> Iterator[str]:
             to = found[1] or found[2]
             if (to.isdecimal() and 1 <= int(to) <= len(texts) and int(to) != number) or not to.isdecimal():
                 yield f"back reference: branch {number} says {found[0]!r}"
+
+
+def _demonstratives(titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
+    """Yield references to a sibling by its title, as in "Example: …" and "Explanation: This example …"."""
+    for number, text in enumerate(texts, 1):
+        for other, title in enumerate(titles, 1):
+            found = re.search(rf"{_THIS} {re.escape(title)}s?\b", text, re.IGNORECASE) if title else None
+            if found and other != number:
+                yield f"back reference: branch {number} says {found[0]!r}, and branch {other} is called so"
 
 
 def _goes_on(titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:

@@ -47,6 +47,8 @@ class Questions:
     follow_ups: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.numbers:
+            raise ConfigError("numbers: expected at least one number, got none")
         for name, group in self.groups.items():
             if not group.forms or group.share <= 0:
                 raise ConfigError(
@@ -78,13 +80,15 @@ def compose(material: Questions, count: int, seed: int, held_out: bool) -> list[
     chance = random.Random(seed)
     left = {name: _turns(material, group, chance, held_out) for name, group in material.groups.items()}
     taken: dict[str, list[str]] = {name: [] for name in material.groups}
+    known: set[str] = set()  # forms and topics may occur twice
     while left and sum(map(len, taken.values())) < count:
         name = min(left, key=lambda group: (len(taken[group]) + 1) / material.groups[group].share)
-        question = next(left[name], None)
+        question = next((text for text in left[name] if text not in known), None)
         if question is None:
             del left[name]
         else:
             taken[name].append(question)
+            known.add(question)
     questions = [(question, name) for name, some in taken.items() for question in some]
     chance.shuffle(questions)
     return questions
@@ -139,6 +143,6 @@ def _of_form(material: Questions, form: str, chance: random.Random, held_out: bo
     chance.shuffle(choices)
     for chosen in choices:
         values = dict(zip(slots, chosen, strict=True)) | {NUMBER: chance.choice(material.numbers)}
-        question = form.format(**values)
+        question = "".join(values[part] if place % 2 else part for place, part in enumerate(SLOT.split(form)))
         if is_held_out(question) == held_out:
             yield question

@@ -91,6 +91,8 @@ class SelectSection:
     def __post_init__(self) -> None:
         at_least("select.min_tokens", self.min_tokens, 0)
         at_least("select.max_branches", self.max_branches, 2)
+        at_least("select.serial_ratio", self.serial_ratio, 0)
+        at_least("select.max_repetition", self.max_repetition, 0)
 
 
 @dataclass(frozen=True)

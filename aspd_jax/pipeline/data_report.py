@@ -81,7 +81,7 @@ class Report:
         self.blocks += blocks
         for rejection in rejected:
             self.failed[rejection["stage"]] += 1
-            if rejection["stage"] == "check":
+            if rejection["stage"] in ("check", "defect"):
                 self.reasons[rejection["reason"].split(":")[0]] += 1
 
     def statistics(self) -> dict[str, Any]:
@@ -132,6 +132,7 @@ class Report:
             "annotate": "replies without the right form, and groups that the answer does not have",
             "integrity": "candidates that are not well formed",
             "check": "blocks that refer, count on, or share results",
+            "defect": "blocks with unequal gaps, similar titles, repeated sentences or a course of events",
             "likelihood": "blocks with a branch that is less likely without its siblings",
             "vote": "blocks that a vote was against",
             "select": "blocks that save nothing, or have too many branches",

@@ -31,7 +31,8 @@ class Sample(NamedTuple):
         question: hash of all messages before the last answer.
         measures: measures of the last answer.
         forked: whether an answer has a block.
-        serial: whether the record may be in the sets without a block, by the kind of its question.
+        serial: whether the record may be in the sets without a block: it is of such a kind and has no list with a
+            defect.
     """
 
     number: int
@@ -195,5 +196,5 @@ def _entry(
         defect=line(base | {"stage": "record", "reason": defects[0]}) if defects and not forked else "",
         draw=crc32(json.dumps(plain).encode()) if select.serial_ratio else 0,
         selections=[chosen._replace(blocks=()) for chosen in selections],
-        sample=Sample(record.number, question, selections[-1].measures, forked, serial),
+        sample=Sample(record.number, question, selections[-1].measures, forked, serial and not defects),
     )

@@ -6,6 +6,7 @@ import csv
 import glob
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -185,6 +186,7 @@ def _read_csv(path: Path) -> Iterator[Line]:
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             rows = csv.DictReader(file, strict=True)  # a quote that stays open would swallow the rows behind it
+            _check_header(path, rows)
             for number, row in enumerate(_csv_rows(rows), 1):
                 if isinstance(row, str) or None in row:
                     reason = row if isinstance(row, str) else f"expected {len(rows.fieldnames or ())} fields, got more"
@@ -193,6 +195,23 @@ def _read_csv(path: Path) -> Iterator[Line]:
                     yield Line(number, row)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
+
+
+def _check_header(path: Path, rows: csv.DictReader[str]) -> None:
+    """Check the column names of a CSV file.
+
+    Raises:
+        DataError: a name is not UTF-8, or two columns that have a name have the same.
+    """
+    try:
+        names = [name for name in rows.fieldnames or () if name]
+        "".join(names).encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{path}: expected UTF-8, got another encoding; convert it to UTF-8") from None
+    except csv.Error as error:
+        raise DataError(f"{path}: expected CSV, got: {error}") from None
+    if again := [name for name, times in Counter(names).items() if times > 1]:
+        raise DataError(f"{path}: expected columns with different names, got {again[0]!r} twice")
 
 
 def _csv_rows(rows: Iterator[dict[Any, Any]]) -> Iterator[dict[Any, Any] | str]:
@@ -272,16 +291,18 @@ def _with_structure(messages: list[Message], value: Any) -> list[Message]:
 
 
 def _messages(row: Mapping[str, Any]) -> Iterator[Message]:
+    system = [Message("system", row["system"])] if isinstance(row.get("system"), str) and row["system"].strip() else []
     for key in ("messages", "conversations", "conversation"):
         if row.get(key) is not None:
             messages = parse_messages(row[key], key)
+            if not any(message.role == "system" for message in messages):
+                yield from system
             yield from messages
             answer = row.get("answer")
             if messages and messages[-1].role != "assistant" and isinstance(answer, str):
                 yield Message("assistant", answer)
             return
-    if isinstance(row.get("system"), str) and row["system"].strip():
-        yield Message("system", row["system"])
+    yield from system
     history = row.get("history") or []
     if not isinstance(history, (list, tuple)):
         raise DataError(f'"history": expected a list of pairs of a question and an answer, got {_shown(history)}')
@@ -298,8 +319,9 @@ def _messages(row: Mapping[str, Any]) -> Iterator[Message]:
             '"messages", "conversations", "instruction" and "output", or "question" and "answer"'
         )
     text = row[question]
-    if question == "instruction" and answer != "input" and isinstance(row.get("input"), str) and row["input"].strip():
-        text += f"\n\n{row['input']}"
+    for key in ("input", "context") if question == "instruction" else ():  # of Alpaca and of Dolly
+        if isinstance(row.get(key), str) and row[key].strip():
+            text += f"\n\n{row[key]}"
     yield Message("user", text)
     yield Message("assistant", row[answer])
 

@@ -120,6 +120,12 @@ def spans_of(items: Sequence[Item], titles: Titles = "leads") -> tuple[BlockSpan
     return tuple(blocks)
 
 
+def form_of_titles(items: Sequence[Item]) -> Titles:
+    """Return the form of the titles of a structured answer: leads, unless a text does not begin with its title."""
+    branches = [branch for item in items if not isinstance(item, Serial) for branch in item.branches]
+    return "names" if any(branch.caption for branch in branches) else "leads"
+
+
 def blocks_to_json(blocks: Sequence[BlockSpan]) -> list[list[list[Any]]]:
     """Convert to JSON: `[[[title, start, end, lead], …], …]`."""
     return [[[b.title, b.start, b.end, b.lead] for b in block.branches] for block in blocks]

@@ -41,7 +41,7 @@ def read_prompts(folder: str) -> dict[str, str]:
     """Return the prompts by name; files in a user's folder replace those of the project.
 
     Raises:
-        ConfigError: the folder does not exist, or a prompt lacks a placeholder.
+        ConfigError: the folder does not exist, or a prompt cannot be read or lacks a placeholder.
     """
     if folder and not Path(folder).is_dir():
         raise ConfigError(f"teacher.prompts: expected a folder, got {folder}")
@@ -49,7 +49,10 @@ def read_prompts(folder: str) -> dict[str, str]:
     for name, wanted in PLACEHOLDERS.items():
         own = Path(folder) / f"{name}.md"
         is_own = bool(folder) and own.is_file()
-        prompts[name] = own.read_text() if is_own else (files(__package__) / "prompts" / f"{name}.md").read_text()
+        try:
+            prompts[name] = (own if is_own else files(__package__) / "prompts" / own.name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{own}: expected text in UTF-8, got: {error}") from None
         for key in wanted:
             if f"{{{key}}}" not in prompts[name]:
                 raise ConfigError(f"{own}: expected the placeholder {{{key}}}, got none")

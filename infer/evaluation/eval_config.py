@@ -198,7 +198,13 @@ class EvalConfig:
             for name in named:
                 if not name or not all(c.isalnum() or c in "-_." for c in name) or name.startswith("."):
                     raise ConfigError(f"{what}: expected letters, digits, '-', '_' and '.', got {name!r}.")
-        known = {system.name for system in self.systems}
+        systems = [system.name for system in self.systems]
+        if again := [name for name in systems if systems.count(name) > 1]:
+            raise ConfigError(
+                f"models: expected different names of systems, got {again[0]!r} twice. A model of role aspd has a "
+                "second system, with `-serial` behind its name."
+            )
+        known = set(systems)
         for pair in self.judge.pairs:
             for name in pair.split("/"):
                 if name not in known:

@@ -53,8 +53,10 @@ class Task:
         return f"Read the text and write one JSON object with these fields: {fields}.\n\nText: {self.text}"
 
 
-def _hint(schema: Mapping[str, Any]) -> str:
+def _hint(schema: Any) -> str:
     """Return the description of a field for the prompt."""
+    if not isinstance(schema, Mapping):  # `true`: any value
+        return ""
     if "enum" in schema:
         return f" ({' or '.join(map(str, schema['enum']))})"
     return " (true or false)" if schema.get("type") == "boolean" else ""
@@ -89,10 +91,13 @@ def read_tasks(file: Path | None) -> list[Task]:
     """Read tasks from a JSONL file, or the included ones.
 
     Raises:
-        DataError: a line has another form; the message names the line.
+        DataError: a line has another form, and the message names the line; or the file has no task.
     """
     if file is not None:
-        return list(_read(file))
+        tasks = list(_read(file))
+        if not tasks:
+            raise DataError(f"{file}: expected at least one task, got none")
+        return tasks
     return [task for name in INCLUDED for task in _read(Path(str(files(__package__) / name)))]
 
 
@@ -100,13 +105,18 @@ def _read(file: Path) -> Iterator[Task]:
     for number, record, reason in read_lines(file):
         if reason or not isinstance(record, dict):
             raise DataError(f"{file}, line {number}: {reason or 'expected a JSON object'}")
-        missing = [name for name in ("text", "schema", "gold") if name not in record]
-        if missing or not record["schema"].get("properties"):
+        values: list[Any] = [record.get(name) for name in ("schema", "gold", "function")]
+        schema, gold, function = values
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        known = isinstance(properties, dict) and isinstance(gold, dict) and gold and gold.keys() <= properties.keys()
+        named = not function or (isinstance(function, dict) and {"name", "description"} <= function.keys())
+        if not isinstance(record.get("text"), str) or not known or not named:
             raise DataError(
-                f"{file}, line {number}: expected text, schema with properties, and gold, got {record!r:.80}"
+                f"{file}, line {number}: expected text, schema with properties, gold with values of some of them, and "
+                f"function with name and description or none, got {record!r:.80}"
             )
         identifier = str(record.get("id", number))
-        yield Task(identifier, record["text"], record["schema"], record["gold"], record.get("function", {}))
+        yield Task(identifier, record["text"], schema, gold, function or {})
 
 
 def decode_task(engine: Engine, task: Task, mode: Fields, max_new_tokens: int) -> Decoded:
@@ -136,6 +146,11 @@ def score(task: Task, mode: str, result: Result) -> Decoded:
 def equal(value: Any, gold: Any) -> bool:
     """Return whether values are equal but for the case of letters, white space and a full stop at the end."""
     return bool(_normal(value) == _normal(gold))
+
+
+def _agree(values: Mapping[str, Any], others: Mapping[str, Any], name: str) -> bool:
+    """Return whether both answers have a field, with equal values."""
+    return name in values and name in others and equal(values[name], others[name])
 
 
 def _normal(value: Any) -> Any:
@@ -172,7 +187,7 @@ def summarise_extraction(decoded: Sequence[Decoded]) -> list[dict[str, Any]]:
 def _row(name: str, pairs: Sequence[tuple[Decoded, Decoded]]) -> dict[str, Any]:
     right = [[sum(one.right.values()) / one.fields for one in column] for column in zip(*pairs, strict=True)]
     same = [
-        sum(equal(serial.values.get(key), parallel.values.get(key)) for key in serial.right) / serial.fields
+        sum(_agree(serial.values, parallel.values, key) for key in serial.right) / serial.fields
         for serial, parallel in pairs
     ]
     steps = [[one.steps for one in column] for column in zip(*pairs, strict=True)]

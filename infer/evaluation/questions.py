@@ -123,6 +123,11 @@ def _object(value: Any, reason: str) -> dict[str, Any]:
     return value
 
 
+def _first(record: dict[str, Any], *names: str, default: Any = None) -> Any:
+    """Return the value of the first of these fields that is not null."""
+    return next((record[name] for name in names if record.get(name) is not None), default)
+
+
 def _texts(value: Any) -> tuple[str, ...]:
     """Return answers as texts from one text or number, or a list of them."""
     values = value if isinstance(value, list) else [value]
@@ -148,14 +153,14 @@ def select_evenly(questions: Iterable[Question], limit: int) -> list[Question]:
 def _question(
     record: dict[str, Any], number: int, kind: Kind, references: dict[str | int, tuple[str, ...]]
 ) -> Question:
-    id = record.get("question_id", record.get("id", record.get("unique_id", number)))
+    id = _first(record, "question_id", "id", "unique_id", default=number)
     if not isinstance(id, (str, int)):
         raise DataError(f'"question_id": expected a string or a number, got {id!r:.60}.')
     turns = _turns(record)
-    documents = record.get("documents", record.get("context"))
+    documents = _first(record, "documents", "context")
     if documents is not None:
         turns = (f"{_documents(documents)}\n\n{turns[0]}", *turns[1:])
-    reference = record.get("reference", record.get("answer", record.get("solution")))
+    reference = _first(record, "reference", "answer", "solution")
     answers = () if reference is None else _texts(reference)
     temperature = record.get("required_temperature")
     if temperature is not None and not (isinstance(temperature, (int, float)) and 0 <= temperature < inf):
@@ -178,7 +183,7 @@ def _question(
 
 
 def _turns(record: dict[str, Any]) -> tuple[str, ...]:
-    turns = record.get("turns", record.get("question", record.get("problem", record.get("prompt"))))
+    turns = _first(record, "turns", "question", "problem", "prompt")
     turns = [turns] if isinstance(turns, str) else turns
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise DataError(
@@ -203,14 +208,14 @@ def _with_answer(question: Question, answer: str, instruction: str) -> Question:
 
 
 def _choice(question: Question, record: dict[str, Any]) -> Question:
-    choices = record.get("choices", record.get("options"))
+    choices = _first(record, "choices", "options")
     if not isinstance(choices, list) or not 2 <= len(_texts(choices)) <= len(ascii_uppercase):
         raise DataError(f'"choices": expected a list of 2 to 26 texts, got {choices!r:.60}.')
     letters = ascii_uppercase[: len(choices)]
     right = record.get("answer")
-    if isinstance(right, int) and 0 <= right < len(choices):
+    if isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(choices):
         letter = letters[right]
-    elif isinstance(right, str) and right.strip().upper() in letters and right.strip():
+    elif isinstance(right, str) and right.strip().upper() in tuple(letters):
         letter = right.strip().upper()
     elif right in choices:
         letter = letters[choices.index(right)]

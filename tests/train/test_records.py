@@ -221,6 +221,21 @@ def test_tokenised_once(lm: LanguageModel, tmp_path: Path, monkeypatch: Any) -> 
         Records(lm, [file], replace(DATA, structured=False), tmp_path / "cache")
 
 
+def test_runs_with_another_form_of_titles_share_no_tokens(lm: LanguageModel, tmp_path: Path) -> None:
+    branches = [{"title": lead, "text": f"{lead} text.\n"} for lead in ("1. One:", "2. Two:")]
+    record = {"messages": [{"role": "user", "content": "?"}], "structure": [{"type": "parallel", "branches": branches}]}
+    file = write(tmp_path / "data.jsonl", [record])
+    leads = replace(lm, config=replace(lm.config, titles="leads"))
+    unused = replace(leads, config=replace(leads.config, unused_tokens=((0, 4096),)))
+    alone = {name: Records(model, [file], DATA, tmp_path / name) for name, model in {"a": lm, "b": leads}.items()}
+    assert alone["a"][0].tokens.tolist() != alone["b"][0].tokens.tolist()
+    for name, model in {"b": leads, "a": lm}.items():
+        shared_cache = Records(model, [file], DATA, tmp_path / "shared")
+        np.testing.assert_array_equal(shared_cache[0].tokens, alone[name][0].tokens)
+    with pytest.raises(DataError, match="expected rows of the embedding"):
+        Records(unused, [file], DATA, tmp_path / "shared")
+
+
 def test_batches_hold_every_record_once_an_epoch(lm: LanguageModel, tmp_path: Path) -> None:
     file = write(tmp_path / "data.jsonl", synthetic(40))
     config = TrainConfig(data=replace(DATA, train=(file,)), steps=0, epochs=2)
@@ -243,6 +258,16 @@ def test_batches_hold_every_record_once_an_epoch(lm: LanguageModel, tmp_path: Pa
     assert sum(map(len, missing)) <= 2 * 256
     parts = np.concatenate([batch.part.ravel() for batch in batches])
     assert set(parts) == {0, 1, 2}
+
+
+def test_records_that_fill_no_batch_are_refused(lm: LanguageModel, tmp_path: Path) -> None:
+    file = write(tmp_path / "data.jsonl", synthetic(2))
+    config = TrainConfig(data=replace(DATA, train=(file,)), steps=0, epochs=1)
+    records = Records(lm, [file], config.data, tmp_path / "cache")
+    one_row = replace(config, data=replace(config.data, rows=1))
+    assert record_steps(records, one_row) > 0
+    with pytest.raises(DataError, match="expected records for at least one batch of 8 x 256 tokens in 1 epochs"):
+        record_steps(records, replace(config, data=replace(config.data, rows=8)))
 
 
 def test_the_stream_goes_on_where_it_stood(lm: LanguageModel, tmp_path: Path) -> None:

@@ -238,6 +238,14 @@ def test_shipped_configs_load(file: Path) -> None:
         ("log_every: 0", [], "log_every: expected at least 1, got 0"),
         ("mesh: {fsdp: 4}", [], r"data.rows: expected a multiple of mesh.data x mesh.fsdp .* \(4\), got 6"),
         ("optimiser: {warmup: 3}", [], "optimiser.warmup: expected a share from 0 to 1"),
+        ("optimiser: {learning_rate: .nan}", [], "optimiser.learning_rate: expected at least 0, got nan"),
+        ("optimiser: {beta2: 1}", [], "optimiser.beta2: expected a rate from 0 to below 1"),
+        ("optimiser: {clip: 0}", [], "optimiser.clip: expected a norm above 0"),
+        ("model: {kv_heads: 0}", [], "model.kv_heads: expected at least 1, got 0"),
+        ("model: {head_dim: 33}", [], "model.head_dim: expected an even number, got 33"),
+        ("model: {lora_rank: -4}", [], "model.lora_rank: expected at least 0, got -4"),
+        ("data: {rows: 6}\nsteps: 3\ndata: {bins: 3}", [], "expected different keys, got 'data' twice"),
+        ("data: {rows: 6, rows: 12}", [], "expected different keys, got 'rows' twice"),
         ("evaluate_batches: 1\ndata: {train: x}", [], "evaluate_batches: expected data.held_out"),
         ("steps: [", [], "config.yaml: "),
         ("- 1", [], "expected `key: value` lines, got list"),
@@ -248,6 +256,15 @@ def test_config_errors_name_file_and_field(text: str, overrides: list[str], mess
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config(tmp_path / "config.yaml", overrides)
+
+
+def test_configs_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes("model: {checkpoint: café}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"config\.yaml: unacceptable character #x00e9"):
+        load_config(file)
+    file.write_bytes("data: {train: é, cache: é}\nmodel: {checkpoint: &name é}".encode())
+    assert load_config(file).data.train == (load_config(file).model.checkpoint,) == ("é",)
 
 
 def test_config_reads_overrides_and_exponents(tmp_path: Path) -> None:

@@ -138,6 +138,17 @@ def test_real_fields_that_change_nothing(name: str, tmp_path: Path) -> None:
             "rope_scaling: expected low_freq_factor in llama3 scaling, got none",
         ),
         (tiny_config(rope_parameters={"rope_type": "longrope", "short_factor": [1.0]}), "'longrope'"),
+        (
+            tiny_config(**GEMMA3 | {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}),
+            "rope_parameters: expected an object for each of full_attention, sliding_attention, got {'rope_type'",
+        ),
+        *(
+            (
+                tiny_config(rope_scaling={"type": "linear", "factor": 2.0}, rope_theta=5e5, rope_parameters=other),
+                "rope_parameters: expected the values of rope_scaling, got {",
+            )
+            for other in ({"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6})
+        ),
         (tiny_config(hidden_size="32"), "hidden_size: expected a whole number above 0, got '32'"),
         (tiny_config(hidden_size=2**40), "hidden_size: expected a whole number above 0, got 1099511627776"),
         (tiny_config(rms_norm_eps=float("inf")), "rms_norm_eps: expected a number above 0, got inf"),
@@ -277,6 +288,16 @@ def test_a_yarn_field_that_transformers_does_not_read_changes_nothing() -> None:
         check_fields("config.json", config)
     plain, other = (from_hugging_face(make_config(config, "config.json"), "float32") for config in configs)
     assert plain == other
+
+
+def test_a_rotary_embedding_may_be_in_the_fields_of_two_versions() -> None:
+    old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 5e5}}
+    configs = [tiny_config(**fields) for fields in (old, {"rope_theta": None} | new, old | new)]
+    for config in configs:
+        check_fields("config.json", config)
+    first, *others = (from_hugging_face(make_config(config, "config.json"), "float32") for config in configs)
+    assert others == [first, first] and (first.rope.theta, first.rope.factor) == (5e5, 2.0)
 
 
 def test_tensors_may_have_different_dtypes(tmp_path: Path) -> None:

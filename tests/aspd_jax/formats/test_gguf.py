@@ -223,7 +223,7 @@ def test_halves_of_heads_undoes_the_converter() -> None:
 
 
 def with_keys(source: Path, target: Path, **keys: Any) -> Path:
-    """A copy of a GGUF file with more values."""
+    """A copy of a GGUF file with more values; None: without this key."""
     reader = GGUFReader(source)
     writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
@@ -231,6 +231,8 @@ def with_keys(source: Path, target: Path, **keys: Any) -> Path:
             sub_type = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub_type)
     for key, value in keys.items():
+        if value is None:
+            continue
         kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
         getattr(writer, f"add_{kinds[type(value)]}")(key, value)
     for tensor in reader.tensors:

@@ -99,6 +99,20 @@ def test_a_splitting_may_have_another_name(tmp_path: Path) -> None:
     assert known(PROBE)["input_ids"] == other(PROBE)["input_ids"]
 
 
+@pytest.mark.parametrize(
+    ("name", "begins"), [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("gpt-2", False)]
+)
+def test_a_text_begins_with_bos_as_in_llama_cpp(name: str, begins: bool, tmp_path: Path) -> None:
+    tokenizer = gguf_ready(name)
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    save_model(load_model(base(tmp_path / "base", CASES["tied"], tokenizer)), tmp_path / "model.gguf")
+    for value, expected in ((None, begins), (True, True), (False, False)):
+        file = with_keys(tmp_path / "model.gguf", tmp_path / "other.gguf", **{"tokenizer.ggml.add_bos_token": value})
+        ids = open_checkpoint(file).tokenizer("one two")["input_ids"]
+        assert (ids[0] == tokenizer.bos_token_id) == expected
+        assert ids[expected:] == tokenizer("one two", add_special_tokens=False)["input_ids"]
+
+
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     def refused(config: dict[str, Any], tokenizer: PreTrainedTokenizerFast, message: str) -> None:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))

@@ -25,6 +25,7 @@ INDEPENDENT = [
     "1. The first step is to listen.\n2. Ask questions.\n3. The last word is theirs.",
     "- 3 pens at $20 = $60.\n- 2 maps at $30 = $60 too.".replace("$60 too", "$61"),
     "1. Summary: who you are.\n2. Skills: what you can do.\n3. Schools: where you were.",
+    "1. This example: it is short.\n2. Method: this method is slow.\n3. Examples: they are the example of a method.",
     "1. Area of A: 3 x 4 = 12.\n2. Area of B: 5 x 7 = 35.",
     "1. A bicycle: This is cheap.\n2. A bus: This is a great way to read.\n3. Instead of a car: a train, but slow.",
 ]
@@ -35,6 +36,8 @@ DEPENDENT = {
         "- Tea: calms.\n- Coffee: as mentioned above, no sugar.",
         "- Letters: a to z.\n- Ends: none of the letters listed above.",
         "一、买车：便宜。\n二、租车：与前者不同。",
+        "- Example: Sort the names of a class.\n- Explanation: This example shows how words are compared.",
+        "1. Variation: no two birds are alike.\n2. Inheritance: chicks have some of these variations, too.",
     ],
     "goes on": [
         "1. Sport keeps the heart fit and the mind calm.\n2. However, too much of it harms the joints.",

@@ -38,6 +38,15 @@ def test_questions_are_all_there_is_each_once() -> None:
     assert all(not is_held_out(text) for text, _ in compose(of, 1000, 0, False))
 
 
+def test_repeated_forms_and_topics_make_no_question_twice() -> None:
+    repeated = {"topics": {"a": ["x", "y", "x"]}, "groups": {"g": {"share": 1, "forms": ["{a}?", "{a}?", "{a} {} {"]}}}
+    of = config_from_dict(Questions, repeated, "here")
+    both = [text for held_out in (False, True) for text, _ in compose(of, 1000, 0, held_out)]
+    assert sorted(both) == ["x {} {", "x?", "y {} {", "y?"]
+    with pytest.raises(ConfigError, match="numbers: expected at least one number, got none"):
+        config_from_dict(Questions, SMALL | {"numbers": []}, "here")
+
+
 def test_shares_and_turns() -> None:
     of = config_from_dict(Questions, SMALL, "here")
     groups = Counter(group for _, group in compose(of, 16, 0, False))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import aspd
+from aspd_jax.pipeline.data_report import Account, Report
+from aspd_jax.pipeline.measures import Measures
 from tests.conftest import ROOT
 from tests.helpers.pipeline_data import faithful, write_two
 from tests.helpers.teacher_server import TeacherServer
@@ -48,6 +50,40 @@ def test_show_and_stats(built: Path, capsys: Any) -> None:
     assert re.search(rf"left out: {re.escape(file)}, line \d+: not UTF-8: byte 0", told.err)
 
 
+def test_the_report_counts_every_stage_at_which_a_block_fails() -> None:
+    code = "".join(file.read_text() for file in (ROOT / "aspd_jax/pipeline").glob("*.py"))
+    stages = set(re.findall(r'"stage": "(\w+)"', code)) - {"read", "record"}  # these refuse whole records
+    report = Report(Account())
+    for number, stage in enumerate(sorted(stages), 101):
+        report.add(Measures(1), [], [{"stage": stage, "reason": f"of {stage}: x"}] * number, 0)
+    text = report.markdown()
+    assert {"short", "defect", "vote"} <= stages and "| … of defect | 103 |" in text and "of vote" not in text
+    counts = re.findall(r"\| left out: [^|]+ \| (\d+) \|", text)
+    assert sorted(map(int, counts)) == list(range(101, 101 + len(stages)))
+
+
+@pytest.mark.parametrize(
+    ("begin", "efficiency", "speedup"),
+    [
+        # Names: 2 serial tokens, 4 in the branches and 2 in the titles; 1 + 2 + 2 + 2 x 2 + 1 + 2 + 1 steps.
+        ("", 2 / 4, 6 / 13),
+        # Leads are part of the branches: 8 tokens, of which 4 are leads; 1 + 2 + 2 + 1 + 4 + 2 + 2 + 1 steps.
+        ("{}: ", 4 / 8, 10 / 15),
+    ],
+)
+def test_stats_of_names_and_leads(begin: str, efficiency: float, speedup: float, capsys: Any, tmp_path: Path) -> None:
+    named = [("Alpha", "one."), ("Beta", "two.")]
+    branches = [
+        {"title": begin.format(name).strip() or name, "text": begin.format(name) + text} for name, text in named
+    ]
+    structure = [{"type": "serial", "text": "Two:\n"}, {"type": "parallel", "branches": branches}]
+    file = tmp_path / "structured.jsonl"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}], "structure": structure}) + "\n")
+    assert aspd.main(["data", "stats", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["PE"], found["ideal_speedup"]) == (efficiency, speedup)
+
+
 def test_dry_run_asks_nobody(built: Path, capsys: Any) -> None:
     with TeacherServer(faithful) as server:
         settings = [
@@ -72,6 +108,9 @@ def test_dry_run_asks_nobody(built: Path, capsys: Any) -> None:
         ("teacher.schema=xml", "schema"),
         ("rules=false", "rules: expected true"),
         ("select.max_branches=1", "max_branches"),
+        ("select.serial_ratio=-1", "select.serial_ratio: expected at least 0, got -1.0"),
+        ("select.max_repetition=.nan", "select.max_repetition: expected at least 0, got nan"),
+        ("likelihood.mean_rise=.nan", "likelihood.mean_rise: expected at least 0, got nan"),
         ("teacher.vote=1", "did you mean 'teacher.votes'"),
         ("likelihood.batch=0", "likelihood.batch"),
         ("likelihood.model=none", "none"),
@@ -81,6 +120,14 @@ def test_dry_run_asks_nobody(built: Path, capsys: Any) -> None:
 def test_mistakes_are_named(built: Path, override: str, message: str, capsys: Any, tmp_path: Path) -> None:
     assert aspd.main(["data", "build", str(built / "in.jsonl"), override, "--output", str(tmp_path / "o")]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_held_out_follow_ups_are_refused(built: Path, capsys: Any) -> None:
+    config, output = str(ROOT / "configs/smollm2/questions.yaml"), built / "questions.jsonl"
+    command = ["data", "questions", config, "--after", str(built / "in.jsonl"), "--output", str(output)]
+    assert aspd.main([*command, "--held-out"]) == 2
+    assert "--held-out: expected no --after" in capsys.readouterr().err and not output.exists()
+    assert aspd.main(command) == 0 and output.exists()
 
 
 @pytest.mark.parametrize("command", ["build", "show", "stats", "questions"])

@@ -296,3 +296,15 @@ def test_records_that_teach_nothing_good_are_in_neither_set(tmp_path: Path) -> N
     rejected = {row["id"]: row["reason"] for row in lines(tmp_path / "ratio" / "rejected.jsonl")}
     assert "of its words repeat" in rejected["circles"] and 'finish_reason" is "length' in rejected["cut"]
     assert "asks for 4, and its blocks have 3" in lines(tmp_path / "asked" / "rejected.jsonl")[0]["reason"]
+
+
+def test_lists_with_a_defect_take_no_place_of_serial_answers(tmp_path: Path) -> None:
+    unequal = LIST.replace("\n\n2.", "\n2.")
+    prose = "Nobody in the village could ever tell why it is what it is, and nobody ever asked."
+    answers = [*[LIST] * 10, *[unequal] * 40, *[prose] * 10]
+    source = tmp_path / "in.jsonl"
+    rows = ({"id": number, "question": f"{number}?", "answer": answer} for number, answer in enumerate(answers))
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(select=replace(SMALL, serial_ratio=1.0))
+    report = build(config, str(source), tmp_path / "out", progress=False).report
+    assert len(lines(tmp_path / "out" / "plain.jsonl")) == 20 and (report.unfit, report.spared) == (40, 0)

@@ -40,6 +40,16 @@ def test_history_and_input_come_first() -> None:
     )
 
 
+def test_text_beside_messages_and_instructions_is_kept() -> None:
+    row: dict[str, Any] = {"system": "s", **SHAPES["ShareGPT"]}
+    assert conversation(row, 1) == Conversation(1, "1", (("system", "s"), ("user", "q"), ("assistant", "a")))
+    row["conversations"] = [{"from": "system", "value": "own"}, *row["conversations"]]
+    assert conversation(row, 1) == Conversation(1, "1", (("system", "own"), ("user", "q"), ("assistant", "a")))
+    row = {"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"}
+    assert conversation(row, 1) == Conversation(1, "1", (("user", "q\n\nc"), ("assistant", "a")))
+    assert conversation(row | {"context": " "}, 1) == Conversation(1, "1", (("user", "q"), ("assistant", "a")))
+
+
 @pytest.mark.parametrize(
     "row, reason",
     [
@@ -152,3 +162,23 @@ def test_a_quote_that_stays_open_leaves_the_rows_before_it(tmp_path: Path) -> No
     file.write_text('question,answer\nq,a\n"q,a\nq,a\n')
     first, *others = read_records(str(file))
     assert isinstance(first, Conversation) and others and all(isinstance(other, Unreadable) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ("question,answer\nq,a\n".encode("utf-16"), "expected UTF-8, got another encoding"),
+        ("frage,antwört\nq,a\n".encode("latin-1"), "expected UTF-8, got another encoding"),
+        (b"question,answer,answer\nq,a,b\n", "expected columns with different names, got 'answer' twice"),
+        (b'question,"answer\nq,a\n', "expected CSV, got: unexpected end of data"),
+    ],
+)
+def test_column_names_are_checked(data: bytes, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "records.csv"
+    file.write_bytes(data)
+    with pytest.raises(DataError, match=rf"records\.csv: {problem}"):
+        list(read_records(str(file)))
+    file.write_bytes(
+        b"\xef\xbb\xbfquestion,answer,,\nq,a,,\n"
+    )  # as spreadsheets write it: a BOM, columns without a name
+    assert [type(record) for record in read_records(str(file))] == [Conversation]

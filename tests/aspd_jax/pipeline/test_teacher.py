@@ -180,6 +180,9 @@ def test_own_prompts(two: Path, tmp_path: Path) -> None:
         (tmp_path / "annotate.md").write_text("Mine: {answer}")
         with pytest.raises(ConfigError, match=r"expected the placeholder \{question\}"):
             build(teacher(server, prompts=str(tmp_path)), str(two), tmp_path / "out", progress=False)
+        (tmp_path / "annotate.md").write_bytes("{question} {answer} café".encode("latin-1"))
+        with pytest.raises(ConfigError, match=r"annotate\.md: expected text in UTF-8, got"):
+            build(teacher(server, prompts=str(tmp_path)), str(two), tmp_path / "out", progress=False)
 
 
 REQUEST_FIELDS: list[tuple[dict[str, Any], str, Any]] = [

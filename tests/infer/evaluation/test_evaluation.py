@@ -475,6 +475,11 @@ def test_mistakes_in_a_configuration(tmp_path: Path) -> None:
         ("", "models: expected at least one name"),
         ("models: {a: {path: demo}}\n", "benchmarks: expected at least one name"),
         (good + "judge: {pairs: [a]}", "expected two systems"),
+        (good + "models: {b: {path: demo}}\n", "expected different keys, got 'models' twice"),
+        (
+            good.replace("{a:", "{a-serial: {path: demo, role: seq}, a:"),
+            "models: expected different names of systems, got 'a-serial' twice",
+        ),
         (good + "judge: {pairs: [a/b]}", "expected systems among a, a-serial, got 'b'"),
         ("models: {a: {pth: demo}}\n", r"unknown key 'models.a.pth'; did you mean 'models.\*.path'"),
         ("models: {a: {}}\nbenchmarks: {t: {kind: synthetic}}", "expected a path of every model"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 
 import infer.evaluation.field_dependence
 from aspd_jax import LanguageModel
-from aspd_jax.errors import RequestError
+from aspd_jax.errors import DataError, RequestError
 from aspd_jax.fields import fields_template
 from infer import Engine
-from infer.evaluation.extraction import equal, read_tasks
+from infer.evaluation.extraction import Decoded, equal, read_tasks, summarise_extraction
 from infer.evaluation.field_dependence import field_reports, field_table
 from tests.conftest import SIZES
 from tests.infer.scheduling.test_filling import LATER, WORD
@@ -94,3 +95,38 @@ def test_included_tasks_have_values_of_their_schemas() -> None:
         jsonschema.validate(task.gold, task.schema)
         assert set(task.gold) == set(task.schema["properties"]) and json.loads(json.dumps(task.gold)) == task.gold
     assert equal(" Ana  Reis.", "ana reis") and equal(3, 3.0) and not equal(True, 1) and not equal("3", 3)
+
+
+TASK = {"text": "t", "schema": {"properties": {"a": True, "b": WORD}}, "gold": {"a": 1, "b": "x"}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"text": 5}, {"schema": "x"}, {"schema": {"properties": [1]}}, {"gold": ["a"]}, {"gold": {}}),
+        *({"gold": {"c": 1}}, {"function": "f"}, {"function": {"name": "f"}}),
+    ],
+)
+def test_tasks_of_another_form_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text(json.dumps(TASK) + "\n" + json.dumps(TASK | change) + "\n")
+    with pytest.raises(DataError, match=r"tasks\.jsonl, line 2: expected text, schema with properties, gold"):
+        read_tasks(file)
+    file.write_text(json.dumps(TASK) + "\n")
+    assert "these fields: a, b.\n\nText: t" in read_tasks(file)[0].prompt
+    file.write_text("")
+    with pytest.raises(DataError, match="expected at least one task, got none"):
+        read_tasks(file)
+
+
+def test_answers_without_a_field_do_not_agree_on_it() -> None:
+    def decoded(mode: str, values: dict[str, Any]) -> Decoded:
+        return Decoded("1", mode, 2, values, {"a": False, "b": False}, 4, 1.0, 0.5)
+
+    def agreement(serial: dict[str, Any], parallel: dict[str, Any]) -> float:
+        return float(
+            summarise_extraction([decoded("serial", serial), decoded("parallel", parallel)])[0]["agreement"]["mean"]
+        )
+
+    assert agreement({}, {}) == agreement({}, {"a": None}) == 0
+    assert agreement({"a": None, "b": "x"}, {"a": None, "b": "y"}) == 0.5

@@ -159,3 +159,19 @@ def test_real_files() -> None:
     gsm8k = asked(file=str(folder / "gsm8k" / "train.jsonl"), kind="maths", limit=200)
     assert all(is_correct(q, f"The answer is {q.references[0]}.") for q in gsm8k)
     assert not any(is_correct(q, "The answer is -1.5.") for q in gsm8k)
+
+
+def test_columns_without_a_value_hide_no_others(tmp_path: Path) -> None:
+    record = {"question_id": None, "id": "x", "turns": None, "question": "q", "reference": None, "answer": "5"}
+    (question,) = asked(file=written(tmp_path, record), kind="exact")
+    assert (question.id, question.turns, question.references) == ("x", ("q",), ("5",))
+    record = {"prompt": "q", "choices": None, "options": ["x", "y"], "answer": "b", "documents": None, "context": "c"}
+    (question,) = asked(file=written(tmp_path, record), kind="choice")
+    assert question.references == ("B",) and question.turns[0].startswith("Document 1:\nc\n\nq\n\nA. x")
+
+
+@pytest.mark.parametrize("answer", ["AB", "", " ", True, 2, "C", None])
+def test_a_choice_without_one_right_letter_is_refused(answer: Any, tmp_path: Path) -> None:
+    record = {"question": "q", "choices": ["x", "y"], "answer": answer}
+    with pytest.raises(DataError, match='"answer": expected a letter, a number from 0, or one of the choices'):
+        asked(file=written(tmp_path, record), kind="choice")
