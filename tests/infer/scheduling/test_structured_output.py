@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import jsonschema
+import llguidance
 import pytest
 from fastapi.testclient import TestClient
 
@@ -92,6 +94,45 @@ def test_a_value_that_the_budget_cuts_says_so(engine: Engine) -> None:
     assert result.finish_reason == "length" and len(branches_of(result)) == 2
     short = SamplingParams(max_new_tokens=5, json_schema=SCHEMAS["nested"])
     assert engine.generate(["Hi"], short)[0].finish_reason == "length"
+
+
+def test_an_answer_that_its_grammar_cannot_follow_says_so(engine: Engine) -> None:
+    """An answer or a branch ends where llguidance gives up: after the common beginning of 3,000 alternatives."""
+    words = [f"word{number}" for number in range(3000)]
+    few = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, choices=words[:9]))[0]
+    assert few.finish_reason == "stop" and few.text in words
+    many = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, choices=words))[0]
+    assert many.text not in words and many.finish_reason == "length"
+    either = {"anyOf": [record(**{f"key{number}": {"type": "null"}}) for number in range(1100)]}
+    result = forking(engine, either)
+    assert not any(valid(text, either) for text in branches_of(result)) and result.finish_reason == "length"
+    assert forking(engine, ADVICE).finish_reason == "stop"
+
+
+def test_a_request_starts_while_a_grammar_is_compiled(engine: Engine, monkeypatch: Any) -> None:
+    """Check that compiling does not hold a lock for which the engine's thread would wait."""
+    compile_grammar, compiling, started = llguidance.grammar_from, threading.Event(), threading.Event()
+
+    def slow(form: Any, text: str) -> str:
+        compiling.set()
+        assert started.wait(60)
+        return compile_grammar(form, text)
+
+    known = SamplingParams(max_new_tokens=40, json_schema=SCHEMAS["choice"])
+    expected = engine.generate(["Hi"], known)[0].text
+    monkeypatch.setattr(llguidance, "grammar_from", slow)
+    other = threading.Thread(target=engine.check, args=("Hi", SamplingParams(max_new_tokens=40, regex="slow|late")))
+    other.start()
+    assert compiling.wait(60)
+    texts: list[str] = []
+    answering = threading.Thread(target=lambda: texts.append(engine.generate(["Hi"], known)[0].text))
+    answering.start()
+    answering.join(30)
+    waited = list(texts)
+    started.set()
+    other.join()
+    answering.join()
+    assert waited == [expected]
 
 
 def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
