@@ -205,10 +205,11 @@ class Constraint:
 
     def _accepts(self, items: Sequence[ItemIds]) -> bool:
         """Return whether the grammars accept the end of the serial text and of every branch."""
-        serial = [token for item in items if isinstance(item, SerialIds) for token in item.ids]
+        serial = [int(token) for item in items if isinstance(item, SerialIds) for token in item.ids]
         branches = [text.ids for item in items if not isinstance(item, SerialIds) for text in item.texts]
-        segments = [(self._serial, serial), *((self._branch, ids) for ids in branches)]
-        return all(matcher is None or matcher.accepts(ids) for matcher, ids in segments)
+        return (self._serial is None or self._serial.accepts(serial)) and (
+            self._branch is None or all(map(self._branch.accepts, branches))
+        )
 
     def start(self) -> RowGuidance:
         """Return the token masks before the answer begins."""
