@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import llguidance
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
@@ -15,7 +16,10 @@ import infer.decode.grammar
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.structure import Parallel
+from aspd_jax.tokens import split
 from infer import Engine, SamplingParams
+from infer.answers.answer import RequestOutput
+from infer.decode.state import LENGTH, STOP
 from infer.server.app import make_app
 from infer.server.server_config import ServerConfig
 from tests.conftest import SIZES, patched
@@ -97,16 +101,23 @@ def test_a_value_that_the_budget_cuts_says_so(engine: Engine) -> None:
 
 
 def test_an_answer_that_its_grammar_cannot_follow_says_so(engine: Engine) -> None:
-    """An answer or a branch ends where llguidance gives up: after the common beginning of 3,000 alternatives."""
+    """An answer ends where llguidance gives up: after the common beginning of 3,000 alternatives. So do branches."""
     words = [f"word{number}" for number in range(3000)]
     few = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, choices=words[:9]))[0]
     assert few.finish_reason == "stop" and few.text in words
     many = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, choices=words))[0]
     assert many.text not in words and many.finish_reason == "length"
-    either = {"anyOf": [record(**{f"key{number}": {"type": "null"}}) for number in range(1100)]}
-    result = forking(engine, either)
-    assert not any(valid(text, either) for text in branches_of(result)) and result.finish_reason == "length"
-    assert forking(engine, ADVICE).finish_reason == "stop"
+    schemas, config, encode = engine.debug_state().schemas, engine.config, engine.lm.codec.text.encode
+    constraint = schemas.constraint(SamplingParams(branch_schema=SCHEMAS["choice"]), 100)
+    for texts, finish in ((['{"winner": "A"}', '{"winner": "tie"}'], STOP), (['{"winner": "A"}', '{"winner"'], LENGTH)):
+        special, ids = config.special, list[int]()
+        for name in ("sun", "rain"):
+            ids += [special.title_start, *encode(name), special.title_end]
+        ids.append(special.parallel_start)
+        for name, text in zip(("sun", "rain"), texts, strict=True):
+            ids += [special.branch_start, *encode(name), *config.form.separator, *encode(text), special.branch_end]
+        items = split(np.asarray([*ids, special.parallel_end], np.int32), special, config.form)
+        assert constraint.read(RequestOutput(STOP, items=items)).finish == finish
 
 
 def test_a_request_starts_while_a_grammar_is_compiled(engine: Engine, monkeypatch: Any) -> None:
