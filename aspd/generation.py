@@ -147,7 +147,7 @@ def run_generate(options: argparse.Namespace) -> None:
     if options.input is not None:
         from infer.offline.batch import generate_file
 
-        _print_outcome(options.output, generate_file(engine, _job(options, params, chat)))
+        _print_outcome(options.output, generate_file(engine, _job(options, settings, params, chat)))
         return
     if options.prompt is not None and chat:
         prompt = [{"role": "user", "content": options.prompt}]
@@ -245,13 +245,19 @@ def _answer_on_ray(
         with cluster(ray) as workers:
             yield from run_on_ray(make, tasks, ray, workers, "line {0[0]}".format)
 
-    _print_outcome(options.output, write_answers(answer, _job(options, params, chat)))
+    _print_outcome(options.output, write_answers(answer, _job(options, settings, params, chat)))
 
 
-def _job(options: argparse.Namespace, params: SamplingParams, chat: bool) -> Job:
+def _job(options: argparse.Namespace, settings: EngineSettings, params: SamplingParams, chat: bool) -> Job:
     from infer.offline.batch import Job
 
-    return Job(options.input, options.output, params, options.mode, chat, options.instruction, options.samples)
+    model = {
+        "model": absolute(settings.model), "adapter": settings.adapter and absolute(settings.adapter),
+        "dtype": settings.dtype, "weights": settings.weights, "max_length": settings.max_length,
+        "training_free": settings.training_free,
+    }  # fmt: skip
+    mode, instruction, samples = options.mode, options.instruction, options.samples
+    return Job(options.input, options.output, params, mode, chat, instruction, samples, model=model)
 
 
 def _print_outcome(output: Path, outcome: Outcome) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 from aspd_jax.errors import RequestError
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+MAX_HOLES = 2048  # maximum holes of a template
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Template:
         names = [hole.name for hole in self.holes]
         if not names:
             raise RequestError("template: expected at least one hole such as {name}, got none")
+        if len(names) > MAX_HOLES:
+            raise RequestError(f"template: expected at most {MAX_HOLES} holes, got {len(names)}")
         for name in names:
             if names.count(name) > 1:
                 raise RequestError(
@@ -83,12 +87,17 @@ class Template:
         self.stages  # noqa: B018 - a cycle is an error
         object.__setattr__(self, "opening", self.literal_opening if opening is None else opening)
 
-    @property
+    @cached_property
     def holes(self) -> tuple[Hole, ...]:
         """Return the holes in the order of the text."""
         return tuple(part for part in self.parts if isinstance(part, Hole))
 
-    @property
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        """Return the index of each hole among the parts, by name."""
+        return {part.name: index for index, part in enumerate(self.parts) if isinstance(part, Hole)}
+
+    @cached_property
     def stages(self) -> tuple[tuple[Hole, ...], ...]:
         """Return the holes by stage: each depends on holes of earlier stages only, and is in the first such stage.
 
@@ -119,14 +128,14 @@ class Template:
 
     def lead(self, hole: Hole) -> str:
         """Return the literal text between the hole before and this one, without `opening`."""
-        index = self.parts.index(hole)
+        index = self._places[hole.name]
         before = self.parts[index - 1] if index else ""
         text = "" if isinstance(before, Hole) else before
         return text.removeprefix(self.opening) if index <= 1 else text
 
     def following(self, hole: Hole) -> str:
         """Return the literal text behind a hole; it ends free text."""
-        index = self.parts.index(hole) + 1
+        index = self._places[hole.name] + 1
         after = self.parts[index] if index < len(self.parts) else ""
         return "" if isinstance(after, Hole) else after
 

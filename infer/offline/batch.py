@@ -7,8 +7,8 @@ job resumes from the journal.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,6 +157,7 @@ class Job:
         chat, instruction: see `read_prompts`.
         samples: answers to every prompt, one record each, with the number of the `sample` if there are several.
         progress: whether to show a progress bar.
+        model: settings of the engine on which answers depend, such as the name of the model.
     """
 
     source: Path | str
@@ -167,6 +168,7 @@ class Job:
     instruction: str = ""
     samples: int = 1
     progress: bool = True
+    model: Mapping[str, Any] = field(default_factory=dict)
 
 
 def generate_file(engine: Engine, job: Job) -> Outcome:
@@ -189,7 +191,7 @@ def write_answers(answer: Callable[[Iterator[Task]], Iterator[Task]], job: Job) 
     prompts = read_prompts(job.source, job.chat, job.instruction)
     items = [item._replace(sample=number) for item in prompts for number in range(job.samples)]
     settings = {"input": digest(str(job.source)), "mode": job.mode, "chat": job.chat, "samples": job.samples}
-    settings |= {"instruction": job.instruction, "params": json.loads(json.dumps(asdict(job.params)))}
+    settings |= {"instruction": job.instruction, "params": json.loads(json.dumps(asdict(job.params))), **job.model}
     journal = job.output.with_name(f"{job.output.name}.journal")
     if job.output.exists():
         raise RequestError(

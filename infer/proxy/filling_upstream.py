@@ -165,7 +165,7 @@ class TemplateFilling:
     ) -> AsyncGenerator[Progress, None]:
         """Request the value of a hole, with its constraint if `constrained`, and yield its progress."""
         hole, written, tokens, value = request.text.hole, "", 0, ""
-        check, ended, fits = ValueCheck(hole.schema), "", True
+        check, ended = ValueCheck(hole.schema), ""
         more = {"response_format": response_format(hole.schema)} if constrained and hole.schema is not None else {}
         number = 2 * request.number + constrained
         pieces = self._upstream.complete(
@@ -177,16 +177,14 @@ class TemplateFilling:
                 ended, written, tokens = reason or ended, written + piece, tokens + len(self._codec.encode(piece))
                 value, complete = request.text.read(written, ended == "stop")
                 begins = constrained or hole.schema is None or bool(value) or len(written) <= MAX_BLANKS
-                fits = begins and check.follow(value, complete)
-                if not fits:
+                if not (begins and check.follow(value, complete)):
                     break
                 final = complete or constrained or hole.schema is None or ended == "length"
                 yield Progress(hole.name, value, tokens, complete, final)
                 if complete or ended == "length":
                     return
-        if constrained or (fits and not ended):
-            got = f"{value[:40]!r}" if ended or not fits else "a stream without a finish_reason"
-            raise UpstreamError(f"{self._upstream.config.url}: expected a value of {hole.name!r}, got {got}")
+        if constrained:
+            raise UpstreamError(f"{self._upstream.config.url}: expected a value of {hole.name!r}, got {value[:40]!r}")
         async with aclosing(self._fill(request, sampling, answer, constrained=True)) as again:
             async for progress in again:
                 yield progress

@@ -100,9 +100,10 @@ class Upstream:
             more: further fields of the request.
 
         Raises:
-            UpstreamError: the upstream refuses the request, or fails after all retries.
+            UpstreamError: the upstream refuses the request, fails after all retries, or ends the stream early.
         """
         bias: Mapping[str, int] = {str(token): -100 for token in forbidden}
+        ended = False
         try:
             async with self._semaphore:
                 stream = await self._client.completions.create(
@@ -112,8 +113,13 @@ class Upstream:
                 async with stream as pieces:  # closing this generator cancels the request
                     async for piece in pieces:
                         if piece.choices:
+                            ended |= piece.choices[0].finish_reason is not None
                             yield piece.choices[0].text or "", piece.choices[0].finish_reason
         except openai.APIStatusError as error:
             raise UpstreamError(f"{self.config.url}: status {error.status_code}: {error.message}") from None
         except openai.APIError as error:
             raise UpstreamError(f"{self.config.url}: {error}") from None
+        except ValueError as error:
+            raise UpstreamError(f"{self.config.url}: expected a stream of completions, got: {error}") from None
+        if not ended:
+            raise UpstreamError(f"{self.config.url}: expected a whole completion, got a stream without a finish_reason")

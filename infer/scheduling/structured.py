@@ -12,6 +12,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -19,10 +20,10 @@ import numpy as np
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
-from aspd_jax.tokens import SerialIds
+from aspd_jax.tokens import ItemIds, SerialIds
 from infer.answers.answer import RequestOutput
 from infer.decode.guidance import RowGuidance
-from infer.decode.state import EngineConfig
+from infer.decode.state import LENGTH, STOP, EngineConfig
 from infer.request import SamplingParams
 
 MAX_COMPILED = 256  # maximum compiled schemas in memory
@@ -100,22 +101,24 @@ class Schemas:
 
         key = FORMATS[name], text
         with self._lock:
-            if key not in self._compiled:
-                try:
-                    if FORMATS[name] == "json_schema":
-                        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": BLANKS})
-                    else:
-                        grammar = grammar_from(*key)
-                except Exception as error:  # GBNF is translated in Python
-                    raise RequestError(f"{name}: {error}") from None
-                made = LLMatcher(self._tokenizer, grammar, log_level=0)
-                if made.is_error():
-                    raise RequestError(f"{name}: {made.get_error().strip().splitlines()[0]}")
-                self._compiled[key] = made
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+            made = self._compiled.get(key)
+        if made is None:  # compiled without the lock, so that the engine's thread does not wait for it
+            try:
+                if FORMATS[name] == "json_schema":
+                    grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": BLANKS})
+                else:
+                    grammar = grammar_from(*key)
+            except Exception as error:  # GBNF is translated in Python
+                raise RequestError(f"{name}: {error}") from None
+            made = LLMatcher(self._tokenizer, grammar, log_level=0)
+            if made.is_error():
+                raise RequestError(f"{name}: {made.get_error().strip().splitlines()[0]}")
+        with self._lock:
+            self._compiled[key] = made
             self._compiled.move_to_end(key)
-            return Matcher(self._compiled[key].deep_copy(), self.words)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return Matcher(made.deep_copy(), self.words)
 
 
 class Matcher:
@@ -150,6 +153,12 @@ class Matcher:
     def known_tokens(self) -> list[int]:
         """Return the tokens that have to come next, as far as the grammar determines the text."""
         return list(self._matcher.compute_ff_tokens())
+
+    def accepts(self, tokens: Sequence[int] | np.ndarray) -> bool:
+        """Return whether the text may end after these tokens; the position stays."""
+        after = self.copy()
+        after.take(tokens)
+        return after.accepting
 
     @property
     def accepting(self) -> bool:
@@ -186,8 +195,21 @@ class Constraint:
         self._in_block = False
 
     def read(self, output: RequestOutput) -> RequestOutput:
-        """Return the answer as it is."""
-        return output
+        """Return the answer; it ends with `LENGTH` if a grammar does not accept the end of its text.
+
+        This happens where a grammar exceeds llguidance's limits: only the end may follow then.
+        """
+        if output.finish != STOP or self._accepts(output.items):
+            return output
+        return replace(output, finish=LENGTH)
+
+    def _accepts(self, items: Sequence[ItemIds]) -> bool:
+        """Return whether the grammars accept the end of the serial text and of every branch."""
+        serial = [int(token) for item in items if isinstance(item, SerialIds) for token in item.ids]
+        branches = [text.ids for item in items if not isinstance(item, SerialIds) for text in item.texts]
+        return (self._serial is None or self._serial.accepts(serial)) and (
+            self._branch is None or all(map(self._branch.accepts, branches))
+        )
 
     def start(self) -> RowGuidance:
         """Return the token masks before the answer begins."""

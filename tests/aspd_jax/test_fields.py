@@ -60,6 +60,7 @@ def test_a_template_is_literal_text_and_holes() -> None:
         ("{a after b}{b after a}", "do not depend on each other, got a, b"),
         ("{a after a}", "do not depend on each other, got a"),
         ("{a after z}", "hole 'a': after: expected names of holes, got 'z'"),
+        ("".join(f" {{h{number}}}" for number in range(2049)), "expected at most 2048 holes, got 2049"),
     ],
 )
 def test_templates_that_are_refused(source: str, message: str) -> None:

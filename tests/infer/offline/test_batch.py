@@ -135,6 +135,36 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
     assert records(cut) == records(tmp_path / "whole.jsonl")
 
 
+def test_answers_of_another_model_are_not_resumed(
+    lm: LanguageModel, source: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """A resumed job continues on other hardware settings, but not with another model or another limit."""
+    for name in ("one", "two"):
+        save_model(lm, tmp_path / name)
+    append, written = infer.offline.batch.append, []
+
+    def failing(log: Any, value: dict[str, Any]) -> None:
+        if len(written) == 4:
+            raise KeyboardInterrupt
+        written.append(value)
+        append(log, value)
+
+    def run(model: str, length: int, batch: int) -> int:
+        command = ["generate", "--model", str(tmp_path / model), "--raw", "--input", str(source), "--output"]
+        command += [str(tmp_path / "out.jsonl"), "--max-new-tokens", "8", "--batch", str(batch)]
+        return aspd.main([*command, "--max-length", str(length)])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(infer.offline.batch, "append", failing)
+        assert run("one", 96, 2) == 130
+    assert len(written) == 4 and not (tmp_path / "out.jsonl").exists()
+    for model, length, names in (("two", 96, "model"), ("one", 64, "max_length"), ("two", 64, "max_length, model")):
+        assert run(model, length, 2) == 2
+        assert f"journal: expected answers with the same {names}, got others." in capsys.readouterr().err
+    assert run("one", 96, 1) == 0
+    assert "3 of them there already" in capsys.readouterr().out
+
+
 def test_kill_9(lm: LanguageModel, source: Path, tmp_path: Path, capsys: Any) -> None:
     save_model(lm, tmp_path / "model")
     cut = tmp_path / "cut.jsonl"

@@ -15,7 +15,7 @@ import openai
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
@@ -43,12 +43,12 @@ class Upstream:
 
     def __init__(self, lm: LanguageModel) -> None:
         self.lm, self.script, self.bodies = lm, dict(SCRIPT), []  # type: ignore[var-annotated]
-        self.open, self.delay = 0, 0.0
-        self.before: Callable[[int], JSONResponse | None] = lambda _: None
+        self.open, self.delay, self.cut = 0, 0.0, ""  # cut: end of a prompt; its stream ends without a finish reason
+        self.before: Callable[[int], Response | None] = lambda _: None
         self.app = FastAPI()
         self.app.post("/v1/completions", response_model=None)(self.complete)
 
-    async def complete(self, request: Request) -> JSONResponse | StreamingResponse:
+    async def complete(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
         if (refusal := self.before(len(self.bodies))) is not None:
@@ -68,7 +68,8 @@ class Upstream:
                 for at in range(0, len(said), 3):
                     yield self._chunk(said[at : at + 3], None)
                     await asyncio.sleep(self.delay)
-                yield self._chunk("", reason)
+                if not (self.cut and prompt.endswith(self.cut)):
+                    yield self._chunk("", reason)
                 yield "data: [DONE]\n\n"
             finally:
                 self.open -= 1
@@ -346,6 +347,19 @@ def test_faults_of_the_upstream(proxy: str, upstream: Upstream) -> None:
     assert refused.status_code == 502 and "status 404" in refused.json()["error"]["message"]
     streamed = ask(proxy, stream=True).text
     assert "status 404" in streamed and "[DONE]" not in streamed
+    upstream.before = lambda _: Response("data: {oops\n\n", media_type="text/event-stream")
+    refused = ask(proxy)
+    assert refused.status_code == 502 and "expected a stream of completions" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("end", ["<|/para|>", "2/2 B: "])
+def test_a_stream_that_breaks_off_is_no_whole_answer(end: str, proxy: str, upstream: Upstream) -> None:
+    assert ask(proxy).json()["choices"][0]["message"]["content"] == TEXT  # negative control
+    upstream.cut = end
+    refused = ask(proxy)
+    assert refused.status_code == 502 and "without a finish_reason" in refused.json()["error"]["message"]
+    streamed = ask(proxy, stream=True).text
+    assert "without a finish_reason" in streamed and "[DONE]" not in streamed
 
 
 @pytest.mark.parametrize(
@@ -356,6 +370,7 @@ def test_faults_of_the_upstream(proxy: str, upstream: Upstream) -> None:
         ({"frequency_penalty": 1}, 400, "frequency_penalty: not supported by the proxy"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias: not supported by the proxy"),
         ({"min_tokens": 1}, 400, "min_tokens: not supported by the proxy"),
+        ({"fork_bias": 1}, 400, "fork_bias: not supported by the proxy"),
         ({"logprobs": True}, 400, "logprobs"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "expected a last message of the user"),
         ({"messages": []}, 400, "messages"),

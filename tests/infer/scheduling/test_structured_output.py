@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import jsonschema
+import llguidance
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
@@ -13,7 +16,10 @@ import infer.decode.grammar
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.structure import Parallel
+from aspd_jax.tokens import split
 from infer import Engine, SamplingParams
+from infer.answers.answer import RequestOutput
+from infer.decode.state import LENGTH, STOP
 from infer.server.app import make_app
 from infer.server.server_config import ServerConfig
 from tests.conftest import SIZES, patched
@@ -92,6 +98,52 @@ def test_a_value_that_the_budget_cuts_says_so(engine: Engine) -> None:
     assert result.finish_reason == "length" and len(branches_of(result)) == 2
     short = SamplingParams(max_new_tokens=5, json_schema=SCHEMAS["nested"])
     assert engine.generate(["Hi"], short)[0].finish_reason == "length"
+
+
+def test_an_answer_that_its_grammar_cannot_follow_says_so(engine: Engine) -> None:
+    """An answer ends where llguidance gives up: after the common beginning of 3,000 alternatives. So do branches."""
+    words = [f"word{number}" for number in range(3000)]
+    few = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, choices=words[:9]))[0]
+    assert few.finish_reason == "stop" and few.text in words
+    many = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, choices=words))[0]
+    assert many.text not in words and many.finish_reason == "length"
+    schemas, config, encode = engine.debug_state().schemas, engine.config, engine.lm.codec.text.encode
+    constraint = schemas.constraint(SamplingParams(branch_schema=SCHEMAS["choice"]), 100)
+    for texts, finish in ((['{"winner": "A"}', '{"winner": "tie"}'], STOP), (['{"winner": "A"}', '{"winner"'], LENGTH)):
+        special, ids = config.special, list[int]()
+        for name in ("sun", "rain"):
+            ids += [special.title_start, *encode(name), special.title_end]
+        ids.append(special.parallel_start)
+        for name, text in zip(("sun", "rain"), texts, strict=True):
+            ids += [special.branch_start, *encode(name), *config.form.separator, *encode(text), special.branch_end]
+        items = split(np.asarray([*ids, special.parallel_end], np.int32), special, config.form)
+        assert constraint.read(RequestOutput(STOP, items=items)).finish == finish
+
+
+def test_a_request_starts_while_a_grammar_is_compiled(engine: Engine, monkeypatch: Any) -> None:
+    """Check that compiling does not hold a lock for which the engine's thread would wait."""
+    compile_grammar, compiling, started = llguidance.grammar_from, threading.Event(), threading.Event()
+
+    def slow(form: Any, text: str) -> str:
+        compiling.set()
+        assert started.wait(60)
+        return compile_grammar(form, text)
+
+    known = SamplingParams(max_new_tokens=40, json_schema=SCHEMAS["choice"])
+    expected = engine.generate(["Hi"], known)[0].text
+    monkeypatch.setattr(llguidance, "grammar_from", slow)
+    other = threading.Thread(target=engine.check, args=("Hi", SamplingParams(max_new_tokens=40, regex="slow|late")))
+    other.start()
+    assert compiling.wait(60)
+    texts: list[str] = []
+    answering = threading.Thread(target=lambda: texts.append(engine.generate(["Hi"], known)[0].text))
+    answering.start()
+    answering.join(30)
+    waited = list(texts)
+    started.set()
+    other.join()
+    answering.join()
+    assert waited == [expected]
 
 
 def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
