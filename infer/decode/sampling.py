@@ -105,31 +105,33 @@ def restrict(logits: jax.Array, request: RequestArrays) -> jax.Array:
 
     Each keeps the largest logits and those equal to the smallest of them. A lower bound suffices, so nothing is sorted.
     """
-    counted = (request.top_k > 0) & (request.top_k < logits.shape[-1])
-    logits = _keep_largest(logits, jnp.ones_like(logits), request.top_k.astype(logits.dtype), counted)
-    share = jax.nn.softmax(logits, axis=-1)
+    count, counted = request.top_k.astype(logits.dtype), (request.top_k > 0) & (request.top_k < logits.shape[-1])
+    bound = _if_limited(counted, lambda: _bound(logits, jnp.ones_like(logits), count, counted))
+    logits = jnp.where(_ordered(logits) >= bound[:, None], logits, -jnp.inf)
+    share, limited = jax.nn.softmax(logits, axis=-1), request.top_p < 1.0
     top_p = jnp.maximum(request.top_p, jnp.finfo(jnp.float32).tiny)  # the likeliest is kept if it rounded to 0
-    logits = _keep_largest(logits, share, top_p, request.top_p < 1.0)
-    likely = share >= request.min_p[:, None] * jnp.max(share, axis=-1, keepdims=True)
+    nucleus = _if_limited(limited, lambda: _bound(logits, share, top_p, limited))
+    likely = _ordered(logits) >= nucleus[:, None]
+    likely &= share >= request.min_p[:, None] * jnp.max(share, axis=-1, keepdims=True)
     return jnp.where(likely, logits, -jnp.inf)
 
 
-def _keep_largest(logits: jax.Array, weight: jax.Array, target: jax.Array, limited: jax.Array) -> jax.Array:
-    """Keep the largest logits that have the target weight together, and those equal to the smallest of them.
+def _if_limited(limited: jax.Array, bound: Callable[[], jax.Array]) -> jax.Array:
+    """Return the bounds of the limited lanes, and 0, the least key, for others; uint32 [L]."""
+    bounds = jax.lax.cond(jnp.any(limited), bound, lambda: jnp.zeros(limited.shape, jnp.uint32))
+    return jnp.where(limited, bounds, 0)
+
+
+def _bound(logits: jax.Array, weight: jax.Array, target: jax.Array, limited: jax.Array) -> jax.Array:
+    """Return the key of the smallest logit that is kept if the largest have the target weight together, uint32 [L].
 
     Args:
-        logits: float32 [L, V].
-        weight: of each logit, float32 [L, V].
+        logits, weight: logits and their weights, float32 [L, V].
         target: float32 [L].
-        limited: lanes of which logits are excluded, bool [L].
+        limited: lanes of which the result is used, bool [L].
     """
-
-    def limit() -> jax.Array:
-        keys = _ordered(logits)
-        bound = bound_from_largest(logits, weight, target, limited, keys, partial(_bound, keys, weight, target))
-        return jnp.where((keys >= bound[:, None]) | ~limited[:, None], logits, -jnp.inf)
-
-    return jax.lax.cond(jnp.any(limited), limit, lambda: logits)
+    keys = _ordered(logits)  # on TPU, keys from outside the conditional would be read from HBM in every round
+    return bound_from_largest(logits, weight, target, limited, keys, partial(_search, keys, weight, target))
 
 
 def _ordered(logits: jax.Array) -> jax.Array:
@@ -138,7 +140,7 @@ def _ordered(logits: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _bound(keys: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
+def _search(keys: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
     """Return the largest key, uint32 [L], for which all keys from it upwards have the target weight, [L].
 
     Each round determines `BITS` bits. It reads all keys, and on a mesh adds up across devices.
