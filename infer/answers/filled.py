@@ -109,15 +109,14 @@ class Filled:
     def structure(self) -> Structure:
         """Return the answer as serial text and blocks, in reading order; literal text precedes each value.
 
-        While the answer grows, all branches that have begun are included; afterwards none after a value that was
-        cut.
+        While the answer grows, all branches that have begun are included; afterwards none after the first value that is
+        not complete, also if its block has not begun.
         """
         template = self.template
         numbers = {hole.name: number for number, block in enumerate(self.blocks) for hole in block.holes}
-        begun = [hole for hole in template.holes if hole.name in numbers]
         cut = next((n for n, hole in enumerate(template.holes) if not self._complete(hole)), len(template.holes))
-        if self.is_final:
-            begun = begun[: cut + 1]
+        read = template.holes[: cut + 1] if self.is_final else template.holes
+        begun = [hole for hole in read if hole.name in numbers]
         items: list[Item] = [Serial(template.opening)]
         for _, group in groupby(begun, key=lambda hole: numbers[hole.name]):
             branches = [Branch(h.name or '""', template.lead(h) + self.values.get(h.name, "")) for h in group]

@@ -42,8 +42,8 @@ def test_zeros_are_as_annotated() -> None:
 @pytest.mark.parametrize("draft_tokens", [0, 3])
 def test_the_state_is_as_annotated_after_decoding(bare_lm: LanguageModel, engine: Engine, draft_tokens: int) -> None:
     own = drafting_engine(bare_lm, draft_tokens) if draft_tokens else engine
-    params = [SamplingParams(temperature=100.0, max_new_tokens=40, seed=seed) for seed in range(4)]
-    assert any(result.stats.blocks for result in own.generate([[1, 2]] * 4, params))
+    params = [SamplingParams(temperature=100.0, max_new_tokens=40, seed=seed) for seed in range(16)]
+    assert any(result.stats.blocks for result in own.generate([[1, 2]] * 16, params))
     state = own.debug_state().decode
     sizes = {"B": 2, "C": state.cache.tokens.shape[1], "N": 3, "M": 4, "E": 2, "D": draft_tokens}
     sizes["Q"] = own.config.max_queued

@@ -123,7 +123,7 @@ def test_mistakes_are_named(built: Path, override: str, message: str, capsys: An
 
 
 def test_held_out_follow_ups_are_refused(built: Path, capsys: Any) -> None:
-    config, output = str(ROOT / "configs/smollm2/questions.yaml"), built / "questions.jsonl"
+    config, output = str(ROOT / "configs/questions.yaml"), built / "questions.jsonl"
     command = ["data", "questions", config, "--after", str(built / "in.jsonl"), "--output", str(output)]
     assert aspd.main([*command, "--held-out"]) == 2
     assert "--held-out: expected no --after" in capsys.readouterr().err and not output.exists()
