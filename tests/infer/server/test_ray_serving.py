@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +20,7 @@ import pytest
 import aspd
 from aspd_jax import load_model
 from aspd_jax.errors import RequestError
-from aspd_jax.ray_pool import RayOptions, cluster
+from aspd_jax.ray_pool import RayOptions
 from infer import Engine
 from infer.server.prefix_router import PREFIX, conversation_key, ranked
 from infer.server.ray_serving import Replicas, make_application
@@ -113,13 +112,6 @@ class Server:
         code = self.process.wait(120)
         assert ended(self.processes)
         return code
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.1)
-    assert holds()
 
 
 def chat(url: str, messages: Any, **more: Any) -> httpx.Response:
@@ -232,68 +224,6 @@ def test_a_replica_starts_when_requests_wait() -> None:
             list(pool.map(repeat, range(6)))
         assert len(names) == 2 and set(codes) == {200}
         assert server.stop() == 0, server.said
-
-
-@pytest.mark.slow
-def test_a_replica_that_is_scaled_down_finishes_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that two replicas become one while each streams an answer, and that both answers are complete."""
-    serve = pytest.importorskip("ray.serve")
-    options = serve.Deployment.options
-    quick = {"initial_replicas": 2, "downscale_delay_s": 1, "look_back_period_s": 1, "metrics_interval_s": 0.5}
-
-    def hasten(deployment: Any, **more: Any) -> Any:
-        if "autoscaling_config" in more:
-            more["autoscaling_config"] = {**more["autoscaling_config"], **quick}
-        return options(deployment, **more)
-
-    monkeypatch.setattr(serve.Deployment, "options", hasten)
-    config = ServerConfig(name="demo", max_waiting=4, max_new_tokens=8192, drain=120.0)
-    actors = RayOptions("local", 2, {"CPU": 1.0})
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        host, port = listener.getsockname()
-    url = f"http://{host}:{port}"
-
-    def make() -> Engine:
-        return Engine(load_model("demo"), max_length=8192, max_batch=2)
-
-    with cluster(actors):
-        serve.start(http_options={"host": host, "port": port, "location": "HeadOnly"})
-        serve.run(make_application(make, config, actors, Replicas(1, 2), batch=2), name="aspd", route_prefix="/")
-        homes, finished = dict[str, Any](), dict[str, str]()
-        begun, calm = threading.Barrier(3), threading.Event()
-
-        def load(number: int) -> None:
-            messages = [{"role": "user", "content": NUMBERED.format(number)}]
-            while not calm.is_set():
-                homes[chat(url, messages, max_tokens=100, ignore_eos=True).headers[REPLICA]] = messages
-
-        def stream(messages: Any) -> None:
-            request = ask(max_tokens=6000, ignore_eos=True, stream=True, temperature=0) | {"messages": messages}
-            with httpx.stream("POST", f"{url}/v1/chat/completions", json=request, timeout=300) as response:
-                begun.wait(120)
-                lines = [line for line in response.iter_lines() if line]
-            last = [json.loads(line[6:])["choices"][0] for line in lines[:-1] if line.startswith("data: {")][-1]
-            assert lines[-1] == "data: [DONE]"
-            finished[response.headers[REPLICA]] = last["finish_reason"]
-
-        def replicas() -> int:
-            return serve.status().applications["aspd"].deployments["engine"].replica_states.get("RUNNING", 0)
-
-        with ThreadPoolExecutor(8) as pool:
-            others = [pool.submit(load, number) for number in range(6)]
-            wait_until(lambda: len(homes) == 2)
-            streams = [pool.submit(stream, messages) for messages in list(homes.values())]
-            begun.wait(120)
-            assert replicas() == 2
-            calm.set()
-            wait_until(lambda: replicas() == 1)
-            assert not any(answer.done() for answer in streams), "the replica drains while it answers"
-            for answer in [*others, *streams]:
-                answer.result()
-        assert finished == dict.fromkeys(homes, "length")
-        assert chat(url, ask()["messages"], max_tokens=1).status_code == 200
-        serve.shutdown()
 
 
 @pytest.mark.slow
