@@ -106,32 +106,32 @@ def restrict(logits: jax.Array, request: RequestArrays) -> jax.Array:
     Each keeps the largest logits and those equal to the smallest of them. A lower bound suffices, so nothing is sorted.
     """
     count, counted = request.top_k.astype(logits.dtype), (request.top_k > 0) & (request.top_k < logits.shape[-1])
-    bound = _if_limited(counted, lambda: _bound(logits, jnp.ones_like(logits), count, counted))
+    bound = _bound(logits, lambda: jnp.ones_like(logits), count, counted)
     logits = jnp.where(_ordered(logits) >= bound[:, None], logits, -jnp.inf)
-    share, limited = jax.nn.softmax(logits, axis=-1), request.top_p < 1.0
+    share = jax.nn.softmax(logits, axis=-1)
     top_p = jnp.maximum(request.top_p, jnp.finfo(jnp.float32).tiny)  # the likeliest is kept if it rounded to 0
-    nucleus = _if_limited(limited, lambda: _bound(logits, share, top_p, limited))
+    nucleus = _bound(logits, lambda: share, top_p, request.top_p < 1.0)
     likely = _ordered(logits) >= nucleus[:, None]
     likely &= share >= request.min_p[:, None] * jnp.max(share, axis=-1, keepdims=True)
     return jnp.where(likely, logits, -jnp.inf)
 
 
-def _if_limited(limited: jax.Array, bound: Callable[[], jax.Array]) -> jax.Array:
-    """Return the bounds of the limited lanes, and 0, the least key, for others; uint32 [L]."""
-    bounds = jax.lax.cond(jnp.any(limited), bound, lambda: jnp.zeros(limited.shape, jnp.uint32))
-    return jnp.where(limited, bounds, 0)
-
-
-def _bound(logits: jax.Array, weight: jax.Array, target: jax.Array, limited: jax.Array) -> jax.Array:
+def _bound(logits: jax.Array, weight: Callable[[], jax.Array], target: jax.Array, limited: jax.Array) -> jax.Array:
     """Return the key of the smallest logit that is kept if the largest have the target weight together, uint32 [L].
 
     Args:
-        logits, weight: logits and their weights, float32 [L, V].
+        logits: float32 [L, V].
+        weight: function that returns the weights of the logits, float32 [L, V]; called inside a conditional.
         target: float32 [L].
-        limited: lanes of which the result is used, bool [L].
+        limited: lanes of which logits are excluded, bool [L]; the result of others is 0, the least key.
     """
-    keys = _ordered(logits)  # on TPU, keys from outside the conditional would be read from HBM in every round
-    return bound_from_largest(logits, weight, target, limited, keys, partial(_search, keys, weight, target))
+
+    def find() -> jax.Array:
+        keys, weights = _ordered(logits), weight()  # made outside, the keys are read from HBM in every round on TPU
+        return bound_from_largest(logits, weights, target, limited, keys, partial(_search, keys, weights, target))
+
+    bounds = jax.lax.cond(jnp.any(limited), find, lambda: jnp.zeros(limited.shape, jnp.uint32))
+    return jnp.where(limited, bounds, 0)
 
 
 def _ordered(logits: jax.Array) -> jax.Array:
