@@ -1,4 +1,4 @@
-"""Rules that refuse a block: references to siblings, shared counters or results, and defects of the list itself.
+"""Rules that refuse a block: dependence among its branches, and defects of the list itself.
 
 Every check yields reasons that name the branch and the words. The checks need no model, and detect only explicit
 dependence.
@@ -60,6 +60,7 @@ _RESULT = re.compile(r"(?:=|≈|≅|~|equals?|is about|gives?|get|comes? to|tota
 _NUMBER = re.compile(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?![\w])")
 _OPERAND = re.compile(r"(?<![\w.,])(\d+)(?=\s*[-+*/×÷x]\s*\$?\d)|[-+*/×÷x]\s*\$?(\d+)(?!\w)")
 _SYMBOL = re.compile(r"(?<![\w\\])([A-Za-z](?:_\w+|\d)?)\s*=(?!=)")
+_FENCE = re.compile(r"(?m)^[ \t]*(?:```|~~~)")
 _INNER_COUNTER = re.compile(r"(?m)^[ \t]*(\d{1,3})[.)][ \t]")
 REPEATED = 6  # length of a repeated run in words
 GRAM = 5  # length in words of sequences that siblings may share
@@ -98,6 +99,8 @@ def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
         _shared_counter(texts),
         _shared_results(before, texts),
         _shared_symbols(before, texts),
+        _course(titles, texts),
+        _explains_code(answer, block),
     ):
         for reason in found:
             return reason
@@ -212,6 +215,22 @@ def _shared_symbols(before: str, texts: Sequence[str]) -> Iterator[str]:
             defined.setdefault(symbol, number)
 
 
+def _course(titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
+    for title, text in zip(titles, texts, strict=True):
+        marker = marker_of(text.strip())
+        words = {(marker.family if marker else "").rpartition(" ")[2], *title.casefold().split()[:1]}
+        if words & _COURSES:
+            yield f"course of events: a part begins as {_start(text)!r}"
+        if _TIME.match(title):
+            yield f"course of events: a part is called {title!r}"
+
+
+def _explains_code(answer: str, block: BlockSpan) -> Iterator[str]:
+    """Yield a list that explains the program before it, in the order of its lines."""
+    if _FENCE.search(answer, 0, block.start) and not _FENCE.search(answer, block.start, block.end):
+        yield "explains code: a program is before it, and its parts have none"
+
+
 def find_defect(answer: str, block: BlockSpan) -> str | None:
     """Return the first reason why a block should not be taught although its branches may be independent, or None.
 
@@ -223,7 +242,7 @@ def find_defect(answer: str, block: BlockSpan) -> str | None:
     """
     texts = [answer[branch.start : branch.end] for branch in block.branches]
     titles = [branch.title for branch in block.branches]
-    for found in (_gaps(answer, block), _course(titles, texts), _alike(titles), _shared_words(texts)):
+    for found in (_gaps(answer, block), _alike(titles), _shared_words(texts)):
         for reason in found:
             return reason
     return None
@@ -243,16 +262,6 @@ def _gaps(answer: str, block: BlockSpan) -> Iterator[str]:
 
 def _blank(answer: str, start: int) -> int:
     return len(answer[start:]) - len(answer[start:].lstrip())
-
-
-def _course(titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
-    for title, text in zip(titles, texts, strict=True):
-        marker = marker_of(text.strip())
-        words = {(marker.family if marker else "").rpartition(" ")[2], *title.casefold().split()[:1]}
-        if words & _COURSES:
-            yield f"course of events: a part begins as {_start(text)!r}"
-        if _TIME.match(title):
-            yield f"course of events: a part is called {title!r}"
 
 
 def _alike(titles: Sequence[str]) -> Iterator[str]:

@@ -75,7 +75,8 @@ class SelectSection:
         as_asked: whether records are left out of both sets if their question asks for a number of parts that no block
             of the answer has.
         serial_kinds: kinds of questions (the field `kind` of records) whose answers are kept without a block; empty:
-            all. Otherwise the model learns prose for questions that request lists.
+            all. Otherwise the model learns prose for questions that request lists. Lists that `check_references`
+            refuses are kept as serial text for every kind: they teach when not to fork.
         serial_ratio: maximum records without a block per record with one, chosen by a hash of the text; 0: no limit.
     """
 
@@ -101,10 +102,10 @@ class DataConfig:
 
     Attributes:
         rules: whether the form of an answer proposes blocks, without a model.
-        check_references: whether branches are refused that refer to a sibling, continue a count, or use a sibling's
-            result.
-        check_defects: whether blocks are refused that have unequal gaps, similar titles or repeated sentences, or tell
-            a course of events (`aspd_jax.pipeline.checks.find_defect`).
+        check_references: whether blocks are refused whose branches refer to a sibling, continue a count, use a
+            sibling's result, tell a course of events, or explain a program (`aspd_jax.pipeline.checks.find_dependence`).
+        check_defects: whether blocks are refused that have unequal gaps, similar titles or repeated sentences
+            (`aspd_jax.pipeline.checks.find_defect`).
         teacher, likelihood, select: sections.
     """
 

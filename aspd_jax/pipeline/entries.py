@@ -185,8 +185,10 @@ def _entry(
         detail = {"source": chosen.source, "measures": chosen.measures._asdict() | speedup}
         details.append({"message": place} | detail | {"rejected": chosen.rejected})
     forked = any(chosen.blocks for chosen in selections)
-    serial = not select.serial_kinds or record.kind in select.serial_kinds
-    defects = [r["reason"] for chosen in selections for r in chosen.rejected if r["stage"] == "defect"]
+    rejections = [rejection for chosen in selections for rejection in chosen.rejected]
+    defects = [rejection["reason"] for rejection in rejections if rejection["stage"] == "defect"]
+    dependent = any(rejection["stage"] == "check" for rejection in rejections)
+    serial = not select.serial_kinds or record.kind in select.serial_kinds or dependent
     question = hashlib.sha256(json.dumps(record.messages[:-1]).encode()).hexdigest()
     return Entry(
         record.number,

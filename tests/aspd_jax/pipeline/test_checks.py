@@ -27,6 +27,7 @@ INDEPENDENT = [
     "1. Summary: who you are.\n2. Skills: what you can do.\n3. Schools: where you were.",
     "1. This example: it is short.\n2. Method: this method is slow.\n3. Examples: they are the example of a method.",
     "1. Area of A: 3 x 4 = 12.\n2. Area of B: 5 x 7 = 35.",
+    "```\nx = 1\n```\n\n- Loops:\n```\nfor x in y:\n```\n- Branches:\n```\nif x:\n```\n",
     "1. A bicycle: This is cheap.\n2. A bus: This is a great way to read.\n3. Instead of a car: a train, but slow.",
 ]
 DEPENDENT = {
@@ -52,6 +53,11 @@ DEPENDENT = {
         "1. Cost of pens: 3 x 20 = 60 dollars.\n2. With tax: 60 x 1.1 = 66 dollars.",
     ],
     "shared symbol": ["- Radius: r = 2 cm.\n- Area: it is 3 * r * r."],
+    "course of events": [
+        "1. Day 1: arrive and rest.\n2. Day 2: see the castle.",
+        "- **9:00 am**: breakfast in the garden.\n- **11:30 am**: a walk to the lake.",
+    ],
+    "explains code": ["```python\nfor x in y:\n    print(x)\n```\n\n- Loop: it visits all of y.\n- Output: it shows x.\n"],
     "title says nothing": ["1. 1. What do you like?\n2. 2. How do you work?\n3. 3. Why here?\n"],
     "duplicate title": [
         "**Note**\n\nText one.\n\n**Note**\n\nText one.\n",

@@ -122,12 +122,12 @@ def test_prose_is_kept_for_some_kinds_of_questions_only(tmp_path: Path) -> None:
     rows = [
         {"id": f"{kind} {name}", "kind": kind, "question": f"{kind} {name}?", "answer": text}
         for kind in ("list", "story")
-        for name, text in (("a", LIST), ("b", PROSE))
+        for name, text in (("a", LIST), ("b", PROSE), ("chain", CHAIN))
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for kinds, expected in (
-        ((), {"list a", "list b", "story a", "story b"}),
-        (("story",), {"list a", "story a", "story b"}),
+        ((), {"list a", "list b", "list chain", "story a", "story b", "story chain"}),
+        (("story",), {"list a", "list chain", "story a", "story b", "story chain"}),
     ):
         config = DataConfig(select=replace(SMALL, serial_kinds=kinds))
         out = tmp_path / f"out{len(kinds)}"
