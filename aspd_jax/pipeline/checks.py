@@ -60,6 +60,11 @@ _RESULT = re.compile(r"(?:=|≈|≅|~|equals?|is about|gives?|get|comes? to|tota
 _NUMBER = re.compile(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?![\w])")
 _OPERAND = re.compile(r"(?<![\w.,])(\d+)(?=\s*[-+*/×÷x]\s*\$?\d)|[-+*/×÷x]\s*\$?(\d+)(?!\w)")
 _SYMBOL = re.compile(r"(?<![\w\\])([A-Za-z](?:_\w+|\d)?)\s*=(?!=)")
+# Questions for one number, whose answers derive it.
+_ASKS_FOR_NUMBER = re.compile(
+    r"\bhow (?:many|much)\b[^.?!\n]*\?|\b(?:estimate|calculate|compute) (?:how|the)\b|\bwhat is the probability\b|多少",
+    re.IGNORECASE,
+)
 _FENCE = re.compile(r"(?m)^[ \t]*(?:```|~~~)")
 _INNER_COUNTER = re.compile(r"(?m)^[ \t]*(\d{1,3})[.)][ \t]")
 REPEATED = 6  # length of a repeated run in words
@@ -101,6 +106,7 @@ def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
         _shared_symbols(before, texts),
         _course(titles, texts),
         _explains_code(answer, block),
+        _derives(question),
     ):
         for reason in found:
             return reason
@@ -229,6 +235,11 @@ def _explains_code(answer: str, block: BlockSpan) -> Iterator[str]:
     """Yield a list that explains the program before it, in the order of its lines."""
     if _FENCE.search(answer, 0, block.start) and not _FENCE.search(answer, block.start, block.end):
         yield "explains code: a program is before it, and its parts have none"
+
+
+def _derives(question: str) -> Iterator[str]:
+    if found := _ASKS_FOR_NUMBER.search(question):
+        yield f"derivation: the question asks for a number, {_start(found[0])!r}"
 
 
 def find_defect(answer: str, block: BlockSpan) -> str | None:

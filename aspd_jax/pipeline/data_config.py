@@ -103,7 +103,8 @@ class DataConfig:
     Attributes:
         rules: whether the form of an answer proposes blocks, without a model.
         check_references: whether blocks are refused whose branches refer to a sibling, continue a count, use a
-            sibling's result, tell a course of events, or explain a program (`aspd_jax.pipeline.checks.find_dependence`).
+            sibling's result, tell a course of events, derive a number that the question asks for, or explain a
+            program (`aspd_jax.pipeline.checks.find_dependence`).
         check_defects: whether blocks are refused that have unequal gaps, similar titles or repeated sentences
             (`aspd_jax.pipeline.checks.find_defect`).
         teacher, likelihood, select: sections.

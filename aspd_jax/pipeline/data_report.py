@@ -131,7 +131,7 @@ class Report:
             "short": "answers too short to fork",
             "annotate": "replies without the right form, and groups that the answer does not have",
             "integrity": "candidates that are not well formed",
-            "check": "blocks that refer, count on, share results, tell a course of events or explain code",
+            "check": "blocks whose branches depend on each other by their words",
             "defect": "blocks with unequal gaps, similar titles or repeated sentences",
             "likelihood": "blocks with a branch that is less likely without its siblings",
             "vote": "blocks that a vote was against",

@@ -57,7 +57,9 @@ DEPENDENT = {
         "1. Day 1: arrive and rest.\n2. Day 2: see the castle.",
         "- **9:00 am**: breakfast in the garden.\n- **11:30 am**: a walk to the lake.",
     ],
-    "explains code": ["```python\nfor x in y:\n    print(x)\n```\n\n- Loop: it visits all of y.\n- Output: it shows x.\n"],
+    "explains code": [
+        "```python\nfor x in y:\n    print(x)\n```\n\n- Loop: it visits all of y.\n- Output: it shows x.\n"
+    ],
     "title says nothing": ["1. 1. What do you like?\n2. 2. How do you work?\n3. 3. Why here?\n"],
     "duplicate title": [
         "**Note**\n\nText one.\n\n**Note**\n\nText one.\n",
@@ -81,6 +83,20 @@ def test_a_teachers_last_part_may_not_sum_up(title: str, sums_up: bool) -> None:
     answer = "It began. It grew. It lasted."
     branches = (BranchSpan("Birth", 0, 10), BranchSpan("Youth", 10, 19), BranchSpan(title, 19, 29))
     assert (find_dependence("What is jazz?", answer, BlockSpan(branches)) is not None) == sums_up
+
+
+@pytest.mark.parametrize(
+    ("question", "number"),
+    [
+        ("How many bees are needed for a jar of honey? Explain it.", True),
+        ("Estimate how many words a child hears.", True),
+        ("一年有多少天？", True),
+        ("Many people ask how much is enough. What helps against stress?", False),
+        ("Compute clusters: what are their uses?", False),
+    ],
+)
+def test_the_derivation_of_a_number_is_a_chain(question: str, number: bool) -> None:
+    assert ((why(INDEPENDENT[0], question) or "").split(":")[0] == "derivation") == number
 
 
 def test_numbers_of_the_question_are_nobodys_result() -> None:
