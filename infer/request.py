@@ -338,9 +338,11 @@ SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n    Attributes:\n{_attribut
 def _read_biases(biases: Mapping[Any, Any]) -> dict[int, float]:
     """Return biases by token id; JSON has strings for ids."""
     try:
-        return {int(token): float(bias) for token, bias in dict(biases).items()}
+        if all(str(token).isascii() and str(token).isdecimal() for token in dict(biases)):
+            return {int(token): float(bias) for token, bias in dict(biases).items()}
     except (TypeError, ValueError):
-        raise RequestError(f"logit_bias: expected numbers by token id, got {biases!r}") from None
+        pass
+    raise RequestError(f"logit_bias: expected numbers by token id, got {biases!r}")
 
 
 def _read_template(template: Any) -> Template | None:

@@ -201,7 +201,7 @@ class TrainConfig:
     Attributes:
         model, data, optimiser, draft, mesh: sections of the configuration.
         steps: total number of steps; 0: determined by `epochs`.
-        epochs: epochs over the records if `steps` is 0.
+        epochs: epochs over the records if `steps` is 0; one of both must be positive.
         seed: seed of the weights and of the data order.
         save_every: steps between checkpoints.
         keep: number of latest checkpoints to keep; with held-out data the best one is kept too.
@@ -215,7 +215,7 @@ class TrainConfig:
     optimiser: OptimiserSection = field(default_factory=OptimiserSection)
     draft: DraftSection = field(default_factory=DraftSection)
     mesh: MeshSection = field(default_factory=MeshSection)
-    steps: int = 8500
+    steps: int = 0
     epochs: int = 0
     seed: int = 0
     save_every: int = 200
@@ -229,8 +229,6 @@ class TrainConfig:
             at_least(name, getattr(self, name), 1)
         for name in ("steps", "epochs", "evaluate_batches", "seed"):
             at_least(name, getattr(self, name), 0)
-        if self.steps == 0 and (self.epochs == 0 or not self.data.train):
-            raise ConfigError("steps: expected steps, or epochs and data.train, got none")
         split = self.mesh.data * self.mesh.fsdp * self.optimiser.accumulate
         for name in ("rows", "short_rows") if self.data.short_steps and not self.data.train else ("rows",):
             rows = getattr(self.data, name)
@@ -239,6 +237,8 @@ class TrainConfig:
                     f"data.{name}: expected a multiple of mesh.data x mesh.fsdp x optimiser.accumulate ({split}), "
                     f"got {rows}"
                 )
+        if both := sorted(set(self.data.train) & set(self.data.held_out)):
+            raise ConfigError(f"data.held_out: expected other files than data.train, got {both[0]!r} in both")
         if self.evaluate_batches and self.data.train and not self.data.held_out:
             raise ConfigError("evaluate_batches: expected data.held_out, got none")
         if self.data.reread and (self.model.positions, self.model.siblings) != ("sequential", "invisible"):
@@ -255,6 +255,8 @@ class TrainConfig:
             raise ConfigError(
                 "model.checkpoint: expected data.train, because the synthetic tasks have their own tokenizer, got none"
             )
+        if self.steps == 0 and (self.epochs == 0 or not self.data.train):
+            raise ConfigError("steps: expected steps, or epochs and data.train, got none")
 
     def batch_shape(self, step: int) -> tuple[int, int]:
         """Return the rows and the tokens of a row at a step of the synthetic tasks."""

@@ -262,7 +262,7 @@ def test_batches_hold_every_record_once_an_epoch(lm: LanguageModel, tmp_path: Pa
 
 def test_records_that_fill_no_batch_are_refused(lm: LanguageModel, tmp_path: Path) -> None:
     file = write(tmp_path / "data.jsonl", synthetic(2))
-    config = TrainConfig(data=replace(DATA, train=(file,)), steps=0, epochs=1)
+    config = TrainConfig(data=replace(DATA, train=(file,)), epochs=1)
     records = Records(lm, [file], config.data, tmp_path / "cache")
     one_row = replace(config, data=replace(config.data, rows=1))
     assert record_steps(records, one_row) > 0
@@ -272,7 +272,7 @@ def test_records_that_fill_no_batch_are_refused(lm: LanguageModel, tmp_path: Pat
 
 def test_the_stream_goes_on_where_it_stood(lm: LanguageModel, tmp_path: Path) -> None:
     file = write(tmp_path / "data.jsonl", synthetic(30))
-    config = TrainConfig(data=replace(DATA, train=(file,)))
+    config = TrainConfig(data=replace(DATA, train=(file,)), steps=1)
     records = Records(lm, [file], config.data, tmp_path / "cache")
 
     def stream() -> RecordBatches:
@@ -294,7 +294,7 @@ def test_the_stream_goes_on_where_it_stood(lm: LanguageModel, tmp_path: Path) ->
 
 def test_held_out_batches_fill_up_with_padding(lm: LanguageModel, tmp_path: Path) -> None:
     file = write(tmp_path / "data.jsonl", synthetic(3))
-    config = TrainConfig(data=replace(DATA, train=(file,), held_out=(file,), rows=8), evaluate_batches=3)
+    config = TrainConfig(data=replace(DATA, train=(file,), rows=8), steps=1)
     records = Records(lm, [file], config.data, tmp_path / "cache")
     batches = record_held_out(records, lm.codec.special, config)
     assert len(batches) == 1 and batches[0].tokens.shape == (8, 256)

@@ -234,6 +234,8 @@ def test_shipped_configs_load(file: Path) -> None:
         ("model: {weights: int8}", [], "expected model.checkpoint and model.lora_rank"),
         ("model: {checkpoint: x}", [], "model.checkpoint: expected data.train"),
         ("model: {heads: 4, kv_heads: 3}", [], r"model.heads: expected a multiple of model.kv_heads \(3\), got 4"),
+        ("", ["data.train=[a.jsonl]"], "steps: expected steps, or epochs"),
+        ("", ["data.train=[a.jsonl]", "data.held_out=[b.jsonl, a.jsonl]", "epochs=1"], "got 'a.jsonl' in both"),
         ("steps: 0", [], "steps: expected steps, or epochs and data.train"),
         ("log_every: 0", [], "log_every: expected at least 1, got 0"),
         ("mesh: {fsdp: 4}", [], r"data.rows: expected a multiple of mesh.data x mesh.fsdp .* \(4\), got 6"),
@@ -263,7 +265,7 @@ def test_configs_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
     file.write_bytes("model: {checkpoint: café}".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.yaml: unacceptable character #x00e9"):
         load_config(file)
-    file.write_bytes("data: {train: é, cache: é}\nmodel: {checkpoint: &name é}".encode())
+    file.write_bytes("steps: 1\ndata: {train: é, cache: é}\nmodel: {checkpoint: &name é}".encode())
     assert load_config(file).data.train == (load_config(file).model.checkpoint,) == ("é",)
 
 

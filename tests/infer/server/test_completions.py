@@ -190,6 +190,7 @@ def test_an_answer_goes_on(server: Running) -> None:
         ("completions", {"prompt": "x", "best_of": 2, "stream": True}, "best_of: expected n in a stream"),
         ("completions", {"prompt": "x", "best_of": 99}, "best_of: expected at most 8 answers"),
         ("completions", {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias: expected numbers by token id"),
+        ("completions", {"prompt": "x", "logit_bias": {"1_0": 1}}, "logit_bias: expected numbers by token id"),
         ("completions", {"prompt": "x", "logit_bias": {"99999": 1}}, "logit_bias: expected ids from 0"),
         ("completions", {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
         ("completions", {"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),
