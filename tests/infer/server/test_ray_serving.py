@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import httpx2 as httpx
@@ -20,16 +22,17 @@ import pytest
 import aspd
 from aspd_jax import load_model
 from aspd_jax.errors import RequestError
-from aspd_jax.ray_pool import RayOptions
+from aspd_jax.ray_pool import RayOptions, cluster
 from infer import Engine
 from infer.server.prefix_router import PREFIX, conversation_key, ranked
-from infer.server.ray_serving import Replicas, make_application
+from infer.server.ray_serving import NAME, Replicas, make_application
 from infer.server.server_config import ServerConfig
 from tests.helpers.ray_workers import descendants, ended
 from tests.helpers.serving import ask, serving
 
 REPLICA = "x-aspd-replica"
 NUMBERED = "Question {}: what is the price?"
+VERSION = {"version": "1", "_internal": True}
 
 
 def body(**fields: Any) -> bytes:
@@ -224,6 +227,66 @@ def test_a_replica_starts_when_requests_wait() -> None:
             list(pool.map(repeat, range(6)))
         assert len(names) == 2 and set(codes) == {200}
         assert server.stop() == 0, server.said
+
+
+def long_engine() -> Engine:
+    return Engine(load_model("demo"), max_length=4096, max_batch=2)
+
+
+@pytest.mark.slow
+def test_answers_of_a_replica_that_is_scaled_down_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check streams of two replicas of which one is removed, and the conversations of the removed one."""
+    serve = pytest.importorskip("ray.serve")
+    options = serve.Deployment.options
+    # The same version, so that only the number of replicas changes.
+    monkeypatch.setattr(serve.Deployment, "options", lambda self, **more: options(self, **VERSION | more))
+    config = ServerConfig(name="demo", max_new_tokens=4000, drain=300.0)
+    actors = RayOptions("local", 0, {"CPU": 0.5})
+    conversations = [[{"role": "user", "content": NUMBERED.format(number)}] for number in range(8)]
+    ends, begun = dict[int, list[str]](), threading.Barrier(3)
+
+    def follow(number: int) -> None:
+        request = ask(max_tokens=3900, ignore_eos=True, stream=True, temperature=0)
+        request |= {"messages": conversations[number], "aspd": {"mode": "serial"}}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=request, timeout=300) as stream:
+            lines = stream.iter_lines()
+            ends[number] = [next(lines)]
+            begun.wait(120)
+            ends[number] += [line for line in lines if line]
+
+    with cluster(actors), closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        listener.close()
+        url = f"http://127.0.0.1:{port}"
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        try:
+            serve.run(make_application(long_engine, config, actors, Replicas(2, 2), batch=2), name=NAME)
+            homes = [chat(url, messages, max_tokens=1).headers[REPLICA] for messages in conversations]
+            names = sorted(set(homes))
+            assert len(names) == 2
+            chosen = [homes.index(name) for name in names]
+            threads = [threading.Thread(target=follow, args=(number,)) for number in chosen]
+            for thread in threads:
+                thread.start()
+            begun.wait(120)
+            fewer = make_application(long_engine, config, actors, Replicas(1, 1), batch=2)
+            threads.append(threading.Thread(target=serve.run, args=(fewer,), kwargs={"name": NAME}))
+            threads[-1].start()  # returns when the replica has ended
+            states: dict[str, int] = {}
+            while states != {"RUNNING": 1, "STOPPING": 1} and all(thread.is_alive() for thread in threads):
+                states = serve.status().applications[NAME].deployments["engine"].replica_states
+            left = {chat(url, messages, max_tokens=1).headers[REPLICA] for messages in conversations}
+            assert len(left) == 1 and left < set(names), "the replica that stops takes no new requests"
+            assert all(thread.is_alive() for thread in threads), "both streams go on meanwhile"
+            for thread in threads:
+                thread.join(300)
+            for number in chosen:
+                assert ends[number][-1] == "data: [DONE]"
+                whole = [json.loads(line[6:])["choices"][0] for line in ends[number][:-1] if line.startswith("data: {")]
+                assert whole[-1]["finish_reason"] == "length"
+        finally:
+            serve.shutdown()
 
 
 @pytest.mark.slow
