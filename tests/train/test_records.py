@@ -294,7 +294,8 @@ def test_the_stream_goes_on_where_it_stood(lm: LanguageModel, tmp_path: Path) ->
 
 def test_held_out_batches_fill_up_with_padding(lm: LanguageModel, tmp_path: Path) -> None:
     file = write(tmp_path / "data.jsonl", synthetic(3))
-    config = TrainConfig(data=replace(DATA, train=(file,), rows=8), steps=1)
+    data = replace(DATA, train=("other.jsonl",), held_out=(file,), rows=8)
+    config = TrainConfig(data=data, steps=1, evaluate_batches=3)
     records = Records(lm, [file], config.data, tmp_path / "cache")
     batches = record_held_out(records, lm.codec.special, config)
     assert len(batches) == 1 and batches[0].tokens.shape == (8, 256)
