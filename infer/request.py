@@ -338,11 +338,12 @@ SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n    Attributes:\n{_attribut
 def _read_biases(biases: Mapping[Any, Any]) -> dict[int, float]:
     """Return biases by token id; JSON has strings for ids."""
     try:
-        if all(str(token).isascii() and str(token).isdecimal() for token in dict(biases)):
-            return {int(token): float(bias) for token, bias in dict(biases).items()}
+        given = dict(biases)
+        if not all(str(token).isascii() and str(token).isdecimal() for token in given):
+            raise ValueError
+        return {int(token): float(bias) for token, bias in given.items()}
     except (TypeError, ValueError):
-        pass
-    raise RequestError(f"logit_bias: expected numbers by token id, got {biases!r}")
+        raise RequestError(f"logit_bias: expected numbers by token id, got {biases!r}") from None
 
 
 def _read_template(template: Any) -> Template | None:

@@ -223,7 +223,7 @@ def _shared_symbols(before: str, texts: Sequence[str]) -> Iterator[str]:
 
 def _course(titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
     for title, text in zip(titles, texts, strict=True):
-        marker = marker_of(text.strip())
+        marker = marker_of(text)
         words = {(marker.family if marker else "").rpartition(" ")[2], *title.casefold().split()[:1]}
         if words & _COURSES:
             yield f"course of events: a part begins as {_start(text)!r}"

@@ -32,6 +32,7 @@ from tests.helpers.serving import ask, serving
 
 REPLICA = "x-aspd-replica"
 NUMBERED = "Question {}: what is the price?"
+CONVERSATIONS = [[{"role": "user", "content": NUMBERED.format(number)}] for number in range(8)]
 VERSION = {"version": "1", "_internal": True}
 
 
@@ -122,6 +123,40 @@ def chat(url: str, messages: Any, **more: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=request, timeout=300)
 
 
+class Streams:
+    """Streamed answers of two replicas, both begun; a conversation of each is chosen."""
+
+    def __init__(self, url: str, **more: Any) -> None:
+        homes = [chat(url, messages, max_tokens=1).headers[REPLICA] for messages in CONVERSATIONS]
+        self.names = set(homes)
+        assert len(self.names) == 2
+        self._request = ask(ignore_eos=True, stream=True, temperature=0) | more
+        self._lines: dict[str, list[str]] = {}
+        self._url, self._begun = url, threading.Barrier(3)
+        self.threads = [threading.Thread(target=self._follow, args=(homes.index(name),)) for name in self.names]
+        for thread in self.threads:
+            thread.start()
+        self._begun.wait(120)
+
+    def _follow(self, number: int) -> None:
+        request = self._request | {"messages": CONVERSATIONS[number]}
+        with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=request, timeout=300) as stream:
+            lines = stream.iter_lines()
+            seen = self._lines[stream.headers[REPLICA]] = [next(lines)]
+            self._begun.wait(120)
+            seen += [line for line in lines if line]
+
+    def check_completed(self) -> None:
+        """Wait for the ends of both answers, which have to be whole."""
+        for thread in self.threads:
+            thread.join(300)
+        assert set(self._lines) == self.names
+        for lines in self._lines.values():
+            assert lines[-1] == "data: [DONE]"
+            last = [json.loads(line[6:])["choices"][0] for line in lines[:-1] if line.startswith("data: {")][-1]
+            assert last["finish_reason"] == "length"
+
+
 @pytest.mark.slow
 def test_two_replicas_answer(address: str) -> None:
     """Check concurrent answers against one server; the turns of a conversation go to one replica and its cache."""
@@ -167,34 +202,11 @@ def test_streams_and_refusals_are_relayed(address: str) -> None:
 def test_answers_end_before_the_server_does() -> None:
     """Check that both replicas drain: streams in progress are completed. A dead replica is replaced."""
     pytest.importorskip("ray")
-    conversations = [[{"role": "user", "content": NUMBERED.format(number)}] for number in range(8)]
-    long = {"max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}
     with Server("--replicas", "2") as server:
-        homes = {number: chat(server.url, m, max_tokens=1).headers[REPLICA] for number, m in enumerate(conversations)}
-        assert len(set(homes.values())) == 2
-        chosen = [next(n for n, home in homes.items() if home == replica) for replica in sorted(set(homes.values()))]
-        begun, ends = threading.Barrier(3), dict[int, list[str]]()
-
-        def follow(number: int) -> None:
-            request = ask(**long) | {"messages": conversations[number]}
-            with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=request, timeout=300) as stream:
-                lines = stream.iter_lines()
-                ends[number] = [next(lines)]
-                begun.wait(120)
-                ends[number] += [line for line in lines if line]
-
-        threads = [threading.Thread(target=follow, args=(number,)) for number in chosen]
-        for thread in threads:
-            thread.start()
-        begun.wait(120)
+        streams = Streams(server.url, max_tokens=300)
         server.process.send_signal(signal.SIGTERM)
-        for thread in threads:
-            thread.join(120)
+        streams.check_completed()
         assert server.process.wait(120) == 0, server.said
-        for number in chosen:
-            assert ends[number][-1] == "data: [DONE]"
-            last = [json.loads(line[6:])["choices"][0] for line in ends[number][:-1] if line.startswith("data: {")][-1]
-            assert last["finish_reason"] == "length"
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"{server.url}/health", timeout=5)
     with Server("--replicas", "2") as server:
@@ -204,7 +216,7 @@ def test_answers_end_before_the_server_does() -> None:
         end = time.monotonic() + 120
         codes = []
         while len(codes) < 16 and time.monotonic() < end:
-            codes.append(chat(server.url, conversations[len(codes) % 8], max_tokens=1).status_code)
+            codes.append(chat(server.url, CONVERSATIONS[len(codes) % 8], max_tokens=1).status_code)
         assert codes.count(200) >= 15, codes
 
 
@@ -242,18 +254,6 @@ def test_answers_of_a_replica_that_is_scaled_down_are_completed(monkeypatch: pyt
     monkeypatch.setattr(serve.Deployment, "options", lambda self, **more: options(self, **VERSION | more))
     config = ServerConfig(name="demo", max_new_tokens=4000, drain=300.0)
     actors = RayOptions("local", 0, {"CPU": 0.5})
-    conversations = [[{"role": "user", "content": NUMBERED.format(number)}] for number in range(8)]
-    ends, begun = dict[int, list[str]](), threading.Barrier(3)
-
-    def follow(number: int) -> None:
-        request = ask(max_tokens=3900, ignore_eos=True, stream=True, temperature=0)
-        request |= {"messages": conversations[number], "aspd": {"mode": "serial"}}
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=request, timeout=300) as stream:
-            lines = stream.iter_lines()
-            ends[number] = [next(lines)]
-            begun.wait(120)
-            ends[number] += [line for line in lines if line]
-
     with cluster(actors), closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -262,29 +262,19 @@ def test_answers_of_a_replica_that_is_scaled_down_are_completed(monkeypatch: pyt
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         try:
             serve.run(make_application(long_engine, config, actors, Replicas(2, 2), batch=2), name=NAME)
-            homes = [chat(url, messages, max_tokens=1).headers[REPLICA] for messages in conversations]
-            names = sorted(set(homes))
-            assert len(names) == 2
-            chosen = [homes.index(name) for name in names]
-            threads = [threading.Thread(target=follow, args=(number,)) for number in chosen]
-            for thread in threads:
-                thread.start()
-            begun.wait(120)
+            streams = Streams(url, max_tokens=3900, aspd={"mode": "serial"})
             fewer = make_application(long_engine, config, actors, Replicas(1, 1), batch=2)
-            threads.append(threading.Thread(target=serve.run, args=(fewer,), kwargs={"name": NAME}))
-            threads[-1].start()  # returns when the replica has ended
+            scaling = threading.Thread(target=serve.run, args=(fewer,), kwargs={"name": NAME})
+            scaling.start()  # ends when the replica has ended
             states: dict[str, int] = {}
-            while states != {"RUNNING": 1, "STOPPING": 1} and all(thread.is_alive() for thread in threads):
+            while states != {"RUNNING": 1, "STOPPING": 1} and all(thread.is_alive() for thread in streams.threads):
                 states = serve.status().applications[NAME].deployments["engine"].replica_states
-            left = {chat(url, messages, max_tokens=1).headers[REPLICA] for messages in conversations}
-            assert len(left) == 1 and left < set(names), "the replica that stops takes no new requests"
-            assert all(thread.is_alive() for thread in threads), "both streams go on meanwhile"
-            for thread in threads:
-                thread.join(300)
-            for number in chosen:
-                assert ends[number][-1] == "data: [DONE]"
-                whole = [json.loads(line[6:])["choices"][0] for line in ends[number][:-1] if line.startswith("data: {")]
-                assert whole[-1]["finish_reason"] == "length"
+            left = {chat(url, messages, max_tokens=1).headers[REPLICA] for messages in CONVERSATIONS}
+            assert len(left) == 1 and left < streams.names, "the replica that stops takes no new requests"
+            assert all(thread.is_alive() for thread in streams.threads), "both streams go on meanwhile"
+            streams.check_completed()
+            scaling.join(300)
+            assert not scaling.is_alive()
         finally:
             serve.shutdown()
 
