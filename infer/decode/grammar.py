@@ -32,6 +32,7 @@ from infer.decode.tag_automaton import (
     TITLE_START,
     TagAutomaton,
 )
+from infer.decode.title_rules import unending
 
 
 def allowed_classes(state: DecodeState, derived: Derived, config: EngineConfig, lanes: Lanes) -> jax.Array:
@@ -61,7 +62,7 @@ def legal_tokens(state: DecodeState, derived: Derived, config: EngineConfig, lan
     legal = jax.lax.cond(
         jnp.any(state.request.constrained), lambda: apply_token_mask(legal, state, lanes), lambda: legal
     )
-    if not config.distinct_titles:
+    if not config.checks_titles:
         return legal
     barred = jnp.where(lanes.branch == 0, derived.barred_token[lanes.row], -1)
     return legal & (jnp.arange(legal.shape[1]) != barred[:, None])
@@ -149,11 +150,12 @@ def _serial_rule(state: DecodeState, derived: Derived, config: EngineConfig) -> 
     rule = jnp.where((cursor.phase == MERGE) | (cursor.phase == PROMPT), SERIAL, cursor.phase)
     length = derived.title_length
     in_serial, in_title, titled, counts = (rule == kind for kind in (SERIAL, TITLE, TITLED, COUNT))
-    may_open = state.request.adaptive & (limit >= 2)
+    may_open = state.request.adaptive & ~cursor.took_back & (limit >= 2)
     may_add_title = (count < limit) & ((count < 2) | ~derived.completes_plan)
     never = jnp.zeros_like(in_serial)
     columns = [never] * CLASSES
-    columns[TEXT] = in_serial | (in_title & (length < config.max_title_tokens)) | counts
+    goes_on = (length < config.max_title_tokens) | unending(length, config)
+    columns[TEXT] = in_serial | (in_title & goes_on) | counts
     columns[OTHER] = columns[END] = in_serial
     columns[TITLE_START] = (in_serial & may_open) | (titled & may_add_title)
     columns[TITLE_END] = (in_title & (length > cursor.match_length)) | (counts & (state.sequence.titles.stated > 1))

@@ -78,7 +78,7 @@ class EngineConfig:
         max_title_tokens: E.
         draft_tokens: D, maximum draft tokens of a segment in a step; 0: no speculation.
         drafts: source of draft tokens.
-        distinct_titles: whether a repeated title ends the list and is discarded.
+        checks_titles: whether titles that repeat others, and leads without end, are discarded (`title_rules`).
         text_tags: tags of a model that writes them as strings; None: special tokens.
         mesh: mesh over which parameters and cache are sharded; None: one device.
     """
@@ -92,7 +92,7 @@ class EngineConfig:
     max_title_tokens: int
     draft_tokens: int = 0
     drafts: DraftSource = "none"
-    distinct_titles: bool = True
+    checks_titles: bool = True
     text_tags: Tags | None = None
     mesh: Mesh | None = None
 
@@ -159,9 +159,11 @@ class Cursor(NamedTuple):
         block: number of blocks opened so far, those of the prompt included.
         match_length: tokens of the partial tag at the end of the serial segment.
         stride: positions between the starts of sibling branches in scheme `predict`.
-        hide_from: position from which a discarded title is hidden; NOTHING: none is.
+        opened: position of the first `<|title|>` of the current or last block.
+        hide_from: position from which discarded tokens are hidden; NOTHING: none are.
         branch_cap: maximum branches that a step may feed.
         templated: whether the host opens and ends all blocks (a template): serial text and tags are not sampled.
+        took_back: whether a block was taken back; the answer does not fork again.
     """
 
     prompt_length: Int32[Array, " B"]
@@ -171,9 +173,11 @@ class Cursor(NamedTuple):
     block: Int32[Array, " B"]
     match_length: Int32[Array, " B"]
     stride: Int32[Array, " B"]
+    opened: Int32[Array, " B"]
     hide_from: Int32[Array, " B"]
     branch_cap: Int32[Array, " B"]
     templated: Bool[Array, " B"]
+    took_back: Bool[Array, " B"]
 
 
 class Segments(NamedTuple):
@@ -251,7 +255,7 @@ class Counters(NamedTuple):
         critical_path: critical path of the finished part of the answer.
         blocks: blocks of the answer that are merged or merging.
         branches: branches of these blocks.
-        discarded: tokens of discarded titles.
+        discarded: sampled tokens that were discarded.
         drafted: draft tokens fed.
         accepted: draft tokens accepted.
         segments: segments that took tokens, summed over all steps.

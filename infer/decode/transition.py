@@ -39,7 +39,7 @@ from infer.decode.state import (
     Titles,
 )
 from infer.decode.tag_automaton import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START, TagAutomaton
-from infer.decode.title_rules import complete_tokens, fed_cost
+from infer.decode.title_rules import complete_tokens, fed_cost, unending
 
 
 class SegmentTokens(NamedTuple):
@@ -101,7 +101,7 @@ def hold_templated(state: DecodeState, derived: Derived, fed: jax.Array) -> Deco
 
 
 def hide_discarded(state: DecodeState) -> DecodeState:
-    """Hide discarded titles in the cache: all tokens from `Cursor.hide_from` on."""
+    """Hide discarded tokens in the cache: all from `Cursor.hide_from` on."""
     layout, sequence = state.cache.layout, state.sequence
     hide_from = sequence.cursor.hide_from
     visible = jnp.where(layout.position >= hide_from[:, None], 0, layout.sequence)
@@ -122,7 +122,8 @@ class SerialEvents(NamedTuple):
         extends_title: whether it is part of a title.
         closes_title: whether it completes `<|/title|>`.
         completes: whether it completes the last stated lead, after which `<|para|>` is known.
-        discards: whether the title repeats an earlier one, which ends the list.
+        discards: whether the title repeats an earlier one, or has no end: it is discarded, which ends the list.
+        takes_back: whether a lead has no end and too few are before it: the first lead becomes serial text.
         knows_tag: whether a known tag follows the token and is pending with it: `<|title|>` or `<|para|>`.
         forks: whether it completes `<|para|>`, or `completes`, or `discards`.
         stays_titled: whether it is part of a tag after a title.
@@ -138,6 +139,7 @@ class SerialEvents(NamedTuple):
     closes_title: Bool[Array, " B"]
     completes: Bool[Array, " B"]
     discards: Bool[Array, " B"]
+    takes_back: Bool[Array, " B"]
     knows_tag: Bool[Array, " B"]
     forks: Bool[Array, " B"]
     stays_titled: Bool[Array, " B"]
@@ -151,8 +153,10 @@ def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kin
     starts, closes = kind == TITLE_START, kind == TITLE_END
     closes_title = (rule == TITLE) & closes
     # A lead that begins with an earlier one would go on with its text; a name may begin with another.
-    repeats = (s.titles.complete >= 2) & derived.repeats_title & config.distinct_titles
-    discards = ((rule == TITLE) if leads else closes_title) & repeats
+    repeats = derived.repeats_title & config.checks_titles
+    endless = (rule == TITLE) & ~closes & unending(derived.title_length, config)
+    discards = ((((rule == TITLE) if leads else closes_title) & repeats) | endless) & (s.titles.complete >= 2)
+    takes_back = endless & ~discards
     closes_title &= ~discards
     closes_count = (rule == COUNT) & closes
     completes = closes_title & leads & (s.titles.complete + 1 >= s.titles.stated)
@@ -165,10 +169,11 @@ def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kin
         counts=(rule == COUNT) & ~closes,
         closes_count=closes_count,
         opens_title=opens_title,
-        extends_title=(rule == TITLE) & ~closes & ~discards,
+        extends_title=(rule == TITLE) & ~closes & ~discards & ~takes_back,
         closes_title=closes_title,
         completes=completes,
         discards=discards,
+        takes_back=takes_back,
         knows_tag=(opens_title | completes) & leads,
         forks=forks,
         stays_titled=(rule == TITLED) & ~starts & ~forks,
@@ -182,11 +187,14 @@ def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, 
     event = _serial_events(s, derived, config, tokens.kind)
     # A discarded title ends the list: `<|para|>` stands where the title began.
     token = jnp.where(event.discards, config.special.parallel_start, tokens.token)
-    discarded = jnp.where(event.discards, 1 + derived.title_length, 0)
-    sampled = jnp.where(event.discards, derived.title_length + (not config.form.leads), 0)
+    in_title = derived.title_length + (not config.form.leads)
+    # A block is taken back whole, with the token; its first lead remains. Known tags were not sampled.
+    in_block = s.cursor.position + derived.due[:, 0] - s.cursor.opened
+    in_block -= s.titles.complete + s.titles.length[:, 0]
+    sampled = jnp.select([event.discards, event.takes_back], [in_title, in_block], 0)
     titles = _advance_titles(s.titles, state.automaton, event, s.cursor.match_length, token)
     budget = _spend_serial(s.budget, titles, event, config)
-    cursor = _advance_cursor(s, derived, event, budget, discarded, config)
+    cursor = _advance_cursor(s, derived, event, budget, config)
     match_length = jnp.where(tokens.tag_state == 0, 0, jnp.where(tokens.continues, s.cursor.match_length + 1, 1))
     live = (jnp.arange(config.max_branches)[None] < titles.complete[:, None]) & event.forks[:, None]
     return SequenceState(
@@ -231,8 +239,9 @@ def _spend_serial(budget: Budget, titles: Titles, event: SerialEvents, config: E
     """
     lengths = complete_tokens(titles)
     cost = fed_cost(titles.complete, lengths, config)
-    tokens = budget.tokens - 1 - event.knows_tag - jnp.where(event.forks, cost, 0)
-    content = budget.content - event.is_content
+    returned = jnp.where(event.takes_back, titles.length[:, 0], 0)  # tokens that are fed again
+    tokens = budget.tokens - 1 - event.knows_tag - jnp.where(event.forks, cost, 0) - returned
+    content = budget.content - event.is_content - returned
     return budget._replace(
         tokens=tokens,
         content=content - jnp.where(event.forks, lengths * config.form.leads, 0),
@@ -247,7 +256,6 @@ def _advance_cursor(
     derived: Derived,
     event: SerialEvents,
     budget: Budget,
-    discarded: jax.Array,
     config: EngineConfig,
 ) -> Cursor:
     """Return the cursor after a token of the serial segment.
@@ -259,8 +267,10 @@ def _advance_cursor(
     exceeds |= (cursor.phase == TITLED) & event.opens_title & ~fits.title
     exceeds |= event.closes_count & ~fits.stated
     first = jnp.where(cursor.phase == MERGE, derived.merge_position, cursor.position)
+    discarded = jnp.where(event.discards, 1 + derived.title_length, 0)
     position = first + jnp.where(cursor.phase == PROMPT, 1, derived.due[:, 0]) - discarded + event.completes
-    spent = (budget.tokens <= 0) | (event.is_content & (budget.content <= 0)) | exceeds
+    position = jnp.where(event.takes_back, cursor.opened, position)
+    spent = (budget.tokens <= 0) | ((event.is_content | event.takes_back) & (budget.content <= 0)) | exceeds
     counts = (event.opens_block & config.form.leads) | event.counts
     in_title, titled = event.opens_title | event.extends_title, event.closes_title | event.stays_titled
     conditions = [event.forks, counts, in_title, titled]
@@ -269,7 +279,9 @@ def _advance_cursor(
         finish=jnp.select([event.ends, spent & ~event.forks], [STOP, LENGTH], RUNNING),
         position=position,
         block=cursor.block + event.forks,
-        hide_from=jnp.where(event.discards, position, cursor.hide_from),
+        opened=jnp.where(event.opens_block, position, cursor.opened),
+        hide_from=jnp.where(event.discards | event.takes_back, position, cursor.hide_from),
+        took_back=cursor.took_back | event.takes_back,
     )
 
 
@@ -281,15 +293,20 @@ def _serial_segments(
     event: SerialEvents,
     config: EngineConfig,
 ) -> Segments:
-    """Return the segments after a serial token: it is pending, and in a fork the heads are."""
+    """Return the segments after a serial token: it is pending, and in a fork the heads are.
+
+    The first lead of a block that is taken back is pending instead.
+    """
     tags = config.special
     known = jnp.where(event.completes, tags.parallel_start, tags.title_start)  # the known tag after the token
     serial = jnp.stack([token, known], axis=1)
     queue, heads = fork_queue(titles, serial, config)
+    lead, size = titles.tokens[:, 0], jnp.where(event.takes_back, titles.length[:, 0], 1 + event.knows_tag)
+    lead = jnp.pad(lead, ((0, 0), (0, queue.shape[2] - lead.shape[1])))
     is_serial = jnp.arange(segments.queued.shape[1])[None] == 0
     return Segments(
-        queue=queue,
-        queued=jnp.where(is_serial, 1 + event.knows_tag[:, None], jnp.where(event.forks[:, None], heads, 0)),
+        queue=queue.at[:, 0].set(jnp.where(event.takes_back[:, None], lead, queue[:, 0])),
+        queued=jnp.where(is_serial, size[:, None], jnp.where(event.forks[:, None], heads, 0)),
         tag_state=jnp.where(is_serial, tag_state[:, None], 0),
         sampled=jnp.where(is_serial, segments.sampled + 1, 0),
     )

@@ -43,7 +43,10 @@ def engine(leads_lm: LanguageModel) -> Engine:
 
 
 def path_of(engine: Engine, ids: Sequence[int]) -> int:
-    """Return the critical path, from the tokens of an answer alone: tags between leads and `<|para|>` take no step."""
+    """Return the critical path, from the tokens of an answer alone: tags between leads and `<|para|>` take no step.
+
+    `<|para|>` in place of a further lead takes one.
+    """
     special, path, ended = engine.config.special, 0, bool(ids) and ids[-1] in engine.config.end
     for item in split(ids[:-1] if ended else ids, special, engine.config.form):
         if isinstance(item, SerialIds):
@@ -51,6 +54,7 @@ def path_of(engine: Engine, ids: Sequence[int]) -> int:
         else:
             path += 2 + len(item.number) + sum(len(title) + 1 for title in item.titles)
             path += max(len(text.ids) for text in item.texts) + 1
+            path += len(item.titles) < int(engine.lm.codec.text.decode(item.number))
     return path + ended
 
 
@@ -68,7 +72,7 @@ def test_stepwise_logits_equal_the_full_pass(engine: Engine, after_block: bool) 
 def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
     random = np.random.default_rng(0)
     special, codec = engine.config.special, engine.lm.codec
-    blocks, shorter, reasons, numbers = 0, 0, set(), set()
+    blocks, shorter, taken_back, reasons, numbers = 0, 0, 0, set(), set()
     biased = (special.title_start, special.title_end, special.branch_end)
     for seed in range(6):
         budgets = [int(b) for b in random.integers(1, 400, 48)]
@@ -93,6 +97,7 @@ def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
                 assert plain_text(structure) == result.text
             assert result.stats.steps == max(0, result.stats.critical_path + result.stats.discarded_tokens - 1)
             path = path_of(engine, ids)
+            taken_back += bool(result.stats.discarded_tokens and not result.stats.blocks)
             assert (
                 path == result.stats.critical_path
                 if result.finish_reason == "stop"
@@ -111,7 +116,8 @@ def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
                 numbers.add(number)
             reasons.add(result.finish_reason)
     assert blocks > 100 and reasons == {"stop", "length"} and len(numbers) > 5 and max(numbers) > 9
-    assert shorter, "a repeated lead has ended a list"
+    assert shorter, "a repeated lead, or one without end, has ended a list"
+    assert taken_back, "a block was taken back"
 
 
 @pytest.mark.parametrize("limit", [3, 9, 12, 150])
@@ -214,6 +220,81 @@ def test_a_repeated_lead_ends_the_list(engine: Engine, goes_on: bool) -> None:
     logits = engine.replay([1, 2], result.token_ids).logits
     np.testing.assert_allclose(logits, full_pass(engine.lm, special, [1, 2], result.token_ids), atol=1e-4)
     assert codec.text.decode(split(result.token_ids[:-1], special, codec.form)[1].number) == "4"  # type: ignore[union-attr]
+
+
+def begun(engine: Engine, leads: Sequence[Sequence[int]], stated: int = 3) -> list[int]:
+    """Return the tokens that an engine samples of a text and of the leads of a block; the last lead stays open."""
+    special, encode = engine.config.special, engine.lm.codec.text.encode
+    serial = [*encode("Well:"), special.title_start, *encode(str(stated)), special.title_end]
+    return [*serial, *leads[0], *(token for lead in leads[1:] for token in (special.title_end, *lead))]
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 3])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_block_with_a_lead_without_end_is_taken_back(
+    before: int, draft_tokens: int, leads_lm: LanguageModel, engine: Engine
+) -> None:
+    """The first lead is serial text, and what follows never saw the block: compare with serial mode."""
+    encode, endless = engine.lm.codec.text.encode, [*range(100, 121)]
+    kept = encode(LEADS[0]) if before else endless[:20]
+    script = begun(engine, [kept, endless] if before else [endless])
+    own = engine
+    if draft_tokens:
+        own = Engine(
+            leads_lm, max_length=512, max_batch=2, max_branches=12, max_title_tokens=20,
+            drafts="lookup", draft_tokens=draft_tokens, force_drafts=True,
+        )  # fmt: skip
+    title = {str(own.config.special.title_start): 100.0}  # the model would fork all the time
+    free = {"max_branch_tokens": 4, "logit_bias": title}
+    for prompt in map(encode, ("a", "Hello", "x, y")):
+        result = own.generate([prompt], SamplingParams(max_new_tokens=120, script=[script], **free))[0]  # type: ignore[arg-type]
+        text = [*encode("Well:"), *kept]
+        assert result.token_ids[: len(text)] == text
+        serial = own.generate([[*prompt, *text]], SamplingParams(max_new_tokens=40), mode="serial")[0].token_ids
+        after = result.token_ids[len(text) :]
+        assert len(after) > 20 and after[: len(serial)] == serial[: len(after)]
+        assert result.stats.blocks == 0 and len(result.structure) == 1
+        assert result.stats.discarded_tokens == len(script) - len(text)
+        assert result.stats.generated_tokens == result.stats.content_tokens == len(result.token_ids)
+        if not draft_tokens:
+            assert result.stats.steps == result.stats.critical_path + result.stats.discarded_tokens - 1
+    # Negative control: with room for the lead, the block remains.
+    wide = Engine(leads_lm, max_length=512, max_batch=1, max_branches=12, max_title_tokens=21)
+    leads = [kept, endless, [50]] if before else [endless, [50], [51]]
+    script = [*begun(engine, leads), engine.config.special.title_end]
+    assert wide.generate([[1, 2]], SamplingParams(max_new_tokens=200, script=[script]))[0].stats.blocks == 1
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_block_is_taken_back_within_every_budget(before: int, engine: Engine) -> None:
+    encode, endless = engine.lm.codec.text.encode, [*range(100, 121)]
+    kept = encode(LEADS[0]) if before else endless[:20]
+    script = begun(engine, [kept, endless] if before else [endless])
+    text = [*encode("Well:"), *kept]
+    asked = SamplingParams(max_new_tokens=200, script=[script])
+    whole = engine.generate([[1, 2]], asked)[0].token_ids
+    for limit in range(1, len(text) + 6):
+        ids = engine.generate([[1, 2]], replace(asked, max_content_tokens=limit))[0].token_ids
+        assert ids == whole[:limit]
+    sizes, spent = set(), len(script) + 1 + before + len(kept)  # known tags count, and the first lead is fed again
+    for limit in range(len(script), len(script) + 60):
+        result = engine.generate([[1, 2]], replace(asked, max_new_tokens=limit))[0]
+        assert result.token_ids == whole[: len(result.token_ids)] and result.finish_reason == "length"
+        sizes.add(len(result.token_ids))
+        if len(result.token_ids) > len(encode("Well:")):  # otherwise the reserve of a block does not fit
+            assert len(result.token_ids) == len(text) + max(0, limit - spent)
+    assert min(sizes) == len(encode("Well:")) and max(sizes) > len(text)
+
+
+def test_a_later_lead_without_end_ends_the_list(engine: Engine) -> None:
+    two = (EXAMPLE[0], Parallel(EXAMPLE[1].branches[:2]), EXAMPLE[2])  # type: ignore[union-attr]
+    asked = written(engine, two, number=4)
+    serial = list(asked.script[0])
+    behind = [place for place, token in enumerate(serial) if token == engine.config.special.title_end][2] + 1
+    script = [[*serial[:behind], *range(100, 121), *serial[behind:]], *asked.script[1:]]
+    result = engine.generate([[1, 2]], replace(asked, script=script))[0]
+    assert result.structure == two and result.stats.discarded_tokens == 20
+    assert result.stats.steps == result.stats.critical_path + result.stats.discarded_tokens - 1
 
 
 def test_penalties_take_leads_for_text(engine: Engine) -> None:
