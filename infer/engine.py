@@ -43,7 +43,7 @@ class Engine:
         max_length: maximum tokens of prompt and answer; at most the model's context length.
         max_batch: number of sequences that decode together; further requests wait for one of them to end.
         max_branches: maximum branches of a block.
-        max_title_tokens: maximum tokens of a title.
+        max_title_tokens: maximum tokens of a title. A longer lead is text: it begins no branch (protocol, section 5).
         separator_ids: token ids between the title and the text of a branch; default: the tokenizer's ids of `": "`.
         branch_policy: `all`, `cap:N` or `slo:MS` (`infer.scheduling.policy.Policy`).
         reuse: reuse the part of a prompt that the cache holds: an earlier turn, or a shared prefix.

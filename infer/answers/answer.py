@@ -45,7 +45,8 @@ class Statistics:
         steps: steps after prefill.
         critical_path: steps that had to follow one another, plus one.
         blocks, branches: number of blocks and of branches.
-        discarded_tokens: number of tokens of titles that repeated another of their block; they took steps, too.
+        discarded_tokens: number of sampled tokens that are no part of the answer: titles that repeat another of their
+            block, and leads without end; they took steps, too.
         drafted_tokens, accepted_tokens: number of draft tokens, and of accepted ones.
         seconds: wall time since submission by phase: queued, prefill, serial, parallel (fork and merge included),
             total, and first_token: time to the first token. A step of a batch counts in full for every sequence in it.
@@ -114,7 +115,7 @@ class RequestOutput:
         critical_path: critical path so far (`Statistics.critical_path`).
         cached_tokens, cached_layout: tokens in the cache, prompt included, and their layout, [T] by slot.
         drafted, accepted: number of draft tokens, and of accepted ones.
-        discarded: number of tokens of titles that repeated another.
+        discarded: `Statistics.discarded_tokens`.
         cut: whether `max_branch_tokens` ended a branch.
         exhausted: numbers, from 1, of the branches of the current or last block that the budget of the answer ended.
         branch_ids: tokens of each branch of the current block, leads included (templates only).
