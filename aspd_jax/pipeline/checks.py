@@ -83,11 +83,12 @@ _WORDS = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+")
 COUNTS = {*NUMBERS[1:], *map(str, range(2, 21))}
 
 
-def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
+def find_dependence(question: str, request: str, answer: str, block: BlockSpan) -> str | None:
     """Return the first reason why the branches of a block depend on each other, or None.
 
     Args:
         question: all text before the answer.
+        request: the last message of it.
         answer: text of the answer.
         block: block to check.
     """
@@ -106,7 +107,7 @@ def find_dependence(question: str, answer: str, block: BlockSpan) -> str | None:
         _shared_symbols(before, texts),
         _course(titles, texts),
         _explains_code(answer, block),
-        _derives(question),
+        _derives(request),
     ):
         for reason in found:
             return reason
@@ -237,8 +238,8 @@ def _explains_code(answer: str, block: BlockSpan) -> Iterator[str]:
         yield "explains code: a program is before it, and its parts have none"
 
 
-def _derives(question: str) -> Iterator[str]:
-    if found := _ASKS_FOR_NUMBER.search(question):
+def _derives(request: str) -> Iterator[str]:
+    if found := _ASKS_FOR_NUMBER.search(request):
         yield f"derivation: the question asks for a number, {_start(found[0])!r}"
 
 
@@ -304,9 +305,9 @@ def _grams(text: str) -> list[tuple[str, ...]]:
     return [tuple(words[place : place + GRAM]) for place in range(len(words) - GRAM + 1)]
 
 
-def asked_for(question: str) -> int | None:
-    """Return how many parts a question asks for: the only number from 2 to 20 in it, in words or figures, or None."""
-    words = (word.casefold() for word in re.findall(r"\b[A-Za-z]+\b|\b\d+\b", question))
+def asked_for(request: str) -> int | None:
+    """Return how many parts a request asks for: the only number from 2 to 20 in it, in words or figures, or None."""
+    words = (word.casefold() for word in re.findall(r"\b[A-Za-z]+\b|\b\d+\b", request))
     found = {NUMBERS.index(word) + 1 if word in NUMBERS else int(word) for word in words if word in COUNTS}
     return found.pop() if len(found) == 1 else None
 

@@ -75,7 +75,7 @@ class SelectSection:
         as_asked: whether records are left out of both sets if their question asks for a number of parts that no block
             of the answer has.
         serial_kinds: kinds of questions (the field `kind` of records) whose answers are kept without a block; empty:
-            all. Otherwise the model learns prose for questions that request lists. Lists that `check_references`
+            all. Otherwise the model learns prose for questions that request lists. Lists that `check_dependence`
             refuses are kept as serial text for every kind: they teach when not to fork.
         serial_ratio: maximum records without a block per record with one, chosen by a hash of the text; 0: no limit.
     """
@@ -102,7 +102,7 @@ class DataConfig:
 
     Attributes:
         rules: whether the form of an answer proposes blocks, without a model.
-        check_references: whether blocks are refused whose branches refer to a sibling, continue a count, use a
+        check_dependence: whether blocks are refused whose branches refer to a sibling, continue a count, use a
             sibling's result, tell a course of events, derive a number that the question asks for, or explain a
             program (`aspd_jax.pipeline.checks.find_dependence`).
         check_defects: whether blocks are refused that have unequal gaps, similar titles or repeated sentences
@@ -111,7 +111,7 @@ class DataConfig:
     """
 
     rules: bool = True
-    check_references: bool = True
+    check_dependence: bool = True
     check_defects: bool = True
     teacher: TeacherSection = field(default_factory=TeacherSection)
     likelihood: LikelihoodSection = field(default_factory=LikelihoodSection)

@@ -24,7 +24,7 @@ from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json
 from aspd_jax.store import Results, Store
 
 COUNTS = 1 << 10  # texts whose number of tokens is kept
-VERSION = 8  # version of the stages; a change reruns all of them
+VERSION = 9  # version of the stages; a change reruns all of them
 
 
 class Shard(NamedTuple):
@@ -72,11 +72,13 @@ class Answer(NamedTuple):
     Attributes:
         key: key in the store.
         question: all text before the answer.
+        request: the last message of it.
         text: text of the answer.
     """
 
     key: str
     question: str
+    request: str
     text: str
 
 
@@ -100,8 +102,11 @@ def candidates_of(proposed: Mapping[str, Any]) -> list[Candidate]:
 def answers_of(record: Conversation) -> Iterator[tuple[int, Answer]]:
     """Yield the answers of a conversation with their index, each with the text before it."""
     for place in record.answers:
-        said = "\n\n".join(f"{content}" for _, content in record.messages[:place])
-        yield place, Answer(f"{record.number}/{place}", said, record.messages[place][1])
+        said = [f"{content}" for _, content in record.messages[:place]]
+        yield (
+            place,
+            Answer(f"{record.number}/{place}", "\n\n".join(said), "".join(said[-1:]), record.messages[place][1]),
+        )
 
 
 def counter(folder: str) -> Count:
@@ -164,7 +169,7 @@ class Work:
             ],
             "score": [config.likelihood.model, config.likelihood.length],
             "judge": [
-                config.check_references,
+                config.check_dependence,
                 config.check_defects,
                 asdict(config.likelihood),
                 asdict(s),
@@ -217,5 +222,5 @@ class Work:
 
     def _made_of(self, stage: str, answer: Answer) -> str:
         """Return a hash of all inputs of a stage for an answer."""
-        what = [self._settings[stage], answer.question, answer.text]
+        what = [self._settings[stage], answer.question, answer.request, answer.text]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()

@@ -234,9 +234,25 @@ def test_estimated_tokens_are_near_real_ones(lm: LanguageModel) -> None:
 
 def test_checks_can_be_left_to_others(two: Path, tmp_path: Path) -> None:
     for check, forks in ((True, 1), (False, 2)):
-        config = DataConfig(check_references=check, select=SMALL)
+        config = DataConfig(check_dependence=check, select=SMALL)
         report = build(config, str(two), tmp_path / "out", progress=False).report
         assert report.statistics()["with_block"] == forks
+
+
+def test_only_the_last_message_says_what_an_answer_should_be(tmp_path: Path) -> None:
+    """Check a list after a question about a number and after a request for four parts, each of an earlier turn."""
+    source, kept = tmp_path / "in.jsonl", []
+    for earlier, request in (
+        ("How many is it?", "What helps?"),
+        ("Name four.", "What helps?"),
+        ("?", "How many is it?"),
+    ):
+        turns = [("user", earlier), ("assistant", "Yes."), ("user", request), ("assistant", LIST)]
+        source.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
+        config = DataConfig(select=replace(SMALL, as_asked=True))
+        out = tmp_path / f"{len(kept)}"
+        kept.append(build(config, str(source), out, progress=False).report.statistics()["with_block"])
+    assert kept == [1, 1, 0]
 
 
 def test_blocks_may_have_too_many_branches(two: Path, tmp_path: Path) -> None:
