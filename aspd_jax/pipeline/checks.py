@@ -83,18 +83,17 @@ _WORDS = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+")
 COUNTS = {*NUMBERS[1:], *map(str, range(2, 21))}
 
 
-def find_dependence(question: str, request: str, answer: str, block: BlockSpan) -> str | None:
+def find_dependence(messages: Sequence[str], answer: str, block: BlockSpan) -> str | None:
     """Return the first reason why the branches of a block depend on each other, or None.
 
     Args:
-        question: all text before the answer.
-        request: the last message of it.
+        messages: the messages before the answer; the last one is what it answers.
         answer: text of the answer.
         block: block to check.
     """
     texts = [answer[branch.start : branch.end].strip() for branch in block.branches]
     titles = [branch.title for branch in block.branches]
-    before = f"{question}\n{answer[: block.start]}"
+    before = "\n".join([*messages, answer[: block.start]])
     for found in (
         _says_nothing(titles),
         _duplicates(titles),
@@ -107,7 +106,7 @@ def find_dependence(question: str, request: str, answer: str, block: BlockSpan) 
         _shared_symbols(before, texts),
         _course(titles, texts),
         _explains_code(answer, block),
-        _derives(request),
+        _derives("".join(messages[-1:])),
     ):
         for reason in found:
             return reason

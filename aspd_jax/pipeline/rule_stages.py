@@ -80,10 +80,8 @@ def check(work: Work, answer: Answer, block: BlockSpan, scores: Any = None) -> d
     gain = saved(answer.text, block, work.count)
     if gain < select.min_saved:
         return {"stage": "select", "reason": f"it saves {gain} steps, select.min_saved is {select.min_saved}"}
-    if config.check_dependence:
-        why = find_dependence(answer.question, answer.request, answer.text, block)
-        if why:
-            return {"stage": "check", "reason": why}
+    if config.check_dependence and (why := find_dependence(answer.messages, answer.text, block)):
+        return {"stage": "check", "reason": why}
     if config.check_defects and (why := find_defect(answer.text, block)):
         return {"stage": "defect", "reason": why}
     if isinstance(scores, str):

@@ -71,15 +71,18 @@ class Answer(NamedTuple):
 
     Attributes:
         key: key in the store.
-        question: all text before the answer.
-        request: the last message of it.
+        messages: the messages before the answer.
         text: text of the answer.
     """
 
     key: str
-    question: str
-    request: str
+    messages: tuple[str, ...]
     text: str
+
+    @property
+    def question(self) -> str:
+        """All text before the answer."""
+        return "\n\n".join(self.messages)
 
 
 class Candidate(NamedTuple):
@@ -102,11 +105,8 @@ def candidates_of(proposed: Mapping[str, Any]) -> list[Candidate]:
 def answers_of(record: Conversation) -> Iterator[tuple[int, Answer]]:
     """Yield the answers of a conversation with their index, each with the text before it."""
     for place in record.answers:
-        said = [f"{content}" for _, content in record.messages[:place]]
-        yield (
-            place,
-            Answer(f"{record.number}/{place}", "\n\n".join(said), "".join(said[-1:]), record.messages[place][1]),
-        )
+        said = tuple(f"{content}" for _, content in record.messages[:place])
+        yield place, Answer(f"{record.number}/{place}", said, record.messages[place][1])
 
 
 def counter(folder: str) -> Count:
@@ -222,5 +222,5 @@ class Work:
 
     def _made_of(self, stage: str, answer: Answer) -> str:
         """Return a hash of all inputs of a stage for an answer."""
-        what = [self._settings[stage], answer.question, answer.request, answer.text]
+        what = [self._settings[stage], answer.messages, answer.text]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()

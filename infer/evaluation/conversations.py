@@ -76,8 +76,8 @@ class _Conversation:
         """Collect a finished answer and submit the next turn; return whether the conversation has ended."""
         if self._handle is not None and self._handle.result is not None:
             result = self._handle.result
-            context = "\n\n".join(message["content"] for message in self._messages)
-            self._turns.append(turn_record(self._engine, result, context))
+            before = [message["content"] for message in self._messages]
+            self._turns.append(turn_record(self._engine, result, before))
             self._messages.append({"role": "assistant", "content": result.text, "token_ids": result.token_ids})
             self._handle = None
             if len(self._turns) < len(self._question.turns):
@@ -104,14 +104,14 @@ class _Conversation:
             self._error = str(error)
 
 
-def turn_record(engine: Engine, result: Result, context: str) -> dict[str, Any]:
+def turn_record(engine: Engine, result: Result, messages: Sequence[str]) -> dict[str, Any]:
     """Return the record of an answer.
 
     It has the text, the structure, the finish reason, statistics, measures of the structure (`infer.evaluation.health`)
     and the timeline (`infer.answers.timeline`).
 
     Args:
-        context: all earlier messages of the conversation.
+        messages: all earlier messages of the conversation.
     """
     encode, titles = engine.lm.codec.text.encode, engine.lm.config.titles
 
@@ -123,7 +123,7 @@ def turn_record(engine: Engine, result: Result, context: str) -> dict[str, Any]:
         "structure": to_json(result.structure),
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_json(),
-        "health": asdict(health(context, result.structure, result.finish_reason == "stop", count, titles)),
+        "health": asdict(health(messages, result.structure, result.finish_reason == "stop", count, titles)),
         "timeline": [list(span) for span in timeline(engine.config, result)],
     }
 

@@ -45,11 +45,13 @@ class Health:
     title_tokens: int
 
 
-def health(question: str, structure: Structure, finished: bool, count: Count, titles: Titles = "leads") -> Health:
+def health(
+    messages: Sequence[str], structure: Structure, finished: bool, count: Count, titles: Titles = "leads"
+) -> Health:
     """Measure the structure of an answer.
 
     Args:
-        question: all earlier messages of the conversation.
+        messages: all earlier messages of the conversation.
         structure: structure of the answer.
         finished: whether the answer ended by itself; a truncated answer is not well formed.
         count: returns the number of tokens of a text.
@@ -67,7 +69,7 @@ def health(question: str, structure: Structure, finished: bool, count: Count, ti
         forked=bool(blocks),
         well_formed=finished and whole,
         branches=tuple(len(block.branches) for block in blocks),
-        dependent=sum(find_dependence(question, text, span) is not None for span in spans),
+        dependent=sum(find_dependence(messages, text, span) is not None for span in spans),
         numbered=len(numbers),
         misnumbered=sum(not right for right in numbers),
         joined=sum(_joined(structure)),

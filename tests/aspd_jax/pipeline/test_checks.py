@@ -16,7 +16,7 @@ from aspd_jax.pipeline.teacher import SCHEMAS
 
 
 def why(answer: str, question: str = "What should I do?") -> str | None:
-    return find_dependence(question, question.split("\n\n")[-1], answer, propose(answer)[0][0])
+    return find_dependence([question], answer, propose(answer)[0][0])
 
 
 INDEPENDENT = [
@@ -82,7 +82,7 @@ def test_dependence_is_named(kind: str, answer: str) -> None:
 def test_a_teachers_last_part_may_not_sum_up(title: str, sums_up: bool) -> None:
     answer = "It began. It grew. It lasted."
     branches = (BranchSpan("Birth", 0, 10), BranchSpan("Youth", 10, 19), BranchSpan(title, 19, 29))
-    assert (find_dependence("", "What is jazz?", answer, BlockSpan(branches)) is not None) == sums_up
+    assert (find_dependence(["What is jazz?"], answer, BlockSpan(branches)) is not None) == sums_up
 
 
 @pytest.mark.parametrize(

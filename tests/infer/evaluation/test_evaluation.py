@@ -163,18 +163,18 @@ def test_health_of_a_structure() -> None:
         ),
         Serial("Done."),
     )
-    of = health("What?", structure, True, count, "names")
+    of = health(["What?"], structure, True, count, "names")
     assert of.forked and of.well_formed and of.branches == (3,) and of.dependent == 0
     # Runs of five words: six of ten words each, of which the first has the branch's own name.
     assert of.repeated == pytest.approx(5 / 6)
     assert (of.tokens, of.branch_tokens, of.title_tokens) == (2 + 10 + 10 + 3 + 1, 23, 3)
-    assert not health("What?", structure, False, count, "names").well_formed
+    assert not health(["What?"], structure, False, count, "names").well_formed
     numbers = [Branch(str(n), f"{n}. thing\n") for n in (2, 3, 5, 5, 4)]
-    items = health("What?", (Parallel([*numbers, Branch("f", "and more")]),), True, count, "names")
+    items = health(["What?"], (Parallel([*numbers, Branch("f", "and more")]),), True, count, "names")
     assert (items.numbered, items.misnumbered) == (5, 2)  # 5 where 4 is due, 5 is right again, 4 where 6 is due
     chained = (Parallel([Branch("a", "a: 3 + 4 = 7 pens\n"), Branch("b", "b: As mentioned above, 7 pens\n")]),)
-    assert health("What?", chained, True, count, "names").dependent == 1
-    plain = health("What?", (Serial("Nothing."),), True, count, "names")
+    assert health(["What?"], chained, True, count, "names").dependent == 1
+    plain = health(["What?"], (Serial("Nothing."),), True, count, "names")
     assert not plain.forked and plain.repeated is None and plain.well_formed
 
 
@@ -182,10 +182,10 @@ def test_seams_of_lists() -> None:
     """Parts on the line of the part before, and bold words in some parts only."""
     parts = ["1. **One**: a", "\n2. **Two**: b", "\n3. **Three**: c"]
     good = (Serial("So:\n"), Parallel([Branch(part[:12], part) for part in parts]), Serial("\n\nEnd"))
-    assert (health("?", good, True, count).joined, health("?", good, True, count).mixed) == (0, 0)
+    assert (health(["?"], good, True, count).joined, health(["?"], good, True, count).mixed) == (0, 0)
     parts = ["1. **One**: a", " 2. **Two**: b", "\n3. Three: c"]
     bad = (Serial("So:\n"), Parallel([Branch(part[:12], part) for part in parts]), Serial(" End"))
-    assert (health("?", bad, True, count).joined, health("?", bad, True, count).mixed) == (2, 1)
+    assert (health(["?"], bad, True, count).joined, health(["?"], bad, True, count).mixed) == (2, 1)
 
 
 def test_intervals_cover_the_mean() -> None:
