@@ -312,7 +312,10 @@ class _Server:
                     params, mode = self._params(body, choice, calls), body.aspd.mode
                     requests.append(self._engine.check(prompt, params, mode, adapter, continues, variables, tools))
             except RequestError as error:
-                raise type(error)(f"prompt[{number}]: {error}" if len(prompts) > 1 else str(error)) from None
+                told = str(error)
+                if body.aspd.content is not None:  # it is the script of its answer
+                    told = told.replace("script: ", "aspd.content: ", 1)
+                raise type(error)(f"prompt[{number}]: {told}" if len(prompts) > 1 else told) from None
         return requests
 
     def _params(self, body: Common, choice: int, calls: ToolCalls | None) -> SamplingParams:

@@ -169,7 +169,7 @@ def test_log_probabilities_are_those_of_the_engine(engine: Engine) -> None:
         ("chat/completions", ask(aspd={"mode": "fast"}), 400, "aspd.mode: expected 'adaptive' or 'serial', got 'fast'"),
         ("chat/completions", ask(aspd={"content": "x"}), 400, "aspd: content: expected mode: serial"),
         ("chat/completions", ask(aspd=SAID, stop="a"), 400, "content: expected mode: serial, no stop"),
-        ("chat/completions", ask(aspd=SAID | {"content": "word " * 600}), 400, "script: expected at most"),
+        ("chat/completions", ask(aspd=SAID | {"content": "word " * 600}), 400, "aspd.content: expected at most"),
         ("chat/completions", ask() | {"messages": [LONG]}, 400, "prompt: expected at most"),
         ("chat/completions", ask() | {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id"),
         ("completions", {"model": "demo", "prompt": "a", "tools": [{}]}, 400, "tools: tool calls are for chat"),
