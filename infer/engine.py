@@ -110,7 +110,7 @@ class Engine:
             max_title_tokens=max_title_tokens,
             draft_tokens=draft_tokens,
             drafts=drafts,
-            checks_titles=text_tags is None,
+            distinct_titles=text_tags is None,
             text_tags=written,
             mesh=lm.mesh,
         )

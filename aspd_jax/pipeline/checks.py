@@ -106,7 +106,7 @@ def find_dependence(messages: Sequence[str], answer: str, block: BlockSpan) -> s
         _shared_symbols(before, texts),
         _course(titles, texts),
         _explains_code(answer, block),
-        _derives("".join(messages[-1:])),
+        _derives(messages),
     ):
         for reason in found:
             return reason
@@ -237,8 +237,8 @@ def _explains_code(answer: str, block: BlockSpan) -> Iterator[str]:
         yield "explains code: a program is before it, and its parts have none"
 
 
-def _derives(request: str) -> Iterator[str]:
-    if found := _ASKS_FOR_NUMBER.search(request):
+def _derives(messages: Sequence[str]) -> Iterator[str]:
+    if found := _ASKS_FOR_NUMBER.search(_request(messages)):
         yield f"derivation: the question asks for a number, {_start(found[0])!r}"
 
 
@@ -304,9 +304,14 @@ def _grams(text: str) -> list[tuple[str, ...]]:
     return [tuple(words[place : place + GRAM]) for place in range(len(words) - GRAM + 1)]
 
 
-def asked_for(request: str) -> int | None:
-    """Return how many parts a request asks for: the only number from 2 to 20 in it, in words or figures, or None."""
-    words = (word.casefold() for word in re.findall(r"\b[A-Za-z]+\b|\b\d+\b", request))
+def _request(messages: Sequence[str]) -> str:
+    """Return what an answer answers: the last message before it, or nothing."""
+    return messages[-1] if messages else ""
+
+
+def asked_for(messages: Sequence[str]) -> int | None:
+    """Return how many parts the last message asks for: the only number from 2 to 20 in it, as a word or figures."""
+    words = (word.casefold() for word in re.findall(r"\b[A-Za-z]+\b|\b\d+\b", _request(messages)))
     found = {NUMBERS.index(word) + 1 if word in NUMBERS else int(word) for word in words if word in COUNTS}
     return found.pop() if len(found) == 1 else None
 

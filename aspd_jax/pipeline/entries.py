@@ -133,7 +133,7 @@ def _unfit(work: Work, answer: Answer, candidates: Sequence[Candidate]) -> str |
     select = work.config.select
     if select.max_repetition < 1 and (repeated := repetition(answer.text)) > select.max_repetition:
         return f"{repeated:.0%} of its words repeat what it said before, at most {select.max_repetition:.0%} may"
-    if select.as_asked and (asked := asked_for("".join(answer.messages[-1:]))):
+    if select.as_asked and (asked := asked_for(answer.messages)):
         sizes = {len(block.branches) for candidate in candidates for block in candidate.blocks}
         if sizes and asked not in sizes:
             return f"its question asks for {asked}, and its blocks have {', '.join(map(str, sorted(sizes)))}"

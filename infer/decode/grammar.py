@@ -32,7 +32,6 @@ from infer.decode.tag_automaton import (
     TITLE_START,
     TagAutomaton,
 )
-from infer.decode.title_rules import unending
 
 
 def allowed_classes(state: DecodeState, derived: Derived, config: EngineConfig, lanes: Lanes) -> jax.Array:
@@ -62,7 +61,7 @@ def legal_tokens(state: DecodeState, derived: Derived, config: EngineConfig, lan
     legal = jax.lax.cond(
         jnp.any(state.request.constrained), lambda: apply_token_mask(legal, state, lanes), lambda: legal
     )
-    if not config.checks_titles:
+    if not config.distinct_titles:
         return legal
     barred = jnp.where(lanes.branch == 0, derived.barred_token[lanes.row], -1)
     return legal & (jnp.arange(legal.shape[1]) != barred[:, None])
@@ -154,7 +153,7 @@ def _serial_rule(state: DecodeState, derived: Derived, config: EngineConfig) -> 
     may_add_title = (count < limit) & ((count < 2) | ~derived.completes_plan)
     never = jnp.zeros_like(in_serial)
     columns = [never] * CLASSES
-    goes_on = (length < config.max_title_tokens) | unending(length, config)
+    goes_on = (length < config.max_title_tokens) | config.form.leads  # a lead without end is discarded (`transition`)
     columns[TEXT] = in_serial | (in_title & goes_on) | counts
     columns[OTHER] = columns[END] = in_serial
     columns[TITLE_START] = (in_serial & may_open) | (titled & may_add_title)

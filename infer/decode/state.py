@@ -78,7 +78,7 @@ class EngineConfig:
         max_title_tokens: E.
         draft_tokens: D, maximum draft tokens of a segment in a step; 0: no speculation.
         drafts: source of draft tokens.
-        checks_titles: whether titles that repeat others, and leads without end, are discarded (`title_rules`).
+        distinct_titles: whether a repeated title ends the list and is discarded.
         text_tags: tags of a model that writes them as strings; None: special tokens.
         mesh: mesh over which parameters and cache are sharded; None: one device.
     """
@@ -92,7 +92,7 @@ class EngineConfig:
     max_title_tokens: int
     draft_tokens: int = 0
     drafts: DraftSource = "none"
-    checks_titles: bool = True
+    distinct_titles: bool = True
     text_tags: Tags | None = None
     mesh: Mesh | None = None
 

@@ -1,4 +1,4 @@
-"""Rules for the titles of a block: repeated titles, leads without end, complete plans and budget.
+"""Rules for the titles of a block: repeated titles, complete plans and budget.
 
 B sequences, N maximum branches, E maximum title tokens.
 """
@@ -37,11 +37,6 @@ def repeats_title(titles: Titles, automaton: TagAutomaton) -> Bool[Array, " B"]:
     number = jnp.arange(length.shape[1])[None]
     current = jnp.sum(jnp.where((number == count[:, None])[..., None], names, 0), axis=1, keepdims=True)
     return jnp.any(jnp.all(names == current, axis=2) & (number < count[:, None]), axis=1)
-
-
-def unending(length: jax.Array, config: EngineConfig) -> jax.Array:
-    """Return whether a lead of this length, int32 [B], ends now or has no end, and is text and no lead then."""
-    return (length >= config.max_title_tokens) & (config.form.leads and config.checks_titles)
 
 
 def completes_plan(titles: Titles, automaton: TagAutomaton) -> Bool[Array, " B"]:

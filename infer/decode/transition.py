@@ -39,7 +39,7 @@ from infer.decode.state import (
     Titles,
 )
 from infer.decode.tag_automaton import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START, TagAutomaton
-from infer.decode.title_rules import complete_tokens, fed_cost, unending
+from infer.decode.title_rules import complete_tokens, fed_cost
 
 
 class SegmentTokens(NamedTuple):
@@ -153,8 +153,8 @@ def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kin
     starts, closes = kind == TITLE_START, kind == TITLE_END
     closes_title = (rule == TITLE) & closes
     # A lead that begins with an earlier one would go on with its text; a name may begin with another.
-    repeats = derived.repeats_title & config.checks_titles
-    endless = (rule == TITLE) & ~closes & unending(derived.title_length, config)
+    repeats = derived.repeats_title & config.distinct_titles
+    endless = (rule == TITLE) & leads & ~closes & (derived.title_length >= config.max_title_tokens)
     discards = ((((rule == TITLE) if leads else closes_title) & repeats) | endless) & (s.titles.complete >= 2)
     takes_back = endless & ~discards
     closes_title &= ~discards

@@ -113,7 +113,7 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
         config,
         form=replace(config.form, separator=_separator(blocks, config.form)),
         max_branches=_larger_limit(config.max_branches, *(len(block.branches) for block in blocks)),
-        checks_titles=False,
+        distinct_titles=False,
         max_title_tokens=_larger_limit(config.max_title_tokens, *(len(t) for block in blocks for t in block.titles)),
     )
     script = _Script(items, config, answer[-1:] if ended else ())
