@@ -113,6 +113,7 @@ class Schemas:
             made = LLMatcher(self._tokenizer, grammar, log_level=0)
             if made.is_error():
                 raise RequestError(f"{name}: {made.get_error().strip().splitlines()[0]}")
+            made.compute_bitmask()  # builds the lexer, which takes up to a second, before the engine's thread needs it
         with self._lock:
             self._compiled[key] = made
             self._compiled.move_to_end(key)

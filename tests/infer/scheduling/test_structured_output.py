@@ -146,6 +146,25 @@ def test_a_request_starts_while_a_grammar_is_compiled(engine: Engine, monkeypatc
     assert waited == [expected]
 
 
+def test_the_lexer_of_a_grammar_is_built_before_the_engine_needs_it(engine: Engine, monkeypatch: Any) -> None:
+    """Check that the first mask, which builds the lexer, is computed once, by the thread of the client."""
+    original, masks = llguidance.LLMatcher, []
+
+    class Recorder:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._matcher = original(*args, **kwargs)
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "compute_bitmask":
+                masks.append(threading.current_thread())
+            return getattr(self._matcher, name)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", Recorder)
+    for _ in range(2):  # the second request finds the grammar
+        engine.check("Hi", SamplingParams(max_new_tokens=40, regex="(early|late)r?"))
+    assert masks == [threading.current_thread()]
+
+
 def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
     """Check that the device applies the token masks (negative control)."""
     engine = Engine(lm, max_length=512, max_batch=2)
@@ -162,6 +181,7 @@ def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
         ("json_schema", "[1]", "json_schema: expected a JSON schema"),
         ("json_schema", {"type": "objekt"}, "json_schema: Invalid type: objekt"),
         ("branch_schema", {"type": "objekt"}, "branch_schema: Invalid type: objekt"),
+        ("regex", "a(", "regex: .*invalid regex"),
     ],
 )
 def test_a_bad_schema_is_told_before_anything_waits(engine: Engine, field: str, schema: Any, words: str) -> None:
