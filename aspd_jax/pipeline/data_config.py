@@ -77,8 +77,7 @@ class SelectSection:
         serial_kinds: kinds of questions (the field `kind` of records) whose answers are kept without a block; empty:
             all. Otherwise the model learns prose for questions that request lists. Lists that `check_dependence`
             refuses are kept as serial text for every kind: they teach when not to fork.
-        serial_ratio: maximum records without a block per record with one; 0: no limit. Those with a list that
-            `check_dependence` refuses are kept first; the others are chosen by a hash of the text.
+        serial_ratio: maximum records without a block per record with one, chosen by a hash of the text; 0: no limit.
     """
 
     tokenizer: str = ""

@@ -33,7 +33,6 @@ class Sample(NamedTuple):
         forked: whether an answer has a block.
         serial: whether the record may be in the sets without a block: it is of such a kind and has no list with a
             defect.
-        dependent: whether a rule found a list in it dependent.
     """
 
     number: int
@@ -41,7 +40,6 @@ class Sample(NamedTuple):
     measures: Measures
     forked: bool
     serial: bool
-    dependent: bool
 
 
 class Selection(NamedTuple):
@@ -76,7 +74,7 @@ class Entry(NamedTuple):
         rejected: its lines of `rejected.jsonl`.
         plain, structured: its lines of the sets.
         defect: line of `rejected.jsonl` if the record has no block, but a list with a defect.
-        draw: random number from the text, 0 <= draw < 1, for `select.serial_ratio`.
+        draw: random number of 32 bits from the text, for `select.serial_ratio`.
         selections: selections of its answers, without blocks.
         sample: properties for the comparison with other records; None: the record is refused.
     """
@@ -88,7 +86,7 @@ class Entry(NamedTuple):
     plain: str = ""
     structured: str = ""
     defect: str = ""
-    draw: float = 0.0
+    draw: int = 0
     selections: Sequence[Selection] = ()
     sample: Sample | None = None
 
@@ -198,7 +196,7 @@ def _entry(
         plain=line(base | {"messages": plain}),
         structured=line(base | {"messages": structured, "pipeline": details}),
         defect=line(base | {"stage": "record", "reason": defects[0]}) if defects and not forked else "",
-        draw=crc32(json.dumps(plain).encode()) / (1 << 32),
+        draw=crc32(json.dumps(plain).encode()) if select.serial_ratio else 0,
         selections=[chosen._replace(blocks=()) for chosen in selections],
-        sample=Sample(record.number, question, selections[-1].measures, forked, serial and not defects, dependent),
+        sample=Sample(record.number, question, selections[-1].measures, forked, serial and not defects),
     )

@@ -20,12 +20,12 @@ class Survey:
 
     def __init__(self) -> None:
         self._groups: dict[str, list[tuple[int, Measures]]] = defaultdict(list)
-        self._kept: list[Sample] = []  # records that may be in the sets, if no answer is better
+        self._forked: dict[int, bool] = {}  # by number of a record that may be kept: whether it has a block
 
     def add(self, sample: Sample) -> None:
         """Add a record."""
         if sample.forked or sample.serial:
-            self._kept.append(sample)
+            self._forked[sample.number] = sample.forked
         self._groups[sample.question].append((sample.number, sample.measures))
 
     def others(self) -> set[int]:
@@ -39,17 +39,10 @@ class Survey:
             others |= {number for place, (number, _) in enumerate(samples) if place != first}
         return others
 
-    def shares(self, others: set[int], ratio: float) -> dict[bool, float]:
-        """Return the shares of records without a block that `select.serial_ratio` keeps.
-
-        Returns:
-            The share of records with a dependent list (True), which are kept first, and of the rest (False).
-        """
-        samples = [sample for sample in self._kept if sample.number not in others]
-        serial = Counter(sample.dependent for sample in samples if not sample.forked)
-        limit = ratio * (len(samples) - serial.total()) if ratio else serial.total()
-        first = min(limit, serial[True])
-        return {True: first / max(1, serial[True]), False: (limit - first) / max(1, serial[False])}
+    def share(self, others: set[int], ratio: float) -> float:
+        """Return the share of records without a block that `select.serial_ratio` keeps."""
+        kinds = Counter(forked for number, forked in self._forked.items() if number not in others)
+        return ratio * kinds[True] / max(1, kinds[False]) if ratio else 1.0
 
 
 def write(work: Work, output: Path, report: Report, survey: Survey, entries: Iterable[Entry]) -> Report:
@@ -66,7 +59,7 @@ def write(work: Work, output: Path, report: Report, survey: Survey, entries: Ite
         The report.
     """
     others = survey.others()
-    shares = survey.shares(others, work.config.select.serial_ratio)
+    kept = survey.share(others, work.config.select.serial_ratio)
     files = {name: output / work.shard.name(name, ".jsonl") for name in ("structured", "plain", "rejected")}
     with ExitStack() as stack:
         handles = {name: stack.enter_context(replacing(file)) for name, file in files.items()}
@@ -85,7 +78,7 @@ def write(work: Work, output: Path, report: Report, survey: Survey, entries: Ite
                 if entry.defect:  # the record has no block, and is no example of serial text
                     report.unfit += 1
                     handles["rejected"].write(entry.defect)
-                elif not (entry.sample.forked or entry.sample.serial and entry.draw < shares[entry.sample.dependent]):
+                elif not entry.sample.forked and (not entry.sample.serial or entry.draw >= kept * (1 << 32)):
                     report.spared += 1
                 else:
                     handles["plain"].write(entry.plain)

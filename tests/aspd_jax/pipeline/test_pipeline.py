@@ -324,23 +324,3 @@ def test_lists_with_a_defect_take_no_place_of_serial_answers(tmp_path: Path) -> 
     config = DataConfig(select=replace(SMALL, serial_ratio=1.0))
     report = build(config, str(source), tmp_path / "out", progress=False).report
     assert len(lines(tmp_path / "out" / "plain.jsonl")) == 20 and (report.unfit, report.spared) == (40, 0)
-
-
-def test_chains_are_kept_before_other_serial_answers(tmp_path: Path) -> None:
-    """Check `serial_ratio`: lists that a rule found dependent come first, whatever their number."""
-    answers = [*[LIST] * 20, *[CHAIN] * 8, *[PROSE] * 60]
-    source = tmp_path / "in.jsonl"
-    rows = ({"id": number, "question": f"{number}?", "answer": answer} for number, answer in enumerate(answers))
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def kept(ratio: float) -> tuple[int, int, int]:
-        config = DataConfig(select=replace(SMALL, serial_ratio=ratio))
-        build(config, str(source), tmp_path / str(ratio), progress=False)
-        numbers = [int(row["id"]) for row in lines(tmp_path / str(ratio) / "structured.jsonl")]
-        return sum(n < 20 for n in numbers), sum(20 <= n < 28 for n in numbers), sum(n >= 28 for n in numbers)
-
-    lists, chains, prose = kept(1.0)
-    assert (lists, chains) == (20, 8) and 4 <= prose <= 24  # twelve on average
-    lists, chains, prose = kept(0.2)
-    assert (lists, prose) == (20, 0) and 1 <= chains <= 7  # four on average
-    assert kept(100.0) == (20, 8, 60)
