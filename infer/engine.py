@@ -19,7 +19,7 @@ from aspd_jax.tool_format import tool_conversation
 from infer.answers.answer import Result
 from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig, Tags
 from infer.decode.tag_automaton import TextReader, TextTags, text_automaton
-from infer.request import Mode, PromptTooLong, Request, SamplingParams, Stream
+from infer.request import MAX_TITLE_TOKENS, Mode, PromptTooLong, Request, SamplingParams, Stream
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import Buckets, capacity_for
@@ -64,7 +64,7 @@ class Engine:
         max_length: int = 2048,
         max_batch: int = 4,
         max_branches: int = 16,
-        max_title_tokens: int = 24,
+        max_title_tokens: int = MAX_TITLE_TOKENS,
         separator_ids: Sequence[int] | None = None,
         branch_policy: str = "all",
         reuse: bool = True,

@@ -14,11 +14,10 @@ from aspd_jax.tokens import TAGS, Codec
 from infer.answers.events import Event
 from infer.answers.stop import first_match
 from infer.proxy.upstream import WRITE_TAGS, Upstream
-from infer.request import SamplingParams
+from infer.request import MAX_TITLE_TOKENS, SamplingParams
 
 TITLE_START, TITLE_END = TAGS["title_start"], TAGS["title_end"]
 FORK, BRANCH_END = TAGS["parallel_start"], TAGS["branch_end"]
-MAX_TITLE_TOKENS = 32
 T = TypeVar("T")
 _ANY_TAG = re.compile("|".join(map(re.escape, TAGS.values())))
 _PLAN = re.compile(r"(\d+)/(\d+) ")  # prefix of a title: its number and the number of titles
@@ -178,7 +177,8 @@ class Answering:
         """
         special = self._codec.special
         forbidden = [special.parallel_end, special.branch_start, special.branch_end]
-        free, limit = replace(sampling, repetition_penalty=1.0), MAX_TITLE_TOKENS * self._max_branches
+        # A title and its two tags, of each branch; the number of leads has fewer tokens than a title.
+        free, limit = replace(sampling, repetition_penalty=1.0), (MAX_TITLE_TOKENS + 2) * (self._max_branches + 1)
         written, number, titles = "", "", list[str]()
         stops = [FORK] if self._codec.form.leads else [FORK, "\n"]
         pieces = self._ask(answer, [*prefix, special.title_start], limit, stops, forbidden, free)
@@ -189,8 +189,9 @@ class Answering:
                     number, titles, more = read_leads(written, self._max_branches)
                 else:
                     titles, more = _read_titles(TITLE_START + written)
-                begun = self._codec.text.encode(written.rpartition(TITLE_END)[2])
-                if not more or len(titles) == self._max_branches or len(begun) > MAX_TITLE_TOKENS:
+                begun = written.rpartition(TITLE_END)[2].removeprefix(TITLE_START)
+                size = self._count(begun[: _text_length(TITLE_END, begun)])
+                if not more or len(titles) == self._max_branches or size > MAX_TITLE_TOKENS:
                     break
         return number, titles
 

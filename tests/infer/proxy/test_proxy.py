@@ -23,6 +23,7 @@ from aspd_jax.tokens import Codec
 from infer.proxy.answering import read_leads
 from infer.proxy.routes import make_app
 from infer.proxy.upstream import UpstreamConfig
+from infer.request import MAX_TITLE_TOKENS
 from tests.helpers.serving import wait_for
 
 B = "<|title|>2/2 B<|/title|>"
@@ -231,6 +232,17 @@ def test_lists_of_titles_end(name: str, proxy: str, upstream: Upstream) -> None:
     upstream.script |= {"<|title|>": announced, ": ": "text\n<|/branch|>"}
     structure = ask(proxy, **STATISTICS).json()["aspd"][0]["structure"]
     assert len(structure[1]["branches"]) == count
+
+
+def test_titles_are_as_long_as_those_of_the_engine(proxy: str, upstream: Upstream, demo: LanguageModel) -> None:
+    """Check that the limit counts neither tags nor their beginnings; a longer title ends its list."""
+    for tokens, count in ((MAX_TITLE_TOKENS, 3), (MAX_TITLE_TOKENS + 1, 2)):
+        title = " x" * tokens
+        assert len(Codec(demo.tokenizer).text.encode(title)) == tokens
+        announced = f"A<|/title|><|title|>B<|/title|><|title|>{title}<|/title|><|para|>"
+        upstream.script |= {"<|title|>": announced, ": ": "text\n<|/branch|>"}
+        structure = ask(proxy, **STATISTICS).json()["aspd"][0]["structure"]
+        assert len(structure[1]["branches"]) == count
 
 
 def test_it_streams_in_both_ways(proxy: str) -> None:
