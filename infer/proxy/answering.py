@@ -293,26 +293,48 @@ def _read_titles(written: str, number: int = 0) -> tuple[list[str], bool]:
     """Parse the titles written so far, and return them with whether further titles may follow.
 
     The list ends when the announced number of titles is reached, at an empty or repeated title, and at any text that is
-    not a title.
+    not a title. Titles are compared without their markers; from the third on, a lead that only begins with an earlier
+    one is repeated (protocol, section 5).
 
     Args:
         written: text from the first opening tag of a title on.
         number: number of leads; 0: titles are names, which may announce their number themselves.
     """
     titles: list[str] = []
-    earlier = {""}
+    earlier: list[str] = []
+
+    def repeated(plain: str) -> bool:
+        return plain in earlier or (
+            bool(number) and len(earlier) > 1 and any(_begins(plain, title) for title in earlier)
+        )
+
     *ended, rest = written.split(TITLE_END)
     for part in ended:
         title = part.removeprefix(TITLE_START)
-        plain = title if number else _PLAN.sub("", title).strip()
-        if not part.startswith(TITLE_START) or _ANY_TAG.search(title) or plain in earlier:
+        plain = _without_marker(title)
+        if not part.startswith(TITLE_START) or _ANY_TAG.search(title) or not plain or repeated(plain):
             return titles, False
         titles.append(title)
-        earlier.add(plain)
+        earlier.append(plain)
         plan = None if number else _PLAN.match(title)
         if len(titles) == number or (plan and plan[1] == plan[2]):
             return titles, False
-    return titles, rest.startswith(TITLE_START) or TITLE_START.startswith(rest)
+    if rest.startswith(TITLE_START):
+        begun = _without_marker(rest.removeprefix(TITLE_START))
+        return titles, not (number and len(titles) > 1 and any(_begins(begun, title) for title in earlier))
+    return titles, TITLE_START.startswith(rest)
+
+
+def _without_marker(title: str) -> str:
+    """Return a title from its first letter on, or without spaces if it has no letter."""
+    first = next((at for at, character in enumerate(title) if character.isalpha()), 0)
+    return title[first:].strip()
+
+
+def _begins(title: str, earlier: str) -> bool:
+    """Return whether a title begins with all words of an earlier one, and is not about to become another word."""
+    after = title[len(earlier) :]
+    return title.startswith(earlier) and not (earlier[-1].isalnum() and (not after or after[0].isalnum()))
 
 
 def read_leads(written: str, limit: int) -> tuple[str, list[str], bool]:

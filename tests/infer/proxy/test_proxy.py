@@ -202,6 +202,8 @@ def test_leads_are_part_of_the_answer(demo: LanguageModel, upstream: Upstream) -
     [
         ("3<|/title|><|title|>a<|/title|><|title|>b<|/title|><|title|>a<|/title|>", ["a", "b"]),
         ("2<|/title|><|title|>a<|/title|><|title|>\nb<|/title|><|title|>c<|/title|>", ["a", "\nb"]),
+        ("9<|/title|><|title|>1. Car<|/title|><|title|>2. Cat<|/title|><|title|>3. Cat.", ["1. Car", "2. Cat"]),
+        ("3<|/title|><|title|>Car<|/title|><|title|>Cat<|/title|><|title|>Carts<|/title|>", ["Car", "Cat", "Carts"]),
         ("2<|/title|>x<|title|>a<|/title|>", []),
         ("two<|/title|><|title|>a<|/title|><|title|>b<|/title|>", []),
         ("99<|/title|><|title|>a<|/title|><|title|>b<|/title|>", []),
