@@ -36,7 +36,8 @@ _NUMBERED = re.compile(
 _GOES_ON = re.compile(
     r"(?:then|next|now|after (?:that|this)|afterwards|subsequently|therefore|thus|hence|consequently|as a result|"
     r"finally,? (?:we|add|combine|multiply|divide|subtract|substitut\w*|plug)|with (?:this|that|these|those)|"
-    r"using (?:this|that|these|those|the result)|once (?:that|this|you have|we have)|now that|"
+    r"using (?:this|that|these|those|the result)|now that|"
+    r"once (?!upon\b|again\b|or twice\b|in a\b|an? (?:hour|day|week|month|year|season|quarter)\b)|"
     r"so(?:,| (?:he|she|they|we|you|it|the|in total))|(?:that|this) means|"
     r"repeat (?:this|that|the)|in addition to (?:this|that|these)|substitut\w+|plug(?:ging)? (?:in|this|that|the))\b"
     r"|然后|接着|接下来|随后|因此|所以|由此|再将|其次再",
@@ -60,6 +61,13 @@ _RESULT = re.compile(r"(?:=|≈|≅|~|equals?|is about|gives?|get|comes? to|tota
 _NUMBER = re.compile(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?![\w])")
 _OPERAND = re.compile(r"(?<![\w.,])(\d+)(?=\s*[-+*/×÷x]\s*\$?\d)|[-+*/×÷x]\s*\$?(\d+)(?!\w)")
 _SYMBOL = re.compile(r"(?<![\w\\])([A-Za-z](?:_\w+|\d)?)\s*=(?!=)")
+_AFTER = re.compile(r"after (?!all\b)", re.IGNORECASE)
+# Questions for steps, plans and schedules, whose parts have an order.
+_ASKS_FOR_COURSE = re.compile(
+    r"\bstep[- ]by[- ]step\b|\bin (?:\w+ ){0,2}steps\b|\b(?:dai|week|month|year)ly (?:plan|schedule|routine)\b"
+    r"|\b(?:schedule|timetable|itinerary) for\b|逐步|一步一步|分步",
+    re.IGNORECASE,
+)
 # Questions for one number, whose answers derive it.
 _ASKS_FOR_NUMBER = re.compile(
     r"\bhow (?:many|much)\b[^.?!\n]*\?|\b(?:estimate|calculate|compute) (?:how|the)\b|\bwhat is the probability\b|多少",
@@ -104,7 +112,7 @@ def find_dependence(messages: Sequence[str], answer: str, block: BlockSpan) -> s
         _shared_counter(texts),
         _shared_results(before, texts),
         _shared_symbols(before, texts),
-        _course(titles, texts),
+        _course(messages, titles, texts),
         _explains_code(answer, block),
         _derives(messages),
     ):
@@ -221,7 +229,12 @@ def _shared_symbols(before: str, texts: Sequence[str]) -> Iterator[str]:
             defined.setdefault(symbol, number)
 
 
-def _course(titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
+def _course(messages: Sequence[str], titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
+    if found := _ASKS_FOR_COURSE.search(_request(messages)):
+        yield f"course of events: the question says {_start(found[0])!r}"
+    later = [_after_title(title, text) for title, text in zip(titles[1:], texts[1:], strict=True)]
+    if len(begin := [text for text in later if _AFTER.match(text)]) > 1:
+        yield f"course of events: parts begin as {_start(begin[0])!r} and {_start(begin[1])!r}"
     for title, text in zip(titles, texts, strict=True):
         marker = marker_of(text)
         words = {(marker.family if marker else "").rpartition(" ")[2], *title.casefold().split()[:1]}

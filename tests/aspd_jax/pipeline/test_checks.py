@@ -28,6 +28,7 @@ INDEPENDENT = [
     "1. This example: it is short.\n2. Method: this method is slow.\n3. Examples: they are the example of a method.",
     "1. Area of A: 3 x 4 = 12.\n2. Area of B: 5 x 7 = 35.",
     "```\nx = 1\n```\n\n- Loops:\n```\nfor x in y:\n```\n- Branches:\n```\nif x:\n```\n",
+    "1. Rest: once a day, sleep.\n2. Soap: once a week, buy some.\n3. Hands: after a walk, wash them.",
     "1. A bicycle: This is cheap.\n2. A bus: This is a great way to read.\n3. Instead of a car: a train, but slow.",
 ]
 DEPENDENT = {
@@ -46,6 +47,7 @@ DEPENDENT = {
         "1. Boil water for the pasta.\n2. Then add salt to it.",
         "1. Mix flour and eggs into a dough.\n2. Knead the dough for long.",
         "1. We know that x is two.\n2. Therefore, y is three.",
+        "1. Remove the old tap: turn it left.\n2. Install the new tap: once the old one is off, turn it right.",
     ],
     "shared counter": ["## A\n1. red\n2. blue\n\n## B\n3. green\n4. black\n"],
     "shared result": [
@@ -55,6 +57,7 @@ DEPENDENT = {
     "shared symbol": ["- Radius: r = 2 cm.\n- Area: it is 3 * r * r."],
     "course of events": [
         "1. Day 1: arrive and rest.\n2. Day 2: see the castle.",
+        "1. Cooking: boil it.\n2. Serving: after cooking, wait.\n3. Cleaning: after the meal, wash up.",
         "- **9:00 am**: breakfast in the garden.\n- **11:30 am**: a walk to the lake.",
     ],
     "explains code": [
@@ -97,6 +100,20 @@ def test_a_teachers_last_part_may_not_sum_up(title: str, sums_up: bool) -> None:
 )
 def test_the_derivation_of_a_number_is_a_chain(question: str, number: bool) -> None:
     assert ((why(INDEPENDENT[0], question) or "").split(":")[0] == "derivation") == number
+
+
+@pytest.mark.parametrize(
+    ("question", "ordered"),
+    [
+        ("Tell me how to fix a dripping tap, step by step.", True),
+        ("Explain in 5 easy steps how to plant a tree.", True),
+        ("Give me a weekly plan to eat more vegetables.", True),
+        ("Which steps help against stress?", False),
+        ("Make a plan for someone who wants to keep a small flat tidy.", False),
+    ],
+)
+def test_steps_and_schedules_have_an_order(question: str, ordered: bool) -> None:
+    assert ((why(INDEPENDENT[0], question) or "").split(":")[0] == "course of events") == ordered
 
 
 def test_numbers_of_the_question_are_nobodys_result() -> None:
