@@ -236,7 +236,7 @@ def _course(messages: Sequence[str], titles: Sequence[str], texts: Sequence[str]
     if len(begin := [text for text in later if _AFTER.match(text)]) > 1:
         yield f"course of events: parts begin as {_start(begin[0])!r} and {_start(begin[1])!r}"
     for title, text in zip(titles, texts, strict=True):
-        marker = marker_of(text)
+        marker = marker_of(text.lstrip("# "))
         words = {(marker.family if marker else "").rpartition(" ")[2], *title.casefold().split()[:1]}
         if words & _COURSES:
             yield f"course of events: a part begins as {_start(text)!r}"

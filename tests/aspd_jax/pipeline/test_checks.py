@@ -57,6 +57,7 @@ DEPENDENT = {
     "shared symbol": ["- Radius: r = 2 cm.\n- Area: it is 3 * r * r."],
     "course of events": [
         "1. Day 1: arrive and rest.\n2. Day 2: see the castle.",
+        "### Step 1: Choose it\n\nIt is here.\n\n### Step 2: Buy it\n\nIt is dear.\n",
         "1. Cooking: boil it.\n2. Serving: after cooking, wait.\n3. Cleaning: after the meal, wash up.",
         "- **9:00 am**: breakfast in the garden.\n- **11:30 am**: a walk to the lake.",
     ],
