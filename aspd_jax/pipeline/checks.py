@@ -61,6 +61,7 @@ _RESULT = re.compile(r"(?:=|≈|≅|~|equals?|is about|gives?|get|comes? to|tota
 _NUMBER = re.compile(r"(?<![\w.,])-?\d[\d,]*(?:\.\d+)?(?![\w])")
 _OPERAND = re.compile(r"(?<![\w.,])(\d+)(?=\s*[-+*/×÷x]\s*\$?\d)|[-+*/×÷x]\s*\$?(\d+)(?!\w)")
 _SYMBOL = re.compile(r"(?<![\w\\])([A-Za-z](?:_\w+|\d)?)\s*=(?!=)")
+_RECIPE = re.compile(r"ingredients\b.*\n(?:instructions|directions|method|preparation)\b", re.IGNORECASE)
 _AFTER = re.compile(r"after (?!all\b)", re.IGNORECASE)
 # Questions for steps, plans and schedules, whose parts have an order.
 _ASKS_FOR_COURSE = re.compile(
@@ -232,6 +233,8 @@ def _shared_symbols(before: str, texts: Sequence[str]) -> Iterator[str]:
 def _course(messages: Sequence[str], titles: Sequence[str], texts: Sequence[str]) -> Iterator[str]:
     if found := _ASKS_FOR_COURSE.search(_request(messages)):
         yield f"course of events: the question says {_start(found[0])!r}"
+    if found := _RECIPE.search("\n".join(titles)):
+        yield f"course of events: parts are called {_start(found[0])!r}"
     later = [_after_title(title, text) for title, text in zip(titles[1:], texts[1:], strict=True)]
     if len(begin := [text for text in later if _AFTER.match(text)]) > 1:
         yield f"course of events: parts begin as {_start(begin[0])!r} and {_start(begin[1])!r}"

@@ -58,6 +58,7 @@ DEPENDENT = {
     "course of events": [
         "1. Day 1: arrive and rest.\n2. Day 2: see the castle.",
         "### Step 1: Choose it\n\nIt is here.\n\n### Step 2: Buy it\n\nIt is dear.\n",
+        "Ingredients:\n- tea\n- milk\n\nInstructions:\n- Boil the milk.\n- Add the tea.\n",
         "1. Cooking: boil it.\n2. Serving: after cooking, wait.\n3. Cleaning: after the meal, wash up.",
         "- **9:00 am**: breakfast in the garden.\n- **11:30 am**: a walk to the lake.",
     ],
