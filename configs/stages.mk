@@ -60,7 +60,7 @@ runs/%/merged/config.json: runs/%/aspd/$(ADAPTER)
 runs/%/draft/draft_heads.safetensors: configs/%/draft.yaml runs/%/merged/config.json
 	$(BIN)/aspd train $< model.checkpoint=runs/$*/merged --output $(@D)
 
-# Masks and positions on the same records; every eighth one is held out.
+# Masks and positions on the same records; every eighth one is held out. Then answers of all six adapters.
 .PHONY: smollm2-ablation
 smollm2-ablation: configs/smollm2/ablation.yaml runs/smollm2/data/structured.jsonl
 	mkdir -p runs/smollm2/ablation
@@ -71,6 +71,9 @@ smollm2-ablation: configs/smollm2/ablation.yaml runs/smollm2/data/structured.jso
 	    --output runs/smollm2/ablation/$$siblings-$$positions || exit 1; \
 	done; done
 	tail -n 1 runs/smollm2/ablation/*/metrics.jsonl
+	$(BIN)/aspd eval run --output runs/smollm2/ablation/answers configs/smollm2/ablation_eval.yaml \
+	  benchmarks.vicuna.file=$(BENCHMARKS)/vicuna_bench/question.jsonl \
+	  benchmarks.vicuna.suitable=$(wildcard $(BENCHMARKS)/vicuna_bench/suitable_for_parallel.csv)
 
 # Files of a run are kept, although they are only steps towards its report.
 .SECONDARY:
