@@ -15,8 +15,14 @@ EVALUATE = $(BIN)/aspd eval run --output $(@D) configs/$*/eval.yaml $(foreach na
 	benchmarks.$(name).references=$(BENCHMARKS)/$(name)_bench/reference_gpt-4.jsonl) \
 	benchmarks.vicuna.suitable=$(wildcard $(BENCHMARKS)/vicuna_bench/suitable_for_parallel.csv)
 
+# Checked first, because hours of sampling and training come before the evaluations.
+.PHONY: benchmarks-exist
+benchmarks-exist:
+	@test -f $(BENCHMARKS)/vicuna_bench/question.jsonl || { \
+	  echo "BENCHMARKS: expected a folder with FastChat's vicuna_bench/question.jsonl, got $(BENCHMARKS)"; exit 1; }
+
 .PHONY: $(MODELS)
-$(MODELS): %: runs/%/greedy/report.md runs/%/sampled/report.md
+$(MODELS): %: benchmarks-exist runs/%/greedy/report.md runs/%/sampled/report.md
 
 runs/%/questions.jsonl: configs/questions.yaml | $(VENV)/.installed
 	mkdir -p $(@D)
@@ -62,7 +68,7 @@ runs/%/draft/draft_heads.safetensors: configs/%/draft.yaml runs/%/merged/config.
 
 # Masks and positions on the same records; every eighth one is held out. Then answers of all six adapters.
 .PHONY: smollm2-ablation
-smollm2-ablation: configs/smollm2/ablation.yaml runs/smollm2/data/structured.jsonl
+smollm2-ablation: configs/smollm2/ablation.yaml benchmarks-exist runs/smollm2/data/structured.jsonl
 	mkdir -p runs/smollm2/ablation
 	grep '"parallel"' runs/smollm2/data/structured.jsonl | awk 'NR % 8' > runs/smollm2/ablation/train.jsonl
 	grep '"parallel"' runs/smollm2/data/structured.jsonl | awk 'NR % 8 == 0' > runs/smollm2/ablation/held_out.jsonl

@@ -13,11 +13,16 @@ from tests.conftest import ROOT
 MODELS = ("smollm2", "qwen05")
 
 
-def commands_of(target: str) -> list[list[str]]:
-    """Words of the `aspd` commands that make would run for a target if no file of a run existed."""
+def lines_of(target: str) -> list[str]:
+    """Lines that make would run for a target if no file of a run existed."""
     made = ["make", "--dry-run", "--always-make", target, "BENCHMARKS=benchmarks"]
-    lines = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
-    return [shlex.split(line)[1:] for line in lines.splitlines() if line.startswith(".venv/bin/aspd ")]
+    shown = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return shown.replace("\\\n", "").splitlines()
+
+
+def commands_of(target: str) -> list[list[str]]:
+    """Words of its `aspd` commands that are lines of their own."""
+    return [shlex.split(line)[1:] for line in lines_of(target) if line.startswith(".venv/bin/aspd ")]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -29,3 +34,17 @@ def test_stages_of_a_model(model: str) -> None:
     assert words[0] == "data questions" and words.index("data build") == 1 + words.count("generate --model")
     assert words[-4:-2] == [f"train configs/{model}/{name}.yaml" for name in ("aspd", "seq")]
     assert words[-2:] == ["eval run", "eval run"]
+
+
+def test_the_ablation_trains_and_answers() -> None:
+    trains = [line for line in lines_of("smollm2-ablation") if "aspd train" in line]
+    assert len(trains) == 1 and "aspd train configs/smollm2/ablation.yaml model.siblings=$siblings" in trains[0]
+    command = commands_of("smollm2-ablation")[-1]
+    assert command[:2] == ["eval", "run"] and "configs/smollm2/ablation_eval.yaml" in command
+    assert callable(aspd.build_parser().parse_args(command).run)
+
+
+@pytest.mark.parametrize("target", [*MODELS, "smollm2-ablation"])
+def test_missing_benchmarks_are_named_before_anything_is_run(target: str) -> None:
+    made = subprocess.run(["make", target, "BENCHMARKS=nowhere"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode and "got nowhere" in made.stdout and "aspd" not in made.stdout
