@@ -25,7 +25,7 @@ Fields = Literal["serial", "parallel"]
 Stream: TypeAlias = Literal["text", "branches"] | None
 GRAMMARS = ("json_schema", "regex", "choices", "grammar")  # fields that constrain a whole answer
 BESIDE_TEMPLATES = ("script", "branch_schema", "min_tokens")  # fields that a template excludes
-MAX_TITLE_TOKENS = 24  # of engine and proxy, if they are not told otherwise (protocol, section 5)
+MAX_TITLE_TOKENS = 24  # default of the engine, and limit of the proxy (protocol, section 5)
 STRINGS, BIASES = tuple[str, ...], Mapping[Any, float]  # types of parameters that are no single value
 
 
