@@ -10,10 +10,11 @@ SAMPLING_qwen05 := --model checkpoints/qwen2.5-coder-0.5b-instruct.gguf --max-ne
 GENERATE = $(BIN)/aspd generate $(SAMPLING_$*) --mode serial --batch 32 --max-length 768 --repetition-penalty 1.1
 QUESTIONS_smollm2 := 3600
 QUESTIONS_qwen05 := 1800
-EVALUATE = $(BIN)/aspd eval run --output $(@D) configs/$*/eval.yaml $(foreach name,vicuna mt,\
-	benchmarks.$(name).file=$(BENCHMARKS)/$(name)_bench/question.jsonl \
-	benchmarks.$(name).references=$(BENCHMARKS)/$(name)_bench/reference_gpt-4.jsonl) \
+VICUNA = benchmarks.vicuna.file=$(BENCHMARKS)/vicuna_bench/question.jsonl \
 	benchmarks.vicuna.suitable=$(wildcard $(BENCHMARKS)/vicuna_bench/suitable_for_parallel.csv)
+EVALUATE = $(BIN)/aspd eval run --output $(@D) configs/$*/eval.yaml $(VICUNA) \
+	benchmarks.mt.file=$(BENCHMARKS)/mt_bench/question.jsonl $(foreach name,vicuna mt,\
+	benchmarks.$(name).references=$(BENCHMARKS)/$(name)_bench/reference_gpt-4.jsonl)
 
 # Checked first, because hours of sampling and training come before the evaluations.
 .PHONY: benchmarks-exist
@@ -77,9 +78,7 @@ smollm2-ablation: configs/smollm2/ablation.yaml benchmarks-exist runs/smollm2/da
 	    --output runs/smollm2/ablation/$$siblings-$$positions || exit 1; \
 	done; done
 	tail -n 1 runs/smollm2/ablation/*/metrics.jsonl
-	$(BIN)/aspd eval run --output runs/smollm2/ablation/answers configs/smollm2/ablation_eval.yaml \
-	  benchmarks.vicuna.file=$(BENCHMARKS)/vicuna_bench/question.jsonl \
-	  benchmarks.vicuna.suitable=$(wildcard $(BENCHMARKS)/vicuna_bench/suitable_for_parallel.csv)
+	$(BIN)/aspd eval run --output runs/smollm2/ablation/answers configs/smollm2/ablation_eval.yaml $(VICUNA)
 
 # Files of a run are kept, although they are only steps towards its report.
 .SECONDARY:

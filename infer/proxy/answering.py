@@ -303,16 +303,15 @@ def _read_titles(written: str, number: int = 0) -> tuple[list[str], bool]:
     titles: list[str] = []
     earlier: list[str] = []
 
-    def repeated(plain: str) -> bool:
-        return plain in earlier or (
-            bool(number) and len(earlier) > 1 and any(_begins(plain, title) for title in earlier)
-        )
+    def begins_earlier(plain: str) -> bool:
+        return bool(number) and len(titles) > 1 and any(_begins(plain, title) for title in earlier)
 
     *ended, rest = written.split(TITLE_END)
     for part in ended:
         title = part.removeprefix(TITLE_START)
         plain = _without_marker(title)
-        if not part.startswith(TITLE_START) or _ANY_TAG.search(title) or not plain or repeated(plain):
+        repeated = plain in earlier or begins_earlier(plain)
+        if not part.startswith(TITLE_START) or _ANY_TAG.search(title) or not plain or repeated:
             return titles, False
         titles.append(title)
         earlier.append(plain)
@@ -320,8 +319,7 @@ def _read_titles(written: str, number: int = 0) -> tuple[list[str], bool]:
         if len(titles) == number or (plan and plan[1] == plan[2]):
             return titles, False
     if rest.startswith(TITLE_START):
-        begun = _without_marker(rest.removeprefix(TITLE_START))
-        return titles, not (number and len(titles) > 1 and any(_begins(begun, title) for title in earlier))
+        return titles, not begins_earlier(_without_marker(rest.removeprefix(TITLE_START)))
     return titles, TITLE_START.startswith(rest)
 
 

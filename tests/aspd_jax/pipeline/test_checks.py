@@ -91,31 +91,22 @@ def test_a_teachers_last_part_may_not_sum_up(title: str, sums_up: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("question", "number"),
+    ("kind", "question", "refused"),
     [
-        ("How many bees are needed for a jar of honey? Explain it.", True),
-        ("Estimate how many words a child hears.", True),
-        ("一年有多少天？", True),
-        ("Many people ask how much is enough. What helps against stress?", False),
-        ("Compute clusters: what are their uses?", False),
+        ("derivation", "How many bees are needed for a jar of honey? Explain it.", True),
+        ("derivation", "Estimate how many words a child hears.", True),
+        ("derivation", "一年有多少天？", True),
+        ("derivation", "Many people ask how much is enough. What helps against stress?", False),
+        ("derivation", "Compute clusters: what are their uses?", False),
+        ("course of events", "Tell me how to fix a dripping tap, step by step.", True),
+        ("course of events", "Explain in 5 easy steps how to plant a tree.", True),
+        ("course of events", "Give me a weekly plan to eat more vegetables.", True),
+        ("course of events", "Which steps help against stress?", False),
+        ("course of events", "Make a plan for someone who wants to keep a small flat tidy.", False),
     ],
 )
-def test_the_derivation_of_a_number_is_a_chain(question: str, number: bool) -> None:
-    assert ((why(INDEPENDENT[0], question) or "").split(":")[0] == "derivation") == number
-
-
-@pytest.mark.parametrize(
-    ("question", "ordered"),
-    [
-        ("Tell me how to fix a dripping tap, step by step.", True),
-        ("Explain in 5 easy steps how to plant a tree.", True),
-        ("Give me a weekly plan to eat more vegetables.", True),
-        ("Which steps help against stress?", False),
-        ("Make a plan for someone who wants to keep a small flat tidy.", False),
-    ],
-)
-def test_steps_and_schedules_have_an_order(question: str, ordered: bool) -> None:
-    assert ((why(INDEPENDENT[0], question) or "").split(":")[0] == "course of events") == ordered
+def test_questions_for_a_number_or_for_steps_get_chains(kind: str, question: str, refused: bool) -> None:
+    assert ((why(INDEPENDENT[0], question) or "").split(":")[0] == kind) == refused
 
 
 def test_numbers_of_the_question_are_nobodys_result() -> None:
