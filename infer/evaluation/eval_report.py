@@ -238,8 +238,8 @@ def _speed_table(systems: dict[str, Any]) -> list[str]:
 def _structure_table(systems: dict[str, Any]) -> list[str]:
     head = [
         "system", "trigger rate", "well-formed", "finish", "branches per block", "dependent blocks",
-        "numbers wrong", "joined items", "mixed bold", "repeated between branches", "chains forked", "parallel forked",
-        "DP", "PE", "content tokens",
+        "numbers wrong", "joined items", "mixed bold", "overrun branches", "repeated between branches",
+        "chains forked", "parallel forked", "DP", "PE", "content tokens",
         "ideal", "ideal, answers that fork", "best",
     ]  # fmt: skip
     rows = []
@@ -256,6 +256,7 @@ def _structure_table(systems: dict[str, Any]) -> list[str]:
                 f"{s['misnumbered']} of {s['numbered']}" if s["numbered"] else "",
                 str(s["joined"]) if s["blocks"] else "",
                 f"{s['mixed']} of {s['blocks']}" if s["blocks"] else "",
+                str(s["overrun"]) if s["blocks"] else "",
                 _percent(s["repeated"]),
                 _percent(s["wrongly_forked"]),
                 _percent(s["rightly_forked"]),

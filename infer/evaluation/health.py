@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ class Health:
         misnumbered: number of those whose number does not follow that of the previous branch.
         joined: number of parts, and of texts after a block, that begin on the line on which the part before ends.
         mixed: number of blocks in which some branches begin with bold words and others do not.
+        overrun: number of branches in which a line after the first begins with the words of a sibling's title.
         repeated: share of five-word sequences of a branch that also occur in a sibling, mean over branches; None: no
             branch has five words.
         tokens, branch_tokens, title_tokens: token counts of the answer (protocol, section 7).
@@ -39,6 +41,7 @@ class Health:
     misnumbered: int
     joined: int
     mixed: int
+    overrun: int
     repeated: float | None
     tokens: int
     branch_tokens: int
@@ -74,6 +77,7 @@ def health(
         misnumbered=sum(not right for right in numbers),
         joined=sum(_joined(structure)),
         mixed=sum(len({is_bold(branch.text) for branch in block.branches}) > 1 for block in blocks),
+        overrun=sum(overruns for block in blocks for overruns in _overruns(block)),
         repeated=sum(shares) / len(shares) if shares else None,
         tokens=counts.tokens,
         branch_tokens=counts.branch_tokens,
@@ -91,6 +95,22 @@ def _joined(structure: Structure) -> Iterator[bool]:
                 yield "\n" not in before[len(before.rstrip()) :] + part[: len(part) - len(part.lstrip())]
             before = part
         in_block = not isinstance(item, Serial)
+
+
+def _overruns(block: Parallel) -> Iterator[bool]:
+    """Yield, for every branch, whether it goes on with the part of a sibling."""
+    titles = [_words(branch.title) for branch in block.branches]
+    for own, branch in enumerate(block.branches):
+        lines = [_words(line) for line in branch.text.removeprefix(branch.title).splitlines()[1:]]
+        siblings = [title for number, title in enumerate(titles) if number != own and title]
+        yield any(line[: len(title)] == title for line in lines for title in siblings)
+
+
+def _words(line: str) -> list[str]:
+    """Return the words of a line without its marker, in lower case."""
+    line = line.strip()
+    marker = marker_of(line)
+    return re.findall(r"\w+", line[marker.length if marker else 0 :].casefold())
 
 
 def is_bold(text: str) -> bool:

@@ -188,6 +188,18 @@ def test_seams_of_lists() -> None:
     assert (health(["?"], bad, True, count).joined, health(["?"], bad, True, count).mixed) == (2, 1)
 
 
+def test_branches_that_go_on_with_the_part_of_a_sibling() -> None:
+    titles = ["\n\n1. **Rest**:", "\n\n2. Eat well:", "\n\n3. Walk:"]
+    rewritten = " Sleep.\n\n2. **Eat** well and often.\n3) walk: Outside."  # with other marks and numbers
+    for bodies, expected in (
+        ([rewritten, " Fruit.", " Often.\n- Rest: It helps."], 2),
+        ([" Eat well: now.", " Fruit.\nWalking is good.", " Often.\n3. Walk: Again."], 0),
+    ):
+        for form in (titles, [title.strip() for title in titles]):  # leads, with which a part begins, and names
+            branches = [Branch(name, f"{lead}{body}") for name, lead, body in zip(form, titles, bodies, strict=True)]
+            assert health(["?"], (Parallel(branches),), True, count).overrun == expected
+
+
 def test_intervals_cover_the_mean() -> None:
     random = np.random.default_rng(0)
     hits = 0
