@@ -9,7 +9,7 @@ SAMPLING_qwen05 := --model checkpoints/qwen2.5-coder-0.5b-instruct.gguf --max-ne
 	--top-p 0.8 --top-k 20
 GENERATE = $(BIN)/aspd generate $(SAMPLING_$*) --mode serial --batch 32 --max-length 768 --repetition-penalty 1.1
 QUESTIONS_smollm2 := 3600
-QUESTIONS_qwen05 := 1800
+QUESTIONS_qwen05 := 1922
 VICUNA = benchmarks.vicuna.file=$(BENCHMARKS)/vicuna_bench/question.jsonl \
 	benchmarks.vicuna.suitable=$(wildcard $(BENCHMARKS)/vicuna_bench/suitable_for_parallel.csv)
 EVALUATE = $(BIN)/aspd eval run --output $(@D) configs/$*/eval.yaml $(VICUNA) \
