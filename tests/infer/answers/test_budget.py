@@ -64,9 +64,9 @@ def test_a_limit_of_all_tokens_keeps_a_beginning_of_the_text(own: Engine) -> Non
     limits = [int(n) for n in np.random.default_rng(1).integers(1, 110, WAVE)]
     free = answers(own, [None] * WAVE)
     cut, some = 0, 0
-    for seed, (limit, unbound) in enumerate(zip(limits, free, strict=True)):
-        params = SamplingParams(temperature=100.0, max_new_tokens=limit, seed=seed)
-        (result,) = own.generate([[1, 2, 3]], params)
+    params = [SamplingParams(temperature=100.0, max_new_tokens=limit, seed=seed) for seed, limit in enumerate(limits)]
+    results = own.generate([[1, 2, 3]] * WAVE, params)
+    for limit, unbound, result in zip(limits, free, results, strict=True):
         whole, kept = content(own, unbound), content(own, result)
         assert kept == whole[: len(kept)] and len(result.token_ids) <= limit
         assert well_formed(own, result.token_ids)
@@ -80,19 +80,15 @@ def test_a_limit_of_all_tokens_keeps_a_beginning_of_the_text(own: Engine) -> Non
 def test_a_block_that_does_not_fit_is_not_opened(own: Engine) -> None:
     """Check that the answer is the text before the titles if the budget ends inside them."""
     free = answers(own, [None] * WAVE)
-    special, found = own.config.special, 0
+    special, starts, params = own.config.special, list[list[int]](), list[SamplingParams]()
     for seed, unbound in enumerate(free):
         ids = unbound.token_ids
-        if special.title_start not in ids[1:]:
-            continue
-        start = ids.index(special.title_start)
-        if start == 0:
-            continue
-        params = SamplingParams(temperature=100.0, max_new_tokens=start + 3, seed=seed)
-        (result,) = own.generate([[1, 2, 3]], params)
-        assert result.token_ids == ids[:start] and result.finish_reason == "length" and result.stats.blocks == 0
-        found += 1
-    assert found > 5
+        if special.title_start in ids[1:] and ids[0] != special.title_start:
+            starts.append(ids[: ids.index(special.title_start)])
+            params.append(SamplingParams(temperature=100.0, max_new_tokens=len(starts[-1]) + 3, seed=seed))
+    for start, result in zip(starts, own.generate([[1, 2, 3]] * len(starts), params), strict=True):
+        assert result.token_ids == start and result.finish_reason == "length" and result.stats.blocks == 0
+    assert len(starts) > 5
 
 
 def test_without_the_limit_of_the_reader_later_branches_show(own: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine
         assert a.stats.critical_path == b.stats.critical_path and a.stats.steps <= b.stats.steps
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0])
+@pytest.mark.parametrize("scale", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_answers_are_the_same_with_draft_heads(bare_lm: LanguageModel, engine: Engine, scale: float) -> None:
     """Check equality token by token, greedy and sampled, whatever the heads propose."""
     expected = engine.generate(*mixed())
