@@ -77,7 +77,7 @@ def health(
         misnumbered=sum(not right for right in numbers),
         joined=sum(_joined(structure)),
         mixed=sum(len({is_bold(branch.text) for branch in block.branches}) > 1 for block in blocks),
-        overrun=sum(overruns for block in blocks for overruns in _overruns(block)),
+        overrun=sum(sum(_overruns(block)) for block in blocks),
         repeated=sum(shares) / len(shares) if shares else None,
         tokens=counts.tokens,
         branch_tokens=counts.branch_tokens,
@@ -108,16 +108,18 @@ def _overruns(block: Parallel) -> Iterator[bool]:
 
 def _words(line: str) -> list[str]:
     """Return the words of a line without its marker, in lower case."""
-    line = line.strip()
-    marker = marker_of(line)
-    return re.findall(r"\w+", line[marker.length if marker else 0 :].casefold())
+    return re.findall(r"\w+", _without_marker(line.strip()).casefold())
 
 
 def is_bold(text: str) -> bool:
     """Return whether a part begins with bold words, its marker aside."""
     text = text.strip()
-    marker = marker_of(text)
-    return bool(BOLD.match(text) or BOLD.match(text[marker.length if marker else 0 :].lstrip()))
+    return bool(BOLD.match(text) or BOLD.match(_without_marker(text).lstrip()))
+
+
+def _without_marker(line: str) -> str:
+    marker = marker_of(line)
+    return line[marker.length if marker else 0 :]
 
 
 def _numbers(texts: Sequence[str]) -> list[bool]:
