@@ -8,6 +8,7 @@ derived from `PARAMETERS`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -300,12 +301,16 @@ class SamplingParams:
             return fields_template(self.json_schema)
         return self.template if isinstance(self.template, Template) else None
 
-    @property
+    @cached_property
     def answer_grammar(self) -> tuple[str, str] | None:
-        """Return the name of the field that constrains the whole answer, and its value as text; None: there is none."""
+        """Return the name of the field that constrains the whole answer, and its grammar; None: there is none.
+
+        The grammar of `choices` is a regular expression, which llguidance turns into an automaton. As alternatives of a
+        grammar, a step would cost time for each, and 2,000 would be the limit.
+        """
         for name in GRAMMARS:
             if value := getattr(self, name):
-                return name, json.dumps(value) if name == "choices" else value
+                return name, "|".join(map(re.escape, value)) if name == "choices" else value
         return None
 
     def biases(self, title_start: int) -> dict[int, float]:

@@ -32,11 +32,11 @@ BLANKS = " ?"
 MAX_KNOWN = 64  # known tokens that are fed with a pending one
 RESERVE = 4  # tokens reserved after known tokens, so that a budget ends the answer at the same token
 # Fields of a request, and the names of their formats in llguidance.
-FORMATS: Mapping[str, Literal["json_schema", "regex", "choice", "grammar"]] = {
+FORMATS: Mapping[str, Literal["json_schema", "regex", "grammar"]] = {
     "json_schema": "json_schema",
     "branch_schema": "json_schema",
     "regex": "regex",
-    "choices": "choice",
+    "choices": "regex",
     "grammar": "grammar",
 }
 

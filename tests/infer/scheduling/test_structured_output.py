@@ -11,6 +11,8 @@ import llguidance
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
 
 import infer.decode.grammar
 from aspd_jax import LanguageModel
@@ -100,13 +102,29 @@ def test_a_value_that_the_budget_cuts_says_so(engine: Engine) -> None:
     assert engine.generate(["Hi"], short)[0].finish_reason == "length"
 
 
+def test_a_choice_may_have_thousands_of_texts(engine: Engine) -> None:
+    words = [f"word{number}" for number in range(3000)]
+    result = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, choices=words))[0]
+    assert result.finish_reason == "stop" and result.text in words
+
+
+@given(texts=st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=6), other=st.text(max_size=6))
+def test_a_choice_is_one_of_the_texts_and_no_other(engine: Engine, texts: list[str], other: str) -> None:
+    """Texts have marks of regular expressions, line breaks and other scripts; Python's `in` decides."""
+    name, grammar = SamplingParams(choices=texts).answer_grammar or ("", "")
+    matcher, encode = engine.debug_state().schemas.matcher(name, grammar), engine.lm.codec.text.encode
+    for text in (*texts, other, texts[0][:-1], texts[0] + ".", texts[0] + texts[-1]):
+        tokens = encode(text)
+        assert (matcher.accepted(tokens) == len(tokens) and matcher.accepts(tokens)) == (text in texts)
+
+
 def test_an_answer_that_its_grammar_cannot_follow_says_so(engine: Engine) -> None:
     """An answer ends where llguidance gives up: after the common beginning of 3,000 alternatives. So do branches."""
     words = [f"word{number}" for number in range(3000)]
-    few = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, choices=words[:9]))[0]
-    assert few.finish_reason == "stop" and few.text in words
-    many = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, choices=words))[0]
-    assert many.text not in words and many.finish_reason == "length"
+    for count, reason in ((9, "stop"), (3000, "length")):
+        rules = "root ::= " + " | ".join(json.dumps(word) for word in words[:count])
+        result = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, grammar=rules))[0]
+        assert result.finish_reason == reason and (result.text in words) == (reason == "stop")
     schemas, config, encode = engine.debug_state().schemas, engine.config, engine.lm.codec.text.encode
     constraint = schemas.constraint(SamplingParams(branch_schema=SCHEMAS["choice"]), 100)
     for texts, finish in ((['{"winner": "A"}', '{"winner": "tie"}'], STOP), (['{"winner": "A"}', '{"winner"'], LENGTH)):
