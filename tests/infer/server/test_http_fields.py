@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from aspd_jax import LanguageModel, load_model
+from aspd_jax import LanguageModel
 from infer import Engine, SamplingParams
 from infer.lockstep import StepCommand
 from infer.server.app import make_app
@@ -81,14 +81,13 @@ def test_templates(client: TestClient) -> None:
     assert reply["message"]["content"].startswith("A:")
 
 
-def test_arguments_of_a_named_function() -> None:
+def test_arguments_of_a_named_function(demo_engine: Engine) -> None:
     """Check with the embedded model, because the description of a tool needs a longer context."""
     tool: dict[str, Any] = TOOL
     named = {"type": "function", "function": {"name": "order"}}
     asked: dict[str, Any] = {"tools": [tool], "tool_choice": named}
     once = asked | {"tool_choice": "required", "parallel_tool_calls": False}
-    engine = Engine(load_model("demo"), max_length=2048, max_batch=1)
-    with TestClient(make_app(engine, ServerConfig(name="m", max_new_tokens=300, warm_up="none"))) as client:
+    with TestClient(make_app(demo_engine, ServerConfig(name="m", max_new_tokens=300, warm_up="none"))) as client:
         for fields, branches in (("parallel", 4), ("serial", 0)):
             reply = ask(client, **asked, aspd={"fields": fields, "statistics": True}).json()
             (call,) = reply["choices"][0]["message"]["tool_calls"]
