@@ -64,7 +64,7 @@ class _Conversation:
 
     def __init__(self, engine: Engine, mode: Mode, question: Question, decoding: DecodingSection, place: int) -> None:
         self._engine, self._mode, self._question = engine, mode, question
-        self._params = decoding.params(question.temperature, place)
+        self._params = decoding.params(question.temperature, place, mode)
         self._messages: list[dict[str, Any]] = []
         self._turns: list[dict[str, Any]] = []
         self._error: str | None = None

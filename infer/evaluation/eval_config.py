@@ -10,7 +10,7 @@ from aspd_jax.endpoint import EndpointSection, Schema
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
 from aspd_jax.model.model_config import Weights
-from infer.request import PARAMETERS, SamplingParams
+from infer.request import PARAMETERS, Mode, SamplingParams
 
 Role = Literal["ori", "seq", "aspd"]
 Kind = Literal["chat", "maths", "choice", "exact", "synthetic", "synthetic-long"]
@@ -97,7 +97,7 @@ class DecodingSection(SamplingSection):
     """Settings of decoding: the fields of `SamplingParams` that a configuration offers, and those below.
 
     `required_temperature` of a question takes precedence over `temperature`. `seed` is the base of the seeds: every
-    question has a seed of its own, so that results do not depend on the batch.
+    question has a seed of its own, so that results do not depend on the batch. `fork_bias` holds in adaptive mode.
 
     Attributes:
         max_length: maximum tokens of a conversation.
@@ -111,14 +111,15 @@ class DecodingSection(SamplingSection):
     def __post_init__(self) -> None:
         at_least("decoding.batch", self.batch, 1)
         at_least("decoding.max_length", self.max_length, 2)
-        self.params(None, 0)
+        self.params(None, 0, "adaptive")
 
-    def params(self, temperature: float | None, place: int) -> SamplingParams:
+    def params(self, temperature: float | None, place: int, mode: Mode) -> SamplingParams:
         """Return the sampling parameters of a question.
 
         Args:
             temperature: temperature that the question requires; None: the configured one.
             place: index of the question in the benchmark, which determines the seed.
+            mode: decoding mode of the system.
 
         Raises:
             RequestError: a value is out of range.
@@ -126,6 +127,8 @@ class DecodingSection(SamplingSection):
         values = {name: getattr(self, name) for name, parameter in PARAMETERS.items() if parameter.yaml is not None}
         if temperature is not None:
             values["temperature"] = temperature
+        if mode == "serial":
+            values["fork_bias"] = 0.0  # models without tags refuse others
         return SamplingParams(**values | {"seed": (self.seed + place) % (1 << 32)})
 
 
@@ -234,4 +237,4 @@ class System:
 
     name: str
     model: str
-    mode: Literal["adaptive", "serial"]
+    mode: Mode

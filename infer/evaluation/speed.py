@@ -47,7 +47,7 @@ def time_questions(
     places = {question.id: place for place, question in enumerate(questions)}
     with Log(file) as log:
         for question in tqdm([q for q in chosen if q.id not in done], desc=title, unit="question"):
-            params = decoding.params(question.temperature, places[question.id])
+            params = decoding.params(question.temperature, places[question.id], system.mode)
             record = _time(engine, system, question, params, speed.repeats)
             append(log, record)
             done[question.id] = record

@@ -197,7 +197,7 @@ schema = ChatRequest.model_json_schema()["properties"]["added"]
 assert (schema["default"], schema["exclusiveMinimum"], schema["description"]) == (1.0, 0, "a test"), schema
 body = ChatRequest(model="demo", messages=[{"role": "user", "content": "Hi"}], added=0.25)
 assert body.sampling_values()["added"] == 0.25
-assert DecodingSection(added=0.75).params(None, 0).added == 0.75
+assert DecodingSection(added=0.75).params(None, 0, "serial").added == 0.75
 engine = Engine(load_model("demo"), max_length=128, max_batch=1)
 state = admission.new_state(engine.lm, engine.config, 1, 128)
 admission.admit = lambda state, new, config: new

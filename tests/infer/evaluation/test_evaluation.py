@@ -30,7 +30,7 @@ from infer.evaluation.judge import NAMES, PAIR_NAMES, read_prompts, read_score, 
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
 from infer.offline.journal import read_journal
-from tests.conftest import shared
+from tests.conftest import shared, tiny_config, write_checkpoint
 from tests.helpers.teacher_server import Reply, TeacherServer
 
 ADAPTIVE = System("demo", "demo", "adaptive")
@@ -98,6 +98,16 @@ def test_questions_that_cannot_be_asked_hold_an_error(demo_engine: Engine, tmp_p
     )
     assert "prompt: expected at most" in record["error"] and record["turns"] == [] and record["correct"] is None
     assert other["correct"] is True
+
+
+def test_a_fork_bias_leaves_models_without_tags_alone(tmp_path: Path) -> None:
+    engine = Engine(load_model(write_checkpoint(tmp_path / "plain", tiny_config())), max_length=64)
+    decoding = replace(DECODING, fork_bias=1.5, max_new_tokens=8)
+    adaptive, serial = (decoding.params(None, 0, mode) for mode in ("adaptive", "serial"))
+    assert adaptive.fork_bias == 1.5 and serial.fork_bias == 0
+    engine.submit([1, 2], serial, "serial")
+    with pytest.raises(RequestError, match="fork_bias: expected a model whose tags are special tokens"):
+        engine.submit([1, 2], adaptive, "serial")
 
 
 def test_speed_compares_the_same_content(demo_engine: Engine, tmp_path: Path) -> None:
