@@ -69,17 +69,17 @@ def legal_tokens(state: DecodeState, derived: Derived, config: EngineConfig, lan
 
 def extended_number(stated: jax.Array, token: jax.Array, automaton: TagAutomaton) -> jax.Array:
     """Append the digits of a token to a number; arrays of one shape."""
-    return stated * 10 ** automaton.digits[token].astype(jnp.int32) + automaton.number[token]
+    return stated * automaton.scale[token].astype(jnp.int32) + automaton.number[token]
 
 
 def number_tokens(state: DecodeState, config: EngineConfig) -> jax.Array:
     """Return the tokens that continue the number of leads, bool [B, V]: to 2 or more, and at most `max_branches`."""
     stated = state.sequence.titles.stated[:, None]
-    number = extended_number(stated, jnp.arange(state.automaton.digits.size)[None], state.automaton)
+    number = extended_number(stated, jnp.arange(state.automaton.scale.size)[None], state.automaton)
     # A number begins without 0. 1 has to continue.
     fits = (number <= config.max_branches) & ((number > 1) | ((number == 1) & (config.max_branches >= 10)))
-    first = state.automaton.number >= 10 ** jnp.maximum(state.automaton.digits - 1, 0)
-    return jnp.asarray(state.automaton.digits > 0) & fits & (first | (stated > 0))
+    first = 10 * state.automaton.number.astype(jnp.int32) >= state.automaton.scale
+    return jnp.asarray(state.automaton.scale > 1) & fits & (first | (stated > 0))
 
 
 def apply_token_mask(legal: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:

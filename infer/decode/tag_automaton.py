@@ -36,7 +36,7 @@ class TagAutomaton(NamedTuple):
         bits: allowed classes of a token in a state, uint16 [S, V]: bit c for class c; see `PROGRESS` and `CONTINUES`.
         marker: whether a token has no letters, bool [V]: digits, blanks and punctuation, as in "3/5 " and "2. ".
         number: number that a token spells, int16 [V]; SLASH; otherwise NO_NUMBER.
-        digits: number of digits of a token that has nothing else, int8 [V]; otherwise 0.
+        scale: 10 to the power of the number of digits of a token that has nothing else, int16 [V]; otherwise 1.
         line_break: whether a token contains a line break, bool [V].
     """
 
@@ -44,7 +44,7 @@ class TagAutomaton(NamedTuple):
     bits: np.ndarray
     marker: np.ndarray
     number: np.ndarray
-    digits: np.ndarray
+    scale: np.ndarray
     line_break: np.ndarray
 
 
@@ -68,15 +68,15 @@ def token_automaton(
     kind[list(end)] = END
     following = np.where(kind == TEXT, 0, 1 + kind).astype(np.uint8)
     marker, number = np.zeros(vocabulary, bool), np.full(vocabulary, NO_NUMBER, np.int16)
-    line_break, digits = np.zeros(vocabulary, bool), np.zeros(vocabulary, np.int8)
+    line_break, scale = np.zeros(vocabulary, bool), np.ones(vocabulary, np.int16)
     if codec is not None:
         # A token that is a part of a character may be a part of a letter.
         texts = token_texts(codec, vocabulary)
         marker[:] = [bool(text) and not any(char.isalpha() or char == "\ufffd" for char in text) for text in texts]
         number[:] = [number_of(text.strip()) for text in texts]
-        digits[:] = [len(text) * (text.isascii() and text.isdigit() and len(text) <= 4) for text in texts]
+        scale[:] = [10 ** (len(text) * (text.isascii() and text.isdigit() and len(text) <= 4)) for text in texts]
         line_break = breaks_line(texts)
-    return TagAutomaton(following[None], (1 << kind.astype(np.uint16))[None], marker, number, digits, line_break)
+    return TagAutomaton(following[None], (1 << kind.astype(np.uint16))[None], marker, number, scale, line_break)
 
 
 def breaks_line(texts: Sequence[str]) -> np.ndarray:
