@@ -74,7 +74,7 @@ def token_automaton(
         texts = token_texts(codec, vocabulary)
         marker[:] = [bool(text) and not any(char.isalpha() or char == "\ufffd" for char in text) for text in texts]
         number[:] = [number_of(text.strip()) for text in texts]
-        scale[:] = [10 ** (len(text) * (text.isascii() and text.isdigit() and len(text) <= 4)) for text in texts]
+        scale[:] = [10 ** len(text) if number_of(text) >= 0 else 1 for text in texts]
         line_break = breaks_line(texts)
     return TagAutomaton(following[None], (1 << kind.astype(np.uint16))[None], marker, number, scale, line_break)
 
