@@ -28,9 +28,10 @@ if os.environ.setdefault("JAX_PLATFORMS", "cpu") == "cpu":
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # saves 3 % of the time of these tests
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # Workers share compiled programs, which are removed at the end.
-    PROGRAMS = TemporaryDirectory(prefix="aspd-jax-programs-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # set it to keep compiled programs between runs
+        # Workers share compiled programs, which are removed at the end.
+        PROGRAMS = TemporaryDirectory(prefix="aspd-jax-programs-")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
     os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = "-1"  # a size limit would scan all files for each new program
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.6"  # storing smaller ones costs more than it saves
 import jax
