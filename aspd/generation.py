@@ -76,9 +76,6 @@ def add(commands: Any) -> None:
         help="branches that decode in a step: all, cap:N branches, or slo:MS milliseconds",
     )
     draft_options(generate)
-    generate.add_argument(
-        "--training-free", action="store_true", help="prompt a model without the special tokens to write tags as text"
-    )
     generate.add_argument("--raw", action="store_true", help="do not apply the chat template")
     generate.add_argument(
         "--continue-final-message", action="store_true",
@@ -152,7 +149,7 @@ def run_generate(options: argparse.Namespace) -> None:
     if options.prompt is not None and chat:
         prompt = [{"role": "user", "content": options.prompt}]
     if options.continue_final_message:
-        prompt = engine.encode(prompt, options.mode, continue_final_message=True)
+        prompt = engine.encode(prompt, continue_final_message=True)
     if options.stream and not options.json:
         print_growing(engine, prompt, params, options.mode)
         return
@@ -185,14 +182,13 @@ class EngineSettings(NamedTuple):
     branch_policy: str
     drafts: DraftSource
     draft_tokens: int
-    training_free: bool
 
 
 def _engine_settings(options: argparse.Namespace) -> EngineSettings:
     batch = options.batch if options.input else 1
     return EngineSettings(
         model_name(options), options.dtype, options.mesh, options.weights, options.decode_attention, options.adapter,
-        options.max_length, batch, options.branch_policy, options.drafts, options.draft_tokens, options.training_free,
+        options.max_length, batch, options.branch_policy, options.drafts, options.draft_tokens,
     )  # fmt: skip
 
 
@@ -203,7 +199,7 @@ def make_engine(settings: EngineSettings) -> Engine:
         AspdError: a setting is not valid, or the checkpoint cannot be read.
     """
     from aspd_jax import load_model
-    from infer import Engine, TextTags
+    from infer import Engine
 
     mesh = mesh_of(settings.mesh)
     lm = load_model(
@@ -217,7 +213,6 @@ def make_engine(settings: EngineSettings) -> Engine:
         branch_policy=settings.branch_policy,
         drafts=settings.drafts,
         draft_tokens=settings.draft_tokens,
-        text_tags=TextTags() if settings.training_free else None,
     )
 
 
@@ -254,7 +249,6 @@ def _job(options: argparse.Namespace, settings: EngineSettings, params: Sampling
     model = {
         "model": absolute(settings.model), "adapter": settings.adapter and absolute(settings.adapter),
         "dtype": settings.dtype, "weights": settings.weights, "max_length": settings.max_length,
-        "training_free": settings.training_free,
     }  # fmt: skip
     mode, instruction, samples = options.mode, options.instruction, options.samples
     return Job(options.input, options.output, params, mode, chat, instruction, samples, model=model)

@@ -40,7 +40,7 @@ class TitleForm:
     def text_of(self, title: np.ndarray, branch: np.ndarray) -> SerialIds:
         """Return the text of a branch, whose ids begin with its head."""
         body = branch[len(title) + len(self.separator) :]
-        return SerialIds(body, 0, title if self.leads else EMPTY_IDS)
+        return SerialIds(body, title if self.leads else EMPTY_IDS)
 
 
 NAMES = TitleForm()
@@ -142,10 +142,8 @@ class TextCodec:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def text_of(self, segment: SerialIds) -> str:
-        """Return the text of a segment, its lead included, without the characters that belong to a tag."""
-        text = self.decode(segment.ids)
-        lead = self.decode(segment.lead) if segment.lead.size else ""
-        return lead + text[: len(text) - segment.drop]
+        """Return the text of a segment, its lead included."""
+        return (self.decode(segment.lead) if segment.lead.size else "") + self.decode(segment.ids)
 
     def token_bytes(self, ids: Sequence[int], first: Sequence[int] = ()) -> list[bytes]:
         """Return the bytes of each token.
@@ -224,12 +222,10 @@ class SerialIds(NamedTuple):
 
     Attributes:
         ids: token ids, int32 [T].
-        drop: number of characters at the end of the text that belong to a tag written as text.
         lead: ids of the lead that precedes the text, encoded on its own; of a branch only.
     """
 
     ids: np.ndarray
-    drop: int = 0
     lead: np.ndarray = EMPTY_IDS
 
     @property
@@ -241,7 +237,7 @@ class SerialIds(NamedTuple):
         """Return the first tokens of the segment."""
         if size >= self.size:
             return self
-        return SerialIds(self.ids[: max(0, size - len(self.lead))], 0, self.lead[: max(0, size)])
+        return SerialIds(self.ids[: max(0, size - len(self.lead))], self.lead[: max(0, size)])
 
 
 class BlockIds(NamedTuple):

@@ -7,20 +7,18 @@ from aspd_jax.lazy_names import lazy_names
 if TYPE_CHECKING:
     from infer.answers.answer import Result, Statistics
     from infer.answers.events import Event
-    from infer.decode.tag_automaton import TextTags
     from infer.engine import Engine
     from infer.request import SamplingParams
     from infer.scheduling.replay import Trace
     from infer.scheduling.scheduler import Handle
 
-__all__ = ["Engine", "Event", "Handle", "Result", "SamplingParams", "Statistics", "TextTags", "Trace"]
+__all__ = ["Engine", "Event", "Handle", "Result", "SamplingParams", "Statistics", "Trace"]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "answers.answer": ("Result", "Statistics"),
         "answers.events": ("Event",),
-        "decode.tag_automaton": ("TextTags",),
         "engine": ("Engine",),
         "request": ("SamplingParams",),
         "scheduling.replay": ("Trace",),

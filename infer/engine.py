@@ -17,8 +17,7 @@ from aspd_jax.structure import plain_text
 from aspd_jax.tokens import NAMES, SpecialTokens
 from aspd_jax.tool_format import tool_conversation
 from infer.answers.answer import Result
-from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig, Tags
-from infer.decode.tag_automaton import TextReader, TextTags, text_automaton
+from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig
 from infer.request import MAX_TITLE_TOKENS, Mode, PromptTooLong, Request, SamplingParams, Stream
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
@@ -51,7 +50,6 @@ class Engine:
             than they save: `heads` (draft heads of the model), `lookup` (the text so far) or `none`.
         draft_tokens: maximum draft tokens of a segment in a step; of draft heads, at most as many as there are.
         force_drafts: whether every step feeds draft tokens, whatever they cost.
-        text_tags: tags that the model writes as text, and the instruction that asks for them; None: special tokens.
 
     Attributes:
         adapters: adapters of a model that was loaded with slots for them: `adapters.put(name, folder)`,
@@ -71,7 +69,6 @@ class Engine:
         drafts: DraftSource = "none",
         draft_tokens: int = 4,
         force_drafts: bool = False,
-        text_tags: TextTags | None = None,
     ) -> None:
         for name, value, least in (
             ("max_length", max_length, 2),
@@ -85,21 +82,19 @@ class Engine:
         if max_branches >= MAX_BRANCHES:
             raise RequestError(f"max_branches: expected less than {MAX_BRANCHES}, got {max_branches}.")
         draft_tokens = _draft_tokens(lm, drafts, draft_tokens)
-        self.lm, self.text_tags = lm, text_tags
+        self.lm = lm
         self.max_length = min(max_length, lm.context_length)
         self.max_batch = max_batch
-        special = NO_TOKENS if text_tags else lm.special_tokens or NO_TOKENS
+        special = lm.special_tokens or NO_TOKENS
         form = NAMES if lm.tokenizer is None else lm.codec.form
-        if form.leads and (text_tags is not None or separator_ids is not None):
-            got = "text_tags" if text_tags is not None else "separator_ids"
-            raise RequestError(f"{got}: expected None for a model whose titles are leads, got a value.")
+        if form.leads and separator_ids is not None:
+            raise RequestError("separator_ids: expected None for a model whose titles are leads, got a value.")
         if separator_ids is not None:
             form = replace(form, separator=tuple(int(i) for i in separator_ids))
         known = () if lm.tokenizer is None else lm.tokenizer.all_special_ids
         vocabulary = lm.config.vocab_size
         end = tuple(int(i) for i in lm.end_ids if 0 <= int(i) < vocabulary)
         forbidden = tuple(sorted(int(i) for i in known if i < vocabulary))
-        written, reader = (None, None) if text_tags is None else _make_text_tags(lm, text_tags, end, forbidden)
         self.config = EngineConfig(
             model=lm.model,
             special=special,
@@ -110,8 +105,6 @@ class Engine:
             max_title_tokens=max_title_tokens,
             draft_tokens=draft_tokens,
             drafts=drafts,
-            distinct_titles=text_tags is None,
-            text_tags=written,
             mesh=lm.mesh,
         )
         self.adapters = AdapterSlots(lm)
@@ -126,7 +119,6 @@ class Engine:
             reuse=reuse,
             adapters=self.adapters,
             schemas=self._schemas,
-            reader=reader,
         )
 
     @property
@@ -146,19 +138,16 @@ class Engine:
     def encode(
         self,
         prompt: Prompt,
-        mode: Mode = "adaptive",
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """Return the token ids of a prompt: encoded text, messages in the chat template, or the given ids.
 
-        Tags that text or messages spell are text; only ids can hold a block. With `text_tags` and in adaptive mode, the
-        first message of the user begins with the instruction that asks for them.
+        Tags that text or messages spell are text; only ids can hold a block.
 
         Args:
             prompt: text, messages or token ids.
-            mode: decoding mode.
             continue_final_message: the last message is the beginning of the answer, which continues it.
             chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
             tools: tools that the messages describe (`aspd_jax.tool_format.tool_conversation`).
@@ -172,7 +161,7 @@ class Engine:
             return ids
         items = list(prompt)
         if items and all(isinstance(item, dict) for item in items):
-            return self._encode_messages(items, mode, continue_final_message, chat_template_kwargs, tools)  # type: ignore[arg-type]
+            return self._encode_messages(items, continue_final_message, chat_template_kwargs, tools)  # type: ignore[arg-type]
         if not all(isinstance(item, (int, np.integer)) for item in items):
             raise RequestError(
                 "prompt: expected text, a list of {'role', 'content'} messages or a list of token ids, "
@@ -194,7 +183,6 @@ class Engine:
     def _encode_messages(
         self,
         messages: Sequence[Mapping[str, Any]],
-        mode: Mode,
         continue_final_message: bool,
         chat_template_kwargs: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]],
@@ -217,11 +205,6 @@ class Engine:
                     "continue_final_message: expected a last message of the assistant, got another role."
                 )
             raise RequestError("messages: expected a last message of the user, got one of the assistant.")
-        if self.text_tags is not None and mode == "adaptive":
-            number = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
-            asking = dict(messages[number])
-            asking["content"] = f"{self.text_tags.instruction}\n\n{asking['content']}"
-            messages = [*messages[:number], asking, *messages[number + 1 :]]
         ends = self.lm.end_ids
         if not ends and any(map(is_answer, messages)):
             raise RequestError(
@@ -243,7 +226,7 @@ class Engine:
         Raises:
             RequestError: they are not the tokens of the message's text.
         """
-        if message.get("token_ids") is None or self.text_tags is not None or self.lm.special_tokens is None:
+        if message.get("token_ids") is None or self.lm.special_tokens is None:
             return None
         where = f"message {place}: token_ids: "
         ids = [int(token) for token in message["token_ids"]]
@@ -342,21 +325,18 @@ class Engine:
         if template is not None and self.lm.tokenizer is None:
             raise RequestError("template: expected a model with a tokenizer, got one without.")
         if continue_final_message or chat_template_kwargs or tools:
-            prompt = self.encode(prompt, mode, continue_final_message, chat_template_kwargs, tools)
-        if mode == "adaptive" and self.lm.special_tokens is None and self.text_tags is None:
+            prompt = self.encode(prompt, continue_final_message, chat_template_kwargs, tools)
+        if mode == "adaptive" and self.lm.special_tokens is None:
             raise RequestError(
-                "mode: expected serial, got adaptive; this model has no special tokens. Use mode='serial' or text_tags."
+                "mode: expected serial, got adaptive; this model has no special tokens. Use mode='serial'."
             )
         if params.stop and self.lm.tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer, got one without.")
-        if params.branch_schema and self.text_tags is not None:
-            raise RequestError("branch_schema: expected a model whose tags are special tokens, got text_tags.")
         if params.fork_bias and self.config.special.title_start < 0:
-            got = "one without" if self.text_tags is None else "text_tags"
-            raise RequestError(f"fork_bias: expected a model whose tags are special tokens, got {got}.")
+            raise RequestError("fork_bias: expected a model with special tokens, got one without.")
         if params.answer_grammar or params.branch_schema:
             self._schemas.constraint(params, params.max_new_tokens)  # reports errors before anything is decoded
-        ids = self.encode(prompt, mode)
+        ids = self.encode(prompt)
         if template is not None and template.opening:
             ids = [*ids, *self.lm.codec.text.encode(template.opening)]
         if not ids:
@@ -432,8 +412,6 @@ class Engine:
             RequestError: prompt and answer exceed `max_length`.
             StructureError: the answer is not well formed.
         """
-        if self.text_tags is not None:
-            raise RequestError("replay: expected an engine whose tags are special tokens, got text_tags.")
         length = len(prompt_token_ids) + len(answer_token_ids)
         if length > self.max_length:
             raise RequestError(
@@ -501,17 +479,3 @@ def _draft_tokens(lm: LanguageModel, drafts: DraftSource, limit: int) -> int:
             "drafts: expected lookup or none, got heads; this model has none. Train them (docs/training.md)."
         )
     return min(limit, lm.config.draft_heads)
-
-
-def _make_text_tags(
-    lm: LanguageModel, tags: TextTags, end: tuple[int, ...], forbidden: tuple[int, ...]
-) -> tuple[Tags, TextReader]:
-    """Return tags that are text as the device writes them, and their reader on the host."""
-    if lm.tokenizer is None:
-        raise RequestError("text_tags: expected a model with a tokenizer, got one without.")
-    codec = lm.codec.text
-    opening, ending, closing = map(codec.encode, (tags.branch_start, tags.parallel_end, tags.branch_end))
-    costs = map(len, (tags.title_start, tags.title_end, tags.parallel_start, tags.branch_end))
-    automaton = text_automaton(codec, lm.config.padded_vocab_size, tags, end, forbidden)
-    written = Tags(tuple(opening), tuple(ending), closing[0], *costs)
-    return written, TextReader(codec, tags, automaton, len(opening), len(ending))

@@ -29,7 +29,6 @@ from infer.decode.state import (
     DecodeState,
     EngineConfig,
 )
-from infer.decode.tag_automaton import TextReader
 from infer.request import Request
 
 
@@ -183,22 +182,18 @@ def fetch_outputs(
     copy: Packed[OutputSnapshot],
     limits: Sequence[int | None],
     config: EngineConfig,
-    reader: TextReader | None = None,
 ) -> list[RequestOutput]:
     """Return the outputs of the first rows of a copy, one for each limit, from fed and pending tokens.
 
     Args:
         copy: rows that `copy_outputs` copied.
         limits: maximum tokens of the plain text of each row; None: no limit.
-        reader: reader of tags that are text; None: tags are special tokens.
     """
     host = copy.read()
-    return [_output(host, index, limit, config, reader) for index, limit in enumerate(limits)]
+    return [_output(host, index, limit, config) for index, limit in enumerate(limits)]
 
 
-def _output(
-    shot: OutputSnapshot, index: int, limit: int | None, config: EngineConfig, reader: TextReader | None
-) -> RequestOutput:
+def _output(shot: OutputSnapshot, index: int, limit: int | None, config: EngineConfig) -> RequestOutput:
     s, due, slots = shot.sequence, shot.pending, int(shot.length[index])
     phase, start = int(s.cursor.phase[index]), int(s.cursor.prompt_length[index])
     tokens = np.asarray(shot.tokens)[index, :slots]
@@ -220,7 +215,7 @@ def _output(
         current = own.block == s.cursor.block[index]
         branch_ids = tuple(ids[current & (own.branch == k)] for k in range(1, 1 + int(s.titles.complete[index])))
     else:
-        token_ids, items = _items(ids, own.branch, phase, finish, config, reader)
+        token_ids, items = _items(ids, own.branch, phase, finish, config)
     longest = int(s.segments.sampled[index, 1:].max()) if in_block else 0
     output = RequestOutput(
         finish=finish,
@@ -240,20 +235,17 @@ def _output(
         drafts=np.asarray(s.draft[index]),
         block_ready=phase == HELD,
     )
-    return _limited_output(output, config, limit, reader is None)
+    return _limited_output(output, config, limit)
 
 
 def _items(
-    ids: np.ndarray, branch: np.ndarray, phase: int, finish: int, config: EngineConfig, reader: TextReader | None
+    ids: np.ndarray, branch: np.ndarray, phase: int, finish: int, config: EngineConfig
 ) -> tuple[np.ndarray, tuple[ItemIds, ...]]:
     """Return `RequestOutput.token_ids` and `RequestOutput.items` of tokens in the order of the linearisation."""
     special = config.special
     whole, end = ids, ids[:0]
     if finish == STOP and ids.size and int(ids[-1]) in config.end:
         whole, end = ids[:-1], ids[-1:]
-    if reader is not None:
-        items = reader.items(whole, branch[: whole.size], config.form, finish == RUNNING)
-        return ids, items
     if not end.size and phase in (COUNT, TITLE, TITLED):
         closed = np.flatnonzero(ids == special.parallel_end)
         after = int(closed[-1]) if closed.size else 0
@@ -294,9 +286,7 @@ def shortened(items: Sequence[ItemIds], limit: int, last_branch: int = 0) -> tup
     return tuple(shortened_items)
 
 
-def _limited_output(
-    output: RequestOutput, config: EngineConfig, limit: int | None, tags_are_tokens: bool
-) -> RequestOutput:
+def _limited_output(output: RequestOutput, config: EngineConfig, limit: int | None) -> RequestOutput:
     """Return an output without the tokens that exceed the budgets of plain text and of all tokens."""
     items = output.items
     content = count_content(items)
@@ -306,8 +296,7 @@ def _limited_output(
     shortened_items = shortened(items, content + 1 if limit is None else limit, last_branch)
     if count_content(shortened_items) == content and len(shortened_items) == len(items):
         return output
-    ids = join(shortened_items, config.special) if tags_are_tokens else output.token_ids
-    return replace(output, items=shortened_items, token_ids=ids)
+    return replace(output, items=shortened_items, token_ids=join(shortened_items, config.special))
 
 
 def count_content(items: Sequence[ItemIds]) -> int:
@@ -376,7 +365,7 @@ def make_result(
         assert codec is not None
         items = shortened(items, _tokens_until(items, codec, match.end))
         structure = beginning(structure, match.start)
-        token_ids = token_ids if config.text_tags or filled else join(items, config.special)
+        token_ids = token_ids if filled else join(items, config.special)
         reason = "stop"
     text = plain_text(structure)
     if filled is not None:

@@ -172,8 +172,6 @@ class EventReader:
         """Return the part of the text of a segment that later tokens cannot change."""
         if self._codec is None:
             return ""
-        if segment.drop:  # the end of the last token belongs to a tag that is written as text
-            return self._codec.text.text_of(segment).rstrip("\ufffd")
         if key not in self._streams:
             self._streams[key] = self._codec.text.stream()
         self._streams[key].extend(segment.ids)

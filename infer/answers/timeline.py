@@ -31,10 +31,10 @@ class Span(NamedTuple):
 def timeline(config: EngineConfig, result: Result) -> list[Span]:
     """Return the spans of an answer that is decoded without draft tokens and with all branches in every step.
 
-    The last span ends at the critical path. A model that writes tags as text has no spans.
+    The last span ends at the critical path.
     """
     ids = result.token_ids
-    if config.text_tags is not None or not ids:
+    if not ids:
         return []
     ended = ids[-1] in config.end
     spans: list[Span] = []

@@ -71,7 +71,7 @@ def step(
     state = hold_templated(state, derived, inputs.fed)
     if not drafting:
         tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
-        state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.closing))
+        state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.token, bool))
         state = hide_discarded(state)
         return state, plan_step(state, config, bucket)
     state, derived, count = _verify(state, derived, config, inputs, logits)
@@ -122,7 +122,7 @@ def _verify(
         moved = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
         tokens = sample_lanes(nth_logits, now, derived, config, moved)
         now = advance(now, derived, config, lanes, tokens, active)
-        derived = derive(now.sequence, state.automaton, config)
+        derived = derive(now.sequence, state.classes, config)
         active &= (tokens.token == drafts[:, nth]) & continues(now, derived, lanes)
         return now.sequence, derived, nth + 1, active, counts + active
 
@@ -193,7 +193,7 @@ def summarise(state: DecodeState, config: EngineConfig, steps_left: jax.Array | 
         config: configuration of the engine.
         steps_left: steps of `StopConditions.steps` that are left.
     """
-    return _summary(state, widths(state, derive(state.sequence, state.automaton, config)), steps_left)
+    return _summary(state, widths(state, derive(state.sequence, state.classes, config)), steps_left)
 
 
 def _summary(state: DecodeState, need: Widths, steps_left: jax.Array | int) -> Packed[StepSummary]:

@@ -16,8 +16,8 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, EngineConfig, SequenceState
-from infer.decode.tag_automaton import TagAutomaton
 from infer.decode.title_rules import Fits, barred_token, complete_tokens, completes_plan, fitting_parts, repeats_title
+from infer.decode.token_classes import TokenClasses
 
 
 class BranchBudget(NamedTuple):
@@ -62,7 +62,7 @@ class Derived(NamedTuple):
     barred_token: Int32[Array, " B"]
 
 
-def derive(s: SequenceState, automaton: TagAutomaton, config: EngineConfig) -> Derived:
+def derive(s: SequenceState, classes: TokenClasses, config: EngineConfig) -> Derived:
     """Return the quantities that the next step takes from the progress of the sequences."""
     phase = s.cursor.phase[:, None]
     budget = branch_budget(s, config)
@@ -82,9 +82,9 @@ def derive(s: SequenceState, automaton: TagAutomaton, config: EngineConfig) -> D
         merge_position=merge_position(s, config),
         fits=fitting_parts(s, length, complete_tokens(s.titles), config),
         title_length=length,
-        repeats_title=repeats_title(s.titles, automaton),
-        completes_plan=completes_plan(s.titles, automaton),
-        barred_token=barred_token(s.titles, s.cursor.phase, automaton),
+        repeats_title=repeats_title(s.titles, classes),
+        completes_plan=completes_plan(s.titles, classes),
+        barred_token=barred_token(s.titles, s.cursor.phase, classes),
     )
 
 
@@ -109,7 +109,7 @@ def branch_budget(s: SequenceState, config: EngineConfig) -> BranchBudget:
     before = jnp.where(still, own, jnp.minimum(others, own))
     now = (still | (others > own)) & exists[:, None, :]
     spent = jnp.sum(jnp.where(exists[:, None, :], before, 0), axis=2)
-    affordable = s.budget.block_tokens[:, None] - spent >= (1 + config.tags.branch_end_cost) * jnp.sum(now, axis=2)
+    affordable = s.budget.block_tokens[:, None] - spent >= 2 * jnp.sum(now, axis=2)
     behind = jnp.any(still & (others < own), axis=2)
 
     closed = exists & ~live & (sampled > 0)

@@ -163,9 +163,7 @@ def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
     segments, budget = s.segments, s.budget
     return s._replace(
         cursor=s.cursor._replace(phase=jnp.where(opens, FORK, s.cursor.phase), block=s.cursor.block + opens),
-        segments=segments._replace(
-            queued=cleared(segments.queued), tag_state=cleared(segments.tag_state), sampled=cleared(segments.sampled)
-        ),
+        segments=segments._replace(queued=cleared(segments.queued), sampled=cleared(segments.sampled)),
         branches=s.branches._replace(offset=cleared(s.branches.offset), live=live, closing=cleared(s.branches.closing)),
         titles=s.titles._replace(
             complete=jnp.where(opens, guidance.branches, s.titles.complete), length=cleared(s.titles.length)

@@ -110,7 +110,7 @@ def plan_step(state: DecodeState, config: EngineConfig, bucket: Bucket, derived:
         bucket: sizes of the program.
         derived: quantities derived from `state`; None: they are derived here.
     """
-    derived = derive(state.sequence, state.automaton, config) if derived is None else derived
+    derived = derive(state.sequence, state.classes, config) if derived is None else derived
     need = widths(state, derived)
     is_prompt = state.sequence.cursor.phase == PROMPT
     return StepPlan(derived, need, rows_of_step(need.tokens, is_prompt, bucket))
@@ -132,7 +132,7 @@ def widths(state: DecodeState, derived: Derived) -> Widths:
 def widest(config: EngineConfig) -> int:
     """Return the maximum tokens of a sequence in a step: a fork with the longest titles, or branches with drafts."""
     limit, drafted = config.max_branches, config.max_branches * (1 + config.draft_tokens)
-    return max(2 + limit * config.longest_head, drafted, limit + len(config.tags.parallel_end))
+    return max(2 + limit * config.longest_head, drafted, limit + 1)
 
 
 def max_lanes(config: EngineConfig, batch: int, bucket: Bucket) -> int:

@@ -142,7 +142,7 @@ class OutputSnapshot(NamedTuple):
 @partial(jax.jit, static_argnames="config")
 def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packed[OutputSnapshot]:
     """Copy rows together with their pending tokens, int32 [M] row numbers; finished sequences included."""
-    pending = pending_tokens(state, derive(state.sequence, state.automaton, config), config, widest(config))
+    pending = pending_tokens(state, derive(state.sequence, state.classes, config), config, widest(config))
     read = OutputSnapshot(state.cache.tokens, state.cache.layout, state.cache.length, pending, state.sequence)
     return Packed.pack(jax.tree.map(lambda field: field[rows], read))
 

@@ -24,7 +24,7 @@ from aspd_jax.model.cache import Cache, layer_sharding
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.tokens import SpecialTokens, TitleForm
 from aspd_jax.trees import zeros
-from infer.decode.tag_automaton import TagAutomaton
+from infer.decode.token_classes import TokenClasses
 
 # Phases: the kind of the pending tokens of a sequence, and with it the grammar rule of the next token.
 SERIAL = 0  # a serial token; the next is free text, a title or the end
@@ -46,25 +46,6 @@ DraftSource = Literal["none", "lookup", "heads"]  # sources of draft tokens: the
 
 
 @dataclass(frozen=True)
-class Tags:
-    """Tags that the engine feeds, and maximum tokens of sampled tags.
-
-    Attributes:
-        branch_start, parallel_end: ids.
-        branch_end: the first id of a closing tag, which takes the place of an end of text; the rest is sampled.
-        title_start_cost, title_end_cost, parallel_start_cost, branch_end_cost: maximum tokens of each.
-    """
-
-    branch_start: tuple[int, ...]
-    parallel_end: tuple[int, ...]
-    branch_end: int
-    title_start_cost: int = 1
-    title_end_cost: int = 1
-    parallel_start_cost: int = 1
-    branch_end_cost: int = 1
-
-
-@dataclass(frozen=True)
 class EngineConfig:
     """Static configuration of an engine; a hashable argument of the compiled programs.
 
@@ -79,7 +60,6 @@ class EngineConfig:
         draft_tokens: D, maximum draft tokens of a segment in a step; 0: no speculation.
         drafts: source of draft tokens.
         distinct_titles: whether a repeated title ends the list and is discarded.
-        text_tags: tags of a model that writes them as strings; None: special tokens.
         mesh: mesh over which parameters and cache are sharded; None: one device.
     """
 
@@ -93,24 +73,17 @@ class EngineConfig:
     draft_tokens: int = 0
     drafts: DraftSource = "none"
     distinct_titles: bool = True
-    text_tags: Tags | None = None
     mesh: Mesh | None = None
-
-    @property
-    def tags(self) -> Tags:
-        """Tags as they are written."""
-        special = self.special
-        return self.text_tags or Tags((special.branch_start,), (special.parallel_end,), special.branch_end)
 
     @property
     def longest_head(self) -> int:
         """Return the tokens of the longest head of a branch."""
-        return len(self.tags.branch_start) + self.max_title_tokens + len(self.form.separator)
+        return 1 + self.max_title_tokens + len(self.form.separator)
 
     @property
     def max_queued(self) -> int:
-        """Return Q: the tokens of the longest head, or of the longest tags that the engine feeds; 2 at least."""
-        return max(self.longest_head, len(self.tags.parallel_end), 2)
+        """Return Q: the tokens of the longest head, or of two tags."""
+        return max(self.longest_head, 2)
 
 
 class RequestArrays(NamedTuple):
@@ -157,7 +130,6 @@ class Cursor(NamedTuple):
         position: position of the first pending serial token; in PARALLEL and MERGE: of `<|para|>`; in PROMPT: of the
             last prompt token.
         block: number of blocks opened so far, those of the prompt included.
-        match_length: tokens of the partial tag at the end of the serial segment.
         stride: positions between the starts of sibling branches in scheme `predict`.
         opened: position of the first `<|title|>` of the current or last block.
         hide_from: position from which discarded tokens are hidden; NOTHING: none are.
@@ -171,7 +143,6 @@ class Cursor(NamedTuple):
     finish: Int32[Array, " B"]
     position: Int32[Array, " B"]
     block: Int32[Array, " B"]
-    match_length: Int32[Array, " B"]
     stride: Int32[Array, " B"]
     opened: Int32[Array, " B"]
     hide_from: Int32[Array, " B"]
@@ -186,13 +157,11 @@ class Segments(NamedTuple):
     Attributes:
         queue: pending tokens in the order in which they are fed. Those of a closed branch wait for the merge.
         queued: number of pending tokens.
-        tag_state: state of the tag automaton (`infer.decode.tag_automaton`).
         sampled: tokens sampled so far.
     """
 
     queue: Int32[Array, "B M Q"]
     queued: Int32[Array, "B M"]
-    tag_state: Int32[Array, "B M"]
     sampled: Int32[Array, "B M"]
 
 
@@ -293,7 +262,7 @@ class DecodeState(NamedTuple):
     """The decoding state, grouped by lifetime.
 
     Attributes:
-        automaton: tag automaton; constant.
+        classes: classes of the tokens; constant.
         request: parameters of the requests; changes when a row is assigned to another request.
         token_mask: tokens allowed in each segment of a constrained row, next and after each draft token, one bit each.
             Changes between steps, when the host advances the grammars.
@@ -302,7 +271,7 @@ class DecodeState(NamedTuple):
         cache: KV cache; every step appends to it.
     """
 
-    automaton: TagAutomaton
+    classes: TokenClasses
     request: RequestArrays
     token_mask: UInt32[Array, "B M 1+D W"]
     bias: Float32[Array, "B V"]
@@ -310,7 +279,7 @@ class DecodeState(NamedTuple):
     cache: Cache
 
 
-def empty_state(config: EngineConfig, cache: Cache, automaton: TagAutomaton) -> DecodeState:
+def empty_state(config: EngineConfig, cache: Cache, classes: TokenClasses) -> DecodeState:
     """Return a state without active sequences."""
     sizes = {
         "B": cache.tokens.shape[0],
@@ -325,11 +294,11 @@ def empty_state(config: EngineConfig, cache: Cache, automaton: TagAutomaton) -> 
     cursor = sequence.cursor
     cursor = cursor._replace(finish=cursor.finish + STOP, hide_from=cursor.hide_from + NOTHING)
     sequence = sequence._replace(cursor=cursor)
-    vocabulary = automaton.marker.size
+    vocabulary = classes.kind.size
     token_mask = jnp.zeros((sizes["B"], sizes["M"], 1 + sizes["D"], -(-vocabulary // 32)), jnp.uint32)
     bias = jnp.zeros((sizes["B"], vocabulary), jnp.float32)
-    automaton = jax.tree.map(jnp.asarray, automaton)
-    return DecodeState(automaton, zeros(RequestArrays, sizes), token_mask, bias, sequence, cache)
+    classes = jax.tree.map(jnp.asarray, classes)
+    return DecodeState(classes, zeros(RequestArrays, sizes), token_mask, bias, sequence, cache)
 
 
 def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:

@@ -38,8 +38,8 @@ from infer.decode.state import (
     SequenceState,
     Titles,
 )
-from infer.decode.tag_automaton import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START, TagAutomaton
 from infer.decode.title_rules import complete_tokens, fed_cost
+from infer.decode.token_classes import BRANCH_END, END, PARALLEL_START, TITLE_END, TITLE_START, TokenClasses
 
 
 class SegmentTokens(NamedTuple):
@@ -47,15 +47,12 @@ class SegmentTokens(NamedTuple):
 
     Attributes:
         active: whether a segment takes a token.
-        token, kind, tag_state, continues, closing: see `LaneTokens`.
+        token, kind: see `LaneTokens`.
     """
 
     active: Bool[Array, "B M"]
     token: Int32[Array, "B M"]
     kind: Int32[Array, "B M"]
-    tag_state: Int32[Array, "B M"]
-    continues: Bool[Array, "B M"]
-    closing: Bool[Array, "B M"]
 
 
 def advance(
@@ -115,18 +112,17 @@ class SerialEvents(NamedTuple):
 
     Attributes:
         ends: whether the token ends the answer.
-        opens_block: whether it completes the first `<|title|>` of a block.
+        opens_block: whether it is the first `<|title|>` of a block.
         counts: whether it is a digit of the number of leads.
-        closes_count: whether it completes `<|/title|>` after this number.
-        opens_title: whether it completes `<|title|>`, or is followed by it as a known tag, as between leads.
+        closes_count: whether it is `<|/title|>` after this number.
+        opens_title: whether it is `<|title|>`, or is followed by it as a known tag, as between leads.
         extends_title: whether it is part of a title.
-        closes_title: whether it completes `<|/title|>`.
+        closes_title: whether it is `<|/title|>`.
         completes: whether it completes the last stated lead, after which `<|para|>` is known.
         discards: whether the title repeats an earlier one, or has no end: it is discarded, which ends the list.
         takes_back: whether a lead has no end and too few are before it: the first lead becomes serial text.
         knows_tag: whether a known tag follows the token and is pending with it: `<|title|>` or `<|para|>`.
-        forks: whether it completes `<|para|>`, or `completes`, or `discards`.
-        stays_titled: whether it is part of a tag after a title.
+        forks: whether it is `<|para|>`, or `completes`, or `discards`.
         is_content: whether it is plain text.
     """
 
@@ -142,7 +138,6 @@ class SerialEvents(NamedTuple):
     takes_back: Bool[Array, " B"]
     knows_tag: Bool[Array, " B"]
     forks: Bool[Array, " B"]
-    stays_titled: Bool[Array, " B"]
     is_content: Bool[Array, " B"]
 
 
@@ -176,7 +171,6 @@ def _serial_events(s: SequenceState, derived: Derived, config: EngineConfig, kin
         takes_back=takes_back,
         knows_tag=(opens_title | completes) & leads,
         forks=forks,
-        stays_titled=(rule == TITLED) & ~starts & ~forks,
         is_content=(rule == SERIAL) & ~starts & ~ends,
     )
 
@@ -192,14 +186,13 @@ def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, 
     in_block = s.cursor.position + derived.due[:, 0] - s.cursor.opened
     in_block -= s.titles.complete + s.titles.length[:, 0]
     sampled = jnp.select([event.discards, event.takes_back], [in_title, in_block], 0)
-    titles = _advance_titles(s.titles, state.automaton, event, s.cursor.match_length, token)
+    titles = _advance_titles(s.titles, state.classes, event, token)
     budget = _spend_serial(s.budget, titles, event, config)
     cursor = _advance_cursor(s, derived, event, budget, config)
-    match_length = jnp.where(tokens.tag_state == 0, 0, jnp.where(tokens.continues, s.cursor.match_length + 1, 1))
     live = (jnp.arange(config.max_branches)[None] < titles.complete[:, None]) & event.forks[:, None]
     return SequenceState(
-        cursor=cursor._replace(match_length=match_length),
-        segments=_serial_segments(s.segments, titles, token, tokens.tag_state, event, config),
+        cursor=cursor,
+        segments=_serial_segments(s.segments, titles, token, event, config),
         branches=Branches(jnp.zeros_like(s.branches.offset), live, jnp.zeros_like(live)),
         titles=titles,
         budget=budget,
@@ -213,9 +206,7 @@ def _advance_serial(state: DecodeState, derived: Derived, config: EngineConfig, 
     )
 
 
-def _advance_titles(
-    titles: Titles, automaton: TagAutomaton, event: SerialEvents, match_length: jax.Array, token: jax.Array
-) -> Titles:
+def _advance_titles(titles: Titles, classes: TokenClasses, event: SerialEvents, token: jax.Array) -> Titles:
     """Return the titles after a token of the serial segment; a block that opens begins with none."""
     number, place = jnp.arange(titles.length.shape[1])[None], jnp.arange(titles.tokens.shape[2])
     count = jnp.where(event.opens_block, 0, titles.complete) + event.closes_title
@@ -225,11 +216,9 @@ def _advance_titles(
     extends = is_current & event.extends_title[:, None]
     writes = extends[..., None] & (place == length[..., None])
     tokens = jnp.where(writes, token[:, None, None], titles.tokens)
-    # `length` counts the first tokens of the closing tag; subtract them.
-    tag = jnp.where(event.closes_title, match_length, 0)[:, None] * is_current
     stated = jnp.where(event.opens_block, 0, titles.stated)
-    stated = jnp.where(event.counts, extended_number(stated, token, automaton), stated)
-    return Titles(count, length + extends - tag, tokens, stated)
+    stated = jnp.where(event.counts, extended_number(stated, token, classes), stated)
+    return Titles(count, length + extends, tokens, stated)
 
 
 def _spend_serial(budget: Budget, titles: Titles, event: SerialEvents, config: EngineConfig) -> Budget:
@@ -272,7 +261,7 @@ def _advance_cursor(
     position = jnp.where(event.takes_back, cursor.opened, position)
     spent = (budget.tokens <= 0) | ((event.is_content | event.takes_back) & (budget.content <= 0)) | exceeds
     counts = (event.opens_block & config.form.leads) | event.counts
-    in_title, titled = event.opens_title | event.extends_title, event.closes_title | event.stays_titled
+    in_title, titled = event.opens_title | event.extends_title, event.closes_title
     conditions = [event.forks, counts, in_title, titled]
     return cursor._replace(
         phase=jnp.select(conditions, [FORK, COUNT, TITLE, TITLED], SERIAL),
@@ -289,7 +278,6 @@ def _serial_segments(
     segments: Segments,
     titles: Titles,
     token: jax.Array,
-    tag_state: jax.Array,
     event: SerialEvents,
     config: EngineConfig,
 ) -> Segments:
@@ -307,7 +295,6 @@ def _serial_segments(
     return Segments(
         queue=queue.at[:, 0].set(jnp.where(event.takes_back[:, None], lead, queue[:, 0])),
         queued=jnp.where(is_serial, size[:, None], jnp.where(event.forks[:, None], heads, 0)),
-        tag_state=jnp.where(is_serial, tag_state[:, None], 0),
         sampled=jnp.where(is_serial, segments.sampled + 1, 0),
     )
 
@@ -318,15 +305,13 @@ def fork_queue(titles: Titles, serial: jax.Array, config: EngineConfig) -> tuple
     Args:
         serial: the last tokens before the branches, int32 [B, 2]; `queued` counts none of them.
     """
-    size, opening = config.max_queued, len(config.tags.branch_start)
-    place, length = jnp.arange(size), titles.length[..., None]
-    opened = jnp.asarray(config.tags.branch_start, jnp.int32)[jnp.minimum(place, opening - 1)]
-    title = titles.tokens[:, :, jnp.clip(place - opening, 0, config.max_title_tokens - 1)]
+    size, place, length = config.max_queued, jnp.arange(config.max_queued), titles.length[..., None]
+    title = titles.tokens[:, :, jnp.clip(place - 1, 0, config.max_title_tokens - 1)]
     separator = jnp.asarray(config.form.separator or (0,), jnp.int32)
-    separated = separator[jnp.clip(place - opening - length, 0, separator.size - 1)]
-    heads = jnp.where(place < opening, opened, jnp.where(place < opening + length, title, separated))
+    separated = separator[jnp.clip(place - 1 - length, 0, separator.size - 1)]
+    heads = jnp.where(place == 0, config.special.branch_start, jnp.where(place <= length, title, separated))
     exists = jnp.arange(config.max_branches)[None] < titles.complete[:, None]
-    counts = jnp.where(exists, opening + titles.length + len(config.form.separator), 0)
+    counts = jnp.where(exists, 1 + titles.length + len(config.form.separator), 0)
     first = jnp.pad(serial[:, None], ((0, 0), (0, 0), (0, size - 2)))
     return jnp.concatenate([first, heads], axis=1), jnp.pad(counts, ((0, 0), (1, 0)))
 
@@ -348,7 +333,6 @@ def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, t
         branches=s.branches._replace(
             offset=s.branches.offset + jnp.where(active, derived.due[:, 1:], 0),
             live=live,
-            closing=s.branches.closing | tokens.closing,
         ),
         budget=budget,
         counters=s.counters._replace(critical_path=s.counters.critical_path + jnp.where(done, longest, 0)),
@@ -357,16 +341,12 @@ def _advance_block(state: DecodeState, derived: Derived, config: EngineConfig, t
 
 def _branch_segments(segments: Segments, tokens: SegmentTokens, done: jax.Array, config: EngineConfig) -> Segments:
     """Return the segments after tokens of branches: these are pending, then, if all are closed, `<|/para|>`."""
-    fields = tokens.active, tokens.token, tokens.tag_state
-    active, token, tag_state = (jnp.pad(field, ((0, 0), (1, 0))) for field in fields)
-    ending = jnp.asarray(config.tags.parallel_end, jnp.int32)
-    ending = ending[jnp.minimum(jnp.arange(segments.queue.shape[2]), ending.size - 1)]
+    active, token = (jnp.pad(field, ((0, 0), (1, 0))) for field in (tokens.active, tokens.token))
     queue = jnp.where(active[..., None], token[..., None], segments.queue)
     queued = jnp.where(active, 1, segments.queued)
     return Segments(
-        queue=queue.at[:, 0].set(jnp.where(done[:, None], ending, queue[:, 0])),
-        queued=queued.at[:, 0].set(jnp.where(done, len(config.tags.parallel_end), 0)),
-        tag_state=jnp.where(active, tag_state, segments.tag_state),
+        queue=queue.at[:, 0, 0].set(jnp.where(done, config.special.parallel_end, queue[:, 0, 0])),
+        queued=queued.at[:, 0].set(done.astype(jnp.int32)),
         sampled=segments.sampled + active,
     )
 
@@ -378,10 +358,10 @@ def _spend_branches(
 
     Args:
         active: branches that take a token, bool [B, N].
-        closes: branches whose token completes the closing tag, bool [B, N].
+        closes: branches whose token is the closing tag, bool [B, N].
     """
     s, budget, allowed = state.sequence, state.sequence.budget, derived.budget
-    within = s.segments.sampled[:, 1:] + config.tags.branch_end_cost < state.request.max_branch_tokens[:, None]
+    within = s.segments.sampled[:, 1:] + 1 < state.request.max_branch_tokens[:, None]
     closed = closes & ~s.branches.closing
     permitted = allowed.affordable & allowed.readable
     return budget._replace(

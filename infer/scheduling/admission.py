@@ -17,7 +17,7 @@ from aspd_jax.model.cache import empty_cache
 from aspd_jax.sizes import next_power
 from infer.decode.slots import Admission, admit, put_bias
 from infer.decode.state import DecodeState, EngineConfig, RequestArrays, empty_state, place_state
-from infer.decode.tag_automaton import TagAutomaton, token_automaton
+from infer.decode.token_classes import token_classes
 from infer.request import PARAMETERS, Request
 
 DTYPES: dict[type, Any] = {int: np.int32, float: np.float32}  # types of sampling parameters on the device
@@ -52,9 +52,7 @@ def prompt_layout(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int]
     return layout
 
 
-def new_state(
-    lm: LanguageModel, config: EngineConfig, batch: int, capacity: int, automaton: TagAutomaton | None = None
-) -> DecodeState:
+def new_state(lm: LanguageModel, config: EngineConfig, batch: int, capacity: int) -> DecodeState:
     """Return a state of empty rows.
 
     Args:
@@ -62,15 +60,11 @@ def new_state(
         config: configuration of the engine.
         batch: B, number of rows.
         capacity: number of slots of a row.
-        automaton: automaton of the tags; None: that of the special tokens.
     """
-    if automaton is None:
-        codec = None if lm.tokenizer is None else lm.codec.text
-        automaton = token_automaton(
-            lm.config.padded_vocab_size, config.special.ids, config.end, config.forbidden, codec
-        )
+    codec = None if lm.tokenizer is None else lm.codec.text
+    classes = token_classes(lm.config.padded_vocab_size, config.special.ids, config.end, config.forbidden, codec)
     cache = empty_cache(lm.config, batch, capacity, lm.mesh)
-    return place_state(empty_state(config, cache, automaton), lm.mesh)
+    return place_state(empty_state(config, cache, classes), lm.mesh)
 
 
 def admit_request(

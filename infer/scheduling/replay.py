@@ -19,7 +19,7 @@ from aspd_jax.sizes import next_power
 from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TitleForm, split
 from infer.decode.decode_step import count_step, forward, logits_of
 from infer.decode.derived import Derived, derive
-from infer.decode.grammar import LaneTokens, lane_tag_state, recognise
+from infer.decode.grammar import LaneTokens
 from infer.decode.inputs import Inputs, next_inputs, plan_step, widths
 from infer.decode.state import FORK, PROMPT, RUNNING, TITLE, DecodeState, EngineConfig, Titles
 from infer.decode.transition import advance, fork_queue
@@ -98,7 +98,7 @@ def replay_advance(
 ) -> DecodeState:
     """Take scripted tokens, one per lane, in place of sampled ones."""
     lanes = inputs.lanes
-    tokens = LaneTokens(sampled, *recognise(state.automaton, lane_tag_state(state, lanes), sampled), sampled < 0)
+    tokens = LaneTokens(sampled, state.classes.kind[sampled].astype(jnp.int32))
     return advance(state, derived, config, lanes, tokens, lanes.row < state.sequence.cursor.phase.size)
 
 
@@ -128,7 +128,7 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     block, widths_fed = -1, []
     while True:
         prefilling = int(state.sequence.cursor.phase[0]) == PROMPT
-        derived = derive(state.sequence, state.automaton, config)
+        derived = derive(state.sequence, state.classes, config)
         due = min(int(widths(state, derived).tokens[0]), MAX_TOKENS if prefilling else capacity)
         size = max(MIN_SIZE, next_power(due))
         bucket = Bucket(1, size, size, capacity)

@@ -26,7 +26,6 @@ from infer.decode.guidance import RowGuidance, guidance_arrays, guide
 from infer.decode.packed import Packed
 from infer.decode.slots import NO_CAP, OutputSnapshot, copy_slots, set_branch_cap, stop_segments
 from infer.decode.state import FORK, LENGTH, PARALLEL, PROMPT, RUNNING, DecodeState, EngineConfig
-from infer.decode.tag_automaton import TextReader
 from infer.request import Request
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import admit_request, new_state
@@ -64,7 +63,6 @@ class Scheduler:
         reuse: whether prompts reuse what rows hold.
         adapters: adapters that requests select.
         schemas: compiled schemas of requests.
-        reader: reader of tags that are text; None: tags are special tokens.
 
     Attributes:
         last_chunk: statistics of the last call of `step`.
@@ -82,19 +80,16 @@ class Scheduler:
         reuse: bool,
         adapters: AdapterSlots,
         schemas: Schemas,
-        reader: TextReader | None = None,
     ) -> None:
         # Slots for the draft tokens of one step, and for as many rejected ones that are not overwritten yet.
         drafted = 2 * config.max_branches * config.draft_tokens
         reserve = -(-drafted // MIN_CAPACITY) * MIN_CAPACITY
         self._lm, self._config, self._capacity, self._max_length = lm, config, capacity + reserve, capacity
-        self._policy, self._reader = policy, reader
+        self._policy = policy
         self._adapters, self._schemas = adapters, schemas
         self._codec = None if lm.tokenizer is None else lm.codec
         self._rows: list[RequestState | None] = [None] * rows
-        # Prompts are laid out without blocks where tags are text.
-        continue_blocks = lm.config.positions != "predict" and reader is None
-        self._prefixes = PrefixCache(rows, reuse, continue_blocks)
+        self._prefixes = PrefixCache(rows, reuse, continue_blocks=lm.config.positions != "predict")
         self._waiting: deque[RequestState] = deque()
         self._alone: RequestState | None = None  # the only request that may start; None: all may
         self._cost: StepCost | None = None
@@ -228,8 +223,7 @@ class Scheduler:
 
     def _state_now(self) -> DecodeState:
         if self._state is None:
-            automaton = None if self._reader is None else self._reader.automaton
-            self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, automaton)
+            self._state = new_state(self._lm, self._config, len(self._rows), self._capacity)
             judged = self.runner.drafts.active and not self.runner.drafts.always
             costly = self._policy.milliseconds is not None or judged
             if costly and self._cost is None:
@@ -432,7 +426,7 @@ class Scheduler:
     def _fetch(self, copy: Packed[OutputSnapshot], states: Iterable[RequestState]) -> list[RequestOutput]:
         states = list(states)
         limits = [state.request.params.max_content_tokens for state in states]
-        outputs = fetch_outputs(copy, limits, self._config, self._reader)
+        outputs = fetch_outputs(copy, limits, self._config)
         pairs = zip(states, outputs, strict=True)
         return [state.constraint.read(output) if state.constraint else output for state, output in pairs]
 

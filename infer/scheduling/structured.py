@@ -291,7 +291,7 @@ class Constraint:
         bits = next_mask(matcher, self._words)
         if matcher.accepting:
             bits = bits.copy()
-            word, bit = divmod(self._config.tags.branch_end, 32)
+            word, bit = divmod(self._config.special.branch_end, 32)
             bits[word] |= np.uint32(1 << bit)
         return bits
 

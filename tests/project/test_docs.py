@@ -26,7 +26,6 @@ ELSEWHERE = {
     "aspd generate --model smollm2": "test_batch.py",
     "aspd generate --model smollm2-aspd --drafts": "test_speculation.py",
     "aspd generate --model DIR --mesh": "test_engine.py",
-    "aspd generate --model DIR --training-free": "test_training_free.py",
     "aspd ablate": "test_cli.py",
     "aspd bench": "test_benchmark.py",
     "aspd compile": "test_compiling.py",

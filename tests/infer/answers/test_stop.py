@@ -18,7 +18,6 @@ from infer import Engine, Result, SamplingParams
 from infer.answers.events import Event, StopFilter
 from infer.answers.stop import first_match, undecided
 from tests.conftest import SIZES, with_one_program
-from tests.infer.decode.test_training_free import TAGS
 
 
 def before(text: str, stop: tuple[str, ...]) -> str:
@@ -170,18 +169,3 @@ def test_every_engine(lm: LanguageModel, answers: Answers, make: Callable[[Langu
         asked = [replace(params, stop=stop) for stop in stops(whole.text, whole.structure, random)]
         for stopping, result in zip(asked, engine.generate(["Run"] * len(asked), asked), strict=True):
             assert result.text == before(whole.text, stopping.stop), stopping.stop
-
-
-def test_tags_as_text(lm: LanguageModel) -> None:
-    engine, random, in_block = Engine(lm, max_length=512, max_batch=4, text_tags=TAGS), Random(1), 0
-    for seed in range(2):
-        opening = "x" + TAGS.title_start + "one" + TAGS.title_end + TAGS.title_start + "two" + TAGS.title_end
-        serial = lm.codec.text.encode(opening + TAGS.parallel_start)
-        params = SamplingParams(temperature=1.0, max_new_tokens=200, max_branch_tokens=30, seed=seed, script=[serial])
-        (whole,) = engine.generate(["Run"], [params])
-        assert whole.stats.blocks
-        for stop in stops(whole.text, whole.structure, random):
-            (result,) = engine.generate(["Run"], [replace(params, stop=stop)])
-            assert result.text == before(whole.text, stop), stop
-            in_block += len(result.structure) == 2
-    assert in_block

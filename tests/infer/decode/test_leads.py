@@ -329,8 +329,6 @@ def test_a_text_that_does_not_begin_with_its_lead_is_refused(engine: Engine) -> 
         engine.lm.codec.linearise([block])
 
 
-def test_tags_as_text_are_refused(leads_lm: LanguageModel) -> None:
-    from infer import TextTags
-
+def test_separators_are_refused(leads_lm: LanguageModel) -> None:
     with pytest.raises(RequestError, match="expected None for a model whose titles are leads"):
-        Engine(leads_lm, max_length=64, text_tags=TextTags())
+        Engine(leads_lm, max_length=64, separator_ids=[1])

@@ -233,7 +233,7 @@ def test_guesses_are_what_followed_before(
     blank: tuple[EngineConfig, DecodeState], prompt: list[int], pending: int
 ) -> None:
     config, state = blank[0], state_after(blank[1], tuple(prompt), pending)
-    found = np.asarray(drafts_from_text(state, derive(state.sequence, state.automaton, config), config, 128))[0]
+    found = np.asarray(drafts_from_text(state, derive(state.sequence, state.classes, config), config, 128))[0]
     assert (found[1:] == -1).all()
     expected: list[int] = []
     text = [*prompt, pending]

@@ -18,8 +18,8 @@ from aspd_jax.errors import StructureError
 from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
 from infer.decode.state import NOTHING, TITLE, DecodeState, Titles
-from infer.decode.tag_automaton import TagAutomaton, number_of, token_automaton
 from infer.decode.title_rules import completes_plan
+from infer.decode.token_classes import TokenClasses, number_of, token_classes
 from tests.conftest import SIZES, patched, with_one_program
 from tests.helpers.answers import SEPARATOR, critical_path, linearise
 from tests.infer.decode.test_speculation import knowing
@@ -94,7 +94,7 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
 def test_a_title_has_no_line_break(lm: LanguageModel, monkeypatch: Any) -> None:
     """Check titles sampled nearly evenly; negative controls: without the table, and in serial text."""
     codec = lm.codec.text
-    table = token_automaton(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
+    table = token_classes(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
     assert table.line_break[codec.encode("\n")].all() and not table.line_break[codec.encode("a b")].any()
     asked = [SamplingParams(temperature=30.0, max_new_tokens=400, max_branch_tokens=8, seed=n) for n in range(32)]
 
@@ -109,18 +109,18 @@ def test_a_title_has_no_line_break(lm: LanguageModel, monkeypatch: Any) -> None:
     titles, text = titles_and_texts(Engine(lm, **SIZES))
     assert len(titles) > 15 and not any("\n" in title for title in titles) and "\n" in text
 
-    def without_line_breaks(*args: Any) -> TagAutomaton:
-        automaton = token_automaton(*args)
-        return automaton._replace(line_break=np.zeros_like(automaton.line_break))
+    def without_line_breaks(*args: Any) -> TokenClasses:
+        classes = token_classes(*args)
+        return classes._replace(line_break=np.zeros_like(classes.line_break))
 
-    monkeypatch.setattr(infer.scheduling.admission, "token_automaton", without_line_breaks)
+    monkeypatch.setattr(infer.scheduling.admission, "token_classes", without_line_breaks)
     titles, _ = titles_and_texts(Engine(lm, **SIZES))
     assert any("\n" in title for title in titles), "negative control"
 
 
 def test_markers_do_not_tell_titles_apart(lm: LanguageModel) -> None:
     codec = lm.codec.text
-    table = token_automaton(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
+    table = token_classes(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
     texts = ("3", "/", " ", "**", ".", "a", "the", " b", "é")
     marked = {text: bool(table.marker[codec.encode(text)].all()) for text in texts}
     assert marked == dict.fromkeys(texts[:5], True) | dict.fromkeys(texts[5:], False)
@@ -194,8 +194,8 @@ def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> Non
         tokens[0, number, : len(title)] = title
     length = np.asarray([[len(title) for title in titles] + [0] * (3 - len(titles))])
     arrays = Titles(*map(jnp.asarray, ([len(titles)], length, tokens, [0])))
-    automaton: Any = SimpleNamespace(number=jnp.asarray(NUMBERS))
-    assert bool(completes_plan(arrays, automaton)[0]) == says_it_is_last(titles[-1])
+    classes: Any = SimpleNamespace(number=jnp.asarray(NUMBERS))
+    assert bool(completes_plan(arrays, classes)[0]) == says_it_is_last(titles[-1])
 
 
 def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel) -> None:

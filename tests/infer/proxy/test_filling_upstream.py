@@ -95,7 +95,7 @@ def test_a_field_is_what_it_is_alone(name: str, real: str, server: Running) -> N
     answer = ask_fields(real, SCHEMAS[name])
     found, template, lm = json.loads(text_of(answer)), fields_template(SCHEMAS[name]), server.engine.lm
     assert template is not None and answer.json()["choices"][0]["finish_reason"] == "stop"
-    prompt, different, requests = server.engine.encode([QUESTION], "serial"), 0, 0
+    prompt, different, requests = server.engine.encode([QUESTION]), 0, 0
     for hole in template.holes:
         lead = lm.codec.text.encode(str(hole.context))
         schema = json.loads(str(hole.schema))
@@ -128,7 +128,7 @@ def test_answers_are_valid(name: str, real: str) -> None:
 
 def test_a_schema_without_fields_is_one_request(real: str, server: Running) -> None:
     short = record(n={"type": "integer", "maximum": 99})
-    prompt = server.engine.encode([QUESTION], "serial")
+    prompt = server.engine.encode([QUESTION])
     expected = complete(server, prompt, response_format=format_of(PAIR))
     for schema, aspd in ((PAIR, {}), (short, {"fields": "parallel"}), (PAIR, {"fields": "serial"})):
         answer = ask(real, response_format=format_of(schema), aspd={"statistics": True} | aspd)
