@@ -43,7 +43,9 @@ from transformers import PreTrainedTokenizerFast
 
 import aspd  # noqa: F401 (import first: it sets XLA's flags)
 import infer.decode.decode_step
+import infer.decode.guidance
 import infer.scheduling.runner
+import infer.scheduling.scheduler
 import infer.scheduling.warm_up
 from aspd_jax import LanguageModel, SpecialTokens, load_model
 from aspd_jax.model.cache import Bucket
@@ -169,7 +171,7 @@ def with_one_program(engine: Engine) -> Engine:
 
 @contextmanager
 def patched(module: ModuleType = infer.decode.decode_step, **functions: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of the step, which is traced again with them; other compiled programs remain."""
+    """Replace functions of the step or of `guide`, which are traced again with them; other programs remain."""
     with pytest.MonkeyPatch.context() as patch:
         for name, function in functions.items():
             patch.setattr(module, name, function)
@@ -178,6 +180,10 @@ def patched(module: ModuleType = infer.decode.decode_step, **functions: Callable
         for user in (infer.decode.decode_step, infer.scheduling.runner, infer.scheduling.warm_up):
             if getattr(user, "run", None) is compiled:
                 patch.setattr(user, "run", again)
+        if module is infer.decode.guidance:
+            decide = infer.decode.guidance.guide.__wrapped__
+            retraced = jax.jit(wraps(decide)(lambda *args: decide(*args)), static_argnames="config")
+            patch.setattr(infer.scheduling.scheduler, "guide", retraced)
         yield
 
 

@@ -16,19 +16,7 @@ from infer.answers.filled import Filled
 from infer.answers.stop import first_match
 from infer.decode.packed import Packed
 from infer.decode.slots import OutputSnapshot, snapshot
-from infer.decode.state import (
-    COUNT,
-    FORK,
-    HELD,
-    LENGTH,
-    PARALLEL,
-    RUNNING,
-    STOP,
-    TITLE,
-    TITLED,
-    DecodeState,
-    EngineConfig,
-)
+from infer.decode.state import FORK, LENGTH, MERGE, PARALLEL, RUNNING, STOP, WAIT, DecodeState, EngineConfig
 from infer.request import Request
 
 
@@ -120,6 +108,8 @@ class RequestOutput:
         branch_ids: tokens of each branch of the current block, leads included (templates only).
         drafts: draft tokens of each branch, [N, D]; the first are those of the serial segment outside blocks; -1: none.
         block_ready: whether the next block may begin (templates only).
+        opening: tokens of a block whose titles are under way, from its first `<|title|>` on; none outside one.
+        tokens_left, content_left: what is left of the budgets of all tokens and of plain text, outside of blocks.
         template: state of the filled template; None: none.
     """
 
@@ -139,6 +129,9 @@ class RequestOutput:
     branch_ids: tuple[np.ndarray, ...] = ()
     drafts: np.ndarray = field(default_factory=lambda: NO_DRAFTS)
     block_ready: bool = False
+    opening: np.ndarray = field(default_factory=lambda: EMPTY_IDS)
+    tokens_left: int = 0
+    content_left: int = 0
     template: Filled | None = None
 
     def drafts_of(self, segment: int) -> list[int]:
@@ -208,14 +201,14 @@ def _output(shot: OutputSnapshot, index: int, limit: int | None, config: EngineC
     still_open = frozenset((np.flatnonzero(s.branches.live[index]) + 1).tolist()) if in_block else frozenset()
     finish = int(s.cursor.finish[index])
     ids, own = ids[order], Layout(*(field[order] for field in own))
-    token_ids = ids
+    token_ids = opening = ids
     items: tuple[ItemIds, ...] = ()
     branch_ids: tuple[np.ndarray, ...] = ()
     if s.cursor.templated[index]:
         current = own.block == s.cursor.block[index]
-        branch_ids = tuple(ids[current & (own.branch == k)] for k in range(1, 1 + int(s.titles.complete[index])))
+        branch_ids = tuple(ids[current & (own.branch == k)] for k in range(1, 1 + int(s.branches.number[index])))
     else:
-        token_ids, items = _items(ids, own.branch, phase, finish, config)
+        token_ids, items, opening = _items(ids, own.branch, phase, finish, config)
     longest = int(s.segments.sampled[index, 1:].max()) if in_block else 0
     output = RequestOutput(
         finish=finish,
@@ -233,30 +226,34 @@ def _output(shot: OutputSnapshot, index: int, limit: int | None, config: EngineC
         exhausted=frozenset((np.flatnonzero(s.budget.exhausted[index]) + 1).tolist()),
         branch_ids=branch_ids,
         drafts=np.asarray(s.draft[index]),
-        block_ready=phase == HELD,
+        block_ready=phase == WAIT,
+        opening=opening,
+        tokens_left=int(s.budget.tokens[index]),
+        content_left=int(s.budget.content[index]),
     )
     return _limited_output(output, config, limit)
 
 
 def _items(
     ids: np.ndarray, branch: np.ndarray, phase: int, finish: int, config: EngineConfig
-) -> tuple[np.ndarray, tuple[ItemIds, ...]]:
-    """Return `RequestOutput.token_ids` and `RequestOutput.items` of tokens in the order of the linearisation."""
-    special = config.special
+) -> tuple[np.ndarray, tuple[ItemIds, ...], np.ndarray]:
+    """Return `token_ids`, `items` and `opening` of `RequestOutput` of tokens in the order of the linearisation."""
+    special, opening = config.special, ids[:0]
     whole, end = ids, ids[:0]
     if finish == STOP and ids.size and int(ids[-1]) in config.end:
         whole, end = ids[:-1], ids[-1:]
-    if not end.size and phase in (COUNT, TITLE, TITLED):
+    if phase not in (FORK, PARALLEL, MERGE):
         closed = np.flatnonzero(ids == special.parallel_end)
         after = int(closed[-1]) if closed.size else 0
-        whole = ids[: after + int(np.argmax(ids[after:] == special.title_start))]
+        if (starts := np.flatnonzero(ids[after:] == special.title_start)).size:
+            whole, opening = ids[: after + starts[0]], ids[after + starts[0] :]
     elif not end.size and phase in (FORK, PARALLEL):
         ends = np.flatnonzero((branch > 0) & (np.append(branch[1:], 0) != branch))
         unclosed = ends[ids[ends] != special.branch_end]
         whole = np.append(np.insert(ids, unclosed + 1, special.branch_end), special.parallel_end)
     if finish != RUNNING:
         ids = np.concatenate([whole, end])
-    return ids, split(whole, special, config.form)
+    return ids, split(whole, special, config.form), opening
 
 
 def shortened(items: Sequence[ItemIds], limit: int, last_branch: int = 0) -> tuple[ItemIds, ...]:

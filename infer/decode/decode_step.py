@@ -26,12 +26,13 @@ from infer.decode.state import (
     PARALLEL,
     PROMPT,
     RUNNING,
+    WAIT,
     DecodeState,
     EngineConfig,
     SequenceState,
     shard_state,
 )
-from infer.decode.transition import advance, hide_discarded, hold_templated
+from infer.decode.transition import advance, hold_templated
 
 
 def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
@@ -72,10 +73,9 @@ def step(
     if not drafting:
         tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
         state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.token, bool))
-        state = hide_discarded(state)
         return state, plan_step(state, config, bucket)
     state, derived, count = _verify(state, derived, config, inputs, logits)
-    state = hide_discarded(hide_rejected(state, inputs, count))
+    state = hide_rejected(state, inputs, count)
     if config.drafts == "heads":
         draft = drafts_from_heads(params, state, config, inputs, hidden, count)
     else:
@@ -122,7 +122,7 @@ def _verify(
         moved = lanes._replace(layout=lanes.layout._replace(position=lanes.layout.position + nth))
         tokens = sample_lanes(nth_logits, now, derived, config, moved)
         now = advance(now, derived, config, lanes, tokens, active)
-        derived = derive(now.sequence, state.classes, config)
+        derived = derive(now.sequence, config)
         active &= (tokens.token == drafts[:, nth]) & continues(now, derived, lanes)
         return now.sequence, derived, nth + 1, active, counts + active
 
@@ -193,7 +193,7 @@ def summarise(state: DecodeState, config: EngineConfig, steps_left: jax.Array | 
         config: configuration of the engine.
         steps_left: steps of `StopConditions.steps` that are left.
     """
-    return _summary(state, widths(state, derive(state.sequence, state.classes, config)), steps_left)
+    return _summary(state, widths(state, derive(state.sequence, config)), steps_left)
 
 
 def _summary(state: DecodeState, need: Widths, steps_left: jax.Array | int) -> Packed[StepSummary]:
@@ -224,7 +224,7 @@ def run(
     bucket: Bucket,
     drafting: bool,
 ) -> tuple[DecodeState, Packed[StepSummary]]:
-    """Run steps until a stop condition holds, or the due tokens do not fit the bucket.
+    """Run steps until a stop condition holds, a sequence begins to wait, or the due tokens do not fit the bucket.
 
     The plan of a step is made once: by the step before it, or before the loop.
     """
@@ -232,6 +232,7 @@ def run(
         state = state._replace(sequence=state.sequence._replace(draft=jnp.full_like(state.sequence.draft, -1)))
     running = jnp.sum(state.sequence.cursor.finish == RUNNING)
     prompts = jnp.sum(state.sequence.cursor.phase == PROMPT)
+    waiting = _waiting(state)
 
     def more(carry: tuple[DecodeState, StepPlan, jax.Array]) -> jax.Array:
         state, plan, left = carry
@@ -248,7 +249,7 @@ def run(
         if bucket.rows > 1:
             fits &= jnp.all(plan.rows | (need.tokens == 0))
         finished = jnp.sum(cursor.finish == RUNNING) < running
-        changed = (jnp.sum(is_prompt) < prompts) | (conditions.join & finished)
+        changed = (jnp.sum(is_prompt) < prompts) | (_waiting(state) > waiting) | (conditions.join & finished)
         is_narrow = jnp.sum(tokens) <= conditions.smaller
         return (left > 0) & jnp.any(tokens > 0) & fits & ~changed & ~is_narrow
 
@@ -260,3 +261,9 @@ def run(
     start = state, plan_step(state, config, bucket), jnp.int32(conditions.steps)
     state, plan, left = jax.lax.while_loop(more, body, start)
     return state, _summary(state, plan.need, left)
+
+
+def _waiting(state: DecodeState) -> jax.Array:
+    """Return the number of sequences that wait for the host."""
+    cursor = state.sequence.cursor
+    return jnp.sum((cursor.phase == WAIT) & (cursor.finish == RUNNING) & ~cursor.templated)

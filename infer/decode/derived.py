@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, EngineConfig, SequenceState
-from infer.decode.title_rules import Fits, barred_token, complete_tokens, completes_plan, fitting_parts, repeats_title
-from infer.decode.token_classes import TokenClasses
+from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, WAIT, EngineConfig, SequenceState
 
 
 class BranchBudget(NamedTuple):
@@ -38,16 +36,11 @@ class Derived(NamedTuple):
     """Quantities that the next step takes from a state.
 
     Attributes:
-        due: pending tokens that each segment may feed; 0 while a prompt is fed.
+        due: pending tokens that each segment may feed; 0 while a prompt is fed, or the sequence waits.
         samples: whether a segment gets a next token after those.
         grows: whether the segments of a sequence grow by one token in the step, so that draft tokens may follow.
         budget: permissions of the branches.
         merge_position: position of the first token after the current block (protocol, section 4).
-        fits: parts of serial text and titles that fit the budget of all tokens.
-        title_length: tokens of the title under way.
-        repeats_title: whether the title under way equals an earlier one of its block.
-        completes_plan: whether the last complete title says that it is the last.
-        barred_token: token that may not come next in the title under way; -1: none.
     """
 
     due: Int32[Array, "B M"]
@@ -55,36 +48,24 @@ class Derived(NamedTuple):
     grows: Bool[Array, " B"]
     budget: BranchBudget
     merge_position: Int32[Array, " B"]
-    fits: Fits
-    title_length: Int32[Array, " B"]
-    repeats_title: Bool[Array, " B"]
-    completes_plan: Bool[Array, " B"]
-    barred_token: Int32[Array, " B"]
 
 
-def derive(s: SequenceState, classes: TokenClasses, config: EngineConfig) -> Derived:
+def derive(s: SequenceState, config: EngineConfig) -> Derived:
     """Return the quantities that the next step takes from the progress of the sequences."""
     phase = s.cursor.phase[:, None]
     budget = branch_budget(s, config)
     serial = jnp.zeros_like(phase, bool)
     ready = jnp.concatenate([serial, ready_branches(s, budget)], axis=1)
     due = jnp.where((phase != PARALLEL) | ready, s.segments.queued, 0)
-    due = jnp.where(phase == PROMPT, 0, due)
+    due = jnp.where((phase == PROMPT) | (phase == WAIT), 0, due)
     is_branch = jnp.arange(due.shape[1])[None] > 0
     in_block = (phase == FORK) | (phase == PARALLEL)
-    number, count = jnp.arange(config.max_branches)[None], s.titles.complete[:, None]
-    length = jnp.sum(jnp.where(number == count, s.titles.length, 0), axis=1)
     return Derived(
         due=due,
         samples=(due > 0) & (is_branch == in_block) & (in_block | ~s.cursor.templated[:, None]),
         grows=((phase != FORK) & (phase != MERGE) & (phase != PROMPT))[:, 0] & jnp.all(due <= 1, axis=1),
         budget=budget,
         merge_position=merge_position(s, config),
-        fits=fitting_parts(s, length, complete_tokens(s.titles), config),
-        title_length=length,
-        repeats_title=repeats_title(s.titles, classes),
-        completes_plan=completes_plan(s.titles, classes),
-        barred_token=barred_token(s.titles, s.cursor.phase, classes),
     )
 
 
@@ -101,7 +82,7 @@ def branch_budget(s: SequenceState, config: EngineConfig) -> BranchBudget:
     earlier branches leave tokens. Tokens beyond the budget are dropped when the answer is read.
     """
     sampled, live = s.segments.sampled[:, 1:], s.branches.live
-    exists = jnp.arange(live.shape[1])[None] < s.titles.complete[:, None]
+    exists = jnp.arange(live.shape[1])[None] < s.branches.number[:, None]
     own = sampled[:, :, None]  # tokens of the branch under test
     others = sampled[:, None, :]
     still = (live & exists)[:, None, :]
@@ -113,8 +94,7 @@ def branch_budget(s: SequenceState, config: EngineConfig) -> BranchBudget:
     behind = jnp.any(still & (others < own), axis=2)
 
     closed = exists & ~live & (sampled > 0)
-    lead = s.titles.length if config.form.leads else 0
-    text = jnp.where(exists, lead + sampled - closed, 0)
+    text = jnp.where(exists, s.branches.lead + sampled - closed, 0)
     readable = jnp.cumsum(text, axis=1) < s.budget.block_content[:, None]
     return BranchBudget(affordable, readable, affordable | ~behind)
 
@@ -127,7 +107,7 @@ def ready_branches(s: SequenceState, budget: BranchBudget) -> Bool[Array, "B N"]
 
 def merge_position(s: SequenceState, config: EngineConfig) -> Int32[Array, " B"]:
     """Return the position after the block when all pending tokens of its branches are fed (protocol, section 4)."""
-    exists = jnp.arange(config.max_branches)[None] < s.titles.complete[:, None]
+    exists = jnp.arange(config.max_branches)[None] < s.branches.number[:, None]
     length = jnp.where(exists, s.branches.offset + s.segments.queued[:, 1:], 0)
     scheme = config.model.config.positions
     if scheme == "sequential":
@@ -135,7 +115,7 @@ def merge_position(s: SequenceState, config: EngineConfig) -> Int32[Array, " B"]
     elif scheme == "max":
         span = jnp.max(length, axis=1)
     else:
-        span = s.titles.complete * s.cursor.stride
+        span = s.branches.number * s.cursor.stride
     return s.cursor.position + 1 + span
 
 

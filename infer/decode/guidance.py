@@ -1,4 +1,4 @@
-"""Decisions of the host for constrained sequences between steps: token masks, known tokens and blocks of templates.
+"""Decisions of the host between steps: token masks, known tokens, rules of serial text, blocks and ends.
 
 B rows, N maximum branches, M = N + 1 segments, Q maximum pending tokens of a segment, D draft tokens of a segment, P
 segments that are changed, W words of 32 tokens of the vocabulary.
@@ -21,7 +21,29 @@ from aspd_jax.sizes import next_power
 from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.derived import merge_position
 from infer.decode.packed import Packed
-from infer.decode.state import FORK, HELD, MERGE, RUNNING, DecodeState, EngineConfig, SequenceState, shard_state
+from infer.decode.state import (
+    A_TEXT,
+    FORK,
+    MERGE,
+    NO_LIMIT,
+    RUNNING,
+    SERIAL,
+    WAIT,
+    DecodeState,
+    EngineConfig,
+    SequenceState,
+    shard_state,
+)
+
+
+class SerialRule(NamedTuple):
+    """What the serial segment samples until the host decides again: fields of `Cursor`, of one or of all rows."""
+
+    rule: Any
+    later_rule: Any
+    stops: Any
+    left: Any = NO_LIMIT
+    writes: Any = A_TEXT
 
 
 @dataclass(frozen=True)
@@ -30,27 +52,42 @@ class RowGuidance:
 
     Attributes:
         masks: tokens that may come next, and after each draft token, uint32 [W] each, by segment: 0 is serial, k is
-            branch k.
+            branch k. Empty: any.
         drafts: draft tokens of segments that have masks; the others keep theirs.
         known_tokens: tokens that follow the pending ones, by segment; they are fed together with these.
-        branches: number of branches of a block that begins with the known tokens as leads; 0: none begins.
+        counted: whether known tokens count as sampled, and are subtracted from both budgets.
+        leads: tokens of the plain text in the heads of the branches of a block that begins.
+        serial: rule of serial text, which goes on now, or after the block that begins; None: unchanged.
+        branches: number of branches of a block that begins with `known_tokens` as heads; 0: none begins.
         closed: numbers, from 1, of branches that end; their pending tokens are fed by the merge.
         emptied: those of `closed` whose pending tokens are dropped.
         merges: whether the pending tokens of all branches are fed next.
         finish: STOP or LENGTH to end the answer; RUNNING: it continues.
+        back: number of last serial tokens, the pending one included, that are hidden and dropped.
+        spent: tokens of the budget of all tokens that are fed now, or in the block that begins without being sampled.
+        content: tokens of the budget of plain text that `known_tokens` of the serial segment take.
+        discarded: sampled tokens that are no part of the answer.
     """
 
     masks: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    known_tokens: Mapping[int, list[int]] = field(default_factory=dict)
+    known_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    counted: bool = True
+    leads: Sequence[int] = ()
+    serial: SerialRule | None = None
     branches: int = 0
     closed: frozenset[int] = frozenset()
     emptied: frozenset[int] = frozenset()
     merges: bool = False
     finish: int = RUNNING
+    back: int = 0
+    spent: int = 0
+    content: int = 0
+    discarded: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.masks or self.known_tokens or self.branches or self.closed or self.merges or self.finish)
+        decides = self.masks or self.known_tokens or self.serial or self.branches or self.closed
+        return bool(decides or self.merges or self.finish)
 
 
 class Guidance(NamedTuple):
@@ -58,29 +95,46 @@ class Guidance(NamedTuple):
 
     Attributes:
         row, segment: segments that are changed; a row out of range: none.
+        mask_row: `row` where the token mask changes; out of range elsewhere.
+        masked: whether `bits` restrict the next tokens.
         bits: token masks.
         drafts: draft tokens; -1: none.
         drafted: branch, from 0, whose draft tokens are replaced; 0 also serves the serial segment; N: none are.
         known_tokens: known tokens.
         size: number of known tokens.
+        counted: number of known tokens that count as sampled.
+        lead: tokens of plain text in the head of a branch.
+        serial: rule of serial text; rows without `goes_on` keep theirs.
+        goes_on: sequences whose serial text gets a rule.
         branches: branches of a block that begins.
         closed, emptied: branches that end.
         merges: sequences that merge.
         finish: new values of `Cursor.finish`; RUNNING: unchanged.
+        back, spent, content, discarded: see `RowGuidance`.
     """
 
     row: Int32[Array, " P"]
     segment: Int32[Array, " P"]
+    mask_row: Int32[Array, " P"]
+    masked: Bool[Array, " P"]
     bits: UInt32[Array, "P 1+D W"]
     drafts: Int32[Array, "P D"]
     drafted: Int32[Array, " P"]
     known_tokens: Int32[Array, "P Q"]
     size: Int32[Array, " P"]
+    counted: Int32[Array, " P"]
+    lead: Int32[Array, " P"]
+    serial: SerialRule
+    goes_on: Bool[Array, " B"]
     branches: Int32[Array, " B"]
     closed: Bool[Array, "B N"]
     emptied: Bool[Array, "B N"]
     merges: Bool[Array, " B"]
     finish: Int32[Array, " B"]
+    back: Int32[Array, " B"]
+    spent: Int32[Array, " B"]
+    content: Int32[Array, " B"]
+    discarded: Int32[Array, " B"]
 
 
 def guidance_arrays(
@@ -89,39 +143,60 @@ def guidance_arrays(
     """Return the decisions for rows as arrays.
 
     Args:
-        rows: decisions by row; every segment with known tokens has a mask.
+        rows: decisions by row.
         batch: B.
         words: W.
         config: configuration of the engine.
         min_size: minimum P.
     """
-    entries = [(row, segment) for row, guidance in rows.items() for segment in guidance.masks]
+    entries = [
+        (row, segment)
+        for row, guidance in rows.items()
+        for segment in sorted({*guidance.masks, *guidance.known_tokens})
+    ]
     size = next_power(max(min_size, len(entries)))
-    arrays: dict[str, Any] = {
+    numbers = ("branches", "finish", "back", "spent", "content", "discarded")
+    arrays: dict[str, Any] = {name: np.zeros(batch, np.int32) for name in numbers}
+    arrays |= {
         "row": np.full(size, batch, np.int32),
         "segment": np.zeros(size, np.int32),
+        "mask_row": np.full(size, batch, np.int32),
+        "masked": np.zeros(size, bool),
         "bits": np.zeros((size, 1 + config.draft_tokens, words), np.uint32),
         "drafts": np.full((size, config.draft_tokens), -1, np.int32),
         "drafted": np.full(size, config.max_branches, np.int32),
         "known_tokens": np.zeros((size, config.max_queued), np.int32),
         "size": np.zeros(size, np.int32),
-        "branches": np.zeros(batch, np.int32),
+        "counted": np.zeros(size, np.int32),
+        "lead": np.zeros(size, np.int32),
+        "serial": SerialRule(*(np.zeros(batch, np.int32) for _ in SerialRule._fields)),
+        "goes_on": np.zeros(batch, bool),
         "closed": np.zeros((batch, config.max_branches), bool),
         "emptied": np.zeros((batch, config.max_branches), bool),
         "merges": np.zeros(batch, bool),
-        "finish": np.zeros(batch, np.int32),
     }
     made: Any = Guidance(**arrays)
     for number, (row, segment) in enumerate(entries):
-        tokens = rows[row].known_tokens.get(segment, [])
+        guidance = rows[row]
+        tokens = guidance.known_tokens.get(segment, ())
         made.row[number], made.segment[number] = row, segment
-        masks, drafts = rows[row].masks[segment], rows[row].drafts.get(segment)
-        made.bits[number, : len(masks)] = masks
+        masks, drafts = guidance.masks.get(segment), guidance.drafts.get(segment)
+        if masks is not None:
+            made.mask_row[number], made.masked[number] = row, len(masks) > 0
+            made.bits[number, : len(masks)] = np.reshape(masks, (-1, words))
         if drafts is not None:
             made.drafts[number, : len(drafts)], made.drafted[number] = drafts, max(segment - 1, 0)
         made.known_tokens[number, : len(tokens)], made.size[number] = tokens, len(tokens)
+        made.counted[number] = len(tokens) * guidance.counted
+        if guidance.leads and segment:
+            made.lead[number] = guidance.leads[segment - 1]
     for row, guidance in rows.items():
-        made.branches[row], made.merges[row], made.finish[row] = guidance.branches, guidance.merges, guidance.finish
+        for name in (*numbers, "merges"):
+            getattr(made, name)[row] = getattr(guidance, name)
+        if guidance.serial is not None:
+            made.goes_on[row] = True
+            for values, value in zip(made.serial, guidance.serial, strict=True):
+                values[row] = value
         made.closed[row, [number - 1 for number in guidance.closed]] = True
         made.emptied[row, [number - 1 for number in guidance.emptied]] = True
     result: Guidance = made
@@ -131,15 +206,44 @@ def guidance_arrays(
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def guide(state: DecodeState, guidance: Guidance, config: EngineConfig) -> tuple[DecodeState, Packed[StepSummary]]:
     """Apply decisions of the host; return the state and its summary."""
-    token_mask = state.token_mask.at[guidance.row, guidance.segment].set(guidance.bits, mode="drop")
+    at = guidance.mask_row, guidance.segment
+    token_mask = state.token_mask.at[at].set(guidance.bits, mode="drop")
     draft = state.sequence.draft.at[guidance.row, guidance.drafted].set(guidance.drafts, mode="drop")
-    sequence = _close_branches(state.sequence._replace(draft=draft), guidance)
-    sequence = _open_blocks(sequence, guidance)
+    segments = state.sequence.segments
+    segments = segments._replace(masked=segments.masked.at[at].set(guidance.masked, mode="drop"))
+    state = _take_back(state._replace(token_mask=token_mask), guidance)
+    sequence = state.sequence._replace(draft=draft, segments=state.sequence.segments._replace(masked=segments.masked))
+    sequence = _open_blocks(_go_on(_close_branches(sequence, guidance), guidance), guidance)
     sequence = _begin_merges(_queue_known(sequence, guidance), guidance, config)
     cursor = sequence.cursor
     cursor = cursor._replace(finish=jnp.where(guidance.finish != RUNNING, guidance.finish, cursor.finish))
-    state = state._replace(token_mask=token_mask, sequence=sequence._replace(cursor=cursor))
+    state = state._replace(sequence=sequence._replace(cursor=cursor))
     return shard_state(state, config.mesh), summarise(state, config)
+
+
+def _take_back(state: DecodeState, guidance: Guidance) -> DecodeState:
+    """Hide the last serial tokens in the cache, and drop the pending one."""
+    s, layout, takes = state.sequence, state.cache.layout, guidance.back > 0
+    position = s.cursor.position - jnp.maximum(guidance.back - 1, 0)
+    hidden = takes[:, None] & (layout.position >= position[:, None])
+    layout = layout._replace(sequence=jnp.where(hidden, 0, layout.sequence))
+    queued = jnp.where(takes[:, None], 0, s.segments.queued)
+    s = s._replace(cursor=s.cursor._replace(position=position), segments=s.segments._replace(queued=queued))
+    return state._replace(sequence=s, cache=state.cache._replace(layout=layout))
+
+
+def _go_on(s: SequenceState, guidance: Guidance) -> SequenceState:
+    """Give serial text its rule, and subtract what it spends from the budgets."""
+    goes_on, cursor = guidance.goes_on, s.cursor
+    rule = {name: jnp.where(goes_on, new, getattr(cursor, name)) for name, new in guidance.serial._asdict().items()}
+    return s._replace(
+        cursor=cursor._replace(phase=jnp.where(goes_on, SERIAL, cursor.phase), **rule),
+        budget=s.budget._replace(tokens=s.budget.tokens - guidance.spent, content=s.budget.content - guidance.content),
+        counters=s.counters._replace(
+            discarded=s.counters.discarded + guidance.discarded,
+            critical_path=s.counters.critical_path - guidance.discarded,
+        ),
+    )
 
 
 def _close_branches(s: SequenceState, guidance: Guidance) -> SequenceState:
@@ -152,7 +256,7 @@ def _close_branches(s: SequenceState, guidance: Guidance) -> SequenceState:
 
 
 def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
-    """Begin blocks whose leads `_queue_known` queues."""
+    """Begin blocks whose heads `_queue_known` queues."""
     opens = guidance.branches > 0
     number = jnp.arange(s.branches.live.shape[1])[None]
 
@@ -161,23 +265,39 @@ def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
 
     live = jnp.where(opens[:, None], number < guidance.branches[:, None], s.branches.live)
     segments, budget = s.segments, s.budget
+    leads = cleared(s.branches.lead)
+    leads = leads.at[guidance.row, jnp.maximum(guidance.segment - 1, 0)].add(guidance.lead, mode="drop")
+    content = jnp.sum(leads, axis=1) * opens
     return s._replace(
         cursor=s.cursor._replace(phase=jnp.where(opens, FORK, s.cursor.phase), block=s.cursor.block + opens),
-        segments=segments._replace(queued=cleared(segments.queued), sampled=cleared(segments.sampled)),
-        branches=s.branches._replace(offset=cleared(s.branches.offset), live=live, closing=cleared(s.branches.closing)),
-        titles=s.titles._replace(
-            complete=jnp.where(opens, guidance.branches, s.titles.complete), length=cleared(s.titles.length)
+        segments=segments._replace(
+            queued=segments.queued.at[:, 1:].set(cleared(segments.queued[:, 1:])),
+            sampled=segments.sampled.at[:, 1:].set(cleared(segments.sampled[:, 1:])),
+        ),
+        branches=s.branches._replace(
+            number=jnp.where(opens, guidance.branches, s.branches.number),
+            offset=cleared(s.branches.offset),
+            live=live,
+            closing=cleared(s.branches.closing),
+            lead=leads,
         ),
         budget=budget._replace(
+            content=budget.content - content,
             block_tokens=jnp.where(opens, budget.tokens, budget.block_tokens),
             block_content=jnp.where(opens, budget.content, budget.block_content),
             exhausted=cleared(budget.exhausted),
+        ),
+        counters=s.counters._replace(
+            blocks=s.counters.blocks + opens, branches=s.counters.branches + guidance.branches
         ),
     )
 
 
 def _queue_known(s: SequenceState, guidance: Guidance) -> SequenceState:
-    """Queue known tokens after the pending ones, and subtract them from the budgets."""
+    """Queue known tokens after the pending ones, and subtract those that count from the budgets.
+
+    In a fork, the position becomes that of the last serial token.
+    """
     segments, place = s.segments, jnp.arange(guidance.known_tokens.shape[1])
     index = guidance.row, guidance.segment
     slot = segments.queued[index][:, None] + place
@@ -185,16 +305,18 @@ def _queue_known(s: SequenceState, guidance: Guidance) -> SequenceState:
     queue = segments.queue.at[guidance.row[:, None], guidance.segment[:, None], slot].set(
         guidance.known_tokens, mode="drop"
     )
-    budget = s.budget
+    queued, budget = segments.queued.at[index].add(guidance.size, mode="drop"), s.budget
+    before = jnp.where(guidance.branches > 0, jnp.maximum(queued[:, 0] - 1, 0), 0)
     return s._replace(
+        cursor=s.cursor._replace(position=s.cursor.position + before),
         segments=segments._replace(
             queue=queue,
-            queued=segments.queued.at[index].add(guidance.size, mode="drop"),
-            sampled=segments.sampled.at[index].add(guidance.size, mode="drop"),
+            queued=queued,
+            sampled=segments.sampled.at[index].add(guidance.counted, mode="drop"),
         ),
         budget=budget._replace(
-            tokens=budget.tokens.at[guidance.row].add(-guidance.size, mode="drop"),
-            content=budget.content.at[guidance.row].add(-guidance.size, mode="drop"),
+            tokens=budget.tokens.at[guidance.row].add(-guidance.counted, mode="drop"),
+            content=budget.content.at[guidance.row].add(-guidance.counted, mode="drop"),
         ),
     )
 
@@ -202,6 +324,6 @@ def _queue_known(s: SequenceState, guidance: Guidance) -> SequenceState:
 def _begin_merges(s: SequenceState, guidance: Guidance, config: EngineConfig) -> SequenceState:
     """Begin the merge of sequences that `merges` names; a merge without pending tokens is over."""
     merged = guidance.merges & (jnp.sum(s.segments.queued[:, 1:], axis=1) == 0)
-    phase = jnp.where(merged, HELD, jnp.where(guidance.merges, MERGE, s.cursor.phase))
+    phase = jnp.where(merged, WAIT, jnp.where(guidance.merges, MERGE, s.cursor.phase))
     position = jnp.where(merged, merge_position(s, config) - 1, s.cursor.position)
     return s._replace(cursor=s.cursor._replace(phase=phase, position=position))

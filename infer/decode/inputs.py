@@ -16,7 +16,18 @@ from jaxtyping import Bool, Int32
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket, TokenBatch
 from infer.decode.derived import Derived, branch_position, derive
-from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, RUNNING, SERIAL, TITLE, DecodeState, EngineConfig
+from infer.decode.state import (
+    A_NUMBER,
+    A_TITLE,
+    FORK,
+    MERGE,
+    PARALLEL,
+    PROMPT,
+    RUNNING,
+    SERIAL,
+    DecodeState,
+    EngineConfig,
+)
 
 
 class Pending(NamedTuple):
@@ -110,7 +121,7 @@ def plan_step(state: DecodeState, config: EngineConfig, bucket: Bucket, derived:
         bucket: sizes of the program.
         derived: quantities derived from `state`; None: they are derived here.
     """
-    derived = derive(state.sequence, state.classes, config) if derived is None else derived
+    derived = derive(state.sequence, config) if derived is None else derived
     need = widths(state, derived)
     is_prompt = state.sequence.cursor.phase == PROMPT
     return StepPlan(derived, need, rows_of_step(need.tokens, is_prompt, bucket))
@@ -175,7 +186,7 @@ def next_inputs(state: DecodeState, plan: StepPlan, config: EngineConfig, bucket
         layout=Layout(*(jnp.where(real, field, 0) for field in pending.layout)),
         row=row,
         slot=jnp.where(real, slot, capacity),
-        kind=_kinds(state.sequence.cursor.phase[own], pending, config),
+        kind=_kinds(state, own, pending, config),
         adapter=state.request.adapter[own],
         logits_at=flat,
     )
@@ -250,10 +261,12 @@ def _empty_slots(state: DecodeState, slots: int) -> jax.Array:
     return jax.vmap(lambda row: jnp.nonzero(row, size=slots, fill_value=slots)[0])(is_empty)
 
 
-def _kinds(phase: jax.Array, pending: Pending, config: EngineConfig) -> jax.Array:
-    """Return the kinds of tokens, as `Cache.kind` has them."""
-    title = PLAIN_TEXT if config.form.leads else TITLE_TEXT
-    kind = jnp.select([(phase == SERIAL) | (phase == PARALLEL), phase == TITLE], [PLAIN_TEXT, title], OTHER)
+def _kinds(state: DecodeState, row: jax.Array, pending: Pending, config: EngineConfig) -> jax.Array:
+    """Return the kinds of tokens of rows, as `Cache.kind` has them."""
+    phase, writes = state.sequence.cursor.phase[row], state.sequence.cursor.writes[row]
+    text = jnp.where((writes == A_TITLE) & (not config.form.leads), TITLE_TEXT, PLAIN_TEXT)
+    serial = jnp.where(writes == A_NUMBER, OTHER, text)
+    kind = jnp.select([phase == SERIAL, phase == PARALLEL], [serial, PLAIN_TEXT], OTHER)
     tags = (pending.tokens == config.special.title_start) | (pending.tokens == config.special.title_end)
     return jnp.where(tags, OTHER, kind)
 
@@ -289,6 +302,7 @@ def due_tokens(state: DecodeState, derived: Derived, config: EngineConfig, row: 
         ahead = jnp.clip((place - count) // jnp.maximum(count, 1), 0, config.draft_tokens - 1)
         draft = s.draft[row, jnp.maximum(segment - 1, 0), ahead]
         is_draft = ~is_due & derived.grows[row] & (place < count * (1 + config.draft_tokens)) & (draft >= 0)
+        is_draft &= (segment > 0) | (ahead + 2 <= s.cursor.left[row])  # the host looks after `left` tokens
         tokens, position = jnp.where(is_due, tokens, draft), jnp.where(is_due, position, position + 1 + ahead)
         is_due |= is_draft
     block = jnp.where(segment > 0, s.cursor.block[row], 0)

@@ -19,7 +19,7 @@ from aspd_jax.model.cache import PLAIN_TEXT, TITLE_TEXT
 from aspd_jax.model.cpu import bound_from_largest
 from aspd_jax.sharding import named_sharding
 from infer.decode.inputs import Lanes
-from infer.decode.state import MAX_BRANCHES, TITLE, DecodeState, EngineConfig, RequestArrays
+from infer.decode.state import A_TITLE, MAX_BRANCHES, DecodeState, EngineConfig, RequestArrays
 
 GROUP = 128  # tokens of a group: the width of a TPU register
 BITS = 2  # bits of a bound that one pass over all logits determines
@@ -61,7 +61,7 @@ def penalise(
     Plain text is penalised for tokens of plain text, and titles for tokens of titles. Tags are exempt, because a
     penalty on them would end lists early. Heads are exempt, so that a branch can repeat its title.
     """
-    kind = jnp.where(state.sequence.cursor.phase[lanes.row] == TITLE, TITLE_TEXT, PLAIN_TEXT)
+    kind = jnp.where(state.sequence.cursor.writes[lanes.row] == A_TITLE, TITLE_TEXT, PLAIN_TEXT)
     visible = visible_text(state, config, lanes, kind)
     count = _count(state.cache.tokens[lanes.row], visible, logits.shape[-1])
     penalty = request.repetition_penalty[:, None]

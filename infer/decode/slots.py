@@ -18,7 +18,7 @@ from infer.decode.derived import derive
 from infer.decode.inputs import Pending, pending_tokens, widest
 from infer.decode.packed import Packed
 from infer.decode.state import (
-    NOTHING,
+    NO_LIMIT,
     PARALLEL,
     PROMPT,
     RUNNING,
@@ -31,6 +31,7 @@ from infer.decode.state import (
     SequenceState,
     shard_state,
 )
+from infer.decode.token_classes import ANY_TEXT
 
 NO_CAP = (1 << 31) - 1  # `Cursor.branch_cap` without a limit
 
@@ -48,7 +49,7 @@ class Admission(NamedTuple):
         block: number of blocks in the prompt.
         budget: maximum tokens of the answer.
         content: maximum tokens of its plain text.
-        stride, templated: see `Cursor`.
+        stride, templated, rule, stops: see `Cursor`.
     """
 
     row: Int32[Array, ""]
@@ -62,6 +63,8 @@ class Admission(NamedTuple):
     content: Int32[Array, ""]
     stride: Int32[Array, ""]
     templated: Bool[Array, ""]
+    rule: Int32[Array, ""]
+    stops: Int32[Array, ""]
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -104,7 +107,10 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
             position=new.position,
             block=new.block,
             stride=new.stride,
-            hide_from=NOTHING,
+            rule=new.rule,
+            later_rule=new.rule,
+            stops=new.stops,
+            left=NO_LIMIT,
             branch_cap=NO_CAP,
             templated=new.templated,
         ),
@@ -142,7 +148,7 @@ class OutputSnapshot(NamedTuple):
 @partial(jax.jit, static_argnames="config")
 def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packed[OutputSnapshot]:
     """Copy rows together with their pending tokens, int32 [M] row numbers; finished sequences included."""
-    pending = pending_tokens(state, derive(state.sequence, state.classes, config), config, widest(config))
+    pending = pending_tokens(state, derive(state.sequence, config), config, widest(config))
     read = OutputSnapshot(state.cache.tokens, state.cache.layout, state.cache.length, pending, state.sequence)
     return Packed.pack(jax.tree.map(lambda field: field[rows], read))
 
@@ -179,7 +185,8 @@ def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length
     """
     s = state.sequence
     live = jnp.broadcast_to(jnp.arange(config.max_branches) < width, s.branches.live.shape) & (width > 1)
-    branches = Branches(jnp.zeros_like(s.branches.offset), live, jnp.zeros_like(live))
+    empty = jnp.zeros_like(s.branches.offset)
+    branches = Branches(jnp.full_like(s.branches.number, width), empty, live, jnp.zeros_like(live), empty)
     plenty = jnp.full_like(s.budget.tokens, 1 << 29)
     serial = jnp.full_like(s.segments.queued[:, :1], int(width == 1))
     queued = jnp.concatenate([serial, live.astype(jnp.int32)], axis=1)
@@ -190,13 +197,18 @@ def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length
             prompt_length=jnp.full_like(s.cursor.prompt_length, length),
             position=jnp.full_like(s.cursor.position, length),
             block=jnp.ones_like(s.cursor.block),
+            rule=jnp.full_like(s.cursor.rule, ANY_TEXT),
+            later_rule=jnp.full_like(s.cursor.rule, ANY_TEXT),
+            left=jnp.full_like(s.cursor.left, NO_LIMIT),
             branch_cap=jnp.full_like(s.cursor.branch_cap, NO_CAP),
         ),
         segments=s.segments._replace(
-            queue=jnp.ones_like(s.segments.queue), queued=queued, sampled=jnp.zeros_like(s.segments.sampled)
+            queue=jnp.ones_like(s.segments.queue),
+            queued=queued,
+            sampled=jnp.zeros_like(s.segments.sampled),
+            masked=jnp.zeros_like(s.segments.masked),
         ),
         branches=branches,
-        titles=s.titles._replace(complete=jnp.full_like(s.titles.complete, width)),
         budget=s.budget._replace(tokens=plenty, content=plenty, block_tokens=plenty, block_content=plenty),
         draft=jnp.full_like(s.draft, -1),
     )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from aspd_jax.layout import Layout
 from infer.decode.derived import Derived, branch_position
 from infer.decode.inputs import Inputs, Lanes
-from infer.decode.state import NOTHING, PARALLEL, RUNNING, DecodeState, EngineConfig
+from infer.decode.state import PARALLEL, RUNNING, WAIT, DecodeState, EngineConfig
 
 
 def drafts_from_text(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
@@ -111,7 +111,8 @@ def continues(state: DecodeState, derived: Derived, lanes: Lanes) -> jax.Array:
     s = state.sequence
     branch = (lanes.row, jnp.maximum(lanes.branch - 1, 0))
     in_block = (s.cursor.phase == PARALLEL)[lanes.row]
-    grows = ((s.cursor.finish == RUNNING) & (s.cursor.hide_from == NOTHING) & derived.grows)[lanes.row]
+    goes_on = (s.cursor.finish == RUNNING) & (s.cursor.phase != WAIT)
+    grows = (goes_on & derived.grows)[lanes.row]
     may_go_on = in_block & s.branches.live[branch] & derived.budget.final[branch]
     return grows & jnp.where(lanes.branch == 0, ~in_block, may_go_on)
 

@@ -1,7 +1,7 @@
 """The decoding state, grouped by lifetime: engine, request, sequence, and the cache.
 
-B rows, one sequence each, N maximum branches, M = N + 1 segments, Q maximum pending tokens of a segment, E maximum
-title tokens, D draft tokens of a segment, C cache slots, V vocabulary, W words of 32 tokens of the vocabulary.
+B rows, one sequence each, N maximum branches, M = N + 1 segments, Q maximum pending tokens of a segment, D draft tokens
+of a segment, C cache slots, V vocabulary, W words of 32 tokens of the vocabulary.
 
 A token is *pending* from when it is sampled (or known, for tokens that the engine feeds by itself) until a step feeds
 it. `derived` says which pending tokens are due, `inputs` puts them into a batch, and `transition` takes the tokens
@@ -16,29 +16,27 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Bool, Float32, Int32, UInt32
+from jaxtyping import Bool, Float32, Int32, UInt8, UInt32
 
 from aspd_jax.model.cache import Cache, layer_sharding
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.tokens import SpecialTokens, TitleForm
 from aspd_jax.trees import zeros
-from infer.decode.token_classes import TokenClasses
 
 # Phases: the kind of the pending tokens of a sequence, and with it the grammar rule of the next token.
-SERIAL = 0  # a serial token; the next is free text, a title or the end
-TITLE = 1  # `<|title|>` or a token of a title
-TITLED = 2  # `<|/title|>`
-FORK = 3  # `<|para|>` and the heads of all branches
-PARALLEL = 4  # one token of every live branch
-MERGE = 5  # the closing tags of all branches, and `<|/para|>`
-PROMPT = 6  # the rest of the prompt; the next sample is the first of the answer
-HELD = 7  # none: the host opens the next block of a template
-COUNT = 8  # `<|title|>` before the number of leads, or a digit of it
+SERIAL = 0  # a token of the serial segment
+FORK = 1  # `<|para|>` and the heads of all branches
+PARALLEL = 2  # one token of every live branch
+MERGE = 3  # the closing tags of all branches, and `<|/para|>`
+PROMPT = 4  # the rest of the prompt; the next sample is the first of the answer
+WAIT = 5  # any, which are not due: the host decides what follows
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of `Cursor.finish`
-NOTHING = 1 << 30  # `Cursor.hide_from` without a hidden title
+A_TEXT, A_TITLE, A_NUMBER = 0, 1, 2  # values of `Cursor.writes`
+NO_LIMIT = 1 << 30  # `Cursor.left` where the host does not have to look
 MAX_BRANCHES = 1 << 12  # limit of N; blocks and branches share one number in random streams
 
 
@@ -56,10 +54,9 @@ class EngineConfig:
         end: ids that end an answer.
         forbidden: further ids that may not occur inside titles and branches.
         max_branches: N.
-        max_title_tokens: E.
+        max_title_tokens: maximum tokens of a title.
         draft_tokens: D, maximum draft tokens of a segment in a step; 0: no speculation.
         drafts: source of draft tokens.
-        distinct_titles: whether a repeated title ends the list and is discarded.
         mesh: mesh over which parameters and cache are sharded; None: one device.
     """
 
@@ -72,7 +69,6 @@ class EngineConfig:
     max_title_tokens: int
     draft_tokens: int = 0
     drafts: DraftSource = "none"
-    distinct_titles: bool = True
     mesh: Mesh | None = None
 
     @property
@@ -90,19 +86,16 @@ class RequestArrays(NamedTuple):
     """Sampling parameters and limits of the request in each row.
 
     Attributes:
-        adaptive: whether the model may fork.
         seed: seed of the random streams.
         temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty: see `SamplingParams`.
         biased: whether `DecodeState.bias` is added to the logits.
         min_tokens: tokens of plain text before which the answer does not end.
         max_branch_tokens: maximum tokens sampled in a branch, closing tag included.
-        constrained: whether `DecodeState.token_mask` restricts the next tokens.
         adapter: index of the adapter in the parameters; negative: none.
         script: tokens of `SamplingParams.script`, its segments one after the other.
         script_end: end of each segment in `script`.
     """
 
-    adaptive: Bool[Array, " B"]
     seed: UInt32[Array, " B"]
     temperature: Float32[Array, " B"]
     top_k: Int32[Array, " B"]
@@ -114,7 +107,6 @@ class RequestArrays(NamedTuple):
     biased: Bool[Array, " B"]
     min_tokens: Int32[Array, " B"]
     max_branch_tokens: Int32[Array, " B"]
-    constrained: Bool[Array, " B"]
     adapter: Int32[Array, " B"]
     script: Int32[Array, "B C"]
     script_end: Int32[Array, "B M"]
@@ -131,11 +123,13 @@ class Cursor(NamedTuple):
             last prompt token.
         block: number of blocks opened so far, those of the prompt included.
         stride: positions between the starts of sibling branches in scheme `predict`.
-        opened: position of the first `<|title|>` of the current or last block.
-        hide_from: position from which discarded tokens are hidden; NOTHING: none are.
+        rule: classes of tokens that may come next in serial text: bit c for class c (`infer.decode.token_classes`).
+        later_rule: `rule` after the next token.
+        stops: classes of tokens after which the sequence waits for the host.
+        left: tokens of serial text after which it waits.
+        writes: what serial text is: A_TEXT, A_TITLE or A_NUMBER (of leads).
         branch_cap: maximum branches that a step may feed.
         templated: whether the host opens and ends all blocks (a template): serial text and tags are not sampled.
-        took_back: whether a block was taken back; the answer does not fork again.
     """
 
     prompt_length: Int32[Array, " B"]
@@ -144,11 +138,13 @@ class Cursor(NamedTuple):
     position: Int32[Array, " B"]
     block: Int32[Array, " B"]
     stride: Int32[Array, " B"]
-    opened: Int32[Array, " B"]
-    hide_from: Int32[Array, " B"]
+    rule: Int32[Array, " B"]
+    later_rule: Int32[Array, " B"]
+    stops: Int32[Array, " B"]
+    left: Int32[Array, " B"]
+    writes: Int32[Array, " B"]
     branch_cap: Int32[Array, " B"]
     templated: Bool[Array, " B"]
-    took_back: Bool[Array, " B"]
 
 
 class Segments(NamedTuple):
@@ -158,41 +154,31 @@ class Segments(NamedTuple):
         queue: pending tokens in the order in which they are fed. Those of a closed branch wait for the merge.
         queued: number of pending tokens.
         sampled: tokens sampled so far.
+        masked: whether `DecodeState.token_mask` restricts the next tokens.
     """
 
     queue: Int32[Array, "B M Q"]
     queued: Int32[Array, "B M"]
     sampled: Int32[Array, "B M"]
+    masked: Bool[Array, "B M"]
 
 
 class Branches(NamedTuple):
     """The branches of the current block.
 
     Attributes:
+        number: number of branches.
         offset: tokens of the branch fed so far.
         live: whether the branch samples further tokens.
         closing: whether the next sampled token has to be the closing tag.
+        lead: tokens of the head that are plain text.
     """
 
+    number: Int32[Array, " B"]
     offset: Int32[Array, "B N"]
     live: Bool[Array, "B N"]
     closing: Bool[Array, "B N"]
-
-
-class Titles(NamedTuple):
-    """The titles of the current block.
-
-    Attributes:
-        complete: number of complete titles.
-        length: tokens of each title, the one under way included.
-        tokens: token ids of each title.
-        stated: number of leads that the model has stated, as far as it is written; 0 for names.
-    """
-
-    complete: Int32[Array, " B"]
-    length: Int32[Array, "B N"]
-    tokens: Int32[Array, "B N E"]
-    stated: Int32[Array, " B"]
+    lead: Int32[Array, "B N"]
 
 
 class Budget(NamedTuple):
@@ -252,7 +238,6 @@ class SequenceState(NamedTuple):
     cursor: Cursor
     segments: Segments
     branches: Branches
-    titles: Titles
     budget: Budget
     counters: Counters
     draft: Int32[Array, "B N D"]
@@ -262,16 +247,16 @@ class DecodeState(NamedTuple):
     """The decoding state, grouped by lifetime.
 
     Attributes:
-        classes: classes of the tokens; constant.
+        classes: class of each token; constant.
         request: parameters of the requests; changes when a row is assigned to another request.
-        token_mask: tokens allowed in each segment of a constrained row, next and after each draft token, one bit each.
-            Changes between steps, when the host advances the grammars.
+        token_mask: tokens allowed in each segment that is `masked`, next and after each draft token, one bit each.
+            Changes between steps, when the host decides.
         bias: bias of the logits in rows that are `biased`, of V tokens. Changes as `request` does.
         sequence: progress; changes in every step.
         cache: KV cache; every step appends to it.
     """
 
-    classes: TokenClasses
+    classes: UInt8[Array, " V"]
     request: RequestArrays
     token_mask: UInt32[Array, "B M 1+D W"]
     bias: Float32[Array, "B V"]
@@ -279,26 +264,22 @@ class DecodeState(NamedTuple):
     cache: Cache
 
 
-def empty_state(config: EngineConfig, cache: Cache, classes: TokenClasses) -> DecodeState:
-    """Return a state without active sequences."""
+def empty_state(config: EngineConfig, cache: Cache, classes: np.ndarray) -> DecodeState:
+    """Return a state without active sequences; `classes`: class of each token, uint8 [V]."""
     sizes = {
         "B": cache.tokens.shape[0],
         "C": cache.tokens.shape[1],
         "N": config.max_branches,
         "M": config.max_branches + 1,
-        "E": config.max_title_tokens,
         "D": config.draft_tokens,
         "Q": config.max_queued,
     }
     sequence = zeros(SequenceState, sizes)
-    cursor = sequence.cursor
-    cursor = cursor._replace(finish=cursor.finish + STOP, hide_from=cursor.hide_from + NOTHING)
-    sequence = sequence._replace(cursor=cursor)
-    vocabulary = classes.kind.size
+    sequence = sequence._replace(cursor=sequence.cursor._replace(finish=sequence.cursor.finish + STOP))
+    vocabulary = classes.size
     token_mask = jnp.zeros((sizes["B"], sizes["M"], 1 + sizes["D"], -(-vocabulary // 32)), jnp.uint32)
     bias = jnp.zeros((sizes["B"], vocabulary), jnp.float32)
-    classes = jax.tree.map(jnp.asarray, classes)
-    return DecodeState(classes, zeros(RequestArrays, sizes), token_mask, bias, sequence, cache)
+    return DecodeState(jnp.asarray(classes), zeros(RequestArrays, sizes), token_mask, bias, sequence, cache)
 
 
 def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:

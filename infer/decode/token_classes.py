@@ -12,8 +12,8 @@ import numpy as np
 
 from aspd_jax.tokens import TextCodec
 
-TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER = range(9)
-CLASSES = 9
+TEXT, TITLE_START, TITLE_END, PARALLEL_START, PARALLEL_END, BRANCH_START, BRANCH_END, END, OTHER, LINE = range(10)
+ANY_TEXT = 1 << TEXT | 1 << LINE  # rule of plain text: bit c permits class c
 NO_NUMBER, SLASH = -1, -2  # values of `TokenClasses.number`
 
 
@@ -21,18 +21,16 @@ class TokenClasses(NamedTuple):
     """The class and the properties of every token.
 
     Attributes:
-        kind: class, uint8 [V].
+        kind: class, uint8 [V]; LINE: text with a line break.
         marker: whether a token has no letters, bool [V]: digits, blanks and punctuation, as in "3/5 " and "2. ".
         number: number that a token spells, int16 [V]; SLASH; otherwise NO_NUMBER.
         scale: 10 to the power of the number of digits of a token that has nothing else, int16 [V]; otherwise 1.
-        line_break: whether a token contains a line break, bool [V].
     """
 
     kind: np.ndarray
     marker: np.ndarray
     number: np.ndarray
     scale: np.ndarray
-    line_break: np.ndarray
 
 
 def token_classes(
@@ -45,7 +43,7 @@ def token_classes(
         tags: ids in the order of `TAGS`; negative: no such tag.
         end: ids that end an answer.
         other: further ids that may occur in serial text only.
-        codec: codec that gives the texts of tokens; None: no token is a marker, a number or a line break.
+        codec: codec that gives the texts of tokens; None: no token is a marker, a number or has a line break.
     """
     kind = np.full(vocabulary, TEXT, np.uint8)
     kind[[token for token in other if token < vocabulary]] = OTHER
@@ -54,15 +52,16 @@ def token_classes(
             kind[token] = tag
     kind[list(end)] = END
     marker, number = np.zeros(vocabulary, bool), np.full(vocabulary, NO_NUMBER, np.int16)
-    line_break, scale = np.zeros(vocabulary, bool), np.ones(vocabulary, np.int16)
+    scale = np.ones(vocabulary, np.int16)
     if codec is not None:
         # A token that is a part of a character may be a part of a letter.
         texts = token_texts(codec, vocabulary)
         marker[:] = [bool(text) and not any(char.isalpha() or char == "\ufffd" for char in text) for text in texts]
         number[:] = [number_of(text.strip()) for text in texts]
         scale[:] = [10 ** len(text) if number_of(text) >= 0 else 1 for text in texts]
-        line_break[:] = [len(f"{text}.".splitlines()) > 1 for text in texts]
-    return TokenClasses(kind, marker, number, scale, line_break)
+        breaks = np.asarray([len(f"{text}.".splitlines()) > 1 for text in texts])
+        kind[breaks & (kind == TEXT)] = LINE
+    return TokenClasses(kind, marker, number, scale)
 
 
 def number_of(text: str) -> int:

@@ -17,8 +17,9 @@ from aspd_jax.model.cache import empty_cache
 from aspd_jax.sizes import next_power
 from infer.decode.slots import Admission, admit, put_bias
 from infer.decode.state import DecodeState, EngineConfig, RequestArrays, empty_state, place_state
-from infer.decode.token_classes import token_classes
+from infer.decode.token_classes import TokenClasses, token_classes
 from infer.request import PARAMETERS, Request
+from infer.scheduling.tags import text_rule
 
 DTYPES: dict[type, Any] = {int: np.int32, float: np.float32}  # types of sampling parameters on the device
 MIN_PROMPT = 64  # tokens of the smallest program that admits a prompt
@@ -52,7 +53,15 @@ def prompt_layout(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int]
     return layout
 
 
-def new_state(lm: LanguageModel, config: EngineConfig, batch: int, capacity: int) -> DecodeState:
+def classes_of(lm: LanguageModel, config: EngineConfig) -> TokenClasses:
+    """Return the classes and properties of the tokens of a model."""
+    codec = None if lm.tokenizer is None else lm.codec.text
+    return token_classes(lm.config.padded_vocab_size, config.special.ids, config.end, config.forbidden, codec)
+
+
+def new_state(
+    lm: LanguageModel, config: EngineConfig, batch: int, capacity: int, classes: TokenClasses | None = None
+) -> DecodeState:
     """Return a state of empty rows.
 
     Args:
@@ -60,11 +69,11 @@ def new_state(lm: LanguageModel, config: EngineConfig, batch: int, capacity: int
         config: configuration of the engine.
         batch: B, number of rows.
         capacity: number of slots of a row.
+        classes: classes of the tokens; None: they are read here.
     """
-    codec = None if lm.tokenizer is None else lm.codec.text
-    classes = token_classes(lm.config.padded_vocab_size, config.special.ids, config.end, config.forbidden, codec)
+    classes = classes or classes_of(lm, config)
     cache = empty_cache(lm.config, batch, capacity, lm.mesh)
-    return place_state(empty_state(config, cache, classes), lm.mesh)
+    return place_state(empty_state(config, cache, classes.kind), lm.mesh)
 
 
 def admit_request(
@@ -100,8 +109,6 @@ def admit_request(
     script = np.asarray([token for segment in params.script for token in segment], np.int32)
     lengths = [*map(len, params.script), *[0] * (1 + config.max_branches - len(params.script))]
     arrays: dict[str, Any] = {
-        "adaptive": np.bool_(request.mode == "adaptive"),
-        "constrained": np.bool_(request.constrained),
         "seed": np.uint32(request.seed),
         "biased": np.bool_(biases),
         "adapter": np.int32(adapter),
@@ -113,6 +120,7 @@ def admit_request(
         for name, parameter in PARAMETERS.items()
         if parameter.device
     }
+    rule = text_rule(forks=request.mode == "adaptive" and config.max_branches >= 2)
     numbers = {
         "row": row,
         "prefix_slots": prefix.slots,
@@ -120,6 +128,8 @@ def admit_request(
         "block": layout.block.max(),
         "budget": request.budget,
         "content": params.max_content_tokens or request.budget,
+        "rule": rule.rule,
+        "stops": rule.stops,
         "stride": config.longest_head + params.max_branch_tokens,
     }
     new: Any = Admission(

@@ -20,9 +20,11 @@ from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TitleForm, split
 from infer.decode.decode_step import count_step, forward, logits_of
 from infer.decode.derived import Derived, derive
 from infer.decode.grammar import LaneTokens
+from infer.decode.guidance import RowGuidance, SerialRule, guidance_arrays, guide
 from infer.decode.inputs import Inputs, next_inputs, plan_step, widths
-from infer.decode.state import FORK, PROMPT, RUNNING, TITLE, DecodeState, EngineConfig, Titles
-from infer.decode.transition import advance, fork_queue
+from infer.decode.state import PROMPT, RUNNING, WAIT, DecodeState, EngineConfig
+from infer.decode.token_classes import PARALLEL_START, TITLE_END, TITLE_START
+from infer.decode.transition import advance
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import admit_request, new_state
 from infer.scheduling.buckets import MAX_TOKENS, capacity_for
@@ -48,26 +50,37 @@ MIN_SIZE = 8  # tokens of the narrowest step: programs for fewer take longer to 
 
 
 class _Script:
-    """Tokens that replace sampled ones, by segment: serial (titles and `<|para|>` included), and each branch."""
+    """Tokens that replace sampled ones, by segment, and the decisions after tags of the serial segment."""
 
     def __init__(self, items: Sequence[ItemIds], config: EngineConfig, end: Sequence[int]) -> None:
-        special = config.special
+        special, leads = config.special, config.form.leads
         serial: list[int] = []
         self._branches: list[list[list[int]]] = []
+        self._decisions: list[RowGuidance] = []
         for item in items:
             if isinstance(item, SerialIds):
                 serial.extend(item.ids)
                 continue
-            if config.form.leads:  # between leads, tags are known
-                serial += (special.title_start, *item.number, special.title_end)
-            for title in item.titles:
-                serial += [special.title_start] * (not config.form.leads)
-                serial += (*title, special.title_end)
-            serial += [special.parallel_start] * (not config.form.leads)
-            heads = [len(title) + len(config.form.separator) for title in _own_titles(item)]
-            block = zip(heads, item.branches, strict=True)
-            self._branches.append([[*branch[head:], special.branch_end][::-1] for head, branch in block])
+            own = _own_titles(item)
+            if leads:  # tags between leads are known
+                serial.append(special.title_start)
+                self._decisions.append(_goes_on())
+                for title in (item.number, *item.titles):
+                    serial += (*title, special.title_end)
+                    self._decisions.append(_goes_on(special.title_start))
+                self._decisions.pop()
+            else:
+                for title in item.titles:
+                    serial += (special.title_start, *title, special.title_end)
+                    self._decisions += (_goes_on(), _goes_on())
+                serial.append(special.parallel_start)
+            known = [special.parallel_start] if leads else []
+            heads = {n: [special.branch_start, *title, *config.form.separator] for n, title in enumerate(own, 1)}
+            self._decisions.append(replace(_goes_on(), known_tokens={0: known, **heads}, branches=len(own)))
+            block = zip(heads.values(), item.branches, strict=True)
+            self._branches.append([[*branch[len(head) - 1 :], special.branch_end][::-1] for head, branch in block])
         self._serial = [*serial, *end][::-1]
+        self._decisions.reverse()
 
     def next(self, block: int, lane: int) -> int:
         """Return the next token of a lane; 0 for unused lanes."""
@@ -75,9 +88,19 @@ class _Script:
             return 0
         return int((self._branches[block][lane - 1] if lane else self._serial).pop())
 
+    def decide(self) -> RowGuidance:
+        """Return the decision after the next tag of the serial segment."""
+        return self._decisions.pop()
+
     @property
     def done(self) -> bool:
         return not self._serial and not any(branch for block in self._branches for branch in block)
+
+
+def _goes_on(*known: int) -> RowGuidance:
+    """Return the decision that serial text goes on to the next tag, behind known tokens."""
+    stops = 1 << TITLE_START | 1 << TITLE_END | 1 << PARALLEL_START
+    return RowGuidance(known_tokens={0: known}, counted=False, serial=SerialRule(0, 0, stops))
 
 
 @partial(jax.jit, static_argnames=("config", "bucket"), donate_argnames="state")
@@ -98,7 +121,7 @@ def replay_advance(
 ) -> DecodeState:
     """Take scripted tokens, one per lane, in place of sampled ones."""
     lanes = inputs.lanes
-    tokens = LaneTokens(sampled, state.classes.kind[sampled].astype(jnp.int32))
+    tokens = LaneTokens(sampled, state.classes[sampled].astype(jnp.int32))
     return advance(state, derived, config, lanes, tokens, lanes.row < state.sequence.cursor.phase.size)
 
 
@@ -113,7 +136,6 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
         config,
         form=replace(config.form, separator=_separator(blocks, config.form)),
         max_branches=_larger_limit(config.max_branches, *(len(block.branches) for block in blocks)),
-        distinct_titles=False,
         max_title_tokens=_larger_limit(config.max_title_tokens, *(len(t) for block in blocks for t in block.titles)),
     )
     script = _Script(items, config, answer[-1:] if ended else ())
@@ -128,7 +150,7 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
     block, widths_fed = -1, []
     while True:
         prefilling = int(state.sequence.cursor.phase[0]) == PROMPT
-        derived = derive(state.sequence, state.classes, config)
+        derived = derive(state.sequence, config)
         due = min(int(widths(state, derived).tokens[0]), MAX_TOKENS if prefilling else capacity)
         size = max(MIN_SIZE, next_power(due))
         bucket = Bucket(1, size, size, capacity)
@@ -146,12 +168,12 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
         lanes = np.where(used, np.asarray(inputs.lanes.branch), -1).tolist()
         sampled = np.asarray([script.next(block, lane) for lane in lanes], np.int32)
         state = replay_advance(state, derived, config, inputs, jnp.asarray(sampled))
-        phase = int(state.sequence.cursor.phase[0])
-        if phase == TITLE and config.form.leads:  # a list that a repeated lead has ended is shorter than stated
-            state = _state_leads(state, len(blocks[block + 1].titles))
-        if phase == FORK:
-            block += 1
-            state = _set_branches(state, config, blocks[block])
+        if int(state.sequence.cursor.phase[0]) == WAIT:
+            decision = script.decide()
+            if decision.branches:
+                block += 1
+                state = _set_stride(state, blocks[block])
+            state, _ = guide(state, guidance_arrays({0: decision}, 1, state.token_mask.shape[3], config), config)
         cursor = state.sequence.cursor
         cursor = cursor._replace(finish=jnp.full_like(cursor.finish, RUNNING))
         state = state._replace(sequence=state.sequence._replace(cursor=cursor))
@@ -167,12 +189,6 @@ def _keys(layout: Layout) -> list[tuple[int, ...]]:
     """Return the keys of the tokens of one sequence, which do not depend on their order: (block, branch, position)."""
     fields = (layout.block, layout.branch, layout.position)
     return list(zip(*(np.asarray(field)[0].tolist() for field in fields), strict=True))
-
-
-def _state_leads(state: DecodeState, count: int) -> DecodeState:
-    titles = state.sequence.titles
-    titles = titles._replace(stated=jnp.full_like(titles.stated, count))
-    return state._replace(sequence=state.sequence._replace(titles=titles))
 
 
 def _separator(blocks: Sequence[BlockIds], form: TitleForm) -> tuple[int, ...]:
@@ -208,22 +224,9 @@ def _own_titles(block: BlockIds) -> list[np.ndarray]:
     return own
 
 
-def _set_branches(state: DecodeState, config: EngineConfig, block: BlockIds) -> DecodeState:
-    """Return a state that is about to fork into the branches of the answer's block."""
-    s = state.sequence
-    lengths, tokens = np.zeros(s.titles.length.shape, np.int32), np.zeros(s.titles.tokens.shape, np.int32)
-    for number, title in enumerate(_own_titles(block)):
-        lengths[:, number] = len(title)
-        tokens[:, number, : len(title)] = title
-    count = len(block.branches)
+def _set_stride(state: DecodeState, block: BlockIds) -> DecodeState:
+    """Return a state in which sibling branches are as far apart as the answer's block needs."""
     longest = max(len(branch) for branch in block.branches) + 2  # with its tags
-    titles = Titles(jnp.full_like(s.titles.complete, count), jnp.asarray(lengths), jnp.asarray(tokens), s.titles.stated)
-    queue, queued = fork_queue(titles, s.segments.queue[:, 0, :2], config)
-    queued = queued.at[:, 0].set(s.segments.queued[:, 0])
-    sequence = s._replace(
-        cursor=s.cursor._replace(stride=jnp.full_like(s.cursor.stride, longest)),
-        segments=s.segments._replace(queue=queue, queued=queued),
-        branches=s.branches._replace(live=jnp.broadcast_to(jnp.arange(lengths.shape[1]) < count, lengths.shape)),
-        titles=titles,
-    )
-    return state._replace(sequence=sequence)
+    cursor = state.sequence.cursor
+    cursor = cursor._replace(stride=jnp.full_like(cursor.stride, longest))
+    return state._replace(sequence=state.sequence._replace(cursor=cursor))

@@ -25,10 +25,11 @@ from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.guidance import RowGuidance, guidance_arrays, guide
 from infer.decode.packed import Packed
 from infer.decode.slots import NO_CAP, OutputSnapshot, copy_slots, set_branch_cap, stop_segments
-from infer.decode.state import FORK, LENGTH, PARALLEL, PROMPT, RUNNING, DecodeState, EngineConfig
+from infer.decode.state import FORK, LENGTH, PARALLEL, PROMPT, RUNNING, WAIT, DecodeState, EngineConfig
+from infer.decode.token_classes import TokenClasses
 from infer.request import Request
 from infer.scheduling.adapter_slots import AdapterSlots
-from infer.scheduling.admission import admit_request, new_state
+from infer.scheduling.admission import admit_request, classes_of, new_state
 from infer.scheduling.buckets import MIN_CAPACITY
 from infer.scheduling.filling import Filling
 from infer.scheduling.handle import DebugState, Handle
@@ -37,6 +38,7 @@ from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory
 from infer.scheduling.request_state import RequestState
 from infer.scheduling.runner import InFlightSteps, Runner
 from infer.scheduling.structured import Constraint, Schemas
+from infer.scheduling.tags import Tags
 from infer.scheduling.warm_up import compile_all, measure_cost
 
 STEPS_BETWEEN_CAPS = 16  # steps between two adjustments of the branch cap to the load
@@ -89,6 +91,8 @@ class Scheduler:
         self._adapters, self._schemas = adapters, schemas
         self._codec = None if lm.tokenizer is None else lm.codec
         self._rows: list[RequestState | None] = [None] * rows
+        self._classes: TokenClasses | None = None
+        self._tags: Tags | None = None  # made with the state
         self._prefixes = PrefixCache(rows, reuse, continue_blocks=lm.config.positions != "predict")
         self._waiting: deque[RequestState] = deque()
         self._alone: RequestState | None = None  # the only request that may start; None: all may
@@ -223,7 +227,10 @@ class Scheduler:
 
     def _state_now(self) -> DecodeState:
         if self._state is None:
-            self._state = new_state(self._lm, self._config, len(self._rows), self._capacity)
+            if self._classes is None:
+                self._classes = classes_of(self._lm, self._config)
+                self._tags = Tags(self._config, self._classes)
+            self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, self._classes)
             judged = self.runner.drafts.active and not self.runner.drafts.always
             costly = self._policy.milliseconds is not None or judged
             if costly and self._cost is None:
@@ -306,7 +313,10 @@ class Scheduler:
         done, summary, join = 0, self._summary_now(), return_on_end or bool(self._waiting)
         left = max_steps - self.last_chunk.steps  # steps that are not in flight
         ends_chunk = self._end_prefills(summary)
-        while done < left and summary.tokens.any() and not ends_chunk:
+        while True:
+            summary = self._decide(summary)
+            if done >= left or not summary.tokens.any() or ends_chunk:
+                break
             if join and (summary.finish[rows] != RUNNING).any():
                 break
             steps, summary = self.runner.end(self._start(summary, left - done, join), self._cost)
@@ -318,6 +328,17 @@ class Scheduler:
         feeding = any(state.prompt is not None for state in self._running.values())
         known = not (stepwise or feeding) and self._policy == Policy() and bool((summary.finish[rows] == RUNNING).all())
         self._process_outputs(summary, max_steps if join and known and summary.tokens.any() else 0)
+
+    def _decide(self, summary: StepSummary) -> StepSummary:
+        """Decide for the sequences that wait at a tag; return the summary after the decisions."""
+        waits = (summary.phase == WAIT) & (summary.finish == RUNNING)
+        states = {row: state for row, state in self._decoding.items() if waits[row] and not state.request.template}
+        if not states:
+            return summary
+        assert self._tags is not None
+        outputs = self._fetch(copy_outputs(self._state_now(), self._config, list(states)), states.values())
+        self._guide({row: self._tags.follow(output) for row, output in zip(states, outputs, strict=True)})
+        return self._summary_now()
 
     def _start(self, summary: StepSummary, max_steps: int, join: bool) -> InFlightSteps:
         """Start steps in the program that the summary selects."""

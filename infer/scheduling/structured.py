@@ -214,10 +214,8 @@ class Constraint:
 
     def start(self) -> RowGuidance:
         """Return the token masks before the answer begins."""
-        everything = np.full(self._words, ~np.uint32(0))
-        free = [everything] * (1 + self._config.draft_tokens)
-        serial = [next_mask(self._serial, self._words)] if self._serial else free
-        return RowGuidance({0: serial, **self._fresh()})
+        serial = {0: [next_mask(self._serial, self._words)]} if self._serial else {}
+        return RowGuidance({**serial, **self._fresh()})
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return token masks, known tokens and draft tokens of the constrained segments."""

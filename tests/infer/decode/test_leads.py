@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,8 +16,8 @@ from aspd_jax.structure import Branch, Item, Parallel, Serial, plain_text
 from aspd_jax.tokens import BlockIds, SerialIds, split
 from infer import Engine, SamplingParams
 from infer.answers.timeline import timeline
-from infer.decode import grammar
-from infer.scheduling.admission import new_state
+from infer.scheduling.admission import classes_of
+from infer.scheduling.tags import number_tokens
 from tests.helpers.answers import full_pass
 
 LEADS = ("\n\n1. One:", "\n\n2. Two, of two:", "\n3. Three")
@@ -128,12 +127,10 @@ def test_numbers_of_leads_are_those_that_the_engine_can_decode(engine: Engine, l
     texts = [codec.decode([*before, token])[1:] for token in range(vocabulary)]
     possible = {str(number) for number in range(2, limit + 1)}
     prefixes = {number[:size] for number in possible for size in range(1, len(number) + 1)}
-    config = replace(engine.config, max_branches=limit)
-    state = new_state(engine.lm, config, 1, 64)
+    classes = classes_of(engine.lm, engine.config)
     for written in ["", *sorted(prefixes)[:40]]:
-        titles = state.sequence.titles._replace(stated=jnp.asarray([int(written or "0")]))
-        legal = grammar.number_tokens(state._replace(sequence=state.sequence._replace(titles=titles)), config)
-        allowed = {text for text, fits in zip(texts, np.asarray(legal[0]), strict=False) if fits}
+        legal = number_tokens(int(written or "0"), limit, classes)
+        allowed = {text for text, fits in zip(texts, legal, strict=False) if fits}
         assert allowed == {text for text in texts if text and written + text in prefixes}
 
 

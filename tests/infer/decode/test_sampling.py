@@ -30,7 +30,7 @@ from infer.decode.sampling import (
     sample,
     select,
 )
-from infer.decode.state import TITLE, DecodeState, EngineConfig, RequestArrays
+from infer.decode.state import A_TITLE, DecodeState, EngineConfig, RequestArrays
 from infer.request import Request
 from tests.conftest import after_prompts, laid_out
 from tests.helpers.answers import SEPARATOR
@@ -132,7 +132,6 @@ def limits(top_k: list[int], top_p: list[float], min_p: list[float]) -> RequestA
     """Return the parameters of lanes that differ in these three."""
     lanes = len(top_k)
     return RequestArrays(
-        adaptive=jnp.ones(lanes, bool),
         seed=jnp.zeros(lanes, jnp.uint32),
         temperature=jnp.ones(lanes),
         top_k=jnp.array(top_k, jnp.int32),
@@ -144,7 +143,6 @@ def limits(top_k: list[int], top_p: list[float], min_p: list[float]) -> RequestA
         biased=jnp.zeros(lanes, bool),
         min_tokens=jnp.zeros(lanes, jnp.int32),
         max_branch_tokens=jnp.ones(lanes, jnp.int32),
-        constrained=jnp.zeros(lanes, bool),
         adapter=jnp.full(lanes, -1),
         script=jnp.zeros((lanes, 1), jnp.int32),
         script_end=jnp.zeros((lanes, 1), jnp.int32),
@@ -280,7 +278,7 @@ def test_penalties_see_what_the_row_sees(
     out = np.asarray(jitted_penalise(jnp.asarray(logits), of_lanes, state, config, lanes))
     in_text = [{3: 1, 4: 1, 5: 2, 7: 1}, {3: 1, 4: 1, 6: 2, 8: 1}]
     np.testing.assert_allclose(out, expected(in_text), rtol=1e-6, atol=1e-6)
-    in_title = changed(state, phase=jnp.full_like(state.sequence.cursor.phase, TITLE))
+    in_title = changed(state, writes=jnp.full_like(state.sequence.cursor.writes, A_TITLE))
     out = np.asarray(jitted_penalise(jnp.asarray(logits), of_lanes, in_title, config, lanes))
     np.testing.assert_allclose(out, expected([{11: 1}, {11: 1}]), rtol=1e-6, atol=1e-6)
     if (repetition, frequency, presence) == (1.0, 0.0, 0.0):

@@ -57,7 +57,10 @@ def script_of(engine: Engine, parts: list) -> tuple[list[list[int]], list[int]]:
 
 
 def knowing(wrong: int = 0) -> Callable[..., jax.Array]:
-    """Return a `drafts_from_text` that knows the script; every `wrong`-th token (0: none) is wrong."""
+    """Return a `drafts_from_text` that knows the script up to the next tag; every `wrong`-th token (0: none) is wrong.
+
+    The host decides what follows a tag, so draft tokens behind one are not taken.
+    """
 
     def source(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
         s, ahead, end = state.sequence, jnp.arange(config.draft_tokens), state.request.script_end[..., None]
@@ -76,7 +79,9 @@ def knowing(wrong: int = 0) -> Callable[..., jax.Array]:
         found = jnp.where(in_block | (number == 0), found, -1)
         if wrong:
             found = jnp.where((jnp.where(in_block, place, next_serial) % wrong == 1) & (found >= 0), 11, found)
-        return jnp.where(jnp.cumprod(found >= 0, axis=2) > 0, found, -1)
+        ends = jnp.where(found >= 0, state.classes[found], 0) > 0
+        behind = jnp.cumsum(ends, axis=2) - ends > 0
+        return jnp.where(jnp.cumprod((found >= 0) & ~behind, axis=2) > 0, found, -1)
 
     return source
 
@@ -87,7 +92,7 @@ def test_right_draft_tokens_save_steps_in_every_phase(bare_lm: LanguageModel, wr
     # All blocks of a scripted answer have the same texts in their branches.
     first, second = [6, 7, 8, 6, 7, 1, 1, 2], [1]
     one, other = [([5], first), ([9, 2], second), ([4], [])], [([1], first), ([2], second)]
-    parts = [[3, 4, 4, 9, 8, 7], one, [4, 2], other, [7, 7, 7]]
+    parts = [[3, 4, 4, 9, 8, 7, 5, 5, 6, 4, 3, 9], one, [4, 2], other, [7, 7, 7, 8, 9]]
     own = drafting_engine(bare_lm)
     script, expected = script_of(own, parts)
     special = own.config.special
@@ -233,7 +238,7 @@ def test_guesses_are_what_followed_before(
     blank: tuple[EngineConfig, DecodeState], prompt: list[int], pending: int
 ) -> None:
     config, state = blank[0], state_after(blank[1], tuple(prompt), pending)
-    found = np.asarray(drafts_from_text(state, derive(state.sequence, state.classes, config), config, 128))[0]
+    found = np.asarray(drafts_from_text(state, derive(state.sequence, config), config, 128))[0]
     assert (found[1:] == -1).all()
     expected: list[int] = []
     text = [*prompt, pending]

@@ -11,15 +11,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import infer.decode.guidance
 import infer.scheduling.admission
 import infer.scheduling.policy
 from aspd_jax import LanguageModel
 from aspd_jax.errors import StructureError
 from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
-from infer.decode.state import NOTHING, TITLE, DecodeState, Titles
-from infer.decode.title_rules import completes_plan
-from infer.decode.token_classes import TokenClasses, number_of, token_classes
+from infer.decode.guidance import Guidance, _take_back
+from infer.decode.state import A_TITLE, DecodeState
+from infer.decode.token_classes import LINE, TEXT, TokenClasses, number_of, token_classes
+from infer.scheduling.tags import completes_plan
 from tests.conftest import SIZES, patched, with_one_program
 from tests.helpers.answers import SEPARATOR, critical_path, linearise
 from tests.infer.decode.test_speculation import knowing
@@ -81,21 +83,21 @@ def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
     assert sum(len(ids) - block for ids in expected) > 50 and len({tuple(ids[block:]) for ids in expected}) > 5
     assert free(repeating, 60) == expected
 
-    def nothing(state: DecodeState) -> DecodeState:
-        cursor = state.sequence.cursor
-        cursor = cursor._replace(hide_from=jnp.full_like(cursor.hide_from, NOTHING))
-        return state._replace(sequence=state.sequence._replace(cursor=cursor))
-
     # Negative control: where it stays in the cache, it is part of the answer.
-    with patched(hide_discarded=nothing), pytest.raises(StructureError):
+    with patched(infer.decode.guidance, _take_back=without_hiding), pytest.raises(StructureError):
         free(repeating, 60)
+
+
+def without_hiding(state: DecodeState, guidance: Guidance) -> DecodeState:
+    """Take tokens back, but leave them in the cache."""
+    return _take_back(state, guidance)._replace(cache=state.cache)
 
 
 def test_a_title_has_no_line_break(lm: LanguageModel, monkeypatch: Any) -> None:
     """Check titles sampled nearly evenly; negative controls: without the table, and in serial text."""
     codec = lm.codec.text
     table = token_classes(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
-    assert table.line_break[codec.encode("\n")].all() and not table.line_break[codec.encode("a b")].any()
+    assert (table.kind[codec.encode("\n")] == LINE).all() and (table.kind[codec.encode("a b")] == TEXT).all()
     asked = [SamplingParams(temperature=30.0, max_new_tokens=400, max_branch_tokens=8, seed=n) for n in range(32)]
 
     def titles_and_texts(engine: Engine) -> tuple[list[str], str]:
@@ -111,7 +113,7 @@ def test_a_title_has_no_line_break(lm: LanguageModel, monkeypatch: Any) -> None:
 
     def without_line_breaks(*args: Any) -> TokenClasses:
         classes = token_classes(*args)
-        return classes._replace(line_break=np.zeros_like(classes.line_break))
+        return classes._replace(kind=np.where(classes.kind == LINE, TEXT, classes.kind))
 
     monkeypatch.setattr(infer.scheduling.admission, "token_classes", without_line_breaks)
     titles, _ = titles_and_texts(Engine(lm, **SIZES))
@@ -152,9 +154,8 @@ def test_the_second_title_differs_from_the_first(lm: LanguageModel) -> None:
         special, (state, _, lanes) = engine.config.special, rest
         s = state.sequence
         score = jnp.zeros(logits.shape[-1]).at[favoured].set(4.0).at[special.title_start].set(5.0)
-        number = jnp.arange(s.titles.length.shape[1])[None]
-        length = jnp.max(jnp.where(number == s.titles.complete[:, None], s.titles.length, 0), axis=1)
-        closes = ((s.cursor.phase == TITLE) & (length >= 1))[lanes.row]
+        in_title = (s.cursor.writes == A_TITLE) & (s.segments.queue[:, 0, 0] != special.title_start)
+        closes = in_title[lanes.row]
         score = score + 10 * (closes[:, None] & (jnp.arange(logits.shape[-1]) == special.title_end))
         return jnp.argmax(jnp.where(jnp.isfinite(logits), score, -jnp.inf), axis=-1).astype(jnp.int32)
 
@@ -189,13 +190,8 @@ def says_it_is_last(title: list[int]) -> bool:
 @example([[1, 3, 1], [0, 3, 1, 5]]).via("only the last title counts")
 @example([[0, 3, 0, 2]]).via("1/1 is not the beginning of 1/110")
 def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> None:
-    tokens = np.zeros((1, 3, 7), np.int32)
-    for number, title in enumerate(titles):
-        tokens[0, number, : len(title)] = title
-    length = np.asarray([[len(title) for title in titles] + [0] * (3 - len(titles))])
-    arrays = Titles(*map(jnp.asarray, ([len(titles)], length, tokens, [0])))
-    classes: Any = SimpleNamespace(number=jnp.asarray(NUMBERS))
-    assert bool(completes_plan(arrays, classes)[0]) == says_it_is_last(titles[-1])
+    classes: Any = SimpleNamespace(number=NUMBERS)
+    assert completes_plan(titles[-1], classes) == says_it_is_last(titles[-1])
 
 
 def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel) -> None:
