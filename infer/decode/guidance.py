@@ -140,7 +140,7 @@ class Guidance(NamedTuple):
 def guidance_arrays(
     rows: Mapping[int, RowGuidance], batch: int, words: int, config: EngineConfig, min_size: int = 1
 ) -> Guidance:
-    """Return the decisions for rows as arrays.
+    """Return the decisions for rows as arrays. P is 1, or a power of two with room for a fork: few programs.
 
     Args:
         rows: decisions by row.
@@ -154,7 +154,8 @@ def guidance_arrays(
         for row, guidance in rows.items()
         for segment in sorted({*guidance.masks, *guidance.known_tokens})
     ]
-    size = next_power(max(min_size, len(entries)))
+    size = max(min_size, len(entries))
+    size = 1 if size == 1 else next_power(max(size, 1 + config.max_branches))
     numbers = ("branches", "finish", "back", "spent", "content", "discarded")
     arrays: dict[str, Any] = {name: np.zeros(batch, np.int32) for name in numbers}
     arrays |= {

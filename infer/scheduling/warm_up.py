@@ -58,7 +58,7 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
         state = copy_slots(state, np.zeros(2, np.int32), np.full(2, batch, np.int32), config, min(size, capacity))
     for size in powers(CHUNK, max(CHUNK, capacity)):
         likeliest(lm, config, np.zeros(min(size, capacity), np.int32), -1)
-    for size in powers(1, batch * state.token_mask.shape[1]):
+    for size in (1, *powers(1 + config.max_branches, batch * state.token_mask.shape[1])):
         nothing = guidance_arrays({}, batch, state.token_mask.shape[3], config, size)
         state, _ = guide(state, nothing, config)
     state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
