@@ -32,8 +32,6 @@ from infer.decode.state import (
     shard_state,
 )
 
-NO_CAP = (1 << 31) - 1  # `Cursor.branch_cap` without a limit
-
 
 class Admission(NamedTuple):
     """A request that gets a row.
@@ -105,7 +103,6 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
             block=new.block,
             stride=new.stride,
             hide_from=NOTHING,
-            branch_cap=NO_CAP,
             templated=new.templated,
         ),
         budget=assigned(sequence.budget, tokens=new.budget, content=new.content),
@@ -156,13 +153,6 @@ def stop_segments(state: DecodeState, answers: jax.Array, branches: jax.Array) -
     return state._replace(sequence=state.sequence._replace(cursor=cursor, branches=alive))
 
 
-@partial(jax.jit, donate_argnames="state")
-def set_branch_cap(state: DecodeState, cap: jax.Array) -> DecodeState:
-    """Set the maximum branches that each sequence feeds in a step, int32 [B]."""
-    cursor = state.sequence.cursor._replace(branch_cap=cap)
-    return state._replace(sequence=state.sequence._replace(cursor=cursor))
-
-
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def put_bias(state: DecodeState, row: jax.Array, bias: jax.Array, config: EngineConfig) -> DecodeState:
     """Set the bias that is added to the logits of a row, float32 [V]; a row out of range means none."""
@@ -190,7 +180,6 @@ def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length
             prompt_length=jnp.full_like(s.cursor.prompt_length, length),
             position=jnp.full_like(s.cursor.position, length),
             block=jnp.ones_like(s.cursor.block),
-            branch_cap=jnp.full_like(s.cursor.branch_cap, NO_CAP),
         ),
         segments=s.segments._replace(
             queue=jnp.ones_like(s.segments.queue), queued=queued, sampled=jnp.zeros_like(s.segments.sampled)

@@ -161,7 +161,6 @@ class Cursor(NamedTuple):
         stride: positions between the starts of sibling branches in scheme `predict`.
         opened: position of the first `<|title|>` of the current or last block.
         hide_from: position from which discarded tokens are hidden; NOTHING: none are.
-        branch_cap: maximum branches that a step may feed.
         templated: whether the host opens and ends all blocks (a template): serial text and tags are not sampled.
         took_back: whether a block was taken back; the answer does not fork again.
     """
@@ -175,7 +174,6 @@ class Cursor(NamedTuple):
     stride: Int32[Array, " B"]
     opened: Int32[Array, " B"]
     hide_from: Int32[Array, " B"]
-    branch_cap: Int32[Array, " B"]
     templated: Bool[Array, " B"]
     took_back: Bool[Array, " B"]
 
