@@ -69,12 +69,6 @@ def add(commands: Any) -> None:
         "--instruction", default="", metavar="TEXT",
         help="text appended to every prompt of --input; output records omit it",
     )  # fmt: skip
-    generate.add_argument(
-        "--branch-policy",
-        default="all",
-        metavar="POLICY",
-        help="branches that decode in a step: all, cap:N branches, or slo:MS milliseconds",
-    )
     draft_options(generate)
     generate.add_argument("--raw", action="store_true", help="do not apply the chat template")
     generate.add_argument(
@@ -179,7 +173,6 @@ class EngineSettings(NamedTuple):
     adapter: str | None
     max_length: int
     batch: int
-    branch_policy: str
     drafts: DraftSource
     draft_tokens: int
 
@@ -188,7 +181,7 @@ def _engine_settings(options: argparse.Namespace) -> EngineSettings:
     batch = options.batch if options.input else 1
     return EngineSettings(
         model_name(options), options.dtype, options.mesh, options.weights, options.decode_attention, options.adapter,
-        options.max_length, batch, options.branch_policy, options.drafts, options.draft_tokens,
+        options.max_length, batch, options.drafts, options.draft_tokens,
     )  # fmt: skip
 
 
@@ -210,7 +203,6 @@ def make_engine(settings: EngineSettings) -> Engine:
         lm,
         max_length=settings.max_length,
         max_batch=settings.batch,
-        branch_policy=settings.branch_policy,
         drafts=settings.drafts,
         draft_tokens=settings.draft_tokens,
     )

@@ -63,11 +63,6 @@ def add(commands: Any) -> None:
     serve.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     serve.add_argument("--name", default="", help="name of the model; default: name of its folder")
     serve.add_argument("--batch", type=int, default=8, help="maximum requests in a batch")
-    serve.add_argument(
-        "--branch-policy",
-        default="all",
-        help="branches that decode in a step: all, cap:N branches, or slo:MS milliseconds",
-    )
     draft_options(serve)
     serve.add_argument(
         "--key-file", type=Path, metavar="FILE", help="file of API keys, one per line; also: ASPD_API_KEY"
@@ -256,9 +251,8 @@ def make_engine(options: argparse.Namespace, mesh: str | None) -> Engine:
     )  # fmt: skip
     for_conversations(lm, options.model, options.chat_template)
     engine = Engine(
-        lm, options.max_length, max_batch=options.batch, branch_policy=options.branch_policy,
-        drafts=options.drafts, draft_tokens=options.draft_tokens,
-    )  # fmt: skip
+        lm, options.max_length, max_batch=options.batch, drafts=options.drafts, draft_tokens=options.draft_tokens
+    )
     for name, folder in adapters.items():
         engine.adapters.put(name, folder)
     return engine

@@ -24,8 +24,8 @@ from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import Buckets, capacity_for
 from infer.scheduling.filling import check_template
 from infer.scheduling.handle import DebugState, Handle
-from infer.scheduling.policy import DraftControl, Policy
 from infer.scheduling.replay import Trace, replay
+from infer.scheduling.runner import DraftControl
 from infer.scheduling.scheduler import Scheduler, StepStats
 from infer.scheduling.structured import Schemas
 
@@ -44,7 +44,6 @@ class Engine:
         max_branches: maximum branches of a block.
         max_title_tokens: maximum tokens of a title. A longer lead is text: it begins no branch (protocol, section 5).
         separator_ids: token ids between the title and the text of a branch; default: the tokenizer's ids of `": "`.
-        branch_policy: `all`, `cap:N` or `slo:MS` (`infer.scheduling.policy.Policy`).
         reuse: reuse the part of a prompt that the cache holds: an earlier turn, or a shared prefix.
         drafts: source of draft tokens, which are verified, change no token, and are left out where they cost more time
             than they save: `heads` (draft heads of the model), `lookup` (the text so far) or `none`.
@@ -64,7 +63,6 @@ class Engine:
         max_branches: int = 16,
         max_title_tokens: int = MAX_TITLE_TOKENS,
         separator_ids: Sequence[int] | None = None,
-        branch_policy: str = "all",
         reuse: bool = True,
         drafts: DraftSource = "none",
         draft_tokens: int = 4,
@@ -114,7 +112,6 @@ class Engine:
             self.config,
             rows=max_batch,
             capacity=capacity_for(self.max_length),
-            policy=Policy.parse(branch_policy),
             drafts=DraftControl(self.config.draft_tokens, force_drafts),
             reuse=reuse,
             adapters=self.adapters,

@@ -35,6 +35,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = "-1"  # a size limit would scan all files for each new program
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.6"  # storing smaller ones costs more than it saves
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -43,16 +44,19 @@ from transformers import PreTrainedTokenizerFast
 
 import aspd  # noqa: F401 (import first: it sets XLA's flags)
 import infer.decode.decode_step
+import infer.decode.derived
 import infer.decode.guidance
 import infer.scheduling.runner
 import infer.scheduling.scheduler
+import infer.scheduling.step_cost
 import infer.scheduling.warm_up
 from aspd_jax import LanguageModel, SpecialTokens, load_model
 from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power
 from infer import Engine
+from infer.decode.derived import BranchBudget
 from infer.decode.inputs import plan_step
-from infer.decode.state import PROMPT, DecodeState, EngineConfig
+from infer.decode.state import PROMPT, DecodeState, EngineConfig, SequenceState
 from infer.request import Request
 from infer.scheduling.admission import admit_request, new_state
 from infer.scheduling.buckets import capacity_for
@@ -177,13 +181,26 @@ def patched(module: ModuleType = infer.decode.decode_step, **functions: Callable
             patch.setattr(module, name, function)
         compiled, inner = infer.decode.decode_step.run, infer.decode.decode_step.run.__wrapped__
         again = jax.jit(wraps(inner)(lambda *args: inner(*args)), static_argnames=("config", "bucket", "drafting"))
-        for user in (infer.decode.decode_step, infer.scheduling.runner, infer.scheduling.warm_up):
+        scheduling = (infer.scheduling.runner, infer.scheduling.step_cost, infer.scheduling.warm_up)
+        for user in (infer.decode.decode_step, *scheduling):
             if getattr(user, "run", None) is compiled:
                 patch.setattr(user, "run", again)
         if module is infer.decode.guidance:
             decide = infer.decode.guidance.guide.__wrapped__
             retraced = jax.jit(wraps(decide)(lambda *args: decide(*args)), static_argnames="config")
             patch.setattr(infer.scheduling.scheduler, "guide", retraced)
+        yield
+
+
+@contextmanager
+def deferred_branches(count: int, **functions: Callable[..., Any]) -> Iterator[None]:
+    """Let a step feed at most `count` branches of a sequence, as if the others did not fit; replace more functions."""
+
+    def first_branches(s: SequenceState, budget: BranchBudget) -> Any:
+        able = s.branches.live & budget.final
+        return able & (jnp.cumsum(able, axis=1) <= count)
+
+    with patched(infer.decode.derived, ready_branches=first_branches, **functions):
         yield
 
 

@@ -100,9 +100,8 @@ def branch_budget(s: SequenceState, config: EngineConfig) -> BranchBudget:
 
 
 def ready_branches(s: SequenceState, budget: BranchBudget) -> Bool[Array, "B N"]:
-    """Return the live branches that the next step may feed: the first `branch_cap` that need not wait."""
-    able = s.branches.live & budget.final
-    return able & (jnp.cumsum(able, axis=1) <= s.cursor.branch_cap[:, None])
+    """Return the live branches that the next step may feed: those that need not wait."""
+    return s.branches.live & budget.final
 
 
 def merge_position(s: SequenceState, config: EngineConfig) -> Int32[Array, " B"]:

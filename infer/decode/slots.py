@@ -33,8 +33,6 @@ from infer.decode.state import (
 )
 from infer.decode.token_classes import ANY_TEXT
 
-NO_CAP = (1 << 31) - 1  # `Cursor.branch_cap` without a limit
-
 
 class Admission(NamedTuple):
     """A request that gets a row.
@@ -111,7 +109,6 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
             later_rule=new.rule,
             stops=new.stops,
             left=NO_LIMIT,
-            branch_cap=NO_CAP,
             templated=new.templated,
         ),
         budget=assigned(sequence.budget, tokens=new.budget, content=new.content),
@@ -162,13 +159,6 @@ def stop_segments(state: DecodeState, answers: jax.Array, branches: jax.Array) -
     return state._replace(sequence=state.sequence._replace(cursor=cursor, branches=alive))
 
 
-@partial(jax.jit, donate_argnames="state")
-def set_branch_cap(state: DecodeState, cap: jax.Array) -> DecodeState:
-    """Set the maximum branches that each sequence feeds in a step, int32 [B]."""
-    cursor = state.sequence.cursor._replace(branch_cap=cap)
-    return state._replace(sequence=state.sequence._replace(cursor=cursor))
-
-
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def put_bias(state: DecodeState, row: jax.Array, bias: jax.Array, config: EngineConfig) -> DecodeState:
     """Set the bias that is added to the logits of a row, float32 [V]; a row out of range means none."""
@@ -200,7 +190,6 @@ def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length
             rule=jnp.full_like(s.cursor.rule, ANY_TEXT),
             later_rule=jnp.full_like(s.cursor.rule, ANY_TEXT),
             left=jnp.full_like(s.cursor.left, NO_LIMIT),
-            branch_cap=jnp.full_like(s.cursor.branch_cap, NO_CAP),
         ),
         segments=s.segments._replace(
             queue=jnp.ones_like(s.segments.queue),

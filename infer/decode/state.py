@@ -128,7 +128,6 @@ class Cursor(NamedTuple):
         stops: classes of tokens after which the sequence waits for the host.
         left: tokens of serial text after which it waits.
         writes: what serial text is: A_TEXT, A_TITLE or A_NUMBER (of leads).
-        branch_cap: maximum branches that a step may feed.
         templated: whether the host opens and ends all blocks (a template): serial text and tags are not sampled.
     """
 
@@ -143,7 +142,6 @@ class Cursor(NamedTuple):
     stops: Int32[Array, " B"]
     left: Int32[Array, " B"]
     writes: Int32[Array, " B"]
-    branch_cap: Int32[Array, " B"]
     templated: Bool[Array, " B"]
 
 

@@ -9,8 +9,8 @@ from infer.answers.answer import RequestOutput, Result
 from infer.answers.events import Event
 from infer.decode.state import DecodeState
 from infer.request import Request, Stream
-from infer.scheduling.policy import StepCost
 from infer.scheduling.request_state import RequestState
+from infer.scheduling.step_cost import StepCost
 from infer.scheduling.structured import Schemas
 
 

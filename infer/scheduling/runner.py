@@ -1,4 +1,4 @@
-"""Run steps: select the program, start it, and record the gain of draft tokens.
+"""Run steps: select the program, start it, and decide by their measured gain whether steps feed draft tokens.
 
 B rows of the state.
 """
@@ -18,7 +18,68 @@ from infer.decode.inputs import widest
 from infer.decode.packed import Packed
 from infer.decode.state import DecodeState, EngineConfig
 from infer.scheduling.buckets import Buckets
-from infer.scheduling.policy import DraftControl, StepCost
+from infer.scheduling.step_cost import StepCost
+
+NO_LIMIT = np.iinfo(np.int32).max
+DRAFTING_STEPS = 32  # steps with draft tokens between two comparisons of gain and cost
+PLAIN_STEPS = 512  # steps without draft tokens, after which draft tokens are tried again
+
+
+class DraftControl:
+    """Control of draft tokens: steps feed them as long as they gain more than the wider steps cost.
+
+    Args:
+        draft_tokens: D; 0: no draft tokens.
+        always: whether steps feed them whatever they cost.
+    """
+
+    def __init__(self, draft_tokens: int, always: bool = False) -> None:
+        self._possible, self.always = draft_tokens > 0, always
+        self._begin(0)
+
+    def _begin(self, wait: int) -> None:
+        self._wait, self._steps, self._segments, self._accepted, self._wider = wait, 0, 0, 0, 0.0
+
+    @property
+    def active(self) -> bool:
+        """Return whether the next step feeds draft tokens."""
+        return self._possible and not self._wait
+
+    @property
+    def steps(self) -> int:
+        """Return the steps until gain and cost are compared, or draft tokens are tried again."""
+        if not self._possible or self.always:
+            return NO_LIMIT
+        return DRAFTING_STEPS - self._steps if self.active else self._wait
+
+    def note_plain(self, steps: int) -> None:
+        """Record steps without draft tokens."""
+        if self._possible and not self.active:
+            self._begin(max(0, self._wait - steps))
+
+    def note(self, cost: StepCost, steps: int, fed: int, rows: int, slots: int, segments: int, accepted: int) -> None:
+        """Record steps with draft tokens; after `DRAFTING_STEPS` steps, compare gain and cost.
+
+        Args:
+            cost: cost of a step.
+            steps: number of steps.
+            fed: tokens of the program of each step.
+            rows, slots: rows of the program, and slots that it reads of each.
+            segments: segments that took tokens, summed over the steps; without drafts each takes one.
+            accepted: further tokens that they took.
+        """
+        context = rows * slots
+        without = cost.milliseconds(max(1, round(segments / max(1, steps))), context)
+        drafting = cost.milliseconds(fed, context) + cost.per_drafting_row * rows
+        self._wider += steps * drafting / max(without, 1e-9)
+        if self.always:
+            return
+        self._steps += steps
+        self._segments += segments
+        self._accepted += accepted
+        if self._steps >= DRAFTING_STEPS:
+            pays = 1 + self._accepted / max(1, self._segments) > self._wider / self._steps
+            self._begin(0 if pays else PLAIN_STEPS)
 
 
 class InFlightSteps(NamedTuple):

@@ -24,8 +24,8 @@ from infer.answers.events import EventReader, FilledReader
 from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.guidance import RowGuidance, guidance_arrays, guide
 from infer.decode.packed import Packed
-from infer.decode.slots import NO_CAP, OutputSnapshot, copy_slots, set_branch_cap, stop_segments
-from infer.decode.state import FORK, LENGTH, PARALLEL, PROMPT, RUNNING, WAIT, DecodeState, EngineConfig
+from infer.decode.slots import OutputSnapshot, copy_slots, stop_segments
+from infer.decode.state import LENGTH, PROMPT, RUNNING, WAIT, DecodeState, EngineConfig
 from infer.decode.token_classes import TokenClasses
 from infer.request import Request
 from infer.scheduling.adapter_slots import AdapterSlots
@@ -33,15 +33,14 @@ from infer.scheduling.admission import admit_request, classes_of, new_state
 from infer.scheduling.buckets import MIN_CAPACITY
 from infer.scheduling.filling import Filling
 from infer.scheduling.handle import DebugState, Handle
-from infer.scheduling.policy import NO_LIMIT, DraftControl, Policy, StepCost
 from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory
 from infer.scheduling.request_state import RequestState
-from infer.scheduling.runner import InFlightSteps, Runner
+from infer.scheduling.runner import NO_LIMIT, DraftControl, InFlightSteps, Runner
+from infer.scheduling.step_cost import StepCost, measure_cost
 from infer.scheduling.structured import Constraint, Schemas
 from infer.scheduling.tags import Tags
-from infer.scheduling.warm_up import compile_all, measure_cost
+from infer.scheduling.warm_up import compile_all
 
-STEPS_BETWEEN_CAPS = 16  # steps between two adjustments of the branch cap to the load
 MIN_SLOTS_COPIED = 64
 
 
@@ -60,7 +59,6 @@ class Scheduler:
         config: configuration of the engine.
         rows: B.
         capacity: maximum tokens of prompt and answer.
-        policy: branch policy.
         drafts: control of draft tokens.
         reuse: whether prompts reuse what rows hold.
         adapters: adapters that requests select.
@@ -77,7 +75,6 @@ class Scheduler:
         config: EngineConfig,
         rows: int,
         capacity: int,
-        policy: Policy,
         drafts: DraftControl,
         reuse: bool,
         adapters: AdapterSlots,
@@ -87,7 +84,6 @@ class Scheduler:
         drafted = 2 * config.max_branches * config.draft_tokens
         reserve = -(-drafted // MIN_CAPACITY) * MIN_CAPACITY
         self._lm, self._config, self._capacity, self._max_length = lm, config, capacity + reserve, capacity
-        self._policy = policy
         self._adapters, self._schemas = adapters, schemas
         self._codec = None if lm.tokenizer is None else lm.codec
         self._rows: list[RequestState | None] = [None] * rows
@@ -101,7 +97,6 @@ class Scheduler:
         self._summary: StepSummary | None = None  # summary of `_state`; None: outdated
         self._in_flight: InFlightSteps | None = None
         self._changed = False  # whether something has changed the state since the last steps were started
-        self._cap: int | None = None
         self._lock = threading.RLock()
         self.last_chunk = StepStats()
         self.runner = Runner(lm, config, rows, self._capacity, drafts)
@@ -232,8 +227,7 @@ class Scheduler:
                 self._tags = Tags(self._config, self._classes)
             self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, self._classes)
             judged = self.runner.drafts.active and not self.runner.drafts.always
-            costly = self._policy.milliseconds is not None or judged
-            if costly and self._cost is None:
+            if judged and self._cost is None:
                 self._state, self._cost = measure_cost(self._lm, self._config, self._state, self.runner.buckets)
         return self._state
 
@@ -243,7 +237,7 @@ class Scheduler:
 
     def _fail(self) -> None:
         """Drop the state, which may be incomplete; waiting requests continue with a new one, running ones fail."""
-        self._state, self._summary, self._in_flight, self._cap, self._alone = None, None, None, None, None
+        self._state, self._summary, self._in_flight, self._alone = None, None, None, None
         for state in self._running.values():
             self._adapters.release(state.request.adapter)
             state.fail()
@@ -278,7 +272,6 @@ class Scheduler:
         self._change(admit_request(self._lm, self._config, now, request, target, match.prefix, slot))
         if constraint is not None:
             self._guide({target: constraint.start()})
-        self._cap = None  # the new row has no cap yet
 
     def _constraint(self, request: Request) -> Constraint | Filling | None:
         """Return the constraint of the schemas or the template of a request; None: it has neither."""
@@ -306,10 +299,7 @@ class Scheduler:
         rows, stepwise = list(self._running), self._stepwise
         if stepwise:
             max_steps = min(max_steps, 1)
-        if self._policy.milliseconds is not None:
-            max_steps = min(max_steps, STEPS_BETWEEN_CAPS)
         before = self.runner.clock()
-        self._hold_back()
         done, summary, join = 0, self._summary_now(), return_on_end or bool(self._waiting)
         left = max_steps - self.last_chunk.steps  # steps that are not in flight
         ends_chunk = self._end_prefills(summary)
@@ -324,9 +314,9 @@ class Scheduler:
             done += steps
             ends_chunk = self._end_prefills(summary)
         self._count(summary, done, self.runner.clock() - before)
-        # Start the next steps before reading, unless outputs may change them or branches are held back.
+        # Start the next steps before reading, unless outputs may change them.
         feeding = any(state.prompt is not None for state in self._running.values())
-        known = not (stepwise or feeding) and self._policy == Policy() and bool((summary.finish[rows] == RUNNING).all())
+        known = not (stepwise or feeding) and bool((summary.finish[rows] == RUNNING).all())
         self._process_outputs(summary, max_steps if join and known and summary.tokens.any() else 0)
 
     def _decide(self, summary: StepSummary) -> StepSummary:
@@ -379,20 +369,6 @@ class Scheduler:
         if self._summary is None:
             self._summary = summarise(self._state_now(), self._config).read()
         return self._summary
-
-    def _hold_back(self) -> None:
-        """Set the maximum branches that a sequence feeds in a step."""
-        cap = None
-        if self._policy != Policy():
-            summary = self._summary_now()
-            running = summary.finish == RUNNING
-            in_block = running & np.isin(summary.phase, (FORK, PARALLEL))
-            slots = int(summary.length[running].max(initial=0)) * len(self._rows)
-            cap = self._policy.branches(self._cost, int((running & ~in_block).sum()), int(in_block.sum()), slots)
-        if cap != self._cap:
-            self._cap = cap
-            caps = np.full(len(self._rows), NO_CAP if cap is None else cap, np.int32)
-            self._change(set_branch_cap(self._state_now(), caps))
 
     def _process_outputs(self, summary: StepSummary, next_steps: int) -> None:
         """Read the answers that have ended, have stop strings, a schema or a template, or are streamed.

@@ -146,7 +146,6 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
             "mesh: expected the axes data, fsdp, tensor, got heads",
         ),
         (["generate", "--prompt", "a", "--output", "b"], "--output: expected --input, got none"),
-        (["generate", *DEMO, "--prompt", "a", "--branch-policy", "cap:0"], "branch policy: expected all, cap:N"),
         (["bench", "train", "--length", "0"], "--length: expected at least 1, got 0"),
         (["bench", "decode", "--batch", "0"], "--batch: expected at least 1, got [0]"),
         (["bench", "decode", "--answers", "8by60"], "--answers: expected branches x tokens, such as 8x60, got '8by60'"),

@@ -101,12 +101,12 @@ def free_port() -> int:
 
 
 def test_two_processes_serve_together(tmp_path: Path) -> None:
-    """Tensor-parallel, with decisions that hang on clocks: branches wait if steps are slow. Clients come and go."""
+    """Tensor-parallel, with decisions that depend on clocks: draft tokens have to pay. Clients come and go."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     arguments = [
         *(*SERVE, "--batch", "1", "--max-length", "256"),
-        *("--branch-policy", "slo:200", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"),
+        *("--drafts", "lookup", "--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"),
     ]
     logs = [(tmp_path / f"{number}.log").open("w") for number in range(2)]
     processes = [

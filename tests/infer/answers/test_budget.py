@@ -9,18 +9,15 @@ import infer.answers.answer
 from aspd_jax import LanguageModel
 from infer import Engine, Result, SamplingParams
 from infer.answers.answer import content_places
-from infer.scheduling.policy import Policy
+from tests.conftest import deferred_branches
 from tests.helpers.answers import SEPARATOR
 from tests.infer.decode.test_grammar import well_formed
 
 WAVE = 48
 
 
-def engine_of(lm: LanguageModel, policy: str = "all") -> Engine:
-    return Engine(
-        lm, max_length=256, max_batch=8, max_branches=4, max_title_tokens=2, separator_ids=SEPARATOR,
-        branch_policy=policy,
-    )  # fmt: skip
+def engine_of(lm: LanguageModel) -> Engine:
+    return Engine(lm, max_length=256, max_batch=8, max_branches=4, max_title_tokens=2, separator_ids=SEPARATOR)
 
 
 def answers(engine: Engine, content: list[int | None], **changes: int) -> list[Result]:
@@ -104,9 +101,9 @@ def test_it_is_spent_alike_whatever_waits(bare_lm: LanguageModel, own: Engine) -
     """Check that branches that wait end where they end side by side."""
     limits: list[int | None] = [int(n) for n in np.random.default_rng(1).integers(2, 40, WAVE)]
     together = answers(own, limits)
-    for policy in ("cap:1", "cap:2"):
-        assert Policy.parse(policy)
-        held = answers(engine_of(bare_lm, policy), limits)
+    for count in (1, 2):
+        with deferred_branches(count):
+            held = answers(engine_of(bare_lm), limits)
         assert [result.token_ids for result in held] == [result.token_ids for result in together]
         assert [result.finish_reason for result in held] == [result.finish_reason for result in together]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
 from typing import TypeAlias
@@ -17,7 +18,7 @@ from aspd_jax.tokens import SerialIds, split
 from infer import Engine, Result, SamplingParams
 from infer.answers.events import Event, StopFilter
 from infer.answers.stop import first_match, undecided
-from tests.conftest import SIZES, with_one_program
+from tests.conftest import SIZES, deferred_branches, with_one_program
 
 
 def before(text: str, stop: tuple[str, ...]) -> str:
@@ -158,14 +159,11 @@ def with_drafts(lm: LanguageModel) -> Engine:
     return with_one_program(Engine(lm, **(SIZES | {"max_batch": 1}), drafts="lookup", draft_tokens=2))
 
 
-def with_a_cap(lm: LanguageModel) -> Engine:
-    return Engine(lm, **SIZES, branch_policy="cap:1")
-
-
-@pytest.mark.parametrize("make", [with_drafts, with_a_cap])
-def test_every_engine(lm: LanguageModel, answers: Answers, make: Callable[[LanguageModel], Engine]) -> None:
-    engine, random = make(lm), Random(1)
-    for params, whole in answers[1][:4]:
-        asked = [replace(params, stop=stop) for stop in stops(whole.text, whole.structure, random)]
-        for stopping, result in zip(asked, engine.generate(["Run"] * len(asked), asked), strict=True):
-            assert result.text == before(whole.text, stopping.stop), stopping.stop
+@pytest.mark.parametrize("deferred", [False, True])
+def test_every_engine(lm: LanguageModel, answers: Answers, deferred: bool) -> None:
+    engine, random = Engine(lm, **SIZES) if deferred else with_drafts(lm), Random(1)
+    with deferred_branches(1) if deferred else nullcontext():
+        for params, whole in answers[1][:4]:
+            asked = [replace(params, stop=stop) for stop in stops(whole.text, whole.structure, random)]
+            for stopping, result in zip(asked, engine.generate(["Run"] * len(asked), asked), strict=True):
+                assert result.text == before(whole.text, stopping.stop), stopping.stop

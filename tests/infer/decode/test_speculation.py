@@ -21,7 +21,8 @@ from infer.decode.derived import Derived, derive
 from infer.decode.speculation import drafts_from_text
 from infer.decode.state import PARALLEL, SERIAL, DecodeState, DraftSource, EngineConfig
 from infer.request import Mode, Request
-from infer.scheduling.policy import DRAFTING_STEPS, PLAIN_STEPS, DraftControl, StepCost
+from infer.scheduling.runner import DRAFTING_STEPS, PLAIN_STEPS, DraftControl
+from infer.scheduling.step_cost import StepCost
 from tests.conftest import laid_out, patched
 from tests.helpers.answers import SEPARATOR, critical_path, linearise
 from tests.helpers.draft_heads import with_draft_heads

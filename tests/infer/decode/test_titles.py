@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import infer.decode.guidance
 import infer.scheduling.admission
-import infer.scheduling.policy
 from aspd_jax import LanguageModel
 from aspd_jax.errors import StructureError
 from aspd_jax.structure import Parallel

@@ -25,10 +25,10 @@ from infer.decode.derived import BranchBudget
 from infer.decode.slots import copy_slots
 from infer.decode.state import PROMPT, SequenceState
 from infer.scheduling.buckets import PROMPT_BESIDE
-from infer.scheduling.policy import Policy, Sample, StepCost, fit
 from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
 from infer.scheduling.runner import InFlightSteps, Runner
-from tests.conftest import SIZES, patched
+from infer.scheduling.step_cost import Sample, StepCost, fit
+from tests.conftest import SIZES, deferred_branches
 from tests.helpers.answers import EXAMPLE, SEPARATOR, linearise, same
 
 HOT = SamplingParams(temperature=100.0, max_new_tokens=70)
@@ -323,20 +323,14 @@ def test_who_is_kept_where() -> None:
     assert row_to_keep_in(memories([(long, 0, 0, 1), (long, 0, 0, 0)]), [0], 0) is None, "none else is free"
 
 
-@pytest.mark.parametrize("policy", ["cap:1", "cap:2", "slo:0.001"])
-def test_branches_held_back_change_no_answer(
-    bare_lm: LanguageModel, engine: Engine, policy: str, monkeypatch: Any
-) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_branches_held_back_change_no_answer(bare_lm: LanguageModel, engine: Engine, count: int) -> None:
     """Check also budgets that end inside a block: they are spent as if no branch had waited."""
-    cost = StepCost(base=1.0, per_token=1.0, per_slot=0.0)
-    monkeypatch.setattr(infer.scheduling.scheduler, "measure_cost", lambda lm, config, state, buckets: (state, cost))
-    own = Engine(
-        bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
-        branch_policy=policy,
-    )  # fmt: skip
+    own = Engine(bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR)
     params = [replace(HOT, seed=seed, max_new_tokens=30 + seed) for seed in range(40)]
     free = engine.generate([[1, 2]] * 40, params)
-    held = own.generate([[1, 2]] * 40, params)
+    with deferred_branches(count):
+        held = own.generate([[1, 2]] * 40, params)
     later = 0
     for a, b in zip(free, held, strict=True):
         assert a.token_ids == b.token_ids and a.finish_reason == b.finish_reason
@@ -359,11 +353,8 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
 
     params = [replace(HOT, seed=seed, max_new_tokens=30 + seed) for seed in range(40)]
     free = engine.generate([[1, 2]] * 40, params)
-    own = Engine(
-        bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR,
-        branch_policy="cap:1",
-    )  # fmt: skip
-    with patched(infer.decode.derived, branch_budget=spent_as_decoded):
+    own = Engine(bare_lm, max_length=256, max_batch=2, max_branches=3, max_title_tokens=2, separator_ids=SEPARATOR)
+    with deferred_branches(1, branch_budget=spent_as_decoded):
         held = own.generate([[1, 2]] * 40, params)
     assert any(a.token_ids != b.token_ids for a, b in zip(free, held, strict=True))
 
@@ -419,21 +410,12 @@ def test_a_prompt_given_up_half_way_leaves_nothing(bare_lm: LanguageModel) -> No
     assert same(shorter, fresh.generate([prompt[:150]], params)[0])
 
 
-def test_policies_are_parsed_and_costs_fitted() -> None:
-    assert Policy.parse("all") == Policy() and Policy.parse("cap:3").cap == 3
-    assert Policy.parse("slo:12.5").milliseconds == 12.5
-    for bad in ("cap:0", "slo:0", "cap", "fast"):
-        with pytest.raises(RequestError, match="expected all, cap:N"):
-            Policy.parse(bad)
+def test_costs_of_steps_are_fitted() -> None:
     true = StepCost(3.0, 0.25, 0.001)
     samples = [Sample(t, c, true.milliseconds(t, c)) for t in (1, 8, 64) for c in (128, 2048)]
     found = fit(samples)
     assert np.allclose([found.base, found.per_token, found.per_slot], [3.0, 0.25, 0.001], rtol=1e-6)
     assert fit([Sample(t, 100, 5.0 - t / 100) for t in (1, 8, 64)]).per_token == 0.0, "no part is negative"
-    # 10 ms allow (10 - 3 - 1) / 0.25 = 24 tokens: 4 of them serial, the rest shared by 4 sequences in a block.
-    assert Policy.parse("slo:10").branches(true, serial=4, parallel=4, context=1000) == 5
-    assert Policy.parse("slo:1").branches(true, serial=4, parallel=4, context=1000) == 1
-    assert Policy.parse("slo:10").branches(None, 4, 4, 1000) is None
 
 
 def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
@@ -456,24 +438,17 @@ def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
 
 
 def test_steps_run_while_answers_are_read(bare_lm: LanguageModel) -> None:
-    """Check that the next steps start before an answer is read, but not under a branch policy."""
+    """Check that 4 steps have been started beyond each chunk of 4 whose tokens are in events."""
     asked = SamplingParams(max_new_tokens=24, seed=5)
-
-    def heard_and_done(policy: str) -> list[tuple[int, int]]:
-        """Return, after each chunk of 4 steps, the tokens in events and the steps started."""
-        engine = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR, branch_policy=policy)
-        handle, seen, told = engine.submit([1, 2], asked, "serial"), [], 0
-        handle.set_stream("branches")
-        while handle.result is None:
-            engine.step(4)
-            told += sum(len(event.token_ids) for event in handle.poll())
-            seen.append((told, handle.partial().stats.steps))
-        assert same(handle.result, engine.generate([[1, 2]], asked, "serial")[0])
-        return seen
-
-    chunks = [(1, 0), (5, 4), (9, 8), (13, 12), (17, 16), (21, 20), (24, 23)]
-    assert heard_and_done("cap:1") == chunks
-    assert heard_and_done("all") == [(told, min(23, steps + 4)) for told, steps in chunks]
+    engine = Engine(bare_lm, max_length=128, max_batch=1, separator_ids=SEPARATOR)
+    handle, seen, told = engine.submit([1, 2], asked, "serial"), [], 0
+    handle.set_stream("branches")
+    while handle.result is None:
+        engine.step(4)
+        told += sum(len(event.token_ids) for event in handle.poll())
+        seen.append((told, handle.partial().stats.steps))
+    assert same(handle.result, engine.generate([[1, 2]], asked, "serial")[0])
+    assert seen == [(1, 4), (5, 8), (9, 12), (13, 16), (17, 20), (21, 23), (24, 23)]
 
 
 def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine) -> None:
