@@ -154,7 +154,7 @@ def max_lanes(config: EngineConfig, batch: int, bucket: Bucket) -> int:
 
 
 def next_inputs(state: DecodeState, plan: StepPlan, config: EngineConfig, bucket: Bucket, drafting: bool) -> Inputs:
-    """Return the inputs of a step: all due tokens that fit, in the order of the rows, then parts of prompts.
+    """Return the inputs of a step: all due tokens that fit (`share_tokens`), in the order of the rows.
 
     A sequence whose tokens do not fit feeds nothing.
 
@@ -204,7 +204,8 @@ def next_inputs(state: DecodeState, plan: StepPlan, config: EngineConfig, bucket
 def share_tokens(state: DecodeState, need: Widths, selected: jax.Array, bucket: Bucket, lanes: int) -> jax.Array:
     """Return the tokens that each sequence feeds in a step, int32 [B].
 
-    The due tokens of an answer are fed together or wait; a prompt may be fed in part.
+    The due tokens of an answer are fed together or wait; a prompt may be fed in part. Where not all of them fit,
+    answers come before prompts, and requests that were admitted earlier come first.
 
     Args:
         state: state before the step.
@@ -213,12 +214,24 @@ def share_tokens(state: DecodeState, need: Widths, selected: jax.Array, bucket: 
         bucket: sizes of the program.
         lanes: L.
     """
-    is_prompt, length = state.sequence.cursor.phase == PROMPT, state.cache.length
+    order = jnp.argsort(state.sequence.cursor.arrival)
+    is_prompt, length = (state.sequence.cursor.phase == PROMPT)[order], state.cache.length[order]
+    by_age = Widths(need.tokens[order], need.lanes[order])
+    shares = _share_in_order(is_prompt, length, by_age, selected[order], bucket, lanes)
+    return jnp.zeros_like(shares).at[order].set(shares)
+
+
+def _share_in_order(
+    is_prompt: jax.Array, length: jax.Array, need: Widths, selected: jax.Array, bucket: Bucket, lanes: int
+) -> jax.Array:
+    """Return the tokens of each sequence, int32 [B]; all arguments have the sequences that come first in front."""
+    # Answers: all due tokens, if they fit the row, beside at most one longer row, and then what is left of the step.
     whole = jnp.where(selected & ~is_prompt, need.tokens, 0)
     whole = jnp.where((whole <= bucket.max_per_row) & (length + whole <= bucket.slots), whole, 0)
     whole = jnp.where(_first_long(whole, bucket), whole, 0)
     whole_lanes = jnp.where(whole > 0, need.lanes, 0)
     whole = jnp.where((jnp.cumsum(whole) <= bucket.tokens) & (jnp.cumsum(whole_lanes) <= lanes), whole, 0)
+    # Prompts: parts of what is left, one of them longer if no answer is.
     lanes_left = lanes - jnp.sum(jnp.where(whole > 0, need.lanes, 0))
     part = jnp.minimum(jnp.minimum(need.tokens, bucket.max_per_row), bucket.slots - length)
     part = jnp.where(selected & is_prompt, part, 0)

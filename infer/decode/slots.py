@@ -47,7 +47,7 @@ class Admission(NamedTuple):
         block: number of blocks in the prompt.
         budget: maximum tokens of the answer.
         content: maximum tokens of its plain text.
-        stride, templated, rule, stops: see `Cursor`.
+        arrival, stride, templated, rule, stops: see `Cursor`.
     """
 
     row: Int32[Array, ""]
@@ -61,6 +61,7 @@ class Admission(NamedTuple):
     content: Int32[Array, ""]
     stride: Int32[Array, ""]
     templated: Bool[Array, ""]
+    arrival: Int32[Array, ""]
     rule: Int32[Array, ""]
     stops: Int32[Array, ""]
 
@@ -105,6 +106,7 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
             position=new.position,
             block=new.block,
             stride=new.stride,
+            arrival=new.arrival,
             rule=new.rule,
             later_rule=new.rule,
             stops=new.stops,

@@ -26,8 +26,8 @@ from infer.decode.state import PARALLEL, RUNNING, WAIT, DecodeState, EngineConfi
 def drafts_from_text(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
     """Return the draft tokens of each segment from the text, int32 [B, N, D]; -1: none.
 
-    Find the last occurrence in the cache of the segment's last three tokens, pending one included, or else of its last
-    two; return the tokens after it. Index 0 of the branches also serves the serial segment.
+    Find the last occurrence, in any segment of the cache, of the segment's last three tokens, pending one included, or
+    else of its last two; return the tokens after it there. Index 0 of the branches also serves the serial segment.
 
     Args:
         state: state after the step.
@@ -47,8 +47,14 @@ def drafts_from_text(state: DecodeState, derived: Derived, config: EngineConfig,
     block = jnp.where(in_block, s.cursor.block[:, None], 0)[..., None]
     branch = jnp.where(in_block, number + 1, 0)[..., None]
 
-    tokens = state.cache.tokens[:, None, :used]
-    layout = Layout(*(field[:, None, :used] for field in state.cache.layout))
+    layout = Layout(*(field[:, :used] for field in state.cache.layout))
+    order = jnp.lexsort((layout.position, layout.branch, layout.block, layout.sequence == 0))
+
+    def sorted_text(array: jax.Array) -> jax.Array:
+        """Return the values of all slots, segment by segment and in the order of the text, [B, 1, C]."""
+        return jnp.take_along_axis(array, order, axis=1)[:, None]
+
+    tokens, layout = sorted_text(state.cache.tokens[:, :used]), Layout(*map(sorted_text, layout))
     written = layout.sequence > 0
     segment = written & (layout.block == block) & (layout.branch == branch)
 
@@ -56,14 +62,23 @@ def drafts_from_text(state: DecodeState, derived: Derived, config: EngineConfig,
         """Return the token `steps` places before the pending one in its segment, [B, N, 1]; -1: none."""
         return jnp.max(jnp.where(segment & (layout.position == position - steps), tokens, -1), axis=2, keepdims=True)
 
-    def before(steps: int) -> jax.Array:
-        """Return the token `steps` slots before each slot, [B, 1, C]."""
-        return jnp.pad(tokens[:, :, :-steps], ((0, 0), (0, 0), (steps, 0)), constant_values=-2)
+    def shifted(array: jax.Array, steps: int) -> jax.Array:
+        ahead = (0, steps) if steps > 0 else (-steps, 0)
+        return jnp.pad(array, ((0, 0), (0, 0), ahead))[:, :, max(steps, 0) :][:, :, :used]
 
-    followed = written & jnp.pad(written[:, :, 1:], ((0, 0), (0, 0), (0, 1)))
-    hit = alive[..., None] & followed & (tokens == pending[..., None]) & (before(1) == back(1))
-    slot = jnp.arange(used)
-    score = jnp.where(hit, slot + used * (before(2) == back(2)), -1)
+    def adjacent(steps: int) -> jax.Array:
+        """Return whether the place `steps` further belongs to the same segment, bool [B, 1, C]."""
+        alike = [shifted(field, steps) == field for field in (layout.block, layout.branch)]
+        return written & shifted(written, steps) & alike[0] & alike[1]
+
+    def before(steps: int) -> jax.Array:
+        """Return the token `steps` places before each place of its segment, [B, 1, C]; -2: none."""
+        return jnp.where(adjacent(-steps), shifted(tokens, -steps), -2)
+
+    hit = alive[..., None] & adjacent(1) & (tokens == pending[..., None]) & (before(1) == back(1))
+    # The latest of the longest: slots are filled in the order of time.
+    time = sorted_text(jnp.broadcast_to(jnp.arange(used), order.shape))
+    score = jnp.where(hit, time + used * (before(2) == back(2)), -1)
     found, best = jnp.max(score, axis=2) >= 0, jnp.argmax(score, axis=2)
     follow = best[..., None] + 1 + jnp.arange(config.draft_tokens)
     at = jnp.minimum(follow, used - 1).reshape(follow.shape[0], -1)
@@ -71,8 +86,9 @@ def drafts_from_text(state: DecodeState, derived: Derived, config: EngineConfig,
     def gathered(array: jax.Array) -> jax.Array:
         return jnp.take_along_axis(array[:, 0], at, axis=1).reshape(follow.shape)
 
-    known = found[..., None] & (follow < used) & gathered(written)
-    return jnp.where(jnp.cumprod(known, axis=2) > 0, gathered(tokens), -1)
+    joined = jnp.cumprod(jnp.take_along_axis(adjacent(1)[:, 0], at - 1, axis=1).reshape(follow.shape), axis=2) > 0
+    known = found[..., None] & (follow < used) & joined
+    return jnp.where(known, gathered(tokens), -1)
 
 
 def drafts_from_heads(

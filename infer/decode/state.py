@@ -116,6 +116,7 @@ class Cursor(NamedTuple):
     """Phase and position of each sequence.
 
     Attributes:
+        arrival: number of the request, in the order of admission.
         prompt_length: cache slots of the prompt.
         phase: phase, one of the constants above.
         finish: RUNNING, STOP or LENGTH. Rows without a request are finished.
@@ -131,6 +132,7 @@ class Cursor(NamedTuple):
         templated: whether the host opens and ends all blocks (a template): serial text and tags are not sampled.
     """
 
+    arrival: Int32[Array, " B"]
     prompt_length: Int32[Array, " B"]
     phase: Int32[Array, " B"]
     finish: Int32[Array, " B"]

@@ -84,6 +84,7 @@ def admit_request(
     row: int,
     prefix: CachedPrefix = EMPTY_PREFIX,
     adapter: int = -1,
+    arrival: int = 0,
 ) -> DecodeState:
     """Assign a row to a request; the next steps feed its prompt.
 
@@ -95,6 +96,7 @@ def admit_request(
         row: index of the row; out of range means none.
         prefix: prefix of the prompt that the row holds.
         adapter: slot of the adapter in the parameters; negative: the base model.
+        arrival: number of the request: where not all rows fit a step, the lowest are fed first.
     """
     layout = prompt_layout(lm, config, request.prompt)
     left = slice(prefix.tokens, len(request.prompt))
@@ -128,6 +130,7 @@ def admit_request(
         "block": layout.block.max(),
         "budget": request.budget,
         "content": params.max_content_tokens or request.budget,
+        "arrival": arrival,
         "rule": rule.rule,
         "stops": rule.stops,
         "stride": config.longest_head + params.max_branch_tokens,

@@ -115,7 +115,8 @@ class Buckets:
             ]
         if branches < PROMPT_BESIDE:
             sizes.append((PROMPT_BESIDE, branches, PROMPT_BESIDE))
-        return [*sizes, (largest, max(PROMPT_BESIDE, branches), largest)]
+        drafting = next_power(self.config.max_branches * (1 + self.config.draft_tokens))
+        return [*sizes, (largest, min(largest, max(PROMPT_BESIDE, branches, drafting)), largest)]
 
     def select(self, summary: StepSummary, streamed: bool) -> tuple[Bucket, int, int]:
         """Select the cheapest bucket that holds the next step.

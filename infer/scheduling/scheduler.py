@@ -91,6 +91,7 @@ class Scheduler:
         self._tags: Tags | None = None  # made with the state
         self._prefixes = PrefixCache(rows, reuse, continue_blocks=lm.config.positions != "predict")
         self._waiting: deque[RequestState] = deque()
+        self._arrivals = 0  # requests that got a row
         self._alone: RequestState | None = None  # the only request that may start; None: all may
         self._cost: StepCost | None = None
         self._state: DecodeState | None = None
@@ -245,18 +246,16 @@ class Scheduler:
         self._prefixes.reset(self._free)
 
     def _admit(self) -> None:
-        """Give free rows to waiting requests."""
-        while self._waiting and (free := self._free):
-            state = self._waiting[0]
-            if self._alone not in (None, state):
+        """Give free rows to waiting requests, the oldest first; one that waits for a prefix does not hold up others."""
+        for state in tuple(self._waiting):
+            if not (free := self._free) or self._alone not in (None, state):
                 break
             spare = self._max_length - len(state.request.prompt) - state.request.budget
             feeding = [other.prompt for other in self._running.values() if other.prompt is not None]
             match = self._prefixes.match(state.request, free[0], spare, feeding)
-            if match is None:
-                break
-            self._waiting.popleft()
-            self._start_request(state, match, free)
+            if match is not None:
+                self._waiting.remove(state)
+                self._start_request(state, match, free)
 
     def _start_request(self, state: RequestState, match: Match, free: list[int]) -> None:
         """Give the lowest free row to a request, with a cached prefix of its prompt: a program reads rows 0..R-1."""
@@ -269,7 +268,9 @@ class Scheduler:
         constraint = self._constraint(request)
         state.start(target, match.prefix.tokens, fed, constraint, self.runner.clock())
         slot, now = self._adapters.slot(request.adapter), self._state_now()
-        self._change(admit_request(self._lm, self._config, now, request, target, match.prefix, slot))
+        self._arrivals += 1
+        arrival = self._arrivals
+        self._change(admit_request(self._lm, self._config, now, request, target, match.prefix, slot, arrival))
         if constraint is not None:
             self._guide({target: constraint.start()})
 

@@ -63,7 +63,9 @@ class Step(NamedTuple):
         """Return the tokens that each row feeds in a step of this size, as the device shares them."""
         summary, config = self.summary, self.buckets.config
         state: Any = SimpleNamespace(
-            sequence=SimpleNamespace(cursor=SimpleNamespace(phase=jnp.asarray(summary.phase))),
+            sequence=SimpleNamespace(
+                cursor=SimpleNamespace(phase=jnp.asarray(summary.phase), arrival=jnp.arange(len(self.rows)))
+            ),
             cache=SimpleNamespace(length=jnp.asarray(summary.length)),
         )
         need, lanes = Widths(*map(jnp.asarray, summary[:2])), max_lanes(config, len(self.rows), bucket)
