@@ -38,7 +38,7 @@ def test_only_plots_import_matplotlib() -> None:
     sources = {file.relative_to(ROOT).as_posix(): file.read_text() for file in MODULES}
     assert [name for name, text in sources.items() if "matplotlib" in imports_of(text)] == ["infer/plots.py"]
     code = "import sys, aspd, aspd_jax, infer, train.loop, infer.evaluation.eval_report\n"
-    code += "import infer.bench.load, aspd.benchmarks\n"
+    code += "import infer.bench.decoding, aspd.benchmarks\n"
     code += "assert 'matplotlib' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
