@@ -77,7 +77,7 @@ DEFAULTS: dict[str, list[Any]] = {
     "request_id": ["a"],
     "bad_words": [[]],
     "prompt_logprobs": [None],
-    "guided_regex": [None],
+    "guided_regex": [None],  # replaced by structured_outputs
     "a_field_of_tomorrow": [None],
 }
 
