@@ -58,6 +58,8 @@ from train.byte_tokenizer import train_tokenizer
 from train.tasks import problem
 
 ROOT = Path(__file__).parent.parent
+# Tests compare exactly, so they load float32 on accelerators too.
+load_model.__defaults__ = ("float32", *(load_model.__defaults__ or ())[1:])
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = ROOT.parent / "shared"
 # Tests with the same purpose that need only the repository, for each function that reads `../shared`.

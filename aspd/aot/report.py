@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from time import perf_counter
@@ -69,7 +69,7 @@ class Compiled:
     spare: float
     seconds: float
     memory: Memory | None = None
-    text: str = ""
+    text: str = field(default="", repr=False)
     traffic: float | None = None
 
     @property

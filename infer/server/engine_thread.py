@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import jax
 
+from infer.answers.answer import TokenLogprob
 from infer.answers.events import Event
-from infer.answers.logprobs import TokenLogprob
 from infer.engine import Engine
 from infer.lockstep import Lockstep, StepCommand
 from infer.request import Request

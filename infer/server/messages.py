@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
-from infer.answers.logprobs import MAX_ALTERNATIVES
-from infer.request import BIASES, PARAMETERS, STRINGS, Fields, Mode, Offer, Parameter, SamplingParams
+from infer.request import BIASES, MAX_ALTERNATIVES, PARAMETERS, STRINGS, Fields, Mode, Offer, Parameter, SamplingParams
 from infer.server.neutral import GUIDED, MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 from infer.server.server_config import ServerConfig
 from infer.server.tool_calls import Function, ToolChoice
@@ -396,7 +395,7 @@ def check_calling(body: Common, format_field: str) -> None:
 class Completion(Common):
     """Fields of both kinds of completions."""
 
-    neutral = Common.neutral | GUIDED
+    neutral: ClassVar = {**Common.neutral, **GUIDED}
     max_tokens: Limit | None = None
     n: Annotated[Int, Field(ge=1)] | None = 1
     response_format: ResponseFormat | None = None

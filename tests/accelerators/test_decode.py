@@ -55,7 +55,7 @@ def test_traffic_is_bounded(case: Case) -> None:
     """Check XLA's count against needed bytes; XLA has none for GPUs, and counts more than a step moves."""
     of = decoding(case).compiled
     assert of.traffic is not None
-    assert of.needed.traffic <= of.traffic <= (3.8 if case.mesh else 1.9) * of.needed.traffic
+    assert of.needed.traffic <= of.traffic <= (3.8 if case.mesh else 2.6) * of.needed.traffic
 
 
 @pytest.mark.slow
@@ -74,8 +74,8 @@ def test_a_prompt_beside_answers_moves_little_more() -> None:
     of, control = (
         decoding(Case("v6e:1x1", "8b", 16, batch=16, bucket=bucket)).compiled for bucket in (one_longer, any_longer)
     )
-    assert of.traffic is not None and of.traffic <= 1.9 * of.needed.traffic
-    assert control.traffic is not None and control.traffic > 2.5 * control.needed.traffic
+    assert of.traffic is not None and of.traffic <= 2.6 * of.needed.traffic
+    assert control.traffic is not None and control.traffic > 1.25 * of.traffic
 
 
 @pytest.mark.slow
