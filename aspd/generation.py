@@ -29,7 +29,7 @@ from aspd_jax.errors import DataError, RequestError
 from aspd_jax.ray_pool import RayOptions, Task, cluster, run_on_ray
 
 if TYPE_CHECKING:  # these are slow to import
-    from aspd_jax.model.model_config import Weights
+    from aspd_jax.model.config import Weights
     from infer import Engine
     from infer.decode.state import DraftSource
     from infer.offline.batch import Answering, Job, Outcome

@@ -32,9 +32,9 @@ from aspd_jax.formats.folder import write_settings, write_tensors
 from aspd_jax.formats.gguf_writer import write_gguf
 from aspd_jax.formats.hf_config import make_config
 from aspd_jax.layout import Layout
+from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face, padded
 from aspd_jax.model.draft_heads import DRAFT_HEADS
 from aspd_jax.model.lora import adapter_parameters, adapter_tensors, merge_adapters
-from aspd_jax.model.model_config import ModelConfig, Weights, from_hugging_face, padded
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import load_parameters, quantise_layers, tensors_from
 from aspd_jax.tokens import Codec, SpecialTokens, add_special_tokens

@@ -26,7 +26,7 @@ from aspd_jax.layout import build_layout
 from aspd_jax.pipeline.sources import Conversation, Unreadable, no_record, read_records
 from aspd_jax.structure import Serial, Structure, plain_text
 from aspd_jax.tokens import SpecialTokens
-from train.train_config import DataSection
+from train.config import DataSection
 
 SHOWN = 5  # maximum number of printed problems; left_out.jsonl has all
 VERSION = 3  # format of the cache; files of other versions are not used

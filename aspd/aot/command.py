@@ -107,7 +107,7 @@ def run_compile_train(options: argparse.Namespace) -> None:
     from aspd.aot.report import NOT_MEASURED, collective_table
     from aspd.aot.topology import open_topology
     from aspd.aot.train import compile_step, train_table
-    from train.train_config import load_config
+    from train.config import load_config
 
     config, target = load_config(options.config, options.overrides), open_topology(options.topology)
     print(f"{options.config} for {target.name}; {NOT_MEASURED}; compiling", flush=True)

@@ -14,14 +14,14 @@ from aspd.aot.abstract import placed
 from aspd.aot.report import Compiled, Needed, compile_for, gib
 from aspd.aot.topology import Topology
 from aspd_jax.layout import Layout
-from aspd_jax.model.model_config import ModelConfig
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, make_mesh, named_sharding, shardings
 from train.batches import Batch
+from train.config import TrainConfig
 from train.plan import Plan, plan, planned_shape
 from train.setup import trained_model
-from train.train_config import TrainConfig
-from train.train_step import abstract_state, is_trained, make_optimiser, train_step
+from train.step import abstract_state, is_trained, make_optimiser, train_step
 
 
 def trace_step(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Any:

@@ -29,8 +29,8 @@ from aspd_jax.pipeline.likelihood import CHUNK, token_losses
 from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
 from infer.engine import Engine
+from infer.evaluation.config import EvalConfig, ModelSection
 from infer.evaluation.conversations import answer_questions, write_model_answers
-from infer.evaluation.eval_config import EvalConfig, ModelSection
 from infer.evaluation.judge import Answers, judge
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions

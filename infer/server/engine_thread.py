@@ -19,7 +19,7 @@ from infer.engine import Engine
 from infer.lockstep import Lockstep, StepCommand
 from infer.request import Request
 from infer.scheduling.handle import Handle
-from infer.server.server_config import ServerConfig
+from infer.server.config import ServerConfig
 
 log = logging.getLogger("aspd.server")
 FIRST_STEPS = 4  # steps of the first chunk, before the duration of a step is known

@@ -10,8 +10,8 @@ import pydantic
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from infer.request import BIASES, MAX_ALTERNATIVES, PARAMETERS, STRINGS, Fields, Mode, Offer, Parameter, SamplingParams
+from infer.server.config import ServerConfig
 from infer.server.neutral import GUIDED, MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
-from infer.server.server_config import ServerConfig
 from infer.server.tool_calls import Function, ToolChoice
 from infer.server.tool_requests import (
     MAX_TOOLS,

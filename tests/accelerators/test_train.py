@@ -17,8 +17,8 @@ from aspd.aot.topology import open_topology
 from aspd.aot.train import compile_step
 from aspd_jax.sharding import make_mesh, named_sharding
 from tests.accelerators.programs import LAYERS, small
+from train.config import DataSection, MeshSection, ModelSection, TrainConfig
 from train.plan import Plan
-from train.train_config import DataSection, MeshSection, ModelSection, TrainConfig
 
 VOCABULARY = 32128
 CASES = [("v5p:2x2x2", 8, 1), ("v5p:2x2x2", 4, 2), ("h100:1x1x8", 8, 1)]

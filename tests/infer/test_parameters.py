@@ -19,7 +19,7 @@ from aspd.options import sampling_params
 from aspd_jax.errors import RequestError
 from infer import SamplingParams
 from infer.decode.state import DecodeState
-from infer.evaluation.eval_config import DecodingSection
+from infer.evaluation.config import DecodingSection
 from infer.proxy.upstream import sampling_arguments
 from infer.request import BIASES, PARAMETERS, STRINGS, Bounds, Parameter
 from infer.server.messages import ChatRequest, CompletionRequest
@@ -189,7 +189,7 @@ from aspd import build_parser
 from aspd.options import sampling_params
 from aspd_jax import load_model
 from infer import Engine
-from infer.evaluation.eval_config import DecodingSection
+from infer.evaluation.config import DecodingSection
 from infer.scheduling import admission
 from infer.server.messages import ChatRequest
 

@@ -20,9 +20,9 @@ from aspd_jax.structure import from_json, plain_text, to_json
 from aspd_jax.tokens import add_special_tokens
 from tests.conftest import shared
 from train.batches import RecordBatches, pack, record_held_out, record_steps
+from train.config import DataSection, TrainConfig
 from train.records import Example, Records, encode_conversation, reread
 from train.tasks import problem
-from train.train_config import DataSection, TrainConfig
 
 STRUCTURE = [
     {"type": "serial", "text": "Two:\n"},

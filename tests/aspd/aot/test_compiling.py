@@ -14,7 +14,7 @@ from aspd.aot.abstract import abstract_model, configuration
 from aspd.aot.decode import compile_decode_step
 from aspd.aot.report import compile_for
 from aspd.aot.topology import Chip, Topology
-from aspd_jax.model.model_config import ModelConfig
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh
 from tests.conftest import ROOT

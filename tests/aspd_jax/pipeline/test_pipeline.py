@@ -29,9 +29,9 @@ from aspd_jax.tokens import Codec
 from tests.conftest import ROOT
 from tests.helpers.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE, SMALL, faithful, lines
 from tests.helpers.teacher_server import TeacherServer
+from train.config import DataSection
 from train.records import Records
 from train.tasks import problem
-from train.train_config import DataSection
 
 
 def test_answers_are_kept_and_dependent_ones_stay_serial(source: Path, tmp_path: Path) -> None:
