@@ -276,7 +276,7 @@ def _read_text(file: Path) -> str:
 def _read_messages(name: str) -> list[dict[str, str]]:
     """Return the messages of a JSON file; `-` is standard input."""
     from aspd_jax.jsonl import parse_json
-    from aspd_jax.pipeline.sources import parse_messages
+    from aspd_jax.sources import parse_messages
 
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()

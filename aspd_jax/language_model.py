@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import find_model, open_checkpoint
-from aspd_jax.formats.adapter import HEAD, SETTINGS, Adapter, Factors, Rows, open_adapter, write_adapter
+from aspd_jax.formats.adapter import SETTINGS, open_adapter, write_adapter
 from aspd_jax.formats.draft_file import (
     FILE,
     NO_DRAFT_HEADS,
@@ -32,6 +32,7 @@ from aspd_jax.formats.folder import write_settings, write_tensors
 from aspd_jax.formats.gguf_writer import write_gguf
 from aspd_jax.formats.hf_config import make_config
 from aspd_jax.layout import Layout
+from aspd_jax.model.adapter import HEAD, Adapter, Factors, Rows
 from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face, padded
 from aspd_jax.model.draft_heads import DRAFT_HEADS
 from aspd_jax.model.lora import adapter_parameters, adapter_tensors, merge_adapters

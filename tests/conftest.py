@@ -90,9 +90,9 @@ COUNTERPARTS = {
         "infer/test_decoding.py::test_answers_equal_transformers",
     ),
     # Published questions, answers and prompts of judges.
-    "aspd_jax/pipeline/test_extract.py::test_real_answers_are_kept_and_their_lists_found": (
-        "aspd_jax/pipeline/test_extract.py::test_forms",
-        "aspd_jax/pipeline/test_extract.py::test_any_text_is_kept",
+    "aspd_jax/blocks/test_extract.py::test_real_answers_are_kept_and_their_lists_found": (
+        "aspd_jax/blocks/test_extract.py::test_forms",
+        "aspd_jax/blocks/test_extract.py::test_any_text_is_kept",
     ),
     "aspd_jax/pipeline/test_imports.py::test_real_records_of_parallel_r1": (
         "aspd_jax/pipeline/test_imports.py::test_round_trip",

@@ -14,7 +14,7 @@ import pytest
 from aspd_jax import LanguageModel
 from aspd_jax.chat import encode_turns
 from aspd_jax.errors import ConversationError, RequestError
-from aspd_jax.pipeline.sources import Conversation, conversation
+from aspd_jax.sources import Conversation, conversation
 from infer import Engine
 from tests.conftest import shared
 from tests.train.test_records import STRUCTURE, write

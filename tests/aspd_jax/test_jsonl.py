@@ -19,7 +19,7 @@ from aspd_jax import LanguageModel
 from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
 from aspd_jax.pipeline.show import read_structured
-from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
+from aspd_jax.sources import Conversation, Unreadable, read_records
 from infer.evaluation.config import BenchmarkSection
 from infer.evaluation.questions import Question, read_questions
 from infer.offline.batch import Item, read_prompts

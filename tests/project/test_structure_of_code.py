@@ -21,18 +21,43 @@ ALLOWED = {"aspd_jax": {"aspd_jax"}, "train": {"aspd_jax", "train"}, "infer": {"
 }
 
 
-@pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_imports_run_one_way(file: Path) -> None:
-    imported = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+def own_imports(text: str) -> set[str]:
+    """Modules of the project that a module imports anywhere; `from a import b` is both `a` and `a.b`."""
+    imported = set[str]()
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module:
-            imported.add(node.module)
+            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
-    names = {name for name in imported if name.split(".")[0] in OURS}
-    assert {name.split(".")[0] for name in names} <= ALLOWED[file.relative_to(ROOT).parts[0]]
+    return {name for name in imported if name.split(".")[0] in OURS}
+
+
+def below(names: set[str], package: str) -> set[str]:
+    """Names of a package or of its modules."""
+    return {name for name in names if f"{name}.".startswith(f"{package}.")}
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_run_one_way(file: Path) -> None:
+    names, path = own_imports(file.read_text()), file.relative_to(ROOT)
+    assert {name.split(".")[0] for name in names} <= ALLOWED[path.parts[0]]
     if file.name in ("structure.py", "layout.py"):
-        assert names <= {"aspd_jax.errors"}
+        assert all(name.startswith("aspd_jax.errors") for name in names - {"aspd_jax"})
+    if path.parts[0] != "aspd" and path.parts[:2] != ("aspd_jax", "pipeline"):
+        assert not below(names, "aspd_jax.pipeline"), "an application"
+    if path.parts[:2] == ("aspd_jax", "model"):
+        assert not below(names, "aspd_jax.formats") | below(names, "aspd_jax.blocks")
+
+
+def test_forbidden_imports_are_seen() -> None:
+    """Negative control."""
+    for text in (
+        "from aspd_jax.pipeline.work import W",
+        "from aspd_jax import pipeline",
+        "import aspd_jax.pipeline",
+    ):
+        assert below(own_imports(text), "aspd_jax.pipeline")
+    assert not below(own_imports("from aspd_jax.pipelines import x"), "aspd_jax.pipeline")
 
 
 def test_only_plots_import_matplotlib() -> None:

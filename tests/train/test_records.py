@@ -15,7 +15,7 @@ import train.records
 from aspd_jax import LanguageModel
 from aspd_jax.errors import ConfigError, DataError
 from aspd_jax.layout import Layout, build_layout
-from aspd_jax.pipeline.sources import Conversation, conversation
+from aspd_jax.sources import Conversation, conversation
 from aspd_jax.structure import from_json, plain_text, to_json
 from aspd_jax.tokens import add_special_tokens
 from tests.conftest import shared
