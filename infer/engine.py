@@ -287,7 +287,7 @@ class Engine:
             RequestError: a request breaks a limit; nothing has been decoded then.
         """
         requests = self._check_all(prompts, params, mode, adapter)
-        handles = [self._scheduler.submit(request) for request in requests]
+        handles = [self.submit_checked(request) for request in requests]
         answers = iter([(request.params.n, handle.wait()) for request, handle in zip(requests, handles, strict=True)])
         return [replace(first, others=tuple(next(answers)[1] for _ in range(n - 1))) for n, first in answers]
 
