@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,11 @@ from aspd.options import (
     dtype_option,
     layer_options,
     positive,
-    print_left_out,
     shape_options,
     where,
 )
 from aspd_jax.errors import RequestError
 from aspd_jax.files import write_whole
-
-SERVED_ROWS = 8
-SERVED_WAITING = 4096
 
 
 def add(commands: Any) -> None:
@@ -65,41 +59,6 @@ def add(commands: Any) -> None:
     )
     decode.add_argument("--plot", type=Path, metavar="FILE", help="file of a plot (.svg, .png, .pdf)")
 
-    served = kinds.add_parser(
-        "serve", help="a server under load, in serial and in adaptive mode", formatter_class=HelpFormatter
-    )
-    served.set_defaults(run=run_bench_serve)
-    served.add_argument(
-        "--url", help="URL of a server, such as http://127.0.0.1:8000/v1; default: start a server of --model"
-    )
-    served.add_argument("--model", default="demo", metavar="MODEL", help="checkpoint, or name of the model at --url")
-    served.add_argument(
-        "--batch", type=int, nargs="+", metavar="N",
-        help=f"cache rows of the started server; one server for each number (default: {SERVED_ROWS})",
-    )  # fmt: skip
-    served.add_argument(
-        "--max-waiting", type=int, metavar="N",
-        help=f"maximum requests that wait for a cache row; further requests get 429 (default: {SERVED_WAITING})",
-    )  # fmt: skip
-    served.add_argument(
-        "--questions", type=Path, metavar="FILE", help="questions in FastChat's JSONL; default: synthetic tasks"
-    )
-    served.add_argument("--long", action="store_true", help="use synthetic tasks with long branches (letters)")
-    served.add_argument(
-        "--least-branches", type=int, default=3, metavar="N", help="minimum branches per synthetic answer (3 to 8)"
-    )
-    served.add_argument("--rates", type=float, nargs="+", default=[1, 4, 16], help="mean requests per second")
-    served.add_argument("--seconds", type=float, default=20.0, help="seconds in which requests arrive, for each rate")
-    served.add_argument(
-        "--repeats", type=int, default=3, help="rounds of each load, alternating modes; the median round is reported"
-    )
-    served.add_argument(
-        "--target", type=float, default=1.0, help="seconds within which an answer must end to be in time"
-    )
-    served.add_argument("--max-new-tokens", type=int, default=800, help="maximum tokens of an answer")
-    served.add_argument("--json", type=Path, metavar="FILE", help="JSON file of the results")
-    served.add_argument("--plot", type=Path, metavar="FILE", help="file of a plot (.svg, .png, .pdf)")
-
     fields = kinds.add_parser(
         "fields", help="JSON fields and tool calls: serial mode against parallel fields", formatter_class=HelpFormatter
     )
@@ -115,26 +74,6 @@ def add(commands: Any) -> None:
     draft_options(fields)
     fields.add_argument("--max-new-tokens", type=int, default=400, help="maximum tokens of an answer")
     fields.add_argument("--output", type=Path, metavar="FILE", help="JSONL file of the answers, and a table beside it")
-
-    drafts = kinds.add_parser(
-        "drafts", help="steps of real answers with and without draft tokens", formatter_class=HelpFormatter
-    )
-    drafts.set_defaults(run=run_bench_drafts)
-    drafts.add_argument("--model", default="smollm2-aspd", metavar="MODEL", help="checkpoint with draft heads")
-    drafts.add_argument("--adapter", metavar="DIR", help="folder of an adapter for --model")
-    dtype_option(drafts)
-    drafts.add_argument(
-        "--questions", type=Path, required=True, metavar="FILE", help="questions in FastChat's JSONL; first turns"
-    )
-    drafts.add_argument("--limit", type=int, default=0, metavar="N", help="maximum questions; 0: all")
-    drafts.add_argument(
-        "--sources", nargs="+", choices=("heads", "lookup"), default=["heads"], help="sources of draft tokens"
-    )
-    drafts.add_argument("--draft-tokens", type=int, default=4, help="maximum draft tokens of a segment in a step")
-    drafts.add_argument("--batch", type=int, default=4, help="simultaneous requests")
-    drafts.add_argument("--max-new-tokens", type=int, default=640, help="maximum tokens of an answer")
-    drafts.add_argument("--repetition-penalty", type=float, default=1.1, help="penalty of visible tokens; 1: none")
-    drafts.add_argument("--output", type=Path, metavar="FILE", help="Markdown file of the table")
 
     steps = kinds.add_parser(
         "train", help="training steps against plain causal attention", formatter_class=HelpFormatter
@@ -283,32 +222,6 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         write_whole(options.output.with_suffix(".md"), table)
 
 
-def run_bench_drafts(options: argparse.Namespace) -> None:
-    """Run `aspd bench drafts`."""
-    from aspd_jax import load_model
-    from infer.bench.drafting import draft_figures, draft_table
-    from infer.evaluation.eval_config import BenchmarkSection
-    from infer.evaluation.questions import read_questions
-    from infer.request import SamplingParams
-
-    positive(options, "batch", "draft_tokens", "max_new_tokens")
-    left_out: list[str] = []
-    questions = read_questions(BenchmarkSection(str(options.questions), limit=options.limit), left_out)
-    print_left_out(left_out)
-    lm = load_model(options.model, options.dtype, adapter=options.adapter)
-    params = SamplingParams(max_new_tokens=options.max_new_tokens, repetition_penalty=options.repetition_penalty)
-    prompts = [[{"role": "user", "content": question.turns[0]}] for question in questions]
-    figures = draft_figures(lm, prompts, options.sources, params, options.batch, options.draft_tokens)
-    title = (
-        f"{options.model}, {options.dtype}, greedy, {options.draft_tokens} draft tokens in every step, "
-        f"{options.questions.name}; {where()}"
-    )
-    table = f"{title}\n\n{draft_table(figures)}\n"
-    print(table)
-    if options.output is not None:
-        write_whole(options.output, table)
-
-
 def run_bench_train(options: argparse.Namespace) -> None:
     """Run `aspd bench train`."""
     from train.throughput import step_times, table
@@ -324,120 +237,3 @@ def run_bench_train(options: argparse.Namespace) -> None:
         write_whole(
             options.json, json.dumps(record | {"where": machine, "steps": [vars(r) for r in results]}, indent=1)
         )
-
-
-def run_bench_serve(options: argparse.Namespace) -> None:
-    """Run `aspd bench serve`."""
-    import asyncio
-    import os
-    from functools import partial
-    from itertools import count, islice
-
-    from aspd_jax.configuration import at_least
-    from infer.bench.load import Load, load, median_round, undisturbed
-    from infer.evaluation.eval_config import BenchmarkSection
-    from infer.evaluation.questions import read_questions
-    from infer.request import Mode
-    from train.tasks import FAMILIES, LONG_FAMILY, problem
-
-    if min(options.rates) <= 0 or options.seconds <= 0:
-        raise RequestError("--rates and --seconds: expected numbers above 0")
-    if options.url is not None and (options.batch, options.max_waiting) != (None, None):
-        raise RequestError(
-            "--batch, --max-waiting: expected none with --url, which names a running server. Remove them or --url."
-        )
-    batches = options.batch or [SERVED_ROWS]
-    for rows in batches:
-        at_least("--batch", rows, 1)
-    waiting = SERVED_WAITING if options.max_waiting is None else options.max_waiting
-    at_least("--max-waiting", waiting, 0)
-    if not 3 <= options.least_branches <= 8:
-        raise RequestError(f"--least-branches: expected 3 to 8, got {options.least_branches}")
-    if options.questions is not None and (options.long or options.least_branches > 3):
-        raise RequestError("--long, --least-branches: expected none with --questions. Remove them or --questions.")
-    positive(options, "repeats")
-    if options.questions is None:
-        families = (LONG_FAMILY,) if options.long else FAMILIES
-        kinds = [(family, kind) for family in families for kind in ("parallel", "conclusion")]
-        problems = (problem(n, True, *kinds[n % len(kinds)]) for n in count())
-        questions = [p.question for p in islice((p for p in problems if p.branches >= options.least_branches), 48)]
-    else:
-        left_out: list[str] = []
-        section = BenchmarkSection(file=str(options.questions))
-        questions = [question.turns[0] for question in read_questions(section, left_out)]
-        print_left_out(left_out)
-    modes: tuple[Mode, ...] = ("serial", "adaptive")
-    key = os.environ.get("ASPD_API_KEY", "")
-    results = []
-
-    def measure(url: str, rows: int | None) -> None:
-        def send(rate: float, mode: Mode) -> Load:
-            sent = load(
-                url, key, options.model, questions, mode, rate, options.seconds, options.target, options.max_new_tokens
-            )
-            return replace(asyncio.run(sent), rows=rows)
-
-        for rate in options.rates:
-            rounds = [
-                [undisturbed(partial(send, rate, mode), url, key) for mode in modes] for _ in range(options.repeats)
-            ]
-            for result in map(median_round, zip(*rounds, strict=True)):
-                results.append(result)
-                print(f"{result.title}: {1000 * result.last[0]:.0f} ms to the last token", flush=True)
-
-    if options.url is not None:
-        measure(options.url, None)
-    else:
-        for rows in batches:
-            with _server(options.model, rows, waiting, options.max_new_tokens) as url:
-                measure(url, rows)
-    print(
-        f"\n{options.model}; {where()}; open loop, Poisson, {options.seconds:g} s a round, "
-        f"the median of {options.repeats} rounds\n"
-    )
-    _print_loads(results, options)
-    if options.plot:
-        from infer.plots import plot_load
-
-        plot_load(results, options.target, f"{options.model}; {where()}", options.plot)
-
-
-def _print_loads(results: Any, options: argparse.Namespace) -> None:
-    """Print tables of load tests, and write them to the JSON file."""
-    from infer.bench.load import best_goodput, load_table, to_json
-
-    print(load_table(results, options.target))
-    print(f"\n{best_goodput(results, options.target)}")
-    if options.json:
-        write_whole(options.json, json.dumps(to_json(results), indent=1) + "\n")
-
-
-@contextmanager
-def _server(model: str, rows: int, waiting: int, max_new_tokens: int) -> Iterator[str]:
-    """Start a server in its own process, so that it does not compete with the load test, and yield its URL."""
-    import re
-    import subprocess
-    import sys
-    import time
-    from urllib.error import URLError
-    from urllib.request import urlopen
-
-    command = [sys.executable, "-m", "aspd", "serve", "--model", model, "--name", model, "--port", "0"]
-    command += ["--batch", str(rows), "--max-waiting", str(waiting), "--max-new-tokens", str(max_new_tokens)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            address = re.search(r"http://\S+:\d+", process.stdout.readline())
-            if address is None:
-                raise RequestError("aspd serve: expected its address, got none. See its messages above.")
-            while process.poll() is None:
-                try:
-                    with urlopen(f"{address[0]}/health", timeout=5):
-                        break
-                except (URLError, OSError):
-                    time.sleep(0.5)
-            else:
-                raise RequestError("aspd serve: expected a ready server, got its exit. See its messages above.")
-            yield f"{address[0]}/v1"
-        finally:
-            process.terminate()

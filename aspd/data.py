@@ -122,8 +122,8 @@ def run_build(options: argparse.Namespace) -> None:
     from aspd_jax.pipeline.build import build
     from aspd_jax.pipeline.data_config import DataConfig
     from aspd_jax.pipeline.estimate import estimate
-    from aspd_jax.pipeline.sources import no_record
     from aspd_jax.pipeline.work import Shard
+    from aspd_jax.sources import no_record
 
     config = read_config(DataConfig, options.config, options.overrides)
     positive(options, "workers")
@@ -164,7 +164,7 @@ def run_show(options: argparse.Namespace) -> None:
 
     from aspd_jax.files import write_whole
     from aspd_jax.pipeline.show import find, read_structured, records_page, show
-    from aspd_jax.pipeline.sources import no_record
+    from aspd_jax.sources import no_record
 
     positive(options, "records")
     left_out: list[str] = []
@@ -186,12 +186,12 @@ def run_show(options: argparse.Namespace) -> None:
 
 def run_stats(options: argparse.Namespace) -> None:
     """Run `aspd data stats`."""
+    from aspd_jax.blocks.measures import measure
+    from aspd_jax.blocks.spans import form_of_titles, spans_of
     from aspd_jax.pipeline.data_report import statistics, statistics_table
-    from aspd_jax.pipeline.measures import measure
     from aspd_jax.pipeline.show import read_structured
-    from aspd_jax.pipeline.sources import no_record
-    from aspd_jax.pipeline.spans import form_of_titles, spans_of
     from aspd_jax.pipeline.work import counter
+    from aspd_jax.sources import no_record
     from aspd_jax.structure import plain_text
 
     count, left_out = counter(options.tokenizer), list[str]()
@@ -213,7 +213,7 @@ def run_questions(options: argparse.Namespace) -> None:
     from aspd_jax.configuration import read_config
     from aspd_jax.files import write_whole
     from aspd_jax.pipeline.compose import Questions, compose, go_on
-    from aspd_jax.pipeline.sources import Conversation, Unreadable, no_record, read_records
+    from aspd_jax.sources import Conversation, Unreadable, no_record, read_records
 
     positive(options, "count")
     config, composed = read_config(Questions, options.config), list[dict[str, object]]()

@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
 def run_eval(options: argparse.Namespace) -> None:
     """Run `aspd eval run`."""
     from aspd_jax.configuration import read_config
-    from infer.evaluation.eval_config import EvalConfig
+    from infer.evaluation.config import EvalConfig
     from infer.evaluation.evaluate import run
 
     config = read_config(EvalConfig, options.config, options.overrides)
@@ -56,7 +56,7 @@ def run_judge(options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
     from aspd_jax.configuration import change, config_from_dict
-    from infer.evaluation.eval_config import EvalConfig
+    from infer.evaluation.config import EvalConfig
     from infer.evaluation.evaluate import judge_run, read_run
 
     for override in options.overrides:
@@ -79,8 +79,8 @@ def run_report(options: argparse.Namespace) -> None:
 
 
 def _report(folder: Path) -> None:
-    from infer.evaluation.eval_report import write_report
     from infer.evaluation.evaluate import read_run
+    from infer.evaluation.report import write_report
 
     config, environment = read_run(folder)
     text = write_report(config, environment, _questions(config), folder)
@@ -125,8 +125,8 @@ def run_ablate(options: argparse.Namespace) -> None:
     from aspd_jax.files import write_whole
     from infer.engine import Engine
     from infer.evaluation.ablation_table import table
+    from infer.evaluation.config import DecodingSection, System
     from infer.evaluation.conversations import answer_questions
-    from infer.evaluation.eval_config import DecodingSection, System
     from infer.offline.journal import read_journal
     from infer.request import Mode
     from train.ablation_models import (

@@ -29,7 +29,7 @@ from aspd_jax.errors import DataError, RequestError
 from aspd_jax.ray_pool import RayOptions, Task, cluster, run_on_ray
 
 if TYPE_CHECKING:  # these are slow to import
-    from aspd_jax.model.model_config import Weights
+    from aspd_jax.model.config import Weights
     from infer import Engine
     from infer.decode.state import DraftSource
     from infer.offline.batch import Answering, Job, Outcome
@@ -262,7 +262,7 @@ def _read_text(file: Path) -> str:
 def _read_messages(name: str) -> list[dict[str, str]]:
     """Return the messages of a JSON file; `-` is standard input."""
     from aspd_jax.jsonl import parse_json
-    from aspd_jax.pipeline.sources import parse_messages
+    from aspd_jax.sources import parse_messages
 
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()

@@ -27,7 +27,7 @@ from aspd_jax.ray_pool import RayOptions
 
 if TYPE_CHECKING:  # these are slow to import
     from infer.engine import Engine
-    from infer.server.server_config import ServerConfig
+    from infer.server.config import ServerConfig
 
 
 def add(commands: Any) -> None:
@@ -154,7 +154,7 @@ def run_proxy(options: argparse.Namespace) -> None:
 def run_serve(options: argparse.Namespace) -> None:
     """Run `aspd serve`."""
     from aspd_jax.formats import NAMES, find_model
-    from infer.server.server_config import ServerConfig
+    from infer.server.config import ServerConfig
 
     ray = ray_options(options)
 

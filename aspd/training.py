@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
 
 def run_train(options: argparse.Namespace) -> None:
     """Run `aspd train`."""
-    from train.train_config import load_config
+    from train.config import load_config
 
     config = load_config(options.config, options.overrides)
     if options.plan:

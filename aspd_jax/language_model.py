@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import find_model, open_checkpoint
-from aspd_jax.formats.adapter import HEAD, SETTINGS, Adapter, Factors, Rows, open_adapter, write_adapter
+from aspd_jax.formats.adapter import SETTINGS, open_adapter, write_adapter
 from aspd_jax.formats.draft_file import (
     FILE,
     NO_DRAFT_HEADS,
@@ -31,15 +32,16 @@ from aspd_jax.formats.folder import write_settings, write_tensors
 from aspd_jax.formats.gguf_writer import write_gguf
 from aspd_jax.formats.hf_config import make_config
 from aspd_jax.layout import Layout
+from aspd_jax.model.adapter import HEAD, Adapter, Factors, Rows
+from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face, padded
 from aspd_jax.model.draft_heads import DRAFT_HEADS
 from aspd_jax.model.lora import adapter_parameters, adapter_tensors, merge_adapters
-from aspd_jax.model.model_config import ModelConfig, Weights, from_hugging_face, padded
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import load_parameters, quantise_layers, tensors_from
 from aspd_jax.tokens import Codec, SpecialTokens, add_special_tokens
 
 
-@dataclass
+@dataclass(repr=False)
 class LanguageModel:
     """A decoder with its parameters, tokenizer and special tokens.
 
@@ -66,6 +68,15 @@ class LanguageModel:
     context_length: int
     mesh: Mesh | None = None
     generation: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        c = self.config
+        count = sum(int(leaf.size) for leaf in jax.tree.leaves(self.params))
+        tokenizer = "" if self.tokenizer is not None else ", no tokenizer"
+        return (
+            f"LanguageModel({self.hf_config.get('model_type')}, {count:,} parameters, {c.layers} layers, {c.dtype}, "
+            f"{self.context_length:,} positions{tokenizer})"
+        )
 
     @cached_property
     def codec(self) -> Codec:
@@ -107,9 +118,29 @@ def read_template(tokenizer: Any, path: str | os.PathLike[str], template: str | 
             raise ConfigError(f"chat_template: {error}") from None
 
 
+def dtype_name(dtype: Any, hf_config: Mapping[str, Any], backend: str) -> str:
+    """Return the name of a dtype for parameters and activations.
+
+    Args:
+        dtype: name, or dtype of JAX or NumPy; `auto`: float32 on CPU and for checkpoints in float32, else bfloat16.
+        hf_config: contents of config.json; without a dtype in it, as of a GGUF file, `auto` means bfloat16.
+        backend: platform of JAX.
+
+    Raises:
+        CheckpointError: it is no dtype.
+    """
+    if isinstance(dtype, str) and dtype == "auto":
+        stored = hf_config.get("dtype") or hf_config.get("torch_dtype")
+        return "float32" if backend == "cpu" or stored == "float32" else "bfloat16"
+    try:
+        return str(jnp.dtype(dtype))
+    except TypeError:
+        raise CheckpointError(f"dtype: expected float32, bfloat16 or auto, got {dtype!r}") from None
+
+
 def load_model(
     path: str | os.PathLike[str],
-    dtype: str = "float32",
+    dtype: Any = "auto",
     mesh: Mesh | None = None,
     weights: Weights = "float",
     lora_rank: int = 0,
@@ -127,7 +158,8 @@ def load_model(
 
     Args:
         path: a folder, a .gguf file, or a name (`aspd_jax.formats.NAMES`), such as `demo` or `smollm2`.
-        dtype: dtype of parameters and activations: `float32` or `bfloat16`.
+        dtype: dtype of parameters and activations: `float32` or `bfloat16`, as a name or a dtype of JAX or NumPy;
+            `auto`: float32 on CPU and for checkpoints in float32, else bfloat16.
         mesh: mesh to distribute the parameters over, by the rules of `aspd_jax.sharding`; the vocabulary is padded so
             that it can be split.
         weights: `int8`: round the kernels of the layers to int8 while loading, with a scale per output.
@@ -143,7 +175,7 @@ def load_model(
         CheckpointError: a part is missing, unknown or not supported, or the adapter is for another model.
     """
     checkpoint = open_checkpoint(path)
-    config = from_hugging_face(checkpoint.hf, dtype)
+    config = from_hugging_face(checkpoint.hf, dtype_name(dtype, checkpoint.hf_config, jax.default_backend()))
     if adapters:
         lora_rank = lora_alpha = adapters * lora_rank  # the factors include their scales
     config = replace(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel, random_model
-from aspd_jax.model.model_config import ModelConfig
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.tokens import SpecialTokens
 
 SHAPES = {

@@ -16,7 +16,8 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import plain_text
 from aspd_jax.tokens import NAMES, SpecialTokens
 from aspd_jax.tool_format import tool_conversation
-from infer.answers.answer import Result
+from infer.answers.answer import Result, TokenLogprob
+from infer.answers.logprobs import token_logprobs
 from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig
 from infer.request import MAX_TITLE_TOKENS, Mode, PromptTooLong, Request, SamplingParams, Stream
 from infer.scheduling.adapter_slots import AdapterSlots
@@ -254,6 +255,8 @@ class Engine:
     ) -> list[Result]:
         """Answer prompts; return the results in their order. A result does not depend on the batch.
 
+        With `SamplingParams(n=…)`, a result is the first answer, and `Result.outputs` has all.
+
         Args:
             prompts: text, messages or token ids.
             params: sampling parameters: one for all prompts, or one for each.
@@ -264,8 +267,9 @@ class Engine:
             RequestError: a request breaks a limit; nothing has been decoded then.
         """
         requests = self._check_all(prompts, params, mode, adapter)
-        handles = [self._scheduler.submit(request) for request in requests]
-        return [handle.wait() for handle in handles]
+        handles = [self.submit_checked(request) for request in requests]
+        answers = iter([(request.params.n, handle.wait()) for request, handle in zip(requests, handles, strict=True)])
+        return [replace(first, others=tuple(next(answers)[1] for _ in range(n - 1))) for n, first in answers]
 
     def submit(
         self,
@@ -288,11 +292,21 @@ class Engine:
         if max_steps is not None and max_steps < 1:
             raise RequestError(f"max_steps: expected at least 1, got {max_steps}.")
         request = self.check(prompt, params, mode, adapter)
+        if request.params.n > 1:
+            raise RequestError(f"n: expected 1, got {request.params.n}; only generate returns several answers.")
         return self.submit_checked(replace(request, max_steps=max_steps, stream=stream))
 
     def submit_checked(self, request: Request) -> Handle:
         """Queue a request that `check` returned."""
-        return self._scheduler.submit(request)
+        handle = self._scheduler.submit(request)
+        if request.params.logprobs is not None:
+            handle.finish = lambda result: replace(result, logprobs=self.logprobs(request, result))
+        return handle
+
+    def logprobs(self, request: Request, result: Result) -> list[TokenLogprob]:
+        """Return the log probabilities of an answer, with `Request.alternatives` and `Request.echo`."""
+        adapter = self.adapters.slot(request.adapter)
+        return token_logprobs(self.lm, self.config, result, request.alternatives or 0, adapter, request.echo)
 
     def check(
         self,
@@ -316,7 +330,11 @@ class Engine:
         Raises:
             RequestError: the request breaks a limit.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"params: expected SamplingParams, got {params!r:.80}. Write SamplingParams(name=value)."
+            )
         template = params.known_text
         mode = "serial" if params.answer_grammar or template else mode
         if template is not None and self.lm.tokenizer is None:
@@ -353,7 +371,8 @@ class Engine:
             check_template(template, self._schemas, self.lm.codec.text, self.config, budget, params.max_branch_tokens)
         self._check_ids(tuple(params.logit_bias), "logit_bias: ")
         seed = secrets.randbits(32) if params.seed is None else params.seed
-        return Request(tuple(ids), params, mode, budget, seed, self.adapters.number(adapter))
+        number = self.adapters.number(adapter)
+        return Request(tuple(ids), params, mode, budget, seed, number, alternatives=params.logprobs)
 
     def step(self, max_steps: int | None = None) -> bool:
         """Run a chunk of steps for all submitted requests; return False if there was nothing to do.
@@ -426,12 +445,11 @@ class Engine:
         mode: Mode | Sequence[Mode],
         adapter: str | Sequence[str],
     ) -> list[Request]:
-        """Return the checked requests of `generate`."""
+        """Return the checked requests of `generate`: for each prompt one for each of its answers."""
         if isinstance(prompts, str):
             raise RequestError("prompts: expected a list, got a string. Write [prompt].")
         count = len(prompts)
-        params = params or SamplingParams()
-        each_params = [params] * count if isinstance(params, SamplingParams) else list(params)
+        each_params: list[Any] = list(params) if isinstance(params, Sequence) else [params] * count
         each_mode = [mode] * count if isinstance(mode, str) else list(mode)
         each_adapter = [adapter] * count if isinstance(adapter, str) else list(adapter)
         for name, values in (("params", each_params), ("mode", each_mode), ("adapter", each_adapter)):
@@ -440,9 +458,10 @@ class Engine:
         requests = []
         for number, arguments in enumerate(zip(prompts, each_params, each_mode, each_adapter, strict=True)):
             try:
-                requests.append(self.check(*arguments))
+                request = self.check(*arguments)
             except RequestError as error:
                 raise RequestError(f"request {number}: {error}") from None
+            requests += [replace(request, seed=(request.seed + k) % (1 << 32)) for k in range(request.params.n)]
         return requests
 
     def _check_script(self, script: Sequence[Sequence[int]], budget: int) -> None:

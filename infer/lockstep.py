@@ -16,8 +16,7 @@ import jax
 
 from aspd_jax.errors import AspdError
 from aspd_jax.processes import broadcast
-from infer.answers.answer import Result
-from infer.answers.logprobs import TokenLogprob, token_logprobs
+from infer.answers.answer import Result, TokenLogprob
 from infer.engine import Engine
 from infer.request import Request, SamplingParams
 from infer.scheduling.handle import Handle
@@ -130,12 +129,8 @@ class Lockstep:
         self._unscored.discard(number)
 
     def _logprobs(self, request: Request, result: Result) -> list[TokenLogprob] | None:
-        assert request.alternatives is not None
         try:
-            adapter = self.engine.adapters.slot(request.adapter)
-            return token_logprobs(
-                self.engine.lm, self.engine.config, result, request.alternatives, adapter, request.echo
-            )
+            return self.engine.logprobs(request, result)
         except Exception:
             log.exception("log probabilities of an answer")
             return None

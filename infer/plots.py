@@ -24,7 +24,6 @@ from aspd_jax.pictures import COLOURS, SERIAL_COLOUR, TITLE_COLOUR, branch_colou
 if TYPE_CHECKING:
     from infer.answers.timeline import Span
     from infer.bench.decoding import AnswerTime
-    from infer.bench.load import Load
     from infer.bench.step_times import StepTime
 
 BLUE = "#4c78a8"
@@ -185,29 +184,4 @@ def plot_quality(
         axes.errorbar(speed["mean"], good["mean"], xerr=errors[0], yerr=errors[1], marker="o", capsize=3, label=name)
     axes.set(title=title, xlabel="content tokens per second, batch 1", ylabel=quality, xlim=(0, None))
     axes.legend(fontsize=8)
-    save_figure(figure, file)
-
-
-def plot_load(results: Sequence[Load], target: float, title: str, file: Path) -> None:
-    """Plot time to the last token (median and 95th percentile) and goodput by rate for each mode and server."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    times, goodput = figure.subplots(1, 2)
-    for label in dict.fromkeys(result.label for result in results):
-        series = [result for result in results if result.label == label]
-        rates = [result.rate for result in series]
-        (line,) = times.plot(rates, [1000 * result.last[0] for result in series], marker="o", label=f"{label}, median")
-        times.plot(
-            rates,
-            [1000 * result.last[1] for result in series],
-            marker=".",
-            linestyle=":",
-            color=line.get_color(),
-            label=f"{label}, p95",
-        )
-        goodput.plot(rates, [result.goodput for result in series], marker="o", label=label)
-    times.set(xlabel="requests per second", ylabel="ms to last token", yscale="log")
-    goodput.set(xlabel="requests per second", ylabel=f"answers within {target:g} s, per second", ylim=(0, None))
-    for axes in (times, goodput):
-        axes.legend(fontsize=8)
     save_figure(figure, file)

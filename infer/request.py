@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from inspect import cleandoc
 from math import isfinite
+from numbers import Integral, Real
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
@@ -25,7 +27,7 @@ Mode = Literal["adaptive", "serial"]
 Fields = Literal["serial", "parallel"]
 Stream: TypeAlias = Literal["text", "branches"] | None
 GRAMMARS = ("json_schema", "regex", "choices", "grammar")  # fields that constrain a whole answer
-BESIDE_TEMPLATES = ("script", "branch_schema", "min_tokens")  # fields that a template excludes
+BESIDE_TEMPLATES = ("script", "branch_schema", "min_tokens", "logprobs")  # fields that a template excludes
 MAX_TITLE_TOKENS = 24  # default of the engine, and limit of the proxy (protocol, section 5)
 STRINGS, BIASES = tuple[str, ...], Mapping[Any, float]  # types of parameters that are no single value
 
@@ -101,7 +103,7 @@ class Parameter:
     """Declaration of a sampling parameter.
 
     Attributes:
-        help: meaning of a value, as help texts and the HTTP schema show it.
+        help: meaning of a value, as help texts and the HTTP schema show it: its description in `SamplingParams`.
         bounds: bounds of a number, or of each value of a mapping.
         cli: option of `aspd generate`; None: there is none.
         http: field of HTTP requests; None: there is none of this name.
@@ -113,7 +115,7 @@ class Parameter:
         default: default of `SamplingParams`.
     """
 
-    help: str
+    help: str = ""
     bounds: Bounds = UNBOUNDED
     cli: Offer | None = OFFERED
     http: Offer | None = OFFERED
@@ -124,8 +126,8 @@ class Parameter:
     kind: Any = None
     default: Any = None
 
-    def named(self, name: str, kind: Any, default: Any) -> Parameter:
-        """Return the declaration with the name, type and default of its field."""
+    def named(self, name: str, kind: Any, default: Any, help: str) -> Parameter:
+        """Return the declaration with the name, type, default and description of its field."""
 
         def filled(offer: Offer | None) -> Offer | None:
             if offer is None:
@@ -134,170 +136,218 @@ class Parameter:
             return Offer(default if offer.default is ... else offer.default, bounds, offer.nullable)
 
         offers: dict[str, Any] = {interface: filled(getattr(self, interface)) for interface in ("cli", "http", "yaml")}
-        return replace(self, name=name, kind=kind, default=default, **offers)
+        return replace(self, name=name, kind=kind, default=default, help=help, **offers)
 
-    def check(self, value: Any) -> None:
-        """Check a value of the parameter against its bounds; strings must not be empty.
+    def read(self, value: Any) -> Any:
+        """Return a value of the parameter in the form in which `SamplingParams` keeps it.
 
         Raises:
-            RequestError: it is out of bounds; the message names the parameter.
+            RequestError: it has another type, or is out of bounds; the message names the parameter.
         """
-        if self.kind in (STRINGS, Sequence[str]):
-            if not all(isinstance(text, str) and text for text in value):
-                raise RequestError(f"{self.name}: expected non-empty strings, got {value!r}.")
-        elif self.kind is str:
-            if value == "":
-                raise RequestError(f"{self.name}: expected a non-empty string, got {value!r}.")
-        elif self.kind == BIASES:
-            for token, bias in value.items():
-                self._check_number(f"{self.name}[{token}]", bias)
-        elif self.kind in (int, float) and value is not None:
-            self._check_number(self.name, value)
+        if self.kind in (int, float):
+            return self._number(self.name, value)
+        if self.name in READERS:
+            return READERS[self.name](self, value)
+        if self.kind is str and not (isinstance(value, str) and value):
+            raise self.refusal("a non-empty string", value)
+        return value
 
-    def _check_number(self, name: str, value: float) -> None:
-        if not self.bounds.contain(value):
+    def strings(self, value: Any) -> tuple[str, ...]:
+        """Return a list of strings; one string is a list of one."""
+        texts = (value,) if isinstance(value, str) else value
+        if isinstance(texts, Mapping) or not isinstance(texts, Iterable):
+            raise self.refusal("strings", value)
+        texts = tuple(texts)
+        if not all(isinstance(text, str) and text for text in texts):
+            raise self.refusal("non-empty strings", value)
+        return texts
+
+    def biases(self, value: Any) -> dict[int, float]:
+        """Return biases by token id; JSON has strings for ids."""
+        if not isinstance(value, Mapping) or not all(str(key).isascii() and str(key).isdecimal() for key in value):
+            raise self.refusal("numbers by token id", value)
+        return {int(key): self._number(f"{self.name}[{key}]", bias, float) for key, bias in value.items()}
+
+    def schema(self, value: Any) -> str:
+        """Return a schema as text."""
+        schema = value.model_json_schema() if hasattr(value, "model_json_schema") else value
+        try:
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            if isinstance(schema, Mapping):
+                return json.dumps(dict(schema))
+            problem = f"{type(value).__name__} instead of an object, text or a pydantic model"
+        except (TypeError, ValueError) as error:
+            problem = str(error)
+        raise RequestError(f"{self.name}: expected a JSON schema, got: {problem}")
+
+    def written(self, value: Any) -> Template:
+        """Return a template that is given as text, or as the JSON form of one."""
+        if isinstance(value, Template):
+            return value
+        if isinstance(value, str):
+            return Template(value)
+        try:
+            parts = [Hole(**part) if isinstance(part, Mapping) else part for part in value["parts"]]
+            return Template(parts, value["opening"])
+        except (KeyError, TypeError):
+            raise self.refusal("a text or a Template", value) from None
+
+    def segments(self, value: Any) -> tuple[tuple[int, ...], ...]:
+        """Return lists of token ids."""
+        try:
+            return tuple(tuple(int(token) for token in segment) for segment in value)
+        except (TypeError, ValueError):
+            raise self.refusal("lists of token ids", value) from None
+
+    def choice(self, value: Any) -> Any:
+        """Return a value of a literal type."""
+        check_choice(self.name, value, self.kind)
+        return value
+
+    def refusal(self, expected: str, value: Any) -> RequestError:
+        """Return the error of a value."""
+        return RequestError(f"{self.name}: expected {expected}, got {value!r:.80}.")
+
+    def _number(self, name: str, value: Any, kind: type | None = None) -> Any:
+        """Return a number of Python for one of Python or NumPy; neither true nor, for an integer, 5.0 is one."""
+        whole = (kind or self.kind) is int
+        if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+            raise RequestError(f"{name}: expected {'an integer' if whole else 'a number'}, got {value!r:.80}.")
+        if not self.bounds.contain(number := int(value) if isinstance(value, Integral) else float(value)):
             raise RequestError(f"{name}: expected {self.bounds}, got {value!r}.")
+        return number if whole else float(number)
 
 
-def _parameter(default: Any, help: str, bounds: Bounds = UNBOUNDED, **details: Any) -> Any:
+# How values are read that are no numbers and not the strings of one field.
+READERS: Mapping[str, Callable[[Parameter, Any], Any]] = {
+    "stop": Parameter.strings,
+    "choices": Parameter.strings,
+    "logit_bias": Parameter.biases,
+    "json_schema": Parameter.schema,
+    "branch_schema": Parameter.schema,
+    "template": Parameter.written,
+    "script": Parameter.segments,
+    "fields": Parameter.choice,
+}
+
+
+def _parameter(default: Any, bounds: Bounds = UNBOUNDED, **details: Any) -> Any:
     """Return a dataclass field with the declaration of a parameter; for `details` see `Parameter`."""
-    metadata = {"parameter": Parameter(help, bounds, **details)}
+    metadata = {"parameter": Parameter(bounds=bounds, **details)}
     if default == {}:
-        return field(default_factory=dict, metadata=metadata)
+        return field(default_factory=dict, hash=False, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def _library_parameter(default: Any, help: str, bounds: Bounds = UNBOUNDED) -> Any:
+def _library_parameter(default: Any, bounds: Bounds = UNBOUNDED) -> Any:
     """Return the field of a parameter for which interfaces have fields of their own, or none."""
-    return _parameter(default, help, bounds, cli=None, http=None, yaml=None, device=False)
+    return _parameter(default, bounds, cli=None, http=None, yaml=None, device=False)
 
 
 INT32 = 1 << 31
 PENALTY = Bounds(ge=-2, le=2)
+MAX_ALTERNATIVES = 20  # of log probabilities; computed for every request, so all answers of one length share a program
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of sampling, in serial segments and in branches alike (protocol, section 5).
 
-    The first argument of a field is its default, the second its meaning. An interface offers a field with this default
-    and these bounds unless the field says otherwise. A new parameter takes a field here, an array of its name in
-    `infer.decode.state` and its effect in `infer.decode.sampling`.
+    None means the default of any field. Instances are immutable and hashable; `dataclasses.replace` changes a field.
+
+    Attributes:
+        temperature: divisor of the logits; 0: greedy decoding.
+        top_k: number of likeliest tokens to sample from; 0: all.
+        top_p: sample from the likeliest tokens that together reach this probability; 1: all.
+        min_p: minimum probability of a token, as a share of the likeliest token's; 0: none.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the visible plain text
+            of the answer (for a title: in visible titles); 1: none.
+        frequency_penalty: subtracted from the logit of a token for each occurrence in the visible text; 0: none.
+        presence_penalty: subtracted once from the logit of a token that occurs in the visible text; 0: none.
+        logit_bias: added to the logit of a token id, wherever the grammar permits the token.
+        fork_bias: added to the logit of the tag that opens a block; positive: more answers fork.
+        min_tokens: minimum tokens of plain text before the model may end the answer; branches may end earlier.
+        max_new_tokens: maximum tokens of an answer, those of branches, tags and heads included.
+        max_content_tokens: maximum tokens of the plain text, which clients see; None: no further bound; 0: no answer,
+            for log probabilities of the prompt alone.
+        max_branch_tokens: maximum tokens sampled in one branch, its closing tag included.
+        stop: string before which the text of the answer ends.
+        seed: seed of the random streams; by default a random one.
+        n: number of answers to a prompt, each with its own random streams (`Result.outputs`).
+        logprobs: log probabilities of the tokens of the plain text (`Result.logprobs`), each with this number of the
+            likeliest tokens in its place; None: none.
+        json_schema: JSON schema (text, a mapping or a pydantic model) of the answer, which is one JSON value and does
+            not fork.
+        regex: regular expression (Rust's syntax) that the answer matches; it does not fork.
+        choices: strings, one of which is the answer; it does not fork.
+        grammar: grammar (Lark or GBNF) that the answer follows; it does not fork. An answer has at most one of
+            `json_schema`, `regex`, `choices` and `grammar`.
+        fields: `parallel`: decode the fields of `json_schema` in parallel (protocol, section 5).
+        template: literal text with holes, which the model fills in parallel (`aspd_jax.Template`).
+        branch_schema: JSON schema of the text of every branch, which is one JSON value.
+        script: token ids to take in place of sampled ones: of the serial segment (titles and tags included), of the
+            first branch, and so on; the same for every block. A segment is sampled after the end of its script. Steps
+            run as usual, so both modes can be timed on equal content.
     """
 
+    # An interface offers a field with this default and these bounds unless the field says otherwise; its help is the
+    # description above. A new parameter takes a description, a field, an array of its name in `infer.decode.state` and
+    # its effect in `infer.decode.sampling`.
     temperature: float = _parameter(
-        0.0, "divisor of the logits; 0: greedy decoding", Bounds(ge=0),
+        0.0, Bounds(ge=0),
         http=Offer(1.0, Bounds(ge=0, le=2), nullable=True), proxy=Forward(("temperature",), always=True),
     )  # fmt: skip
-    top_k: int = _parameter(
-        0, "number of likeliest tokens to sample from; 0: all", Bounds(ge=0, lt=INT32), proxy=Forward(("top_k",))
-    )
+    top_k: int = _parameter(0, Bounds(ge=0, lt=INT32), proxy=Forward(("top_k",)))
     top_p: float = _parameter(
-        1.0, "sample from the likeliest tokens that together reach this probability; 1: all", Bounds(gt=0, le=1),
-        http=Offer(nullable=True), proxy=Forward(("top_p",), always=True),
-    )  # fmt: skip
-    min_p: float = _parameter(
-        0.0, "minimum probability of a token, as a share of the likeliest token's; 0: none", Bounds(ge=0, le=1),
-        proxy=Forward(("min_p",)),
-    )  # fmt: skip
+        1.0, Bounds(gt=0, le=1), http=Offer(nullable=True), proxy=Forward(("top_p",), always=True)
+    )
+    min_p: float = _parameter(0.0, Bounds(ge=0, le=1), proxy=Forward(("min_p",)))
     repetition_penalty: float = _parameter(
-        1.0, "divides positive logits, and multiplies negative ones, of tokens in the visible plain text of the answer "
-        "(for a title: in visible titles); 1: none", Bounds(gt=0),
-        http=Offer(bounds=Bounds(gt=0, le=10)),
+        1.0, Bounds(gt=0), http=Offer(bounds=Bounds(gt=0, le=10)),
         proxy=Forward(("repetition_penalty", "repeat_penalty")),  # vLLM's name, and llama.cpp's
     )  # fmt: skip
-    frequency_penalty: float = _parameter(
-        0.0, "subtracted from the logit of a token for each occurrence in the visible text; 0: none", PENALTY
-    )
-    presence_penalty: float = _parameter(
-        0.0, "subtracted once from the logit of a token that occurs in the visible text; 0: none", PENALTY
-    )
-    logit_bias: Mapping[Any, float] = _parameter(
-        {}, "added to the logit of a token id, wherever the grammar permits the token", Bounds(ge=-100, le=100),
-        yaml=None, device=False,
-    )  # fmt: skip
-    fork_bias: float = _parameter(
-        0.0, "added to the logit of the tag that opens a block; positive: more answers fork", Bounds(ge=-100, le=100),
-        device=False,
-    )  # fmt: skip
-    min_tokens: int = _parameter(
-        0, "minimum tokens of plain text before the model may end the answer; branches may end earlier",
-        Bounds(ge=0, lt=INT32),
-    )  # fmt: skip
-    max_new_tokens: int = _parameter(
-        256, "maximum tokens of an answer, those of branches, tags and heads included", Bounds(ge=1),
-        cli=Offer(512), http=None, yaml=Offer(1024), device=False,
-    )  # fmt: skip
-    max_content_tokens: int | None = _library_parameter(
-        None, "maximum tokens of the plain text, which clients see; None: no further bound; 0: no answer, for log "
-        "probabilities of the prompt alone", Bounds(ge=0),
-    )  # fmt: skip
-    max_branch_tokens: int = _parameter(
-        1024, "maximum tokens sampled in one branch, its closing tag included", Bounds(ge=1, lt=1 << 24), http=None
-    )
-    stop: tuple[str, ...] = _parameter(
-        (), "string before which the text of the answer ends",
-        http=Offer(None), yaml=None, proxy=Forward(), device=False,
-    )  # fmt: skip
+    frequency_penalty: float = _parameter(0.0, PENALTY)
+    presence_penalty: float = _parameter(0.0, PENALTY)
+    logit_bias: Mapping[Any, float] = _parameter({}, Bounds(ge=-100, le=100), yaml=None, device=False)
+    fork_bias: float = _parameter(0.0, Bounds(ge=-100, le=100), device=False)
+    min_tokens: int = _parameter(0, Bounds(ge=0, lt=INT32))
+    max_new_tokens: int = _parameter(256, Bounds(ge=1), cli=Offer(512), http=None, yaml=Offer(1024), device=False)
+    max_content_tokens: int | None = _library_parameter(None, Bounds(ge=0))
+    max_branch_tokens: int = _parameter(1024, Bounds(ge=1, lt=1 << 24), http=None)
+    stop: tuple[str, ...] = _parameter((), http=Offer(None), yaml=None, proxy=Forward(), device=False)
     seed: int | None = _parameter(
-        None, "seed of the random streams; by default a random one", Bounds(ge=0, lt=1 << 32),
+        None, Bounds(ge=0, lt=1 << 32),
         http=Offer(bounds=Bounds(ge=-(1 << 63), lt=1 << 63)), yaml=Offer(0), proxy=Forward(("seed",)), device=False,
     )  # fmt: skip
-    json_schema: str | Mapping[str, Any] | None = _library_parameter(
-        None, "JSON schema (text or a mapping) of the answer, which is one JSON value and does not fork"
-    )
-    regex: str | None = _library_parameter(
-        None, "regular expression (Rust's syntax) that the answer matches; it does not fork"
-    )
-    choices: Sequence[str] = _library_parameter((), "strings, one of which is the answer; it does not fork")
-    grammar: str | None = _library_parameter(
-        None, "grammar (Lark or GBNF) that the answer follows; it does not fork. An answer has at most one of "
-        "`json_schema`, `regex`, `choices` and `grammar`",
-    )  # fmt: skip
-    fields: Fields = _library_parameter(
-        "serial", "`parallel`: decode the fields of `json_schema` in parallel (protocol, section 5)"
-    )
-    template: Template | str | None = _library_parameter(
-        None, "literal text with holes, which the model fills in parallel (`aspd_jax.Template`)"
-    )
-    branch_schema: str | Mapping[str, Any] | None = _library_parameter(
-        None, "JSON schema of the text of every branch, which is one JSON value"
-    )
-    script: Sequence[Sequence[int]] = _library_parameter(
-        (), "token ids to take in place of sampled ones: of the serial segment (titles and tags included), of the "
-        "first branch, and so on; the same for every block. A segment is sampled after the end of its script. Steps "
-        "run as usual, so both modes can be timed on equal content",
-    )  # fmt: skip
+    n: int = _library_parameter(1, Bounds(ge=1))
+    logprobs: int | None = _library_parameter(None, Bounds(ge=0, le=MAX_ALTERNATIVES))
+    json_schema: str | Mapping[str, Any] | type | None = _library_parameter(None)
+    regex: str | None = _library_parameter(None)
+    choices: Sequence[str] = _library_parameter(())
+    grammar: str | None = _library_parameter(None)
+    fields: Fields = _library_parameter("serial")
+    template: Template | str | None = _library_parameter(None)
+    branch_schema: str | Mapping[str, Any] | type | None = _library_parameter(None)
+    script: Sequence[Sequence[int]] = _library_parameter(())
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for name, value in (
-            ("json_schema", _schema_text("json_schema", self.json_schema)),
-            ("branch_schema", _schema_text("branch_schema", self.branch_schema)),
-            ("stop", stop),
-            ("script", tuple(map(tuple, self.script))),
-            ("choices", tuple(self.choices)),
-            ("logit_bias", _read_biases(self.logit_bias)),
-            ("template", _read_template(self.template)),
-        ):
-            object.__setattr__(self, name, value)
-        for parameter in PARAMETERS.values():
-            parameter.check(getattr(self, parameter.name))
+        for name, parameter in PARAMETERS.items():
+            value = getattr(self, name)
+            object.__setattr__(self, name, parameter.default if value is None else parameter.read(value))
         limit = self.max_new_tokens if self.max_content_tokens is None else self.max_content_tokens
         if self.min_tokens > limit:
             raise RequestError(f"min_tokens: expected 0 to the limit of the answer, {limit}, got {self.min_tokens}.")
         if len(named := [name for name in (*GRAMMARS, "template") if getattr(self, name)]) > 1:
             raise RequestError(f"{' and '.join(named)}: expected one of them, got {len(named)}")
-        check_choice("fields", self.fields, Fields)
         if self.fields == "parallel" and self.json_schema is None:
             raise RequestError("json_schema: expected a schema for fields='parallel', got none.")
-        if self.known_text is not None and (beside := [name for name in BESIDE_TEMPLATES if getattr(self, name)]):
+        if self.known_text is not None and (beside := _beside(self)):
             raise RequestError(f"{beside[0]}: expected none with a template or parallel fields, got one")
 
     @cached_property
     def known_text(self) -> Template | None:
         """Return the template of the answer: `template`, or that of parallel fields; None: there is none."""
-        if self.fields == "parallel" and self.json_schema is not None:
+        if self.fields == "parallel" and isinstance(self.json_schema, str):
             return fields_template(self.json_schema)
         return self.template if isinstance(self.template, Template) else None
 
@@ -325,57 +375,31 @@ class SamplingParams:
         return replace(self, script=(tokens,), max_new_tokens=budget, stop=())
 
 
+def _beside(params: SamplingParams) -> list[str]:
+    """Return the fields that are set and that a template excludes."""
+    return [name for name in BESIDE_TEMPLATES if getattr(params, name) != PARAMETERS[name].default]
+
+
 def _declared_parameters() -> dict[str, Parameter]:
-    """Return the declarations in the fields of `SamplingParams`, with their names, types and defaults."""
-    hints, parameters = get_type_hints(SamplingParams), {}
+    """Return the declarations in the fields of `SamplingParams`, with their names, types, defaults and descriptions."""
+    hints, parameters, descriptions = get_type_hints(SamplingParams), {}, _descriptions()
     for item in fields(SamplingParams):
         kinds = [kind for kind in get_args(hints[item.name]) if kind is not NoneType]
         kind = kinds[0] if NoneType in get_args(hints[item.name]) and len(kinds) == 1 else hints[item.name]
         default = {} if item.default_factory is dict else item.default
-        parameters[item.name] = item.metadata["parameter"].named(item.name, kind, default)
+        declared: Parameter = item.metadata["parameter"]
+        parameters[item.name] = declared.named(item.name, kind, default, descriptions.get(item.name, ""))
     return parameters
 
 
+def _descriptions() -> dict[str, str]:
+    """Return the descriptions of the attributes of `SamplingParams`, without the full stop, by name."""
+    attributes = cleandoc(SamplingParams.__doc__ or "").partition("Attributes:\n")[2]
+    items = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in items}
+
+
 PARAMETERS: Mapping[str, Parameter] = _declared_parameters()
-_attributes = "\n".join(f"        {name}: {parameter.help}." for name, parameter in PARAMETERS.items())
-SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n    Attributes:\n{_attributes}\n"
-
-
-def _read_biases(biases: Mapping[Any, Any]) -> dict[int, float]:
-    """Return biases by token id; JSON has strings for ids."""
-    try:
-        given = dict(biases)
-        if not all(str(token).isascii() and str(token).isdecimal() for token in given):
-            raise ValueError
-        return {int(token): float(bias) for token, bias in given.items()}
-    except (TypeError, ValueError):
-        raise RequestError(f"logit_bias: expected numbers by token id, got {biases!r}") from None
-
-
-def _read_template(template: Any) -> Template | None:
-    """Return a template that is given as text, or as the JSON form of one."""
-    if template is None or isinstance(template, Template):
-        return template
-    if isinstance(template, str):
-        return Template(template)
-    try:
-        parts = [Hole(**part) if isinstance(part, Mapping) else part for part in template["parts"]]
-        return Template(parts, template["opening"])
-    except (KeyError, TypeError):
-        raise RequestError(f"template: expected a text or a Template, got {template!r:.80}") from None
-
-
-def _schema_text(name: str, schema: str | Mapping[str, Any] | None) -> str | None:
-    """Return a schema as text."""
-    if schema is None:
-        return None
-    try:
-        value = json.loads(schema) if isinstance(schema, str) else dict(schema)
-        if not isinstance(value, dict):
-            raise ValueError(f"{type(value).__name__} instead of an object")
-        return json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"{name}: expected a JSON schema, got: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests and then the benchmarks on an accelerator.
-#   tests/accelerator.sh FOLDER [step…]     # steps, all by default: kernels tests demo widths flash answers context batch int8 train serve
+#   tests/accelerator.sh FOLDER [step…]     # steps, all by default: kernels tests demo widths flash answers context batch int8 train
 # Write logs, tables, JSON, plots and the printed summary to FOLDER. A step that fails, or takes more than LIMIT seconds
 # (300), does not stop later steps. PYTHON (python3) has jax[cuda13] or jax[tpu] and the packages of requirements.txt;
 # SHAPE (7b) and DTYPE (bfloat16) select the random model. ANY_DEVICE=1 tests the script itself on a CPU.
@@ -10,7 +10,7 @@ mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 shift
 steps=("$@")
-[ $# -gt 0 ] || steps=(kernels tests demo widths flash answers context batch int8 train serve)
+[ $# -gt 0 ] || steps=(kernels tests demo widths flash answers context batch int8 train)
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 model=(--shape "${SHAPE:-7b}" --dtype "${DTYPE:-bfloat16}")
@@ -51,7 +51,7 @@ decode() { # name, options…
       tests) step tests env JAX_PLATFORMS="$platform" JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
         "$python" -m pytest -q --numprocesses="$workers" -m "not slow and not several" tests/aspd_jax/model/test_model.py tests/infer/scheduling/test_replay.py \
         tests/infer/test_engine.py tests/infer/scheduling/test_scheduler.py tests/infer/decode/test_speculation.py tests/infer/decode/test_sampling.py tests/infer/decode/test_grammar.py \
-        tests/infer/decode/test_training_free.py tests/train/test_train_step.py ;;
+        tests/train/test_train_step.py ;;
       demo) step demo "$python" -m aspd demo ;;
       widths) decode widths --context 2048 --widths 1 2 4 8 16 --answers ;;
       flash) decode flash --decode-attention flash_decode --context 2048 --widths 1 2 4 8 16 --answers ;;
@@ -61,8 +61,6 @@ decode() { # name, options…
       batch) XLA_PYTHON_CLIENT_MEM_FRACTION=0.7 decode batch --context 512 --batch 8 32 --widths 1 --answers 8x60 --repeats 5 ;;
       int8) decode int8 --weights int8 --context 2048 --widths 1 8 16 --answers 8x60 ;;
       train) step train "$python" -m aspd bench train --shape 1b --dtype bfloat16 --length 4096 ;;
-      serve) step serve "$python" -m aspd bench serve --batch 4 16 --long --rates 4 16 64 --seconds 10 --target 1 \
-        --json "$folder/serve.json" --plot "$folder/serve.svg" ;;
       *) echo "unknown step $name"; failed=1 ;;
     esac
   done

@@ -64,6 +64,8 @@ from train.byte_tokenizer import train_tokenizer
 from train.tasks import problem
 
 ROOT = Path(__file__).parent.parent
+# Tests compare exactly, so they load float32 on accelerators too.
+load_model.__defaults__ = ("float32", *(load_model.__defaults__ or ())[1:])
 GOLDEN = Path(__file__).parent / "golden"
 SHARED = ROOT.parent / "shared"
 # Tests with the same purpose that need only the repository, for each function that reads `../shared`.
@@ -94,9 +96,9 @@ COUNTERPARTS = {
         "infer/test_decoding.py::test_answers_equal_transformers",
     ),
     # Published questions, answers and prompts of judges.
-    "aspd_jax/pipeline/test_extract.py::test_real_answers_are_kept_and_their_lists_found": (
-        "aspd_jax/pipeline/test_extract.py::test_forms",
-        "aspd_jax/pipeline/test_extract.py::test_any_text_is_kept",
+    "aspd_jax/blocks/test_extract.py::test_real_answers_are_kept_and_their_lists_found": (
+        "aspd_jax/blocks/test_extract.py::test_forms",
+        "aspd_jax/blocks/test_extract.py::test_any_text_is_kept",
     ),
     "aspd_jax/pipeline/test_imports.py::test_real_records_of_parallel_r1": (
         "aspd_jax/pipeline/test_imports.py::test_round_trip",

@@ -19,8 +19,8 @@ from aspd_jax.errors import ConfigError
 from aspd_jax.files import replacing
 from aspd_jax.layout import PositionScheme, Siblings
 from aspd_jax.structure import Branch, Parallel, Serial, Structure
+from train.config import DataSection, ModelSection, OptimiserSection, TrainConfig
 from train.tasks import Problem, conversation, problem
-from train.train_config import DataSection, ModelSection, OptimiserSection, TrainConfig
 
 Quality = Literal["verified", "unverified", "random"]
 # No branch of `problem` is longer. `predict` spaces branches by the maximum length, so decoding needs a limit that is

@@ -17,9 +17,9 @@ from aspd_jax.errors import ConfigError, DataError
 from aspd_jax.layout import Layout, PositionScheme, build_layout
 from aspd_jax.structure import Serial
 from aspd_jax.tokens import Codec, SpecialTokens
+from train.config import TrainConfig
 from train.records import Example, Records, reread
 from train.tasks import Problem, held_out, problem, recital
-from train.train_config import TrainConfig
 
 PARTS = ("serial", "title", "branch")  # kinds of targets in metrics
 NO_TAG = -1  # replaces tags that `build_layout` must read as text

@@ -15,7 +15,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from aspd_jax.errors import OutputError
 from aspd_jax.files import writing
-from train.train_step import TrainState
+from train.step import TrainState
 
 METRIC = "held_out_loss"
 

@@ -27,12 +27,12 @@ from train.batches import (
     record_steps,
 )
 from train.checkpoints import Checkpoints
+from train.config import TrainConfig
 from train.loss import Sums
 from train.metrics import MetricsWriter, memory_in_use, model_flops, peak_flops
 from train.records import Records
 from train.setup import Setup, load, set_up
-from train.train_config import TrainConfig
-from train.train_step import TrainState, evaluation_sums, join, part_losses, train_step
+from train.step import TrainState, evaluation_sums, join, part_losses, train_step
 
 # Settings that may change when a run is resumed, because they do not change what it computes.
 MAY_CHANGE = ("mesh", "save_every", "keep", "log_every", "tensorboard")

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 from tensorboardX import SummaryWriter
 
 from aspd_jax.files import Log, write_whole
-from aspd_jax.model.model_config import ModelConfig
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.weights import ADAPTERS
 
 # Peak of dense bfloat16 products in FLOP/s by prefix of `device_kind` (vendors' data sheets).

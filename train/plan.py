@@ -18,16 +18,16 @@ from jax.sharding import AbstractMesh, NamedSharding
 from aspd_jax.formats import NAMES, open_checkpoint
 from aspd_jax.formats.hf_config import make_config, read_config
 from aspd_jax.model.attention import QUERY_CHUNK
-from aspd_jax.model.model_config import ModelConfig, from_hugging_face, padded
+from aspd_jax.model.config import ModelConfig, from_hugging_face, padded
 from aspd_jax.model.transformer import LAYERS, Transformer
 from aspd_jax.model.vocabulary import HEAD_AXES
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, partition_spec
 from aspd_jax.tokens import TAGS
+from train.config import TrainConfig
 from train.loss import CHUNK
 from train.setup import as_configured, scratch_shape
-from train.train_config import TrainConfig
-from train.train_step import is_trained
+from train.step import is_trained
 
 MOMENTS = 2  # float32 moments of AdamW per parameter
 

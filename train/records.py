@@ -1,6 +1,6 @@
 """Tokenised examples of conversations, cached on disk, with a report of records and turns that cannot be used.
 
-Records have the formats of `aspd_jax.pipeline.sources`. An answer is trained after exactly the prompt that the engine
+Records have the formats of `aspd_jax.sources`. An answer is trained after exactly the prompt that the engine
 renders for it. Turns share an example while the chat template renders each prompt as a continuation of the previous
 one; otherwise each turn has its own example.
 """
@@ -23,10 +23,10 @@ from aspd_jax.chat import Chat
 from aspd_jax.errors import AspdError, ConfigError, DataError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import build_layout
-from aspd_jax.pipeline.sources import Conversation, Unreadable, no_record, read_records
+from aspd_jax.sources import Conversation, Unreadable, no_record, read_records
 from aspd_jax.structure import Serial, Structure, plain_text
 from aspd_jax.tokens import SpecialTokens
-from train.train_config import DataSection
+from train.config import DataSection
 
 SHOWN = 5  # maximum number of printed problems; left_out.jsonl has all
 VERSION = 3  # format of the cache; files of other versions are not used

@@ -19,16 +19,16 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from aspd_jax.errors import ConfigError
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model, random_model
-from aspd_jax.model.model_config import ModelConfig, from_hugging_face
+from aspd_jax.model.config import ModelConfig, from_hugging_face
 from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import named_sharding, shardings
 from aspd_jax.structure import Parallel
 from train.batches import Batch
 from train.byte_tokenizer import train_tokenizer
+from train.config import TrainConfig
+from train.step import TrainState, abstract_state, in_float32, is_trained, join, make_optimiser
 from train.tasks import problem
-from train.train_config import TrainConfig
-from train.train_step import TrainState, abstract_state, in_float32, is_trained, join, make_optimiser
 
 TOKENIZER_PROBLEMS = 4000
 

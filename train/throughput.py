@@ -19,10 +19,10 @@ from aspd_jax.shapes import benchmark_model
 from aspd_jax.sharding import make_mesh
 from aspd_jax.tokens import SpecialTokens
 from train.batches import Batch, make_batch
+from train.config import DataSection, ModelSection, TrainConfig
 from train.metrics import model_flops, peak_flops
 from train.setup import set_up
-from train.train_config import DataSection, ModelSection, TrainConfig
-from train.train_step import train_step
+from train.step import train_step
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from aspd.aot.topology import Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.language_model import LanguageModel
-from aspd_jax.model.model_config import ModelConfig, Weights, from_hugging_face, padded
+from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face, padded
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.shapes import SHAPES

@@ -8,18 +8,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from aspd.options import HelpFormatter, answer_structures, config_options, mesh_of, positive
+from aspd.options import HelpFormatter, config_options, mesh_of, positive
 from aspd_jax.files import write_whole
 
 
 def add(commands: Any) -> None:
     """Add these commands."""
     kinds = commands.add_parser(
-        "compile", help="Compile programs for a target chip, and report memory, traffic, collectives and time."
+        "compile", help="Compile programs for a target chip, and report memory, collectives and minimum time."
     ).add_subparsers(required=True, metavar="WHAT")
     decode = kinds.add_parser(
         "decode",
-        help="decoding steps by width and cache slots, and the expected speed-up",
+        help="decoding steps by width and cache slots",
         formatter_class=HelpFormatter,
     )
     decode.set_defaults(run=run_compile_decode)
@@ -37,9 +37,6 @@ def add(commands: Any) -> None:
     decode.add_argument("--batch", type=int, nargs="+", default=[1], help="simultaneous requests")
     decode.add_argument("--widths", type=int, nargs="+", default=[1, 8, 16], help="tokens of each row per step")
     decode.add_argument("--slots", type=int, nargs="+", default=[2048], help="slots of a cache row, all in use")
-    decode.add_argument(
-        "--answers", nargs="*", default=[], metavar="NxT", help="number of branches x tokens of a branch"
-    )
     decode.add_argument(
         "--draft-heads", type=int, default=0, metavar="K",
         help="number of draft heads; each step feeds and computes their tokens (counted in --widths)",
@@ -59,7 +56,7 @@ def _topology_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _write(file: Path | None, record: dict[str, Any]) -> None:
-    from aspd.aot.aot_report import NOT_MEASURED
+    from aspd.aot.report import NOT_MEASURED
 
     if file is not None:
         write_whole(file, json.dumps({"figures": NOT_MEASURED, **record}, indent=1) + "\n")
@@ -72,12 +69,11 @@ def run_compile_decode(options: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from aspd.aot.abstract import abstract_model, configuration
-    from aspd.aot.aot_report import NOT_MEASURED, collective_table
-    from aspd.aot.decode import CompiledStep, answer_table, compile_decode_step, expected_answer, step_table
+    from aspd.aot.decode import CompiledStep, compile_decode_step, step_table
+    from aspd.aot.report import NOT_MEASURED, collective_table
     from aspd.aot.topology import open_topology
 
     positive(options, "batch", "widths", "slots")
-    answers = answer_structures(options.answers)
     target = open_topology(options.topology)
     mesh = mesh_of(options.mesh, target.devices)
     config = configuration(options.model, options.shape, options.dtype, options.weights, options.decode_attention)
@@ -97,39 +93,25 @@ def run_compile_decode(options: argparse.Namespace) -> None:
         _write(options.json, record | {"steps": [_plain(compiled) for compiled in steps]})
     print(f"{title}\n\n{step_table(steps)}\n")
     if mesh is not None:
-        widest = max(steps, key=lambda compiled: compiled.figures.collective_bytes or 0)
-        print(f"Collectives at width {widest.width}, batch {widest.batch}:\n\n{collective_table(widest.figures)}\n")
-    expected = []
-    for slots, batch in product(options.slots, options.batch) if answers else ():
-        same_size = [compiled for compiled in steps if (compiled.slots, compiled.batch) == (slots, batch)]
-        estimates = [answer for kind in answers if (answer := expected_answer(same_size, *kind))]
-        print(f"Expected answers, batch {batch}, {slots} slots; {NOT_MEASURED}:\n\n{answer_table(estimates)}\n")
-        expected += [{"slots": slots, "batch": batch, **asdict(e), "speed_up": e.speed_up} for e in estimates]
-    _write(options.json, record | {"steps": [_plain(compiled) for compiled in steps], "answers": expected})
+        widest = max(steps, key=lambda compiled: compiled.program.collective_bytes)
+        print(f"Collectives at width {widest.width}, batch {widest.batch}:\n\n{collective_table(widest.program)}\n")
 
 
 def _plain(compiled: Any) -> dict[str, Any]:
     """Return a compiled step as JSON values with the names of all fields."""
-    plain = asdict(compiled)
-    plain["bucket"] = compiled.bucket._asdict()
-    return plain | {"figures": _plain_figures(compiled.figures)}
-
-
-def _plain_figures(figures: Any) -> dict[str, Any]:
-    memory = None if figures.memory is None else figures.memory._asdict()
-    return asdict(figures) | {"memory": memory, "collectives": [total._asdict() for total in figures.collectives]}
+    return vars(compiled) | {"bucket": compiled.bucket._asdict(), "program": compiled.program.to_json()}
 
 
 def run_compile_train(options: argparse.Namespace) -> None:
     """Run `aspd compile train`."""
-    from aspd.aot.aot_report import NOT_MEASURED, collective_table
+    from aspd.aot.report import NOT_MEASURED, collective_table
     from aspd.aot.topology import open_topology
     from aspd.aot.train import compile_step, train_table
-    from train.train_config import load_config
+    from train.config import load_config
 
     config, target = load_config(options.config, options.overrides), open_topology(options.topology)
     print(f"{options.config} for {target.name}; {NOT_MEASURED}; compiling", flush=True)
-    figures, planned = compile_step(config, target)
-    print(f"\n{train_table(figures, planned)}\n\n{collective_table(figures)}")
+    compiled, planned = compile_step(config, target)
+    print(f"\n{train_table(compiled, planned)}\n\n{collective_table(compiled)}")
     record = {"config": config.as_dict(), "topology": target.name, "chip": asdict(target.chip)}
-    _write(options.json, record | {"plan": asdict(planned), "step": _plain_figures(figures)})
+    _write(options.json, record | {"plan": asdict(planned), "step": compiled.to_json()})

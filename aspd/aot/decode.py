@@ -1,4 +1,4 @@
-"""Decoding steps compiled for a target chip, and the expected speed-up."""
+"""Decoding steps compiled for a target chip."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from aspd.aot.abstract import placed, replicated
-from aspd.aot.aot_report import Figures, compile_for, figures, fit, gib, local_bytes
+from aspd.aot.report import Compiled, Needed, compile_for, gib, local_bytes
 from aspd.aot.topology import Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket, layer_sharding
-from infer.bench.decoding import SEPARATOR, SERIAL_TEXT, TITLE
+from infer.bench.decoding import SEPARATOR
 from infer.decode.decode_step import StopConditions, run
 from infer.decode.state import DecodeState
 from infer.engine import Engine
@@ -30,24 +30,7 @@ class CompiledStep:
     batch: int
     slots: int
     bucket: Bucket
-    figures: Figures
-
-
-@dataclass(frozen=True)
-class ExpectedAnswer:
-    """Steps, and lower bounds of milliseconds, of an answer with a block and of a serial one with the same content."""
-
-    branches: int
-    length: int
-    serial_steps: int
-    adaptive_steps: int
-    serial_ms: float
-    adaptive_ms: float
-
-    @property
-    def speed_up(self) -> float:
-        """Speed-up of adaptive mode."""
-        return self.serial_ms / self.adaptive_ms
+    program: Compiled
 
 
 def bucket_for(engine: Engine, width: int) -> Bucket:
@@ -118,68 +101,26 @@ def compile_decode_step(lm: LanguageModel, topology: Topology, batch: int, width
     )  # fmt: skip
     bucket = bucket_for(engine, width)
     devices = 1 if lm.mesh is None else lm.mesh.size
-    compiled = compile_for(trace_steps(lm, engine, topology, bucket), topology, devices)
-    result = figures(compiled, True, needed_bytes(lm, engine, topology), needed_collective_bytes(lm, bucket))
-    return CompiledStep(width, batch, bucket.slots, bucket, result)
-
-
-def expected_answer(steps: Sequence[CompiledStep], branches: int, length: int) -> ExpectedAnswer | None:
-    """Estimate the answer of `aspd bench decode --answers` and a serial answer with the same content.
-
-    Args:
-        steps: compiled steps of one batch and number of slots.
-        branches: number of branches.
-        length: tokens of a branch, with head and closing tag.
-
-    Returns:
-        Estimate; None if a program does not fit into memory.
-
-    Raises:
-        RequestError: there is no width of 1, or none of at least `branches`.
-    """
-    narrow = min(steps, key=lambda compiled: compiled.width)
-    wide = [compiled for compiled in steps if compiled.width >= branches]
-    if narrow.width != 1 or not wide:
-        raise RequestError(f"--widths: expected 1 and a width of at least {branches} for {branches} branches")
-    narrow_ms = narrow.figures.milliseconds
-    wide_ms = min(wide, key=lambda compiled: compiled.width).figures.milliseconds
-    if narrow_ms is None or wide_ms is None:
-        return None
-    inside = length - 1 - TITLE - len(SEPARATOR)  # tokens of a branch after its head, the last is its closing tag
-    serial = SERIAL_TEXT + branches * (inside - 1)
-    alone = SERIAL_TEXT + branches * (TITLE + 2)  # text and titles
-    together = 1 + inside  # the fork, all tokens of a branch but its closing tag, and the merge
-    adaptive_ms = alone * narrow_ms + together * wide_ms
-    return ExpectedAnswer(branches, length, serial, alone + together, serial * narrow_ms, adaptive_ms)
+    needed = Needed(needed_bytes(lm, engine, topology), needed_collective_bytes(lm, bucket))
+    program = compile_for(trace_steps(lm, engine, topology, bucket), topology, devices, needed)
+    return CompiledStep(width, batch, bucket.slots, bucket, program)
 
 
 def step_table(steps: Sequence[CompiledStep]) -> str:
     """Return a Markdown table of steps; GiB on each device."""
     lines = [
-        "| slots | batch | width | fits, GiB | arguments | temporary | aliased | peak | HBM per step | by needed "
-        "| sampled | outside | collectives, MiB | needed | TFLOP | ms at least |\n" + "|---" * 16 + "|"
+        "| slots | batch | width | fits, GiB | arguments | temporary | aliased | peak | needed traffic | XLA's count "
+        "| collectives, MiB | needed | TFLOP | ms at least |\n" + "|---" * 14 + "|"
     ]
     for compiled in steps:
-        f = compiled.figures
-        cells = [str(compiled.slots), str(compiled.batch), str(compiled.width), fit(f)]
-        if f.memory is not None and f.bytes is not None and f.most_bytes is not None:
-            cells += [gib(f.memory.arguments), gib(f.memory.temporary), gib(f.memory.aliased), gib(f.memory.peak)]
-            cells += [f"{f.bytes / 2**30:.3f}", f"{f.bytes / f.needed_bytes:.3f}x"]
-            cells += [f"{f.most_bytes / f.needed_bytes:.3f}x", gib(f.outside_bytes)]
-            cells += [f"{(f.collective_bytes or 0) / 2**20:.2f}", f"{f.needed_collective_bytes / 2**20:.2f}"]
-            cells += [f"{f.flops / 1e12:.3f}", f"{f.milliseconds:.3f}"]
+        p = compiled.program
+        cells = [str(compiled.slots), str(compiled.batch), str(compiled.width), p.fit]
+        if p.memory is not None:
+            cells += [gib(p.memory.arguments), gib(p.memory.temporary), gib(p.memory.aliased), gib(p.memory.peak)]
+            cells += [gib(p.needed.traffic), "" if p.traffic is None else gib(p.traffic)]
+            cells += [f"{p.collective_bytes / 2**20:.2f}", f"{p.needed.collectives / 2**20:.2f}"]
+            cells += [f"{p.flops / 1e12:.3f}", f"{p.milliseconds:.3f}"]
         else:
-            cells += [""] * 12
+            cells += [""] * 10
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def answer_table(answers: Sequence[ExpectedAnswer]) -> str:
-    """Return a Markdown table of the steps and times of both modes, with the speed-up."""
-    lines = ["| answer | steps, serial | adaptive | ms, serial | adaptive | speed-up |\n" + "|---" * 6 + "|"]
-    for answer in answers:
-        lines.append(
-            f"| {answer.branches} branches of {answer.length} | {answer.serial_steps} | {answer.adaptive_steps} "
-            f"| {answer.serial_ms:.0f} | {answer.adaptive_ms:.0f} | {answer.speed_up:.2f}x |"
-        )
     return "\n".join(lines)

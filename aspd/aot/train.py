@@ -11,17 +11,17 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from aspd.aot.abstract import placed
-from aspd.aot.aot_report import Figures, compile_for, figures, fit, gib
+from aspd.aot.report import Compiled, Needed, compile_for, gib
 from aspd.aot.topology import Topology
 from aspd_jax.layout import Layout
-from aspd_jax.model.model_config import ModelConfig
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, make_mesh, named_sharding, shardings
 from train.batches import Batch
+from train.config import TrainConfig
 from train.plan import Plan, plan, planned_shape
 from train.setup import trained_model
-from train.train_config import TrainConfig
-from train.train_step import abstract_state, is_trained, make_optimiser, train_step
+from train.step import abstract_state, is_trained, make_optimiser, train_step
 
 
 def trace_step(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Any:
@@ -57,25 +57,23 @@ def needed_collective_bytes(config: TrainConfig, shape: ModelConfig, parameters:
     return item * (times * parameters // mesh.tensor + added)
 
 
-def compile_step(config: TrainConfig, topology: Topology) -> tuple[Figures, Plan]:
-    """Compile the training step of a configuration, and return its figures and the plan of `--plan`."""
+def compile_step(config: TrainConfig, topology: Topology) -> tuple[Compiled, Plan]:
+    """Compile the training step of a configuration, and return it with the plan of `--plan`."""
     mesh = make_mesh({axis: getattr(config.mesh, axis) for axis in MESH_AXES}, topology.devices)
     shape, planned = planned_shape(config), plan(config)
-    compiled = compile_for(trace_step(config, shape, mesh), topology, mesh.size)
-    needed = needed_collective_bytes(config, shape, planned.trained)
-    return figures(compiled, False, planned.weights, needed), planned
+    needed = Needed(planned.weights, needed_collective_bytes(config, shape, planned.trained))
+    return compile_for(trace_step(config, shape, mesh), topology, mesh.size, needed), planned
 
 
-def train_table(figures: Figures, planned: Plan) -> str:
+def train_table(compiled: Compiled, planned: Plan) -> str:
     """Return a Markdown table of the figures of a training step on each device."""
-    rows = [("fits", fit(figures)), ("`--plan`", gib(planned.total))]
-    if (memory := figures.memory) is not None:
+    rows = [("fits", compiled.fit), ("`--plan`", gib(planned.total))]
+    if (memory := compiled.memory) is not None:
         rows += [("arguments", gib(memory.arguments)), ("temporary", gib(memory.temporary))]
         rows += [("aliased", gib(memory.aliased)), ("in all", gib(memory.total)), ("peak", gib(memory.peak))]
-        rows += [("HBM of a step", gib(figures.bytes)), ("collectives", gib(figures.collective_bytes))]
         rows += [
-            ("collectives needed", gib(figures.needed_collective_bytes)),
-            ("TFLOP of products", f"{figures.flops / 1e12:.1f}"),
+            ("collectives", gib(compiled.collective_bytes)),
+            ("collectives needed", gib(compiled.needed.collectives)),
         ]
-        rows += [("ms at least", f"{figures.milliseconds:.0f}")]
+        rows += [("TFLOP of products", f"{compiled.flops / 1e12:.1f}"), ("ms at least", f"{compiled.milliseconds:.0f}")]
     return "\n".join(["| on each device | GiB |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])

@@ -301,7 +301,7 @@ def _llama3_scaling(metadata: Metadata, family: str, head: int, factors: np.ndar
     Raises:
         CheckpointError: the factors are not those of Llama 3.
     """
-    from aspd_jax.model.model_config import RopeConfig
+    from aspd_jax.model.config import RopeConfig
     from aspd_jax.model.rope import rope_frequencies
 
     theta, factor = float(_value(metadata, f"{family}.rope.freq_base", 10000.0)), float(factors.max())

@@ -20,7 +20,7 @@ from aspd_jax.files import partial_file
 from aspd_jax.formats import Tensors
 from aspd_jax.formats.gguf import INSIDE_LAYERS, OUTSIDE_LAYERS, ROPE_FACTORS, neighbours_of_heads
 from aspd_jax.formats.gguf_tokenizer import SPLITTINGS, pre_tokenizer
-from aspd_jax.model.model_config import RopeConfig, from_hugging_face
+from aspd_jax.model.config import RopeConfig, from_hugging_face
 from aspd_jax.model.rope import rope_frequencies
 
 # GGUF architectures by Hugging Face's `model_type`; Mistral files have the architecture llama.

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.side_files import read_object
-from aspd_jax.model.model_config import FAMILIES, OWN_FIELDS
+from aspd_jax.model.config import FAMILIES, OWN_FIELDS
 
 LARGEST_SIZE = 2**31 - 1  # sizes are int32 in programs
 LARGEST = float(np.finfo(np.float32).max)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float, Int32
 
 from aspd_jax.layout import Layout
-from aspd_jax.model.model_config import ModelConfig
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.sharding import named_sharding
 
 # Kind of a token: OTHER is a prompt, a tag or the head of a branch; the rest are plain text and titles of an answer.

@@ -16,8 +16,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.cpu import einsum
-from aspd_jax.model.model_config import ModelConfig
 
 DRAFT_HEADS = "draft_heads"  # name of the parameters
 NORM_EPSILON = 1e-6

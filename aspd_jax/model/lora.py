@@ -14,8 +14,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from aspd_jax.errors import CheckpointError
-from aspd_jax.formats.adapter import EMBEDDING, HEAD, Adapter
-from aspd_jax.model.model_config import ModelConfig
+from aspd_jax.model.adapter import EMBEDDING, HEAD, Adapter
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.vocabulary import NEW_TOKENS
 from aspd_jax.model.weights import ADAPTERS, MADE_HERE, WRITING, Path_, Tensor, input_axes, tensors_of
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from aspd_jax.model.model_config import RopeConfig
+from aspd_jax.model.config import RopeConfig
 
 Rope: TypeAlias = tuple[jax.Array, jax.Array]  # cosine and sine of the angles of all tokens
 

@@ -21,9 +21,9 @@ from aspd_jax.errors import ConfigError
 from aspd_jax.layout import NO_WINDOW, Layout
 from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS, View, Window
 from aspd_jax.model.cache import Bucket, ByRow, Cache, LayerCache, TokenBatch, by_row, record, write
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.cpu import einsum, letters, materialise
 from aspd_jax.model.draft_heads import DRAFT_HEADS, DraftHeads, shift_left
-from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.rope import Rope, rotate, rotation
 from aspd_jax.model.vocabulary import NEW_TOKENS, NewTokens, completed
 from aspd_jax.sharding import named_sharding, use_mesh

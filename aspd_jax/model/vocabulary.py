@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from aspd_jax.layout import HIDDEN
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.cpu import einsum
-from aspd_jax.model.model_config import ModelConfig
 
 NEW_TOKENS = "new_tokens"  # name of the parameters of `ModelConfig.new_tokens`
 

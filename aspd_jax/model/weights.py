@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.layout import Layout
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.draft_heads import DRAFT_HEADS, draft_shapes
-from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import NEW_TOKENS
 from aspd_jax.sharding import shardings

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from aspd_jax.blocks.spans import BlockSpan
 from aspd_jax.errors import DataError, StructureError
 from aspd_jax.pipeline.pieces import Group, Part, block_of, numbered
-from aspd_jax.pipeline.spans import BlockSpan
 from aspd_jax.pipeline.teacher import Teacher
 
 

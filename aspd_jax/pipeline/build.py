@@ -180,7 +180,7 @@ class _Run:
     def _score(self, total: int) -> None:
         """Score all candidates in batches of rows with similar lengths."""
         from aspd_jax.language_model import load_model
-        from aspd_jax.pipeline.likelihood import encode, nll_increases
+        from aspd_jax.likelihood import encode, nll_increases
 
         waiting: dict[int, list[Any]] = defaultdict(list)
         lm: Any = None

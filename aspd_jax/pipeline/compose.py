@@ -10,7 +10,7 @@ from itertools import product
 from zlib import crc32
 
 from aspd_jax.errors import ConfigError
-from aspd_jax.pipeline.sources import Conversation
+from aspd_jax.sources import Conversation
 
 SLOT = re.compile(r"\{(\w+)\}")
 NUMBER = "n"

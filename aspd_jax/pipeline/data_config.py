@@ -70,7 +70,7 @@ class SelectSection:
         min_tokens: minimum tokens of an answer with blocks.
         max_branches: maximum branches of a block.
         min_saved: minimum steps that a block saves, by its critical path.
-        max_repetition: maximum repetition of an answer (`aspd_jax.pipeline.checks.repetition`, 0 to 1); records above
+        max_repetition: maximum repetition of an answer (`aspd_jax.blocks.checks.repetition`, 0 to 1); records above
             it are left out of both sets.
         as_asked: whether records are left out of both sets if their question asks for a number of parts that no block
             of the answer has.
@@ -104,9 +104,9 @@ class DataConfig:
         rules: whether the form of an answer proposes blocks, without a model.
         check_dependence: whether blocks are refused whose branches refer to a sibling, continue a count, use a
             sibling's result, tell a course of events, derive a number that the question asks for, or explain a
-            program (`aspd_jax.pipeline.checks.find_dependence`).
+            program (`aspd_jax.blocks.checks.find_dependence`).
         check_defects: whether blocks are refused that have unequal gaps, similar titles or repeated sentences
-            (`aspd_jax.pipeline.checks.find_defect`).
+            (`aspd_jax.blocks.checks.find_defect`).
         teacher, likelihood, select: sections.
     """
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from aspd_jax.pipeline.measures import Measures
+from aspd_jax.blocks.measures import Measures
 
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from aspd_jax.pipeline.checks import asked_for, repetition
-from aspd_jax.pipeline.measures import Measures, best, measure
+from aspd_jax.blocks.checks import asked_for, repetition
+from aspd_jax.blocks.measures import Measures, best, measure
+from aspd_jax.blocks.spans import BlockSpan, structure_of
 from aspd_jax.pipeline.rule_stages import judge_by_rules, propose_by_rules
-from aspd_jax.pipeline.sources import Conversation, Unreadable
-from aspd_jax.pipeline.spans import BlockSpan, structure_of
 from aspd_jax.pipeline.work import Answer, Candidate, Work, answers_of, candidates_of
+from aspd_jax.sources import Conversation, Unreadable
 from aspd_jax.structure import to_json
 
 NOTHING: dict[str, Any] = {"candidates": [], "rejected": []}  # result of the first stage for an empty answer

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from aspd_jax.blocks.extract import propose
+from aspd_jax.blocks.measures import estimate_tokens
 from aspd_jax.pipeline.data_config import DataConfig
-from aspd_jax.pipeline.extract import propose
-from aspd_jax.pipeline.measures import estimate_tokens
 from aspd_jax.pipeline.pieces import numbered
-from aspd_jax.pipeline.sources import Conversation
 from aspd_jax.pipeline.teacher import read_prompts
 from aspd_jax.pipeline.work import Shard, answers_of, counter
+from aspd_jax.sources import Conversation
 
 ANNOTATION = 120  # mean tokens of a candidate: a number and a title for every part
 VOTE = 60  # mean tokens of a vote

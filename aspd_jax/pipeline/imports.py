@@ -13,7 +13,8 @@ from typing import Any
 from aspd_jax.errors import AspdError, DataError, RequestError, StructureError
 from aspd_jax.files import replacing
 from aspd_jax.jsonl import Line
-from aspd_jax.pipeline.sources import (
+from aspd_jax.pipeline.tag_formats import FORMATS, ImportedAnswer, import_answer, recognise
+from aspd_jax.sources import (
     ANSWERS,
     LONGEST_REASON,
     Conversation,
@@ -23,7 +24,6 @@ from aspd_jax.pipeline.sources import (
     parse_messages,
     read_rows,
 )
-from aspd_jax.pipeline.tag_formats import FORMATS, ImportedAnswer, import_answer, recognise
 from aspd_jax.structure import Parallel, to_json
 
 SAMPLE = 200  # records by which a format is recognised
@@ -136,7 +136,7 @@ def left_out_file(output: Path) -> Path:
 def tagged_conversation(line: Line) -> Conversation | Unreadable:
     """Return the conversation of a record, answers with their tags.
 
-    Beyond the records of `aspd_jax.pipeline.sources`, these have rendered conversations, lists of messages as prompts,
+    Beyond the records of `aspd_jax.sources`, these have rendered conversations, lists of messages as prompts,
     and a thought and an answer in columns of their own.
     """
     number, row = line.number, line.value

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from aspd_jax.blocks.markers import BOLD, SPACELESS, marker_of
+from aspd_jax.blocks.spans import BlockSpan
 from aspd_jax.errors import StructureError
-from aspd_jax.pipeline.markers import BOLD, SPACELESS, marker_of
-from aspd_jax.pipeline.spans import BlockSpan
 
 FAR = 8  # maximum characters of emphasis and blanks between a marker and its title
 MAX_BOLD = 120  # maximum characters of a bold lead

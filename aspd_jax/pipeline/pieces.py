@@ -11,9 +11,9 @@ from bisect import bisect_right
 from itertools import pairwise
 from typing import NamedTuple
 
+from aspd_jax.blocks.extract import line_starts, whole_ranges
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan, end_like_siblings
 from aspd_jax.errors import StructureError
-from aspd_jax.pipeline.extract import line_starts, whole_ranges
-from aspd_jax.pipeline.spans import BlockSpan, BranchSpan, end_like_siblings
 
 MAX_TITLE_WORDS = 16
 MIN_WORDS = 4  # minimum words of a sentence that is a separate piece; the number of an item is shorter

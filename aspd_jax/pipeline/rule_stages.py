@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from aspd_jax.blocks.checks import find_defect, find_dependence
+from aspd_jax.blocks.extract import propose
+from aspd_jax.blocks.measures import saved
+from aspd_jax.blocks.spans import BlockSpan, blocks_to_json, structure_of
 from aspd_jax.errors import StructureError
-from aspd_jax.pipeline.checks import find_defect, find_dependence
-from aspd_jax.pipeline.extract import propose
 from aspd_jax.pipeline.leads import with_leads
-from aspd_jax.pipeline.measures import saved
-from aspd_jax.pipeline.spans import BlockSpan, blocks_to_json, structure_of
 from aspd_jax.pipeline.work import Answer, Candidate, Work, candidates_of
 from aspd_jax.structure import plain_text
 

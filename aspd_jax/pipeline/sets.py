@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
+from aspd_jax.blocks.measures import Measures, best
 from aspd_jax.files import replacing, write_whole
 from aspd_jax.pipeline.data_report import Report
 from aspd_jax.pipeline.entries import Entry, Sample
-from aspd_jax.pipeline.measures import Measures, best
 from aspd_jax.pipeline.work import Work
 
 

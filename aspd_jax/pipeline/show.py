@@ -14,7 +14,7 @@ from rich.text import Text
 from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
 from aspd_jax.pictures import answer_html, branch_colour, page
-from aspd_jax.pipeline.sources import Unreadable, conversation
+from aspd_jax.sources import Unreadable, conversation
 from aspd_jax.structure import Serial, Structure
 
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan, lead_of, structure_of
+from aspd_jax.blocks.titles import titles_of
 from aspd_jax.errors import RequestError, StructureError
 from aspd_jax.pipeline.leads import with_leads
-from aspd_jax.pipeline.spans import BlockSpan, BranchSpan, lead_of, structure_of
-from aspd_jax.pipeline.titles import titles_of
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
 from aspd_jax.tokens import SEPARATOR
 

@@ -15,12 +15,12 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
+from aspd_jax.blocks.measures import Count, estimate_tokens
+from aspd_jax.blocks.spans import BlockSpan, blocks_from_json
 from aspd_jax.errors import ConfigError
 from aspd_jax.jsonl import Line
 from aspd_jax.pipeline.data_config import DataConfig
-from aspd_jax.pipeline.measures import Count, estimate_tokens
-from aspd_jax.pipeline.sources import Conversation, Unreadable, raw_rows, record_of
-from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json
+from aspd_jax.sources import Conversation, Unreadable, raw_rows, record_of
 from aspd_jax.store import Results, Store
 
 COUNTS = 1 << 10  # texts whose number of tokens is kept

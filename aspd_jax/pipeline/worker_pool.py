@@ -26,9 +26,9 @@ from aspd_jax.errors import RequestError
 from aspd_jax.jsonl import Line
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.entries import Sample, entry_of
-from aspd_jax.pipeline.sources import record_of
 from aspd_jax.pipeline.work import WHOLE, Shard, Work
 from aspd_jax.ray_pool import RayOptions, Task, cluster, run_on_ray
+from aspd_jax.sources import record_of
 from aspd_jax.store import Results, Row, Store
 
 PART = 64  # records of a part; a killed run repeats the parts that it has not stored

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,6 +62,24 @@ class Statistics:
         return asdict(self) | {"ideal_speedup": self.ideal_speedup}
 
 
+class TokenLogprob(NamedTuple):
+    """A token and its log probability.
+
+    Attributes:
+        token: token id.
+        logprob: log probability; None for the first token of the sequence.
+        top: ids and log probabilities of the likeliest tokens in its place, in descending order.
+        text: bytes of the token; those of an answer join to the UTF-8 of its text. Empty without a tokenizer.
+        top_texts: bytes of the tokens of `top`.
+    """
+
+    token: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+    text: bytes = b""
+    top_texts: tuple[bytes, ...] = ()
+
+
 @dataclass(frozen=True)
 class Result:
     """An answer.
@@ -75,6 +93,9 @@ class Result:
             `cancelled`, or None while it grows.
         stats: its cost.
         prompt_token_ids: tokens of the prompt.
+        logprobs: log probabilities of the tokens of `text` in reading order, up to the end of the token that completes
+            a stop string; None: `SamplingParams.logprobs` is None, or the answer still grows.
+        others: the further answers to the prompt (`SamplingParams.n`), in order.
     """
 
     text: str
@@ -83,6 +104,13 @@ class Result:
     finish_reason: str | None
     stats: Statistics
     prompt_token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    others: tuple[Result, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[Result, ...]:
+        """Return all answers to the prompt, this one first."""
+        return self, *self.others
 
 
 NO_DRAFTS = np.zeros((0, 0), np.int32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,29 +19,11 @@ from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import head_of, lm_head
 from aspd_jax.sizes import next_power
-from infer.answers.answer import Result, content_segments
+from infer.answers.answer import Result, TokenLogprob, content_segments
 from infer.decode.state import EngineConfig
+from infer.request import MAX_ALTERNATIVES
 
 CHUNK = 128  # tokens per chunk of logits, and minimum padded length
-MAX_ALTERNATIVES = 20  # computed for every request, so that all answers of one length share a program
-
-
-class TokenLogprob(NamedTuple):
-    """A token and its log probability.
-
-    Attributes:
-        token: token id.
-        logprob: log probability; None for the first token of the sequence.
-        top: ids and log probabilities of the likeliest tokens in its place, in descending order.
-        text: bytes of the token; those of an answer join to the UTF-8 of its text. Empty without a tokenizer.
-        top_texts: bytes of the tokens of `top`.
-    """
-
-    token: int
-    logprob: float | None
-    top: list[tuple[int, float]]
-    text: bytes = b""
-    top_texts: tuple[bytes, ...] = ()
 
 
 def token_logprobs(

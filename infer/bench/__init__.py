@@ -1,1 +1,1 @@
-"""Benchmarks of decoding steps, whole answers and a server under load."""
+"""Benchmarks of decoding steps and whole answers."""

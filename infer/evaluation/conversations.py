@@ -20,7 +20,7 @@ from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.answers.timeline import timeline
 from infer.engine import Engine
-from infer.evaluation.eval_config import DecodingSection, System
+from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.health import health
 from infer.evaluation.questions import Question
 from infer.evaluation.scoring import is_correct

@@ -25,12 +25,12 @@ from aspd_jax.errors import AspdError, CheckpointError, ConfigError
 from aspd_jax.files import Log, write_whole
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.layout import Layout
-from aspd_jax.pipeline.likelihood import CHUNK, token_losses
+from aspd_jax.likelihood import CHUNK, token_losses
 from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
 from infer.engine import Engine
+from infer.evaluation.config import EvalConfig, ModelSection
 from infer.evaluation.conversations import answer_questions, write_model_answers
-from infer.evaluation.eval_config import EvalConfig, ModelSection
 from infer.evaluation.judge import Answers, judge
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from infer.evaluation.eval_config import EvalConfig
+from infer.evaluation.config import EvalConfig
 from infer.evaluation.evaluate import answers_file, speed_file
 from infer.evaluation.intervals import difference, interval
 from infer.evaluation.questions import Question

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from aspd_jax.blocks.checks import find_dependence, shared_words
+from aspd_jax.blocks.markers import BOLD, marker_of
+from aspd_jax.blocks.measures import Count, measure
+from aspd_jax.blocks.spans import spans_of
 from aspd_jax.layout import Titles
-from aspd_jax.pipeline.checks import find_dependence, shared_words
-from aspd_jax.pipeline.markers import BOLD, marker_of
-from aspd_jax.pipeline.measures import Count, measure
-from aspd_jax.pipeline.spans import spans_of
 from aspd_jax.structure import Parallel, Serial, Structure, plain_text
 
 
@@ -22,7 +22,7 @@ class Health:
         forked: whether the answer has a block.
         well_formed: whether the answer parses and ended by itself.
         branches: number of branches of each block.
-        dependent: number of blocks whose words indicate dependence (`aspd_jax.pipeline.checks`).
+        dependent: number of blocks whose words indicate dependence (`aspd_jax.blocks.checks`).
         numbered: number of branches that begin with a number such as `3.`.
         misnumbered: number of those whose number does not follow that of the previous branch.
         joined: number of parts, and of texts after a block, that begin on the line on which the part before ends.

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from aspd_jax.endpoint import Endpoint, Form, Unanswered, parse_json
 from aspd_jax.errors import ConfigError, DataError, RequestError
 from aspd_jax.store import Store
-from infer.evaluation.eval_config import EvalConfig, JudgeSection
+from infer.evaluation.config import EvalConfig, JudgeSection
 from infer.evaluation.questions import Question
 
 Verdict = TypeVar("Verdict")

@@ -14,7 +14,7 @@ from typing import Any
 
 from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
-from infer.evaluation.eval_config import BenchmarkSection, Kind
+from infer.evaluation.config import BenchmarkSection, Kind
 
 MATHS = "\n\nThink step by step, and put your final answer within \\boxed{}."
 CHOICE = "\n\nEnd your answer with a line that says: Answer: LETTER"

@@ -17,7 +17,7 @@ from aspd_jax.errors import AspdError, RequestError
 from aspd_jax.files import Log
 from infer.answers.answer import Result, content_ids
 from infer.engine import Engine
-from infer.evaluation.eval_config import DecodingSection, SpeedSection, System
+from infer.evaluation.config import DecodingSection, SpeedSection, System
 from infer.evaluation.questions import Question, select_evenly
 from infer.offline.journal import append, read_journal
 

@@ -19,8 +19,8 @@ from aspd_jax.errors import AspdError, DataError, RequestError
 from aspd_jax.files import Log, replacing
 from aspd_jax.jsonl import Line, read_lines
 from aspd_jax.partitions import digest
-from aspd_jax.pipeline.sources import parse_messages, read_rows
 from aspd_jax.ray_pool import Task, run_here
+from aspd_jax.sources import parse_messages, read_rows
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.engine import Engine, Prompt

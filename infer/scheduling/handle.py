@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from infer.answers.answer import RequestOutput, Result
@@ -12,6 +13,8 @@ from infer.request import Request, Stream
 from infer.scheduling.request_state import RequestState
 from infer.scheduling.step_cost import StepCost
 from infer.scheduling.structured import Schemas
+
+STREAM_STEPS = 4  # steps between the events of an owner who iterates without `max_steps`
 
 
 class Executor(Protocol):
@@ -32,7 +35,10 @@ class Handle:
 
     Attributes:
         state: state of the request. The scheduler changes it, except for the stream and the events taken.
+        finish: completes the result when it is first asked for; None: nothing is to be done.
     """
+
+    finish: Callable[[Result], Result] | None = None
 
     def __init__(self, executor: Executor, state: RequestState) -> None:
         self._executor, self.state = executor, state
@@ -45,6 +51,8 @@ class Handle:
     @property
     def result(self) -> Result | None:
         """Return the answer, once it has ended."""
+        if self.state.result is not None and self.finish is not None:
+            self.state.result, self.finish = self.finish(self.state.result), None
         return self.state.result
 
     @property
@@ -67,13 +75,13 @@ class Handle:
         self.state.set_stream(stream)
 
     def events(self) -> Iterator[Event]:
-        """Yield the events of the answer up to `done`; run the engine for them."""
+        """Yield the events of the answer up to `done` while it grows; run the engine for them."""
         self.set_stream(self.state.stream or "branches")
         while self.state.events or self.result is None:
             while (event := self.state.next_event()) is not None:
-                yield event
+                yield event if event.result is None else replace(event, result=self.result)
             if self.result is None:
-                self.advance(self.request.max_steps)
+                self.advance(self.request.max_steps or STREAM_STEPS)
 
     __iter__ = events
 

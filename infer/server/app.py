@@ -26,6 +26,7 @@ from infer.answers.answer import Result
 from infer.engine import Engine
 from infer.request import PromptTooLong, SamplingParams
 from infer.request import Request as DecodingRequest
+from infer.server.config import ServerConfig
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
@@ -34,7 +35,6 @@ from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAd
 from infer.server.prometheus import Metrics, programs_compiled
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import NOT_STORED, ResponsesRequest, reply_response
-from infer.server.server_config import ServerConfig
 from infer.server.tool_calls import ToolCalls, ToolChoice, check_schemas
 from infer.server.tool_forms import ToolChat
 

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import jax
 
+from infer.answers.answer import TokenLogprob
 from infer.answers.events import Event
-from infer.answers.logprobs import TokenLogprob
 from infer.engine import Engine
 from infer.lockstep import Lockstep, StepCommand
 from infer.request import Request
 from infer.scheduling.handle import Handle
-from infer.server.server_config import ServerConfig
+from infer.server.config import ServerConfig
 
 log = logging.getLogger("aspd.server")
 FIRST_STEPS = 4  # steps of the first chunk, before the duration of a step is known

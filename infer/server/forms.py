@@ -11,8 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from aspd_jax.structure import to_json
 from aspd_jax.tokens import TextCodec
-from infer.answers.answer import Result
-from infer.answers.logprobs import TokenLogprob
+from infer.answers.answer import Result, TokenLogprob
 from infer.server.deltas import Delta
 
 # A stream of lists of chunks that are sent together; an answer is a whole completion or a stream.

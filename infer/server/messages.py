@@ -9,10 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
-from infer.answers.logprobs import MAX_ALTERNATIVES
-from infer.request import BIASES, PARAMETERS, STRINGS, Fields, Mode, Offer, Parameter, SamplingParams
-from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
-from infer.server.server_config import ServerConfig
+from infer.request import BIASES, MAX_ALTERNATIVES, PARAMETERS, STRINGS, Fields, Mode, Offer, Parameter, SamplingParams
+from infer.server.config import ServerConfig
+from infer.server.neutral import GUIDED, MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
 from infer.server.tool_calls import Function, ToolChoice
 from infer.server.tool_requests import (
     MAX_TOOLS,
@@ -396,14 +395,11 @@ def check_calling(body: Common, format_field: str) -> None:
 class Completion(Common):
     """Fields of both kinds of completions."""
 
+    neutral: ClassVar = {**Common.neutral, **GUIDED}
     max_tokens: Limit | None = None
     n: Annotated[Int, Field(ge=1)] | None = 1
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: Pattern | None = None
-    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
-    guided_grammar: Pattern | None = None
 
     @model_validator(mode="after")
     def _one_grammar(self) -> Self:
@@ -416,10 +412,6 @@ class Completion(Common):
         outputs = self.structured_outputs or StructuredOutputs()
         fields = {
             "response_format": ("json_schema", schema_of(self.response_format)),
-            "guided_json": ("json_schema", self.guided_json),
-            "guided_regex": ("regex", self.guided_regex),
-            "guided_choice": ("choices", self.guided_choice),
-            "guided_grammar": ("grammar", self.guided_grammar),
             "structured_outputs.json": ("json_schema", outputs.json_),
             "structured_outputs.json_object": ("json_schema", {"type": "object"} if outputs.json_object else None),
             "structured_outputs.regex": ("regex", outputs.regex),
@@ -448,7 +440,7 @@ class ChatRequest(Completion):
     """`POST /v1/chat/completions`."""
 
     schema_place: ClassVar[str] = "tools[{}].function.parameters"
-    neutral = Common.neutral | {
+    neutral = Completion.neutral | {
         "add_special_tokens": Neutral((False,)),
         "max_tokens": Neutral((-1,)),  # clients of local servers mean no limit
         "max_completion_tokens": Neutral((-1,)),
@@ -527,7 +519,7 @@ class ChatRequest(Completion):
 class CompletionRequest(Completion):
     """`POST /v1/completions`."""
 
-    neutral = Common.neutral | {
+    neutral = Completion.neutral | {
         "add_special_tokens": Neutral((True,)),
         "chat_template_kwargs": Neutral(kinds=(dict,)),  # prompts have no template
         "logprobs": Neutral((False,)),

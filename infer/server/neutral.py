@@ -129,6 +129,12 @@ REQUEST: Mapping[str, Neutral] = {
     "extra_body": _NO_OBJECT,
 }
 
+# Fields of completions that vLLM has replaced.
+GUIDED: Mapping[str, Neutral] = {
+    f"guided_{name}": Neutral(reason=f"the field is structured_outputs.{name}")
+    for name in ("json", "regex", "choice", "grammar")
+}
+
 # Fields of messages and of input items of `/v1/responses`: clients send whole answers back.
 MESSAGE: Mapping[str, Neutral] = {
     "id": _ANY_TEXT,

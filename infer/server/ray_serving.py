@@ -24,9 +24,9 @@ from aspd_jax.errors import RequestError
 from aspd_jax.ray_pool import RayOptions, cluster
 from infer.engine import Engine
 from infer.server.app import make_app
+from infer.server.config import ServerConfig
 from infer.server.prefix_router import PrefixRouter, conversation_key
 from infer.server.refusals import Refused
-from infer.server.server_config import ServerConfig
 
 log = logging.getLogger("aspd.server")
 NAME = "aspd"  # name of the application on the cluster

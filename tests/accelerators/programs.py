@@ -13,10 +13,10 @@ from typing import Any
 import jax
 
 from aspd.aot.abstract import abstract_model
-from aspd.aot.aot_report import Compiled, Figures, compile_for, figures
 from aspd.aot.decode import bucket_for, needed_bytes, needed_collective_bytes, trace_steps
-from aspd.aot.hlo import Instruction
-from aspd.aot.topology import Topology, open_topology
+from aspd.aot.hlo import Array, instructions
+from aspd.aot.report import Compiled, Needed, compile_for
+from aspd.aot.topology import open_topology
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
 from aspd_jax.shapes import SHAPES
@@ -61,32 +61,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Decoding:
-    """A case, compiled and read."""
+    """A case, compiled."""
 
-    on: Topology
     lm: LanguageModel
     bucket: Bucket
     compiled: Compiled
-    figures: Figures
 
     @property
-    def copies(self) -> list[Instruction]:
-        """Copies from HBM to HBM, wherever they are, but for those inside fusions."""
-        program = self.compiled.program
-        assert program is not None
-        fused = {name for of in program.instructions() if of.opcode == "fusion" for name in of.called}
-        found = []
-        for name, computation in program.computations.items():
-            for of in computation.values() if name not in fused else ():
-                sources = [computation[name] for name in of.operands if name in computation]
-                if of.opcode in ("copy", "copy-start") and of.arrays[0].hbm and all(one.hbm for one in sources):
-                    found.append(of)
-        return found
+    def temporary(self) -> int:
+        """Bytes of temporary arrays."""
+        assert self.compiled.memory is not None
+        return self.compiled.memory.temporary
 
 
 @cache
 def decoding(case: Case) -> Decoding:
-    """Compile and read a case."""
+    """Compile a case."""
     on = open_topology(case.topology)
     mesh = make_mesh(dict(case.mesh), on.devices) if case.mesh else None
     config = replace(SHAPES[case.shape], dtype="bfloat16", layers=LAYERS, weights=case.weights,
@@ -94,10 +84,21 @@ def decoding(case: Case) -> Decoding:
     lm = abstract_model(config, on, mesh)
     engine = Engine(lm, max_length=case.slots, max_batch=case.batch, separator_ids=SEPARATOR)
     bucket = case.bucket or bucket_for(engine, case.width)
-    compiled = compile_for(trace_steps(lm, engine, on, bucket), on, 1 if mesh is None else mesh.size)
-    assert compiled.program is not None, f"{case} does not fit: {compiled.spare / 2**30:.2f} GiB"
-    needed = needed_bytes(lm, engine, on), needed_collective_bytes(lm, bucket)
-    return Decoding(on, lm, bucket, compiled, figures(compiled, True, *needed))
+    needed = Needed(needed_bytes(lm, engine, on), needed_collective_bytes(lm, bucket))
+    compiled = compile_for(trace_steps(lm, engine, on, bucket), on, 1 if mesh is None else mesh.size, needed)
+    assert compiled.fits, f"{case}: {compiled.fit}"
+    return Decoding(lm, bucket, compiled)
+
+
+def copies(text: str) -> list[Array]:
+    """Arrays that are copied from HBM to HBM, apart from copies inside fusions."""
+    return [one.arrays[0] for one in instructions(text) if one.opcode in ("copy", "copy-start") and not one.fused
+            and one.arrays[0].hbm and all(operand.hbm for operand in one.operands)]  # fmt: skip
+
+
+def sorts(text: str, sizes: set[int]) -> list[Array]:
+    """Arrays that are sorted and have an axis of one of these sizes."""
+    return [one.arrays[0] for one in instructions(text) if one.opcode == "sort" and sizes & set(one.arrays[0].shape)]
 
 
 def small(topology_name: str, function: Any, *arguments: Any, **options: Any) -> Compiled:

@@ -12,20 +12,20 @@ import pytest
 pytest.importorskip("libtpu", reason="make test-accelerators has an environment of its own")
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
-from aspd.aot.aot_report import Figures, figures
+from aspd.aot.report import Compiled
 from aspd.aot.topology import open_topology
 from aspd.aot.train import compile_step
 from aspd_jax.sharding import make_mesh, named_sharding
 from tests.accelerators.programs import LAYERS, small
+from train.config import DataSection, MeshSection, ModelSection, TrainConfig
 from train.plan import Plan
-from train.train_config import DataSection, MeshSection, ModelSection, TrainConfig
 
 VOCABULARY = 32128
 CASES = [("v5p:2x2x2", 8, 1), ("v5p:2x2x2", 4, 2), ("h100:1x1x8", 8, 1)]
 
 
 @cache
-def step(name: str, fsdp: int, tensor: int) -> tuple[Figures, Plan]:
+def step(name: str, fsdp: int, tensor: int) -> tuple[Compiled, Plan]:
     """Four layers of a 7B model, eight rows."""
     model = ModelSection(
         titles="names",
@@ -47,7 +47,7 @@ def cases(h100: str = "") -> Any:
     return pytest.mark.parametrize("case", chosen)
 
 
-def of_the_vocabulary(of: Figures) -> list[Any]:
+def of_the_vocabulary(of: Compiled) -> list[Any]:
     """Collectives inside loops on arrays as large as the head."""
     return [said for said in of.collectives if said.loop and said.bytes // said.times >= VOCABULARY * 4096 // 8
             and any(f"{VOCABULARY // ways}" in said.array for ways in (1, 2, 8))]  # fmt: skip
@@ -91,4 +91,4 @@ def test_a_head_gathered_in_a_loop_is_seen() -> None:
 
         return jax.lax.scan(one, jnp.float32(1), jnp.moveaxis(x, 1, 0))[0]
 
-    assert of_the_vocabulary(figures(small("v5p:2x2x2", loss, head, x), False, 0, 0))
+    assert of_the_vocabulary(small("v5p:2x2x2", loss, head, x))

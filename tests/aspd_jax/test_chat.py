@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from aspd_jax.chat import encode_history, encode_prompt, encode_turns
 from aspd_jax.errors import ConversationError
 from aspd_jax.language_model import LanguageModel, load_model
-from aspd_jax.pipeline.sources import Conversation, conversation
+from aspd_jax.sources import Conversation, conversation
 from aspd_jax.tokens import TAGS, Codec
 from infer.engine import Engine
 from infer.scheduling.admission import prompt_layout

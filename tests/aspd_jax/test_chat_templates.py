@@ -14,12 +14,12 @@ import pytest
 from aspd_jax import LanguageModel
 from aspd_jax.chat import encode_turns
 from aspd_jax.errors import ConversationError, RequestError
-from aspd_jax.pipeline.sources import Conversation, conversation
+from aspd_jax.sources import Conversation, conversation
 from infer import Engine
 from tests.conftest import shared
 from tests.train.test_records import STRUCTURE, write
+from train.config import DataSection
 from train.records import Records, encode_conversation
-from train.train_config import DataSection
 
 ANSWER = "{% set c = m.content %}"
 AFTER_THOUGHT = "{% set c = m.content.split('</think>')[-1].lstrip('\\n') %}"

@@ -19,12 +19,12 @@ from aspd_jax import LanguageModel
 from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
 from aspd_jax.pipeline.show import read_structured
-from aspd_jax.pipeline.sources import Conversation, Unreadable, read_records
-from infer.evaluation.eval_config import BenchmarkSection
+from aspd_jax.sources import Conversation, Unreadable, read_records
+from infer.evaluation.config import BenchmarkSection
 from infer.evaluation.questions import Question, read_questions
 from infer.offline.batch import Item, read_prompts
+from train.config import DataSection
 from train.records import Records
-from train.train_config import DataSection
 
 GOOD = b'{"question": "What is 1+1?", "prompt": "a\xc2\x85b", "answer": "It is 2.\xe2\x80\xa8"}'
 FAULTS = {

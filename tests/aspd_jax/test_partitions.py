@@ -11,7 +11,7 @@ import pytest
 from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
 from aspd_jax.partitions import digest, is_url, partitions
-from aspd_jax.pipeline.sources import read_rows
+from aspd_jax.sources import read_rows
 
 
 @pytest.mark.parametrize("kind", ["files", "file URL", "other file system"])

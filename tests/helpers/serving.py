@@ -16,8 +16,8 @@ import uvicorn
 from aspd.evaluation import synthetic_questions
 from infer import Engine
 from infer.server.app import make_app
+from infer.server.config import ServerConfig
 from infer.server.engine_thread import EngineThread
-from infer.server.server_config import ServerConfig
 
 # A server of the embedded model in a process of its own, on a port that it chooses.
 SERVE = (sys.executable, "-m", "aspd", "serve", "--model", "demo", "--port", "0", "--warm-up", "none")

@@ -10,9 +10,9 @@ from typing import Any
 from aspd_jax.language_model import save_model
 from aspd_jax.sharding import make_mesh
 from aspd_jax.structure import to_json
+from train.config import DataSection, ModelSection, TrainConfig
 from train.setup import Setup, initial_model, load, set_up
 from train.tasks import problem
-from train.train_config import DataSection, ModelSection, TrainConfig
 
 SMALL = TrainConfig(
     model=ModelSection(titles="names", layers=1, hidden_size=32, heads=2, kv_heads=1, head_dim=16, feed_forward=32),

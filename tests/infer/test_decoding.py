@@ -15,7 +15,7 @@ import pytest
 
 from aspd_jax import LanguageModel, load_model
 from aspd_jax.model.cache import Bucket
-from aspd_jax.model.model_config import FAMILIES, RopeConfig
+from aspd_jax.model.config import FAMILIES, RopeConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.sharding import make_mesh
 from infer import Engine, SamplingParams

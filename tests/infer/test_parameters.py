@@ -19,7 +19,7 @@ from aspd.options import sampling_params
 from aspd_jax.errors import RequestError
 from infer import SamplingParams
 from infer.decode.state import DecodeState
-from infer.evaluation.eval_config import DecodingSection
+from infer.evaluation.config import DecodingSection
 from infer.proxy.upstream import sampling_arguments
 from infer.request import BIASES, PARAMETERS, STRINGS, Bounds, Parameter
 from infer.server.messages import ChatRequest, CompletionRequest
@@ -34,6 +34,7 @@ BODIES: dict[type[Strict], dict[str, Any]] = {
 }
 LIMITS = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "exclusiveMaximum": "lt"}
 LIMITS |= {name: name for name in LIMITS.values()}  # pydantic's words for integers that may be written as 5.0
+OWN_FIELDS = ("n", "logprobs")  # of HTTP, in the form of each endpoint
 GENERATE = ["generate", "--prompt", "Hi"]
 
 
@@ -108,7 +109,7 @@ def test_interfaces_offer_what_is_declared(name: str, interfaces: Interfaces) ->
     for interface in ("cli", "yaml"):
         assert (name in getattr(interfaces, interface)) == (getattr(parameter, interface) is not None)
     for fields in interfaces.http.values():
-        assert name not in fields or parameter.http is not None
+        assert name not in fields or parameter.http is not None or name in OWN_FIELDS
 
 
 def test_a_missing_offer_shows(interfaces: Interfaces) -> None:
@@ -188,7 +189,7 @@ from aspd import build_parser
 from aspd.options import sampling_params
 from aspd_jax import load_model
 from infer import Engine
-from infer.evaluation.eval_config import DecodingSection
+from infer.evaluation.config import DecodingSection
 from infer.scheduling import admission
 from infer.server.messages import ChatRequest
 
@@ -208,14 +209,15 @@ print("everywhere")
 """
 
 
-def test_a_new_parameter_takes_one_field_and_one_array(tmp_path: Path) -> None:
+def test_a_new_parameter_takes_a_description_a_field_and_an_array(tmp_path: Path) -> None:
     """In a copy of the package; without the array the engine refuses to begin."""
     shutil.copytree(ROOT / "infer", tmp_path / "infer", ignore=shutil.ignore_patterns("__pycache__"))
     insert(
         tmp_path / "infer/request.py",
         "    min_p: float = ",
-        '    added: float = _parameter(1.0, "a test", Bounds(gt=0, le=1))\n',
+        "    added: float = _parameter(1.0, Bounds(gt=0, le=1))\n",
     )
+    insert(tmp_path / "infer/request.py", "        min_p: minimum", "        added: a test.\n")
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n{ADDED}"]
     failed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "unexpected keyword argument 'added'" in failed.stderr, failed.stderr  # negative control

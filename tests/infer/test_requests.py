@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from aspd_jax import load_model
 from aspd_jax.errors import ConfigError
 from infer import Engine
+from infer.server.config import ServerConfig
 from infer.server.messages import ChatRequest, CompletionRequest
 from infer.server.neutral import MESSAGE, PART, REQUEST, Neutral
 from infer.server.refusals import Refused, describe, read_json
 from infer.server.responses import ResponsesRequest
-from infer.server.server_config import ServerConfig
 from tests.helpers.serving import Running, ask, serving
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "What is 2+3?"}], "temperature": 0}
@@ -77,7 +77,7 @@ DEFAULTS: dict[str, list[Any]] = {
     "request_id": ["a"],
     "bad_words": [[]],
     "prompt_logprobs": [None],
-    "guided_regex": [None],
+    "guided_regex": [None],  # replaced by structured_outputs
     "a_field_of_tomorrow": [None],
 }
 

@@ -10,8 +10,8 @@ from aspd_jax import load_model
 from aspd_jax.formats import ADAPTED, EMBEDDED
 from infer.engine import Engine
 from infer.evaluation.ablation_table import forked
+from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.conversations import answer_questions
-from infer.evaluation.eval_config import DecodingSection, System
 from tests.conftest import ROOT
 
 WEIGHTS = (".safetensors", ".gguf", ".npz", ".npy", ".bin", ".msgpack")

@@ -16,7 +16,7 @@ import yaml
 import aspd
 from aspd_jax.errors import ConfigError
 from tests.conftest import ROOT
-from train.train_config import load_config
+from train.config import load_config
 
 SCRIPTS = sorted([*ROOT.glob("*/launch/*.sh"), *ROOT.glob("*/launch/*.sbatch")])
 MANIFESTS = sorted(ROOT.glob("*/launch/*.yaml"))

@@ -22,11 +22,11 @@ from tests.conftest import with_one_program
 from tests.helpers.training import SMALL, changed, losses, on_records, prepared
 from train.batches import Batch
 from train.checkpoints import Checkpoints
+from train.config import TrainConfig
 from train.loop import export
 from train.loop import train as run_training
 from train.setup import Setup, initial_model, load
-from train.train_config import TrainConfig
-from train.train_step import evaluation_sums
+from train.step import evaluation_sums
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh
 
 import train.loss
-from aspd_jax.model.model_config import ModelConfig
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.vocabulary import HEAD_AXES, Head, lm_head
 from aspd_jax.sharding import make_mesh, named_sharding
 from tests.infer.decode.test_collectives import collectives

@@ -15,11 +15,11 @@ from aspd_jax.sharding import make_mesh
 from tests.conftest import ROOT
 from tests.train.test_train import changed
 from train.batches import synthetic_batch
+from train.config import DataSection, ModelSection, TrainConfig, load_config
 from train.metrics import model_flops
 from train.plan import plan, planned_shape, report
 from train.setup import load, set_up
-from train.train_config import DataSection, ModelSection, TrainConfig, load_config
-from train.train_step import train_step
+from train.step import train_step
 
 SMALL = TrainConfig(
     model=ModelSection(

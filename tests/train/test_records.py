@@ -15,14 +15,14 @@ import train.records
 from aspd_jax import LanguageModel
 from aspd_jax.errors import ConfigError, DataError
 from aspd_jax.layout import Layout, build_layout
-from aspd_jax.pipeline.sources import Conversation, conversation
+from aspd_jax.sources import Conversation, conversation
 from aspd_jax.structure import from_json, plain_text, to_json
 from aspd_jax.tokens import add_special_tokens
 from tests.conftest import shared
 from train.batches import RecordBatches, pack, record_held_out, record_steps
+from train.config import DataSection, TrainConfig
 from train.records import Example, Records, encode_conversation, reread
 from train.tasks import problem
-from train.train_config import DataSection, TrainConfig
 
 STRUCTURE = [
     {"type": "serial", "text": "Two:\n"},

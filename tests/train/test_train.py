@@ -17,15 +17,15 @@ from aspd_jax.configuration import config_from_dict, read_config
 from aspd_jax.errors import ConfigError
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.structure import Parallel, from_json, plain_text
-from infer.evaluation.eval_config import EvalConfig
+from infer.evaluation.config import EvalConfig
 from tests.conftest import ROOT
 from tests.helpers.training import SMALL, changed
 from train.ablation_models import AblationConfig
 from train.batches import example, first_fit, pack, synthetic_batch
+from train.config import TrainConfig, load_config
 from train.loss import next_token_loss
 from train.setup import initial_model
 from train.tasks import FAMILIES, KINDS, LONG_FAMILY, conversations, held_out, is_held_out, problem, recital
-from train.train_config import TrainConfig, load_config
 
 
 @pytest.fixture(scope="module")

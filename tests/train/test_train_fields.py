@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.helpers.training import SMALL, changed
+from train.config import TrainConfig
 from train.loop import train as run_training
-from train.train_config import TrainConfig
 
 CHANGED: dict[str, Any] = {
     "model.checkpoint": None, "model.vocab_size": 800, "model.layers": 2, "model.hidden_size": 48,

@@ -29,10 +29,10 @@ from tests.conftest import ROOT
 from tests.helpers.training import SMALL, WIDE, changed, losses, prepared
 from train.batches import synthetic_batch
 from train.checkpoints import Checkpoints
+from train.config import TrainConfig
 from train.loop import export
 from train.loop import train as run_training
-from train.train_config import TrainConfig
-from train.train_step import TrainState
+from train.step import TrainState
 
 
 def interrupt(config: TrainConfig, run: Path, step: int, monkeypatch: Any) -> None:

@@ -14,13 +14,13 @@ import pytest
 
 from aspd.aot.abstract import placed
 from aspd_jax import Layout
-from aspd_jax.model.model_config import ModelConfig
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import abstract_parameters
 from tests.helpers.training import SMALL, WIDE, changed, prepared
 from train.batches import synthetic_batch
-from train.train_config import TrainConfig
-from train.train_step import rounded, train_step
+from train.config import TrainConfig
+from train.step import rounded, train_step
 
 
 def stepped(config: TrainConfig) -> tuple[Any, Any]:
@@ -97,7 +97,7 @@ def test_a_step_keeps_the_shardings_of_its_state(monkeypatch: pytest.MonkeyPatch
     assert len({str(leaf.sharding.spec) for leaf in jax.tree.leaves(setup.state)}) > 3
     # Negative control: the pinned shardings decide, not those that the compiler would propagate.
     replicated = placed(setup.state, setup.state.step.sharding)
-    monkeypatch.setattr("train.train_step.abstract_state", lambda *_: replicated)
+    monkeypatch.setattr("train.step.abstract_state", lambda *_: replicated)
     assert not all(kept(train_step.__wrapped__(setup.model, setup.optimiser)))
 
 

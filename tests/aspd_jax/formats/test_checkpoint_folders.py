@@ -20,7 +20,7 @@ from aspd_jax.formats import open_tokenizer
 from aspd_jax.formats.hf_config import check_fields, make_config
 from aspd_jax.formats.shards import read_tensors
 from aspd_jax.layout import HIDDEN
-from aspd_jax.model.model_config import from_hugging_face
+from aspd_jax.model.config import from_hugging_face
 from infer import Engine, SamplingParams
 from tests.aspd_jax.model.test_model import logits_of
 from tests.aspd_jax.test_tokens import byte_level

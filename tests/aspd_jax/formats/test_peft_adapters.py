@@ -127,7 +127,7 @@ def test_an_adapter_of_peft_is_merged(tmp_path: Path) -> None:
 
 def test_only_adapters_and_new_rows_get_gradients(tmp_path: Path) -> None:
     """Check the parameters that `train.setup` trains; rows of other tokens do not change in training or merging."""
-    from train.train_step import is_trained
+    from train.step import is_trained
 
     lm = as_if_trained(base_folder(tmp_path / "base", CASES["tied"]))
     trained = {path for path in flatten_dict(lm.params) if is_trained(path, lm.config)}

@@ -17,7 +17,7 @@ from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.layout import Layout
 from aspd_jax.model.attention import DECODE_BACK_ENDS, FULL_PASS_BACK_ENDS, View
 from aspd_jax.model.cache import Bucket, TokenBatch, empty_cache
-from aspd_jax.model.model_config import ModelConfig, RopeConfig
+from aspd_jax.model.config import ModelConfig, RopeConfig
 from aspd_jax.model.transformer import Transformer, stack_layers, unstack_layers
 from aspd_jax.model.vocabulary import head_of, lm_head
 from aspd_jax.model.weights import abstract_parameters

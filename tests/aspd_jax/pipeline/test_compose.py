@@ -15,7 +15,7 @@ from aspd import main
 from aspd_jax.configuration import config_from_dict, read_config
 from aspd_jax.errors import ConfigError
 from aspd_jax.pipeline.compose import Questions, compose, go_on, is_held_out
-from aspd_jax.pipeline.sources import Conversation
+from aspd_jax.sources import Conversation
 from tests.conftest import GOLDEN, ROOT, shared
 
 BENCHMARKS = GOLDEN / "benchmark_questions.npy"  # fingerprints of the questions of Vicuna Bench and MT-Bench

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import aspd
+from aspd_jax.blocks.measures import Measures
 from aspd_jax.pipeline.data_report import Account, Report
-from aspd_jax.pipeline.measures import Measures
 from tests.conftest import ROOT
 from tests.helpers.pipeline_data import faithful, write_two
 from tests.helpers.teacher_server import TeacherServer

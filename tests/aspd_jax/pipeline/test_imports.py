@@ -18,8 +18,8 @@ from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError, StructureError
 from aspd_jax.pipeline import tag_formats
 from aspd_jax.pipeline.imports import import_records, left_out_file
-from aspd_jax.pipeline.sources import Conversation, conversation
 from aspd_jax.pipeline.tag_formats import FORMATS, import_answer, recognise
+from aspd_jax.sources import Conversation, conversation
 from aspd_jax.structure import Branch, Parallel, Serial, Structure, canonical, plain_text
 from aspd_jax.tokens import Codec
 from tests.conftest import shared

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from aspd_jax.blocks.spans import structure_of
 from aspd_jax.errors import DataError, StructureError
 from aspd_jax.pipeline.annotate import read_groups
 from aspd_jax.pipeline.pieces import Group, Part, block_of, numbered, piece_starts
-from aspd_jax.pipeline.spans import structure_of
 from aspd_jax.structure import plain_text
 
 ANSWER = (

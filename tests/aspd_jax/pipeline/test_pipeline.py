@@ -15,23 +15,23 @@ from typing import Any
 import pytest
 
 from aspd_jax import LanguageModel, load_model
+from aspd_jax.blocks.measures import estimate_tokens, measure, saved
+from aspd_jax.blocks.spans import spans_of
 from aspd_jax.configuration import read_config
 from aspd_jax.errors import AspdError
 from aspd_jax.layout import Titles
+from aspd_jax.likelihood import Rise
 from aspd_jax.pipeline.build import build
 from aspd_jax.pipeline.data_config import DataConfig, LikelihoodSection, SelectSection, TeacherSection
-from aspd_jax.pipeline.likelihood import Rise
-from aspd_jax.pipeline.measures import estimate_tokens, measure, saved
-from aspd_jax.pipeline.spans import spans_of
 from aspd_jax.pipeline.work import Shard
 from aspd_jax.structure import Branch, Parallel, Serial, from_json, plain_text
 from aspd_jax.tokens import Codec
 from tests.conftest import ROOT
 from tests.helpers.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE, SMALL, faithful, lines
 from tests.helpers.teacher_server import TeacherServer
+from train.config import DataSection
 from train.records import Records
 from train.tasks import problem
-from train.train_config import DataSection
 
 
 def test_answers_are_kept_and_dependent_ones_stay_serial(source: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_likelihood_decides(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
     def known(lm: LanguageModel, rows: Any, size: int) -> Any:
         return ([Rise(0.3, 2.0)] * int(row.branch.max()) for row in rows)
 
-    monkeypatch.setattr("aspd_jax.pipeline.likelihood.nll_increases", known)
+    monkeypatch.setattr("aspd_jax.likelihood.nll_increases", known)
     (tmp_path / "out" / "work.sqlite").unlink()
     for limits, left in (
         ({"mean_rise": 0.3, "peak_rise": 2.0}, 2),

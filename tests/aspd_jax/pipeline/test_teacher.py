@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from aspd_jax.blocks.spans import spans_of
 from aspd_jax.errors import ConfigError, RequestError
 from aspd_jax.pipeline.build import build
 from aspd_jax.pipeline.data_config import DataConfig, SelectSection
-from aspd_jax.pipeline.spans import spans_of
 from aspd_jax.structure import from_json
 from tests.helpers.pipeline_data import PROSE, faithful, lines, teacher
 from tests.helpers.teacher_server import Reply, TeacherServer

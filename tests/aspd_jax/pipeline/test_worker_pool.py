@@ -20,8 +20,8 @@ from aspd_jax.errors import RequestError
 from aspd_jax.pipeline import entries, worker_pool
 from aspd_jax.pipeline.build import build
 from aspd_jax.pipeline.data_config import DataConfig, SelectSection
-from aspd_jax.pipeline.sources import read_records
 from aspd_jax.pipeline.work import Shard, Work
+from aspd_jax.sources import read_records
 from aspd_jax.store import Row, Store
 from tests.conftest import ROOT
 from tests.helpers.killed_workers import dies_before_a_result, dies_within_a_result

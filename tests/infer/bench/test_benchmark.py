@@ -18,11 +18,8 @@ from aspd_jax.shapes import SHAPES, benchmark_model
 from infer.bench import decoding
 from infer.bench import step_times as times
 from infer.bench.decoding import answer_rows, answer_times, published_speeds
-from infer.bench.drafting import draft_figures, draft_table
 from infer.bench.step_times import copy_bandwidth, logit_error, measure_steps, step_table
-from infer.request import SamplingParams
 from tests.conftest import tiny_config, write_checkpoint
-from tests.helpers.draft_heads import with_draft_heads
 from train.throughput import step_times
 from train.throughput import table as steps_table
 
@@ -72,24 +69,6 @@ def test_it_times_the_answers_it_says(tiny: LanguageModel) -> None:
     assert f"| {serial.seconds / adaptive.seconds:.2f}x |" in text
     with pytest.raises(RequestError, match="2 branches of at least 6 tokens, got 3 of 5"):
         answer_times(tiny, branches=3, length=5, context=16)
-
-
-def test_drafts_are_compared_with_steps_without(bare_lm: LanguageModel) -> None:
-    """Check that answers are equal and the factors are those of the steps; heads without effect repeat a token."""
-    prompts, params = [[1, 2, 3], [2, 2], [3, 1]], SamplingParams(max_new_tokens=40)
-    lm = with_draft_heads(bare_lm, 2, scale=0.0)
-    figures = draft_figures(lm, prompts, ["heads", "lookup"], params, batch=1, draft_tokens=4)
-    assert [(of.mode, of.drafts) for of in figures[:4]] == [
-        ("serial", "none"), ("adaptive", "none"), ("serial", "heads"), ("adaptive", "heads")
-    ]  # fmt: skip
-    every = range(3)
-    base, heads = figures[0].steps(every), figures[2].steps(every)
-    assert base == sum(len(result.token_ids) - 1 for result in figures[0].results) and heads < base
-    table, content = draft_table(figures), figures[0].content(every)
-    accepted, fed = figures[2].accepted(every)
-    rate, share = f"{content / heads:.2f} | {base / heads:.2f}x", f"{accepted} of {fed} ({accepted / fed:.0%})"
-    assert f"| serial, heads | {content} | {heads} | {rate} | {share} | 0 |" in table
-    assert table.count("| 0 |") >= 6, "no answer differs"
 
 
 def test_the_command_prints_writes_and_draws(tiny: LanguageModel, capsys: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from aspd_jax.language_model import LanguageModel, random_model
 from aspd_jax.model import cpu
 from aspd_jax.model.cache import Bucket, empty_cache
-from aspd_jax.model.model_config import ModelConfig
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import make_mesh, shardings
 from aspd_jax.tokens import SpecialTokens

@@ -20,14 +20,14 @@ from infer import Engine, SamplingParams
 from infer.answers.answer import content_ids
 from infer.answers.timeline import timeline
 from infer.evaluation.ablation_table import table
+from infer.evaluation.config import DecodingSection, EvalConfig, SpeedSection, System
 from infer.evaluation.conversations import answer_questions
-from infer.evaluation.eval_config import DecodingSection, EvalConfig, SpeedSection, System
-from infer.evaluation.eval_report import report_page
 from infer.evaluation.evaluate import judge_run
 from infer.evaluation.health import health
 from infer.evaluation.intervals import difference, interval
 from infer.evaluation.judge import NAMES, PAIR_NAMES, read_prompts, read_score, read_winner
 from infer.evaluation.questions import Question
+from infer.evaluation.report import report_page
 from infer.evaluation.speed import time_questions
 from infer.offline.journal import read_journal
 from tests.conftest import shared, tiny_config, write_checkpoint

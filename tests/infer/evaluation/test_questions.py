@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aspd_jax.errors import DataError
-from infer.evaluation.eval_config import BenchmarkSection
+from infer.evaluation.config import BenchmarkSection
 from infer.evaluation.questions import Question, final_answer, read_questions, select_evenly
 from infer.evaluation.scoring import chosen_letter, is_correct, same_value
 from tests.conftest import shared

@@ -14,8 +14,9 @@ import pytest
 
 from aspd_jax import LanguageModel, load_model, save_model
 from aspd_jax.errors import CheckpointError, RequestError
-from aspd_jax.formats.adapter import Adapter, Factors, Rows, open_adapter, write_adapter
+from aspd_jax.formats.adapter import open_adapter, write_adapter
 from aspd_jax.language_model import put_adapter
+from aspd_jax.model.adapter import Adapter, Factors, Rows
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
 from tests.aspd_jax.formats.test_peft_adapters import CASES, base_folder

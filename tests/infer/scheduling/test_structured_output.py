@@ -23,7 +23,7 @@ from infer import Engine, SamplingParams
 from infer.answers.answer import RequestOutput
 from infer.decode.state import LENGTH, STOP
 from infer.server.app import make_app
-from infer.server.server_config import ServerConfig
+from infer.server.config import ServerConfig
 from tests.conftest import SIZES, patched
 
 

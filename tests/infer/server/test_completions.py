@@ -132,11 +132,11 @@ def test_the_best_answers_are_the_likeliest(server: Running) -> None:
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
-        ({"guided_regex": "[a-c]{3}-[0-9]"}, "[a-c]{3}-[0-9]"),
+        ({"structured_outputs": {"regex": "[a-c]{3}-[0-9]"}}, "[a-c]{3}-[0-9]"),
         ({"structured_outputs": {"regex": "(yes|no)!"}}, "(yes|no)!"),
-        ({"guided_choice": ['say "no"\n', "nö"]}, 'say "no"\n|nö'),
+        ({"structured_outputs": {"choice": ['say "no"\n', "nö"]}}, 'say "no"\n|nö'),
         ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
-        ({"guided_grammar": 'root ::= "x" ("y" | "z")'}, "x[yz]"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" ("y" | "z")'}}, "x[yz]"),
         ({"structured_outputs": {"grammar": 'start: "x" /[yz]/'}}, "x[yz]"),
     ],
 )
@@ -151,9 +151,8 @@ def test_answers_follow_their_grammar(server: Running, fields: dict[str, Any], p
 @pytest.mark.parametrize(
     "fields",
     [
-        {"guided_json": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}},
-        {"guided_json": '{"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}'},
-        {"structured_outputs": {"json": {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}}},
+        {"structured_outputs": {"json": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}},
+        {"structured_outputs": {"json": '{"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}'}},
         {"structured_outputs": {"json_object": True}},
         {"response_format": {"type": "json_object"}},
     ],
@@ -195,10 +194,19 @@ def test_an_answer_goes_on(server: Running) -> None:
         ("completions", {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
         ("completions", {"prompt": "x", "frequency_penalty": 2.5}, "frequency_penalty"),
         ("completions", {"prompt": "x", "max_tokens": 4, "min_tokens": 5}, "min_tokens: expected 0 to"),
-        ("completions", {"prompt": "x", "guided_regex": "a("}, "regex: "),
-        ("completions", {"prompt": "x", "guided_grammar": "root ::= ("}, "grammar: "),
-        ("completions", {"prompt": "x", "guided_choice": []}, "guided_choice"),
-        ("completions", {"prompt": "x", "guided_regex": "a", "guided_choice": ["a"]}, "expected one of guided_regex"),
+        ("completions", {"prompt": "x", "structured_outputs": {"regex": "a("}}, "regex: "),
+        ("completions", {"prompt": "x", "structured_outputs": {"grammar": "root ::= ("}}, "grammar: "),
+        ("completions", {"prompt": "x", "structured_outputs": {"choice": []}}, "structured_outputs"),
+        (
+            "completions",
+            {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs: expected one of structured_outputs.regex and structured_outputs.choice, got 2",
+        ),
+        (
+            "completions",
+            {"prompt": "x", "guided_regex": "a"},
+            "guided_regex: the field is structured_outputs.regex; expected null, got 'a'",
+        ),
         ("completions", {"prompt": "x", "structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
         ("chat/completions", {"messages": ask()["messages"], "continue_final_message": True}, "continue_final_message"),
         ("chat/completions", {"messages": ask()["messages"], "add_generation_prompt": False}, "add_generation_prompt"),

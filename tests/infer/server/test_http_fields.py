@@ -14,7 +14,7 @@ from aspd_jax import LanguageModel
 from infer import Engine, SamplingParams
 from infer.lockstep import StepCommand
 from infer.server.app import make_app
-from infer.server.server_config import ServerConfig
+from infer.server.config import ServerConfig
 from tests.conftest import SIZES
 from tests.infer.scheduling.test_filling import LATER, SCHEMA
 from tests.infer.scheduling.test_structured_output import valid

@@ -24,9 +24,9 @@ from aspd_jax import load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.ray_pool import RayOptions, cluster
 from infer import Engine
+from infer.server.config import ServerConfig
 from infer.server.prefix_router import PREFIX, conversation_key, ranked
 from infer.server.ray_serving import NAME, Replicas, make_application
-from infer.server.server_config import ServerConfig
 from tests.helpers.ray_workers import descendants, ended
 from tests.helpers.serving import ask, serving
 

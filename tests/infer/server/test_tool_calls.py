@@ -390,7 +390,7 @@ RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "20"}
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 5}}}}]},
             "tools[0].function.parameters: ",
         ),
-        ({"guided_regex": "a"}, "tools: expected no constraint but response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "tools: expected no constraint but response_format"),
         ({"functions": [{"name": "f"}]}, "functions: the field is tools"),
         ({"messages": [USER, RESULT]}, "messages[1].tool_call_id: expected the id of a call"),
         ({"messages": [USER, CALLED, RESULT, RESULT]}, "messages[3].tool_call_id: expected the id of a call"),

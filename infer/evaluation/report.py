@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 from aspd_jax.files import write_whole
 from aspd_jax.pictures import page
 from infer.answers.timeline import Span
-from infer.evaluation.eval_config import EvalConfig
+from infer.evaluation.config import EvalConfig
 from infer.evaluation.evaluate import answers_file
 from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question

@@ -9,7 +9,7 @@ from aspd_jax.configuration import at_least
 from aspd_jax.endpoint import EndpointSection, Schema
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
-from aspd_jax.model.model_config import Weights
+from aspd_jax.model.config import Weights
 from infer.request import PARAMETERS, Mode, SamplingParams
 
 Role = Literal["ori", "seq", "aspd"]

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from aspd_jax.blocks.spans import BlockSpan
 from aspd_jax.chat import encode_turns
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import head_of, lm_head
-from aspd_jax.pipeline.spans import BlockSpan
 
 PEAK_TOKENS = 8  # length of the window of `Rise.peak`
 CHUNK = 128  # tokens whose logits are in memory at a time

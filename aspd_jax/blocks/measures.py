@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from aspd_jax.pipeline.markers import SPACELESS
-from aspd_jax.pipeline.spans import BlockSpan
+from aspd_jax.blocks.markers import SPACELESS
+from aspd_jax.blocks.spans import BlockSpan
 
 Count = Callable[[str], int]
 # Runs of letters, and single digits, symbols and characters of scripts without spaces.

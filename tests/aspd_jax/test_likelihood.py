@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from aspd_jax import LanguageModel
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan
 from aspd_jax.layout import Layout
-from aspd_jax.pipeline.likelihood import PEAK_TOKENS, Row, encode, nll_increases, token_losses
-from aspd_jax.pipeline.spans import BlockSpan, BranchSpan
+from aspd_jax.likelihood import PEAK_TOKENS, Row, encode, nll_increases, token_losses
 
 ANSWER = "Two ideas: go out and walk. stay in and read. That is all."
 CUTS = (11, 28, 46)

@@ -208,7 +208,7 @@ def from_hugging_face(hf: Any, dtype: str) -> ModelConfig:
         if getattr(hf, cap, None):
             raise CheckpointError(f"{cap}: expected none, got {getattr(hf, cap)}; it is not supported")
     if dtype not in ("float32", "bfloat16"):
-        raise CheckpointError(f"dtype: expected float32 or bfloat16, got {dtype!r}")
+        raise CheckpointError(f"dtype: expected float32, bfloat16 or auto, got {dtype!r}")
     own = dict(getattr(hf, "aspd", None) or {})
     own["unused_tokens"] = tuple((first, end) for first, end in own.get("unused_tokens", ()))
     attention_bias = family in ("llama", "qwen3", "gemma3_text") and bool(getattr(hf, "attention_bias", False))

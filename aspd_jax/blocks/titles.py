@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from aspd_jax.pipeline.markers import BOLD, SPACELESS, marker_of
+from aspd_jax.blocks.markers import BOLD, SPACELESS, marker_of
 
 MAX_WORDS = 7  # maximum words of a lead that is a title
 FIRST_WORDS = 5  # words of a title without a lead

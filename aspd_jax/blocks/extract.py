@@ -15,9 +15,9 @@ from typing import NamedTuple
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from aspd_jax.pipeline.markers import Marker, marker_of
-from aspd_jax.pipeline.spans import BlockSpan, BranchSpan, end_like_siblings
-from aspd_jax.pipeline.titles import titles_of
+from aspd_jax.blocks.markers import Marker, marker_of
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan, end_like_siblings
+from aspd_jax.blocks.titles import titles_of
 
 _NEWLINE = re.compile(r"\r\n?|\n")  # ends of lines in the Markdown parser
 _CONCLUDING = (

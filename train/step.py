@@ -15,15 +15,15 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
+from aspd_jax.model.config import ModelConfig
 from aspd_jax.model.draft_heads import DRAFT_HEADS, shift_left
-from aspd_jax.model.model_config import ModelConfig
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.vocabulary import NEW_TOKENS, head_of, lm_head
 from aspd_jax.model.weights import ADAPTERS, abstract_parameters
 from aspd_jax.sharding import shardings
 from train.batches import PARTS, Batch
+from train.config import OptimiserSection
 from train.loss import Sums, loss_over_mesh, next_token_loss
-from train.train_config import OptimiserSection
 
 DECAYING = ("kernel", "embedding", *ADAPTERS)
 

@@ -11,7 +11,7 @@ from aspd_jax.configuration import at_least, read_config
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import PositionScheme, Siblings, Titles, check_choice
 from aspd_jax.model.attention import FULL_PASS_BACK_ENDS
-from aspd_jax.model.model_config import Weights
+from aspd_jax.model.config import Weights
 
 
 @dataclass(frozen=True)

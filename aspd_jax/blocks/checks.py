@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from aspd_jax.pipeline.extract import CONCLUSIONS
-from aspd_jax.pipeline.markers import NUMBERS, SPACELESS, marker_of
-from aspd_jax.pipeline.spans import BlockSpan
+from aspd_jax.blocks.extract import CONCLUSIONS
+from aspd_jax.blocks.markers import NUMBERS, SPACELESS, marker_of
+from aspd_jax.blocks.spans import BlockSpan
 
 _PLACES = "first|second|third|fourth|fifth|sixth|last|former|latter|previous|preceding|next|other|above|same"
 _THINGS = (

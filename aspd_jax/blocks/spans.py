@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aspd_jax.blocks.titles import titles_of
 from aspd_jax.errors import StructureError
 from aspd_jax.layout import Titles
-from aspd_jax.pipeline.titles import titles_of
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure
 
 
@@ -19,7 +19,7 @@ class BranchSpan:
     Attributes:
         title: name of the branch, for checks and messages.
         start, end: range of characters, `answer[start:end]`.
-        lead: number of characters of its lead (`aspd_jax.pipeline.leads`); 0: the title is a name.
+        lead: number of characters of its lead (protocol, section 2); 0: the title is a name.
     """
 
     title: str

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from aspd_jax.errors import DataError
-from aspd_jax.pipeline.sources import Conversation, Unreadable, conversation, read_records
+from aspd_jax.sources import Conversation, Unreadable, conversation, read_records
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from aspd_jax.blocks.extract import propose
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan, blocks_from_json, blocks_to_json, spans_of, structure_of
 from aspd_jax.errors import StructureError
-from aspd_jax.pipeline.extract import propose
-from aspd_jax.pipeline.spans import BlockSpan, BranchSpan, blocks_from_json, blocks_to_json, spans_of, structure_of
 from aspd_jax.structure import plain_text
 from tests.conftest import shared
 
