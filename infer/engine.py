@@ -487,10 +487,6 @@ def _draft_tokens(lm: LanguageModel, drafts: DraftSource, limit: int) -> int:
         raise RequestError(f"drafts: expected {', '.join(get_args(DraftSource))}, got {drafts!r}")
     if drafts == "none":
         return 0
-    if lm.config.siblings == "shared":
-        raise RequestError(
-            f"drafts: expected none, got {drafts}; branches of this model would see each other's draft tokens."
-        )
     if drafts == "lookup":
         return limit
     if not lm.config.draft_heads:

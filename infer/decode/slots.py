@@ -46,7 +46,7 @@ class Admission(NamedTuple):
         block: number of blocks in the prompt.
         budget: maximum tokens of the answer.
         content: maximum tokens of its plain text.
-        stride, templated: see `Cursor`.
+        templated: see `Cursor`.
     """
 
     row: Int32[Array, ""]
@@ -58,7 +58,6 @@ class Admission(NamedTuple):
     block: Int32[Array, ""]
     budget: Int32[Array, ""]
     content: Int32[Array, ""]
-    stride: Int32[Array, ""]
     templated: Bool[Array, ""]
 
 
@@ -101,7 +100,6 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
             phase=PROMPT,
             position=new.position,
             block=new.block,
-            stride=new.stride,
             hide_from=NOTHING,
             templated=new.templated,
         ),

@@ -20,6 +20,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float32, Int32, UInt32
 
+from aspd_jax.errors import RequestError
 from aspd_jax.model.cache import Cache, layer_sharding
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.tokens import SpecialTokens, TitleForm
@@ -96,6 +97,18 @@ class EngineConfig:
     text_tags: Tags | None = None
     mesh: Mesh | None = None
 
+    def __post_init__(self) -> None:
+        c = self.model.config
+        for name, value, decoded in (
+            ("positions", c.positions, ("sequential", "max")),
+            ("siblings", c.siblings, ("invisible",)),
+        ):
+            if value not in decoded:
+                raise RequestError(
+                    f"{name}: expected {' or '.join(decoded)} for decoding, got {value}. Models of this ablation are "
+                    "trained and compared by likelihood; the engine of commit 8c87dab decodes them."
+                )
+
     @property
     def tags(self) -> Tags:
         """Tags as they are written."""
@@ -158,7 +171,6 @@ class Cursor(NamedTuple):
             last prompt token.
         block: number of blocks opened so far, those of the prompt included.
         match_length: tokens of the partial tag at the end of the serial segment.
-        stride: positions between the starts of sibling branches in scheme `predict`.
         opened: position of the first `<|title|>` of the current or last block.
         hide_from: position from which discarded tokens are hidden; NOTHING: none are.
         templated: whether the host opens and ends all blocks (a template): serial text and tags are not sampled.
@@ -171,7 +183,6 @@ class Cursor(NamedTuple):
     position: Int32[Array, " B"]
     block: Int32[Array, " B"]
     match_length: Int32[Array, " B"]
-    stride: Int32[Array, " B"]
     opened: Int32[Array, " B"]
     hide_from: Int32[Array, " B"]
     templated: Bool[Array, " B"]

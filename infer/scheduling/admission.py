@@ -126,7 +126,6 @@ def admit_request(
         "block": layout.block.max(),
         "budget": request.budget,
         "content": params.max_content_tokens or request.budget,
-        "stride": config.longest_head + params.max_branch_tokens,
     }
     new: Any = Admission(
         request=RequestArrays(**arrays),

@@ -68,8 +68,7 @@ def best_match(
         target: row that the prompt gets, whose prefix needs no copy.
         prompt: token ids of the prompt.
         spare: number of slots of a row beyond those that prompt and answer need.
-        whole: whether a row may be continued after blocks (not in the position scheme `predict`, whose positions
-            while decoding differ from those of training).
+        whole: whether a row may be continued after blocks.
         adapter: number of the adapter that the prompt is fed with; a prefix of another adapter does not match.
     """
     ids = np.asarray(prompt[:-1], np.int32)  # the last token is fed in any case: the first answer token follows from it

@@ -216,12 +216,10 @@ def _set_branches(state: DecodeState, config: EngineConfig, block: BlockIds) -> 
         lengths[:, number] = len(title)
         tokens[:, number, : len(title)] = title
     count = len(block.branches)
-    longest = max(len(branch) for branch in block.branches) + 2  # with its tags
     titles = Titles(jnp.full_like(s.titles.complete, count), jnp.asarray(lengths), jnp.asarray(tokens), s.titles.stated)
     queue, queued = fork_queue(titles, s.segments.queue[:, 0, :2], config)
     queued = queued.at[:, 0].set(s.segments.queued[:, 0])
     sequence = s._replace(
-        cursor=s.cursor._replace(stride=jnp.full_like(s.cursor.stride, longest)),
         segments=s.segments._replace(queue=queue, queued=queued),
         branches=s.branches._replace(live=jnp.broadcast_to(jnp.arange(lengths.shape[1]) < count, lengths.shape)),
         titles=titles,

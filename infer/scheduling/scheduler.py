@@ -89,8 +89,7 @@ class Scheduler:
         self._codec = None if lm.tokenizer is None else lm.codec
         self._rows: list[RequestState | None] = [None] * rows
         # Prompts are laid out without blocks where tags are text.
-        continue_blocks = lm.config.positions != "predict" and reader is None
-        self._prefixes = PrefixCache(rows, reuse, continue_blocks)
+        self._prefixes = PrefixCache(rows, reuse, continue_blocks=reader is None)
         self._waiting: deque[RequestState] = deque()
         self._alone: RequestState | None = None  # the only request that may start; None: all may
         self._cost: StepCost | None = None
