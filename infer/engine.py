@@ -281,8 +281,13 @@ class Engine:
             RequestError: a request breaks a limit; nothing has been decoded then.
         """
         requests = self._check_all(prompts, params, mode, adapter)
-        handles = [self._scheduler.submit(request) for request in requests]
-        return [handle.wait() for handle in handles]
+        handles: list[Handle] = []
+        try:
+            handles += map(self._scheduler.submit, requests)
+            return [handle.wait() for handle in handles]
+        finally:  # after an interrupt or an error, nobody waits for the others
+            for handle in handles:
+                handle.cancel()
 
     def submit(
         self,
@@ -411,9 +416,12 @@ class Engine:
             max_steps: maximum steps between two partial results.
         """
         handle = self.submit(prompt, params, mode)
-        while handle.result is None:
-            handle.advance(max_steps)
-            yield handle.partial()
+        try:
+            while handle.result is None:
+                handle.advance(max_steps)
+                yield handle.partial()
+        finally:
+            handle.cancel()
 
     def replay(self, prompt_token_ids: Sequence[int], answer_token_ids: Sequence[int]) -> Trace:
         """Feed a linearisation through the stepwise engine, branches side by side.
