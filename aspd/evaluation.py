@@ -31,7 +31,10 @@ def add(commands: Any) -> None:
     report.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
 
     ablate = command(
-        commands, "ablate", run_ablate, "Fine-tune and compare models with each mask, position scheme and data quality."
+        commands,
+        "ablate",
+        run_ablate,
+        "Fine-tune models with each mask, position scheme and data quality, and compare their held-out losses.",
     )
     config_options(ablate, "configs/ablation.yaml", "steps=100")
     ablate.add_argument("--output", required=True, type=Path, help="folder of the runs; interrupted runs resume there")
@@ -120,47 +123,15 @@ def synthetic_questions(count: int, long: bool = False) -> list[Any]:
 
 def run_ablate(options: argparse.Namespace) -> None:
     """Run `aspd ablate`."""
-    from aspd_jax import load_model
     from aspd_jax.configuration import read_config
     from aspd_jax.files import write_whole
-    from infer.engine import Engine
-    from infer.evaluation.ablation_table import table
-    from infer.evaluation.config import DecodingSection, System
-    from infer.evaluation.conversations import answer_questions
-    from infer.offline.journal import read_journal
-    from infer.request import Mode
-    from train.ablation_models import (
-        MAX_BRANCH_TOKENS,
-        REFERENCE,
-        VARIANTS,
-        AblationConfig,
-        run_config,
-        write_conversations,
-    )  # fmt: skip
+    from train.ablation_models import VARIANTS, AblationConfig, loss_table, run_config
     from train.loop import train
 
     config = read_config(AblationConfig, options.config, options.overrides)
-    questions = synthetic_questions(config.problems)
-
-    def answers(name: str, model: Any, folder: Path, decoding: DecodingSection) -> None:
-        engine = Engine(load_model(model), decoding.max_length, max_batch=decoding.batch)
-        mode: Mode = "adaptive" if name in VARIANTS and VARIANTS[name].structured else "serial"
-        answer_questions(engine, System(name, name, mode), questions, decoding, folder / "answers.jsonl", folder.name)
-
-    def decoding(positions: str) -> DecodingSection:
-        branch = MAX_BRANCH_TOKENS if positions == "predict" else 1024
-        return DecodingSection(max_new_tokens=1024, max_branch_tokens=branch, max_length=2048, batch=config.batch)
-
-    ori = options.output / "ori"
-    if len(read_journal(ori / "answers.jsonl")) < len(questions):
-        answers("ori", config.base, ori, decoding("sequential"))
     for name in config.chosen:
-        variant, folder = VARIANTS[name], options.output / name
-        if len(read_journal(folder / "answers.jsonl")) < len(questions):
-            file = write_conversations(options.output / "data", variant.quality, config.conversations)
-            train(run_config(config, variant, file), folder)
-            answers(name, folder / "model", folder, decoding(variant.positions))
-    journals = {name: read_journal(options.output / name / "answers.jsonl") for name in ("ori", *VARIANTS)}
-    text = table({name: records for name, records in journals.items() if len(records) == len(questions)}, REFERENCE)
+        train(run_config(config, VARIANTS[name], options.output / "data"), options.output / name)
+    folders = {name: options.output / name for name in VARIANTS if (options.output / name / "model").exists()}
+    text = loss_table(folders)
     write_whole(options.output / "ablation.md", text + "\n")
     print(text)

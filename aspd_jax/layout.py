@@ -163,22 +163,18 @@ def visible(
     key: Layout,
     siblings: Siblings = "invisible",
     window: int | Array | None = None,
-    query_slot: Array | None = None,
-    key_slot: Array | None = None,
 ) -> Array:
     """Return which keys each query may attend to: the mask (protocol, section 3); bool [B, Q, K].
 
     Within a sequence, positions grow along the linearisation except between siblings. Rule 2 ("j comes no later than
     i") is therefore `key.position <= query.position` for all other keys. In the ablation `shared`, siblings are visible
-    in the order of their slots if these are given, and in the order of the linearisation otherwise.
+    in the order of the linearisation.
 
     Args:
         query: layout of the query tokens [B, Q].
         key: layout of the key tokens [B, K].
         siblings: `invisible` (rule 3 holds) or `shared` (rule 3 dropped).
         window: sliding window: keys more than `window - 1` positions before the query are hidden; None: no window.
-        query_slot: cache slots of the queries, int [B, Q].
-        key_slot: cache slots of the keys, int [B, K].
     """
     check_choice("siblings", siblings, Siblings)
     q = Layout(*(field[..., :, None] for field in query))
@@ -187,11 +183,7 @@ def visible(
     sibling = (q.block == k.block) & (q.block > 0) & (q.branch != k.branch)
     seen = same & (k.position <= q.position) & ~sibling
     if siblings == "shared":
-        if query_slot is None or key_slot is None:
-            earlier = k.branch < q.branch
-        else:
-            earlier = key_slot[..., None, :] <= query_slot[..., :, None]
-        seen = seen | (same & sibling & earlier)
+        seen = seen | (same & sibling & (k.branch < q.branch))
     if window is not None:
         seen = seen & (q.position - k.position < window)
     return seen

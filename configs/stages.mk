@@ -67,9 +67,9 @@ runs/%/merged/config.json: runs/%/aspd/$(ADAPTER)
 runs/%/draft/draft_heads.safetensors: configs/%/draft.yaml runs/%/merged/config.json
 	$(BIN)/aspd train $< model.checkpoint=runs/$*/merged --output $(@D)
 
-# Masks and positions on the same records; every eighth one is held out. Then answers of all six adapters.
+# Masks and positions on the same records; every eighth one is held out.
 .PHONY: smollm2-ablation
-smollm2-ablation: configs/smollm2/ablation.yaml benchmarks-exist runs/smollm2/data/structured.jsonl
+smollm2-ablation: configs/smollm2/ablation.yaml runs/smollm2/data/structured.jsonl
 	mkdir -p runs/smollm2/ablation
 	grep '"parallel"' runs/smollm2/data/structured.jsonl | awk 'NR % 8' > runs/smollm2/ablation/train.jsonl
 	grep '"parallel"' runs/smollm2/data/structured.jsonl | awk 'NR % 8 == 0' > runs/smollm2/ablation/held_out.jsonl
@@ -78,7 +78,6 @@ smollm2-ablation: configs/smollm2/ablation.yaml benchmarks-exist runs/smollm2/da
 	    --output runs/smollm2/ablation/$$siblings-$$positions || exit 1; \
 	done; done
 	tail -n 1 runs/smollm2/ablation/*/metrics.jsonl
-	$(BIN)/aspd eval run --output runs/smollm2/ablation/answers configs/smollm2/ablation_eval.yaml $(VICUNA)
 
 # Files of a run are kept, although they are only steps towards its report.
 .SECONDARY:

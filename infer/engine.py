@@ -267,9 +267,18 @@ class Engine:
             RequestError: a request breaks a limit; nothing has been decoded then.
         """
         requests = self._check_all(prompts, params, mode, adapter)
-        handles = [self.submit_checked(request) for request in requests]
-        answers = iter([(request.params.n, handle.wait()) for request, handle in zip(requests, handles, strict=True)])
-        return [replace(first, others=tuple(next(answers)[1] for _ in range(n - 1))) for n, first in answers]
+        handles: list[Handle] = []
+        try:
+            handles += map(self.submit_checked, requests)
+            results = [handle.wait() for handle in handles]
+        finally:  # after an interrupt or an error, nobody waits for the others
+            for handle in handles:
+                handle.cancel()
+        answers = iter(zip(requests, results, strict=True))
+        return [
+            replace(first, others=tuple(next(answers)[1] for _ in range(request.params.n - 1)))
+            for request, first in answers
+        ]
 
     def submit(
         self,
@@ -348,7 +357,7 @@ class Engine:
         if params.stop and self.lm.tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer, got one without.")
         if params.fork_bias and self.config.special.title_start < 0:
-            raise RequestError("fork_bias: expected a model with special tokens, got one without.")
+            raise RequestError("fork_bias: expected a model whose tags are special tokens, got one without.")
         if params.answer_grammar or params.branch_schema:
             self._schemas.constraint(params, params.max_new_tokens)  # reports errors before anything is decoded
         ids = self.encode(prompt)
@@ -410,9 +419,12 @@ class Engine:
             max_steps: maximum steps between two partial results.
         """
         handle = self.submit(prompt, params, mode)
-        while handle.result is None:
-            handle.advance(max_steps)
-            yield handle.partial()
+        try:
+            while handle.result is None:
+                handle.advance(max_steps)
+                yield handle.partial()
+        finally:
+            handle.cancel()
 
     def replay(self, prompt_token_ids: Sequence[int], answer_token_ids: Sequence[int]) -> Trace:
         """Feed a linearisation through the stepwise engine, branches side by side.
@@ -484,10 +496,6 @@ def _draft_tokens(lm: LanguageModel, drafts: DraftSource, limit: int) -> int:
         raise RequestError(f"drafts: expected {', '.join(get_args(DraftSource))}, got {drafts!r}")
     if drafts == "none":
         return 0
-    if lm.config.siblings == "shared":
-        raise RequestError(
-            f"drafts: expected none, got {drafts}; branches of this model would see each other's draft tokens."
-        )
     if drafts == "lookup":
         return limit
     if not lm.config.draft_heads:

@@ -95,6 +95,7 @@ class Lockstep:
 
     def do(self, command: StepCommand) -> None:
         """Execute a command in this process."""
+        self.refused = "the engine failed before the change was made"
         for number, request in command.submitted:
             handle = self.handles[number] = self.engine.submit_checked(request)
             if not self.engine.adapters.loaded(request.adapter):  # replaced since the request was checked
@@ -113,14 +114,15 @@ class Lockstep:
                 self._unscored.remove(number)
 
     def _change_adapter(self, name: str, folder: str) -> None:
-        self.refused = ""
+        refused = ""
         try:
             if folder:
                 self.engine.adapters.put(name, folder)
             elif name:
                 self.engine.adapters.remove(name)
         except AspdError as error:
-            self.refused = str(error)
+            refused = str(error)
+        self.refused = refused
 
     def forget(self, number: int) -> None:
         """Drop a request."""

@@ -1,14 +1,14 @@
 """Ablation after the paper's: one model fine-tuned with each mask, position scheme and quality of data.
 
-The base model answers the synthetic tasks plainly (Ori). It is fine-tuned on plain answers (Seq) and on structured
-answers (ASPD) to the same problems with equal settings.
+The base model answers the synthetic tasks plainly. It is fine-tuned on plain answers (Seq) and on structured answers
+(ASPD) to the same problems with equal settings, and the models are compared by the likelihood of held-out answers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -19,13 +19,11 @@ from aspd_jax.errors import ConfigError
 from aspd_jax.files import replacing
 from aspd_jax.layout import PositionScheme, Siblings
 from aspd_jax.structure import Branch, Parallel, Serial, Structure
+from train.batches import PARTS
 from train.config import DataSection, ModelSection, OptimiserSection, TrainConfig
-from train.tasks import Problem, conversation, problem
+from train.tasks import Problem, conversation, held_out, problem
 
 Quality = Literal["verified", "unverified", "random"]
-# No branch of `problem` is longer. `predict` spaces branches by the maximum length, so decoding needs a limit that is
-# close to the lengths in training.
-MAX_BRANCH_TOKENS = 64
 
 
 class Variant(NamedTuple):
@@ -55,7 +53,6 @@ VARIANTS = {
     "unverified": Variant(True, quality="unverified"),
     "random": Variant(True, quality="random"),
 }
-REFERENCE = "aspd"
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,7 @@ class AblationConfig:
         seed: seed of the data order.
         conversations: number of training conversations.
         steps, learning_rate, rows, length: settings of every run; see `TrainConfig`.
-        problems: number of held-out problems, which are decoded greedily.
-        batch: number of problems that are decoded together.
+        problems: number of held-out problems.
     """
 
     base: str = ""
@@ -81,12 +77,11 @@ class AblationConfig:
     rows: int = 6
     length: int = 448
     problems: int = 240
-    batch: int = 16
 
     def __post_init__(self) -> None:
         if not self.base:
             raise ConfigError("base: expected the folder of a checkpoint, got none. See configs/ablation.yaml for one.")
-        for name in ("conversations", "steps", "rows", "length", "problems", "batch"):
+        for name in ("conversations", "steps", "rows", "length", "problems"):
             at_least(name, getattr(self, name), 1)
         for name in self.variants:
             if name not in VARIANTS:
@@ -98,30 +93,47 @@ class AblationConfig:
         return self.variants or tuple(VARIANTS)
 
 
-def run_config(config: AblationConfig, variant: Variant, file: Path) -> TrainConfig:
-    """Return the training configuration of a variant on a file of `write_conversations`."""
+def run_config(config: AblationConfig, variant: Variant, folder: Path) -> TrainConfig:
+    """Return the training configuration of a variant; its data is written to `folder` unless it is there."""
+    training = (problem(seed, held_out=False) for seed in range(config.conversations))
+    file = folder / f"{variant.quality}_{config.conversations}.jsonl"
+    held_out_file = folder / f"held_out_{config.problems}.jsonl"
     return TrainConfig(
         model=ModelSection(
             checkpoint=config.base, positions=variant.positions, siblings=variant.siblings, titles="names"
         ),
-        data=DataSection(train=(str(file),), structured=variant.structured, rows=config.rows, length=config.length),
+        data=DataSection(
+            train=(write_conversations(file, training, variant.quality),),
+            held_out=(write_conversations(held_out_file, held_out(config.problems), "verified"),),
+            structured=variant.structured,
+            rows=config.rows,
+            length=config.length,
+        ),
         optimiser=OptimiserSection(learning_rate=config.learning_rate, warmup=0.1),
         steps=config.steps,
         seed=config.seed,
         save_every=100,
         keep=1,
+        evaluate_batches=config.problems,
     )
 
 
-def write_conversations(folder: Path, quality: Quality, count: int) -> Path:
-    """Write training conversations of the synthetic tasks as JSONL unless the file exists, and return the file."""
-    file = folder / f"{quality}_{count}.jsonl"
+def write_conversations(file: Path, problems: Iterable[Problem], quality: Quality) -> str:
+    """Write problems with structure of this quality as training data, unless the file exists, and return its name."""
     if not file.exists():
         with replacing(file) as out:
-            for seed in range(count):
-                item = problem(seed, held_out=False)
-                out.write(json.dumps(conversation(item, RESTRUCTURE[quality](item))) + "\n")
-    return file
+            out.writelines(json.dumps(conversation(item, RESTRUCTURE[quality](item))) + "\n" for item in problems)
+    return str(file)
+
+
+def loss_table(runs: Mapping[str, Path]) -> str:
+    """Return a Markdown table of the held-out losses at the end of runs, by name and folder; nats per token."""
+    lines = ["| model | all | serial text | titles | branches |", "|---" * (2 + len(PARTS)) + "|"]
+    for name, run in runs.items():
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        losses = [last["held_out_loss"], *(last[f"held_out_loss_{part}"] for part in PARTS)]
+        lines.append(f"| {' | '.join([name, *(f'{loss:.3f}' for loss in losses)])} |")
+    return "\n".join(lines)
 
 
 def every_line(item: Problem) -> Structure:

@@ -42,21 +42,18 @@ class View(NamedTuple):
     Attributes:
         query: layout of the queries, int32 [B, Q] per field.
         key: layout of the keys, int32 [B, C] per field.
-        query_slot: cache slot of each query, int32 [B, Q]; None in a full pass.
-        key_slot: cache slot of each key, int32 [B, C]; None in a full pass.
     """
 
     query: Layout
     key: Layout
-    query_slot: jax.Array | None = None
-    key_slot: jax.Array | None = None
 
     def mask(self, siblings: Siblings, window: Window) -> jax.Array:
         """Return the mask, bool [B, Q, C]."""
-        return visible(self.query, self.key, siblings, window, self.query_slot, self.key_slot)
+        return visible(self.query, self.key, siblings, window)
 
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array, View, Siblings, Window], jax.Array]
+DecodeAttention = Callable[[jax.Array, jax.Array, jax.Array, View, Window], jax.Array]  # siblings are invisible
 
 
 def reference(
@@ -84,14 +81,17 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) 
     return out.reshape(B, K, G, Q, H).transpose(0, 3, 1, 2, 4)
 
 
-def decode(
-    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
-) -> jax.Array:
+def reference_decode(query: jax.Array, key: jax.Array, value: jax.Array, view: View, window: Window) -> jax.Array:
+    """Compute attention over the cache as it is defined; see `reference`."""
+    return reference(query, key, value, view, "invisible", window)
+
+
+def decode(query: jax.Array, key: jax.Array, value: jax.Array, view: View, window: Window) -> jax.Array:
     """Compute attention of few queries over many keys, for decoding: `DECODE_CHUNK` queries of every row at a time."""
 
     def attend_chunk(query: jax.Array, key: jax.Array, value: jax.Array, view: View) -> jax.Array:
         # The barrier stops the compiler from recomputing the mask in every layer and for every head.
-        mask = jax.lax.optimization_barrier(view.mask(siblings, window))
+        mask = jax.lax.optimization_barrier(view.mask("invisible", window))
         return attend(query, key, value, mask)
 
     key, value = looked_at(key, value, view)
@@ -125,20 +125,18 @@ def flash(
     return flash_attention(query, key, value, view.query, siblings, window, {"tpu": TPU, "cuda": GPU}, plain)
 
 
-def flash_decode(
-    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
-) -> jax.Array:
+def flash_decode(query: jax.Array, key: jax.Array, value: jax.Array, view: View, window: Window) -> jax.Array:
     """Compute attention over the cache with the kernel for TPU (`model.flash_decode`) or CUDA (`flash_decode_gpu`).
 
     On CPU, the TPU kernel runs interpreted, which is slow and meant for tests. Other platforms use `decode`.
     """
-    seeing, seen = kernels.fields(view.query, view.query_slot), kernels.fields(view.key, view.key_slot)
-    kernel = partial(kernels.flash_decode, siblings=siblings, window=window)
+    seeing, seen = kernels.fields(view.query), kernels.fields(view.key)
+    kernel = partial(kernels.flash_decode, window=window)
     on_tpu = partial(kernel, attend=kernels.attend_on_tpu)
     on_gpu = partial(kernel, attend=flash_decode_gpu.attend_on_gpu)
 
     def plain(query: jax.Array, key: jax.Array, value: jax.Array, *_: Any) -> jax.Array:
-        return decode(query, key, value, view, siblings, window)
+        return decode(query, key, value, view, window)
 
     args = query, key, value, seeing, seen
     return jax.lax.platform_dependent(
@@ -146,10 +144,14 @@ def flash_decode(
     )
 
 
-# Attention among the tokens of a full pass, in the order of the linearisation; the view has no slots.
+# Attention among the tokens of a full pass, in the order of the linearisation.
 FULL_PASS_BACK_ENDS: dict[str, Attention] = {"reference": reference, "chunked": chunked, "flash": flash}
 # Attention of a few tokens over the slots of a cache, in any order.
-DECODE_BACK_ENDS: dict[str, Attention] = {"reference": reference, "decode": decode, "flash_decode": flash_decode}
+DECODE_BACK_ENDS: dict[str, DecodeAttention] = {
+    "reference": reference_decode,
+    "decode": decode,
+    "flash_decode": flash_decode,
+}
 
 
 def by_chunks(
@@ -192,11 +194,10 @@ def _in_chunks(
         x = jnp.pad(x, [(0, 0), (0, chunks * size - length)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(x.shape[0], chunks, size, *x.shape[2:]), 1, 0)
 
-    def step(chunk: tuple[jax.Array, Layout, jax.Array | None]) -> jax.Array:
-        return attention(chunk[0], key, value, View(chunk[1], view.key, chunk[2], view.key_slot))
+    def step(chunk: tuple[jax.Array, Layout]) -> jax.Array:
+        return attention(chunk[0], key, value, View(chunk[1], view.key))
 
-    slots = None if view.query_slot is None else split(view.query_slot)
-    parts = jax.lax.map(step, (split(query), Layout(*(split(jnp.asarray(field)) for field in view.query)), slots))
+    parts = jax.lax.map(step, (split(query), Layout(*(split(jnp.asarray(field)) for field in view.query))))
     joined = jnp.moveaxis(parts, 0, 1)
     return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]
 

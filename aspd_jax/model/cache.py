@@ -156,13 +156,11 @@ class RowView(NamedTuple):
         row: index of the single row; None: rows 0 to R - 1 of the cache.
         token: index of the flat token at each place of a row.
         layout: layout of these tokens, int32 [R, F] per field; `sequence` is 0 at unused places.
-        slot: cache slot of each token.
     """
 
     row: Int32[Array, ""] | None
     token: Int32[Array, "R F"]
     layout: Layout
-    slot: Int32[Array, "R F"]
 
     def select(self, array: jax.Array) -> jax.Array:
         """Select this view's rows of an array [B, ...]; return the whole array when the view is rows 0..R-1."""
@@ -194,7 +192,7 @@ def by_row(batch: TokenBatch, bucket: Bucket) -> ByRow:
         valid = (place < bucket.tokens) & (batch.row[token] == row[:, None])
         layout = Layout(*(field[token] for field in batch.layout))
         layout = layout._replace(sequence=jnp.where(valid, layout.sequence, 0))
-        return RowView(None, token, layout, batch.slot[token])
+        return RowView(None, token, layout)
 
     rows = batch.row[:1] if bucket.rows == 1 else jnp.arange(bucket.rows)
     start = jnp.searchsorted(batch.row, rows)

@@ -78,7 +78,7 @@ class ModelConfig:
         tied: whether the head uses the kernel of the embedding.
         window: sliding window in positions, or None.
         windowed_layers: one flag per layer, true if the layer uses the window.
-        positions, siblings: position scheme and mask in training and decoding (protocol, sections 3 and 4).
+        positions, siblings: position scheme and mask (protocol, sections 3 and 4).
         titles: form of the titles (protocol, section 2).
         dtype: dtype of activations and parameters: `float32` or `bfloat16`. Norms, softmax and logits are float32.
         weights: `float`, or `int8` for the kernels of all layers, with a float32 scale per output.

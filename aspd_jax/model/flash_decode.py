@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout, Siblings
+from aspd_jax.layout import HIDDEN, NO_WINDOW, Layout
 from aspd_jax.sharding import partition_spec
 
 QUERY_ROWS = 1 << 21  # maximum P x K x G x H of a tile: 8 MiB of float32 sums
@@ -39,14 +39,12 @@ class Fields(NamedTuple):
 
     Attributes:
         sequence, position, block, branch: fields of the layout.
-        order: order in which siblings see each other in the ablation `shared`.
     """
 
     sequence: jax.Array
     position: jax.Array
     block: jax.Array
     branch: jax.Array
-    order: jax.Array
 
 
 class Tiles(NamedTuple):
@@ -64,7 +62,7 @@ class Tiles(NamedTuple):
 
 
 Refs: TypeAlias = Any  # Pallas refs, for which there is no precise type
-# Takes query, key, value, fields of both, window int32 [1], `siblings`, `interpret`; returns the result on one device.
+# Takes query, key, value, fields of both, window int32 [1], `interpret`; returns the result on one device.
 Attend: TypeAlias = Callable[..., jax.Array]
 
 
@@ -87,7 +85,6 @@ def flash_decode(
     value: jax.Array,
     seeing: Fields,
     seen: Fields,
-    siblings: Siblings,
     window: int | jax.Array | None,
     attend: Attend,
     interpret: bool = False,
@@ -100,14 +97,14 @@ def flash_decode(
         value: same shape as `key`.
         seeing: fields of the queries; `sequence` is 0 at padding, whose results are finite but meaningless.
         seen: fields of the C slots in use.
-        siblings, window: see `layout.visible`.
+        window: see `layout.visible`.
         attend: kernel of a platform.
         interpret: run the kernel as plain JAX, on any platform.
 
     Returns:
         [B, Q, K, G, H] in the dtype of the query.
     """
-    attend = partial(attend, siblings=siblings, interpret=interpret)
+    attend = partial(attend, interpret=interpret)
     limit = jnp.reshape(jnp.asarray(NO_WINDOW if window is None else window, jnp.int32), 1)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -134,7 +131,6 @@ def attend_on_tpu(
     seeing: Fields,
     seen: Fields,
     window: jax.Array,
-    siblings: Siblings,
     interpret: bool,
 ) -> jax.Array:
     """Compute attention with the TPU kernel; see `Attend`."""
@@ -146,7 +142,7 @@ def attend_on_tpu(
 
     seeing = Fields(*(filled(field, T * P) for field in seeing))
     seen = Fields(*(filled(field, S * W) for field in seen))
-    visits = in_sight(seeing, seen, window, siblings, P, W)
+    visits = in_sight(seeing, seen, window, P, W)
     rows = filled(query * H**-0.5, T * P).reshape(B, T, P, K, G, H).transpose(0, 1, 3, 4, 2, 5).reshape(B, T, N, R, H)
 
     def slots(b: Any, t: Any, s: Any, visits: Refs, _: Refs) -> tuple[Any, Any]:
@@ -163,7 +159,7 @@ def attend_on_tpu(
     if not interpret:  # keep the cache in HBM: XLA would move a small cache to VMEM and back
         key, value = (pltpu.with_memory_space_constraint(of_cache, pltpu.HBM) for of_cache in (key, value))
     out = pl.pallas_call(
-        partial(_kernel, siblings=siblings, slots=C, shared=N // K),
+        partial(_kernel, slots=C, shared=N // K),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B, T, S),
@@ -197,15 +193,12 @@ def filled(x: jax.Array, size: int) -> jax.Array:
     return jnp.pad(x, [(0, 0), (0, size - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
-def in_sight(
-    seeing: Fields, seen: Fields, window: jax.Array, siblings: Siblings, queries: int, slots: int
-) -> jax.Array:
+def in_sight(seeing: Fields, seen: Fields, window: jax.Array, queries: int, slots: int) -> jax.Array:
     """Return the first and last slot tile that a query tile may see, for every query tile.
 
     Args:
         seeing, seen: fields of whole tiles.
         window: int32 [1].
-        siblings: see `layout.visible`.
         queries, slots: sizes of a tile.
 
     Returns:
@@ -220,9 +213,7 @@ def in_sight(
     lowest = jnp.min(jnp.where(real, position, NO_WINDOW), axis=2)[:, :, None]
     highest = jnp.max(jnp.where(real, position, -1), axis=2)[:, :, None]
     held = seen.sequence[:, None] > 0
-    # With shared siblings, positions do not give the order of decoding, so they do not limit the slots.
-    past = (siblings == "shared") | (seen.position[:, None] <= highest)
-    near = held & past & (lowest - seen.position[:, None] < window)
+    near = held & (seen.position[:, None] <= highest) & (lowest - seen.position[:, None] < window)
     some = near.reshape(rows, real.shape[1], -1, slots).any(axis=3)
     last = some.shape[2] - 1 - jnp.argmax(some[:, :, ::-1], axis=2)
     none = ~some.any(axis=2)
@@ -245,7 +236,6 @@ def _kernel(
     total: Refs,
     sums: Refs,
     *,
-    siblings: Siblings,
     slots: int,
     shared: int,
 ) -> None:
@@ -253,14 +243,13 @@ def _kernel(
 
     Args:
         visits, window: scalars, int32 [B, T, 2] and int32 [1].
-        seeing, seen: `Fields` of the queries [1, P, 5] and of the slots [1, 5, W].
+        seeing, seen: `Fields` of the queries [1, P, 4] and of the slots [1, 4, W].
         query, out: [1, 1, N, R, H].
         key, value: [1, W, K, H]; with one head, [1, W, H].
         keys, values: [K, W, H], the tile by head.
         bias: float32 [R, W], 0 where a row sees a slot.
         highest, total: float32 [N, R, 1], maximum score so far and sum of exponentials.
         sums: float32 [N, R, H], weighted sums of values.
-        siblings: see `layout.visible`.
         slots: C.
         shared: number of groups that share a kv head.
     """
@@ -284,7 +273,7 @@ def _kernel(
         keys[...], values[...] = by_head(key[0]), by_head(value[0])
         q = Fields(*(seeing[0, :, n : n + 1] for n in range(len(Fields._fields))))
         k = Fields(*(seen[0, n : n + 1] for n in range(len(Fields._fields))))
-        hidden = jnp.where(sees(q, k, window[0], siblings), 0.0, HIDDEN)
+        hidden = jnp.where(sees(q, k, window[0]), 0.0, HIDDEN)
         bias[...] = jnp.tile(hidden, (R // hidden.shape[0], 1))
 
         def add(n: jax.Array, carry: None) -> None:
@@ -309,19 +298,14 @@ def _product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
     return jax.lax.dot_general(rows, matrix, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def sees(q: Fields, k: Fields, window: jax.Array, siblings: Siblings) -> jax.Array:
+def sees(q: Fields, k: Fields, window: jax.Array) -> jax.Array:
     """Return `layout.visible` for a tile, bool [P, W], from fields [P, 1] and [1, W]."""
     same = (q.sequence == k.sequence) & (k.sequence > 0)
     sibling = (q.block == k.block) & (q.block > 0) & (q.branch != k.branch)
-    before = (k.position <= q.position) & ~sibling
-    if siblings == "shared":
-        before = before | (sibling & (k.order <= q.order))
-    return same & before & (q.position - k.position < window)
+    return same & (k.position <= q.position) & ~sibling & (q.position - k.position < window)
 
 
-def fields(layout: Layout, slot: jax.Array | None) -> Fields:
-    """Return the fields of a layout [B, …]; without slots, shared siblings are ordered by branch."""
-    converted = (jnp.asarray(field, jnp.int32) for field in layout)
-    position, sequence, block, branch = converted
-    order = branch if slot is None else jnp.broadcast_to(slot, position.shape)
-    return Fields(sequence, position, block, branch, order)
+def fields(layout: Layout) -> Fields:
+    """Return the fields of a layout [B, …]."""
+    position, sequence, block, branch = (jnp.asarray(field, jnp.int32) for field in layout)
+    return Fields(sequence, position, block, branch)

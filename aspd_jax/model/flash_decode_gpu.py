@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from aspd_jax.layout import HIDDEN, Siblings
+from aspd_jax.layout import HIDDEN
 from aspd_jax.model.flash import product
 from aspd_jax.model.flash_decode import Fields, Refs, filled, in_sight, sees
 from aspd_jax.sizes import next_power
@@ -55,7 +55,6 @@ def attend_on_gpu(
     seeing: Fields,
     seen: Fields,
     window: jax.Array,
-    siblings: Siblings,
     interpret: bool,
 ) -> jax.Array:
     """Compute attention with the GPU kernel; see `Attend`."""
@@ -70,7 +69,7 @@ def attend_on_gpu(
     rows = filled(query.swapaxes(2, 3).reshape(B, Q * G, K, H), T * R).swapaxes(1, 2)
     rows = jnp.pad(rows, [(0, 0)] * 3 + [(0, D - H)])
     of_rows = Fields(*(filled(jnp.repeat(field, G, axis=1), T * R) for field in seeing))
-    visits = in_sight(of_rows, Fields(*(filled(field, S * W) for field in seen)), window, siblings, R, W)
+    visits = in_sight(of_rows, Fields(*(filled(field, S * W) for field in seen)), window, R, W)
 
     def tile(t: Any, n: Any, b: Any) -> tuple[Any, ...]:
         return b, n // P, n % P, t
@@ -79,7 +78,7 @@ def attend_on_gpu(
     cache = pl.BlockSpec((None, slots, None, H), lambda t, n, b: (b, 0, n // P, 0))
     sums, numbers = (B, K, P, T * R, D), (B, K, P, T * R)
     run = pl.pallas_call(
-        partial(_kernel, siblings=siblings, slots=C, tile=W, parts=P, scale=float(H**-0.5 * log2(e))),
+        partial(_kernel, slots=C, tile=W, parts=P, scale=float(H**-0.5 * log2(e))),
         [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (sums, numbers, numbers)],
         grid=(T, K * P, B),  # adjacent programs read the same part of the cache
         in_specs=[
@@ -106,14 +105,13 @@ def attend_on_gpu(
     return out.reshape(B, K, Q, G, H).swapaxes(1, 2)
 
 
-def _kernel(*refs: Refs, siblings: Siblings, slots: int, tile: int, parts: int, scale: float) -> None:
+def _kernel(*refs: Refs, slots: int, tile: int, parts: int, scale: float) -> None:
     """Compute the partial result of a tile of rows over a part of the slots.
 
     Args:
-        refs: visits int32 [2]; window int32 [1]; `Fields` of the rows int32 [5, R] and of the slots [5, C]; query [R,
+        refs: visits int32 [2]; window int32 [1]; `Fields` of the rows int32 [4, R] and of the slots [4, C]; query [R,
             D]; key and value [slots of the cache, H]; and the results, float32: weighted sums of values [R, D], sums of
             exponentials [R], and maximum scores [R]. Exponentials have base 2.
-        siblings: see `layout.visible`.
         slots: C.
         tile: W.
         parts: P.
@@ -132,7 +130,7 @@ def _kernel(*refs: Refs, siblings: Siblings, slots: int, tile: int, parts: int, 
         held = inside[:, None] & (size < H)
         keys, values = (triton.load(x.at[at[:, None], size], mask=held, other=0) for x in (key, value))
         of_slots = (triton.load(seen.at[n, at], mask=inside, other=0)[None] for n in range(len(Fields._fields)))
-        mask = sees(of_rows, Fields(*of_slots), window[0], siblings)
+        mask = sees(of_rows, Fields(*of_slots), window[0])
         scores = jnp.where(mask, product(queries, keys, 1, 1) * scale, HIDDEN)
         highest = jnp.maximum(top, scores.max(axis=1))
         probs, kept = jnp.exp2(scores - highest[:, None]), jnp.exp2(top - highest)

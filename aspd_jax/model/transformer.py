@@ -226,7 +226,7 @@ class AttentionLayer(nn.Module):
             for part, view in zip(context.rows.parts, context.views, strict=True):
                 keys, values = map(part.select, cache)
                 with use_mesh(self.mesh):
-                    of_part = attend(grouped[part.token], keys, values, view, c.siblings, window)
+                    of_part = attend(grouped[part.token], keys, values, view, window)
                 parts.append(of_part.reshape(-1, *of_part.shape[2:]))
             out = jnp.concatenate(parts)[context.rows.place]
         out = out.reshape(query.shape)
@@ -350,7 +350,8 @@ class Transformer(nn.Module):
     def decode(self, batch: TokenBatch, cache: Cache, bucket: Bucket, *, head: bool = True) -> tuple[jax.Array, Cache]:
         """Return the logits of new tokens over a cache, and the cache with these tokens added.
 
-        Linear layers receive the flat tokens of all rows; attention receives them by row.
+        Linear layers receive the flat tokens of all rows; attention receives them by row, and siblings do not see
+        each other.
 
         Args:
             batch: the new tokens and their slots.
@@ -373,8 +374,6 @@ class Transformer(nn.Module):
             View(
                 part.layout,
                 Layout(*(part.select(field)[: len(part.token), : bucket.slots] for field in cache.layout)),
-                part.slot,
-                jnp.arange(bucket.slots)[None],
             )
             for part in rows.parts
         )

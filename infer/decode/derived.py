@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
@@ -108,19 +107,5 @@ def merge_position(s: SequenceState, config: EngineConfig) -> Int32[Array, " B"]
     """Return the position after the block when all pending tokens of its branches are fed (protocol, section 4)."""
     exists = jnp.arange(config.max_branches)[None] < s.branches.number[:, None]
     length = jnp.where(exists, s.branches.offset + s.segments.queued[:, 1:], 0)
-    scheme = config.model.config.positions
-    if scheme == "sequential":
-        span = jnp.sum(length, axis=1)
-    elif scheme == "max":
-        span = jnp.max(length, axis=1)
-    else:
-        span = s.branches.number * s.cursor.stride
+    span = jnp.max(length, axis=1) if config.model.config.positions == "max" else jnp.sum(length, axis=1)
     return s.cursor.position + 1 + span
-
-
-def branch_position(
-    s: SequenceState, config: EngineConfig, row: jax.Array, branch: jax.Array, offset: jax.Array
-) -> jax.Array:
-    """Return the positions of tokens at `offset` (from 0) in branches (from 0) of the current block; any shape."""
-    before = branch * s.cursor.stride[row] if config.model.config.positions == "predict" else 0
-    return s.cursor.position[row] + 1 + offset + before

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int32
 
 from aspd_jax.layout import Layout
 from aspd_jax.model.cache import OTHER, PLAIN_TEXT, TITLE_TEXT, Bucket, TokenBatch
-from infer.decode.derived import Derived, branch_position, derive
+from infer.decode.derived import Derived, derive
 from infer.decode.state import (
     A_NUMBER,
     A_TITLE,
@@ -308,7 +308,7 @@ def due_tokens(state: DecodeState, derived: Derived, config: EngineConfig, row: 
     is_due = place < count
     segment, index = _segment_at(due, row, jnp.where(is_due, place, (place - count) % jnp.maximum(count, 1)))
     tokens = s.segments.queue[row, segment, jnp.clip(index, 0, config.max_queued - 1)]
-    position = _positions(state, derived, config, row, segment, index)
+    position = _positions(state, derived, row, segment, index)
     is_last = index == due[row, segment] - 1
     lane = jnp.where(is_due & is_last & derived.samples[row, segment], segment, -1)
     if config.draft_tokens:
@@ -337,16 +337,14 @@ def _segment_at(due: jax.Array, row: jax.Array, place: jax.Array) -> tuple[jax.A
     return segment, place - (ends - due)[row, segment]
 
 
-def _positions(
-    state: DecodeState, derived: Derived, config: EngineConfig, row: jax.Array, segment: jax.Array, index: jax.Array
-) -> jax.Array:
+def _positions(state: DecodeState, derived: Derived, row: jax.Array, segment: jax.Array, index: jax.Array) -> jax.Array:
     """Return the positions of pending tokens."""
     s, branch = state.sequence, jnp.maximum(segment - 1, 0)
     # In a fork, the position of the cursor is that of `<|para|>`, which may follow the tag of the last lead.
     before = jnp.where(s.cursor.phase == FORK, jnp.maximum(s.segments.queued[:, 0] - 1, 0), 0)
     first = jnp.where(s.cursor.phase == MERGE, derived.merge_position, s.cursor.position - before)
-    in_branch = branch_position(s, config, row, branch, s.branches.offset[row, branch] + index)
-    return jnp.where(segment > 0, in_branch, first[row] + index)
+    in_branch = s.cursor.position[row] + 1 + s.branches.offset[row, branch]
+    return jnp.where(segment > 0, in_branch, first[row]) + index
 
 
 def with_prompt(state: DecodeState, row: jax.Array, place: jax.Array, pending: Pending) -> Pending:

@@ -47,7 +47,7 @@ class Admission(NamedTuple):
         block: number of blocks in the prompt.
         budget: maximum tokens of the answer.
         content: maximum tokens of its plain text.
-        arrival, stride, templated, rule, stops: see `Cursor`.
+        arrival, templated, rule, stops: see `Cursor`.
     """
 
     row: Int32[Array, ""]
@@ -59,7 +59,6 @@ class Admission(NamedTuple):
     block: Int32[Array, ""]
     budget: Int32[Array, ""]
     content: Int32[Array, ""]
-    stride: Int32[Array, ""]
     templated: Bool[Array, ""]
     arrival: Int32[Array, ""]
     rule: Int32[Array, ""]
@@ -105,7 +104,6 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
             phase=PROMPT,
             position=new.position,
             block=new.block,
-            stride=new.stride,
             arrival=new.arrival,
             rule=new.rule,
             later_rule=new.rule,

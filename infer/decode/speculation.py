@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from aspd_jax.layout import Layout
-from infer.decode.derived import Derived, branch_position
+from infer.decode.derived import Derived
 from infer.decode.inputs import Inputs, Lanes
 from infer.decode.state import PARALLEL, RUNNING, WAIT, DecodeState, EngineConfig
 
@@ -41,9 +41,8 @@ def drafts_from_text(state: DecodeState, derived: Derived, config: EngineConfig,
     alive = grows[:, None] & jnp.where(in_block, s.branches.live, number == 0)
     first = s.segments.queue[:, :, 0]
     pending = jnp.where(in_block, first[:, 1:], first[:, :1])
-    row = jnp.arange(s.cursor.phase.size)[:, None]
-    branch_places = branch_position(s, config, row, number, s.branches.offset)
-    position = jnp.where(in_block, branch_places, s.cursor.position[:, None])[..., None]
+    in_branch = s.cursor.position[:, None] + 1 + s.branches.offset
+    position = jnp.where(in_block, in_branch, s.cursor.position[:, None])[..., None]
     block = jnp.where(in_block, s.cursor.block[:, None], 0)[..., None]
     branch = jnp.where(in_block, number + 1, 0)[..., None]
 

@@ -21,6 +21,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float32, Int32, UInt8, UInt32
 
+from aspd_jax.errors import RequestError
 from aspd_jax.model.cache import Cache, layer_sharding
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.tokens import SpecialTokens, TitleForm
@@ -70,6 +71,18 @@ class EngineConfig:
     draft_tokens: int = 0
     drafts: DraftSource = "none"
     mesh: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        c = self.model.config
+        for name, value, decoded in (
+            ("positions", c.positions, ("sequential", "max")),
+            ("siblings", c.siblings, ("invisible",)),
+        ):
+            if value not in decoded:
+                raise RequestError(
+                    f"{name}: expected {' or '.join(decoded)} for decoding, got {value}. Models of this ablation are "
+                    "trained and compared by likelihood; the engine of commit 8c87dab decodes them."
+                )
 
     @property
     def longest_head(self) -> int:
@@ -123,7 +136,6 @@ class Cursor(NamedTuple):
         position: position of the first pending serial token; in PARALLEL and MERGE: of `<|para|>`; in PROMPT: of the
             last prompt token.
         block: number of blocks opened so far, those of the prompt included.
-        stride: positions between the starts of sibling branches in scheme `predict`.
         rule: classes of tokens that may come next in serial text: bit c for class c (`infer.decode.token_classes`).
         later_rule: `rule` after the next token.
         stops: classes of tokens after which the sequence waits for the host.
@@ -138,7 +150,6 @@ class Cursor(NamedTuple):
     finish: Int32[Array, " B"]
     position: Int32[Array, " B"]
     block: Int32[Array, " B"]
-    stride: Int32[Array, " B"]
     rule: Int32[Array, " B"]
     later_rule: Int32[Array, " B"]
     stops: Int32[Array, " B"]

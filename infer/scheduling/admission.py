@@ -133,7 +133,6 @@ def admit_request(
         "arrival": arrival,
         "rule": rule.rule,
         "stops": rule.stops,
-        "stride": config.longest_head + params.max_branch_tokens,
     }
     new: Any = Admission(
         request=RequestArrays(**arrays),

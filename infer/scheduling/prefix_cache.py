@@ -58,9 +58,7 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(different[0]) if different.size else size
 
 
-def best_match(
-    rows: Sequence[RowMemory], target: int, prompt: Sequence[int], spare: int, whole: bool = True, adapter: int = 0
-) -> Match:
+def best_match(rows: Sequence[RowMemory], target: int, prompt: Sequence[int], spare: int, adapter: int = 0) -> Match:
     """Return the row with the longest prefix of a prompt: all tokens of the row, or those that are in order.
 
     Args:
@@ -68,8 +66,6 @@ def best_match(
         target: row that the prompt gets, whose prefix needs no copy.
         prompt: token ids of the prompt.
         spare: number of slots of a row beyond those that prompt and answer need.
-        whole: whether a row may be continued after blocks (not in the position scheme `predict`, whose positions
-            while decoding differ from those of training).
         adapter: number of the adapter that the prompt is fed with; a prefix of another adapter does not match.
     """
     ids = np.asarray(prompt[:-1], np.int32)  # the last token is fed in any case: the first answer token follows from it
@@ -77,7 +73,7 @@ def best_match(
     for row, memory in enumerate(rows):
         common = common_prefix(memory.ids, ids) if memory.adapter == adapter else 0
         continues = common == memory.ids.size > 0 and memory.slots - common <= spare
-        if continues and (whole or memory.in_order == memory.slots):
+        if continues:
             match = Match(row, CachedPrefix(common, memory.slots), memory.in_order)
         else:
             shared = min(common, memory.in_order)
@@ -117,12 +113,11 @@ class PrefixCache:
     Args:
         rows: number of rows.
         reuse: whether prompts reuse what rows hold.
-        continue_blocks: whether a row may be continued after blocks (`best_match`).
     """
 
-    def __init__(self, rows: int, reuse: bool, continue_blocks: bool) -> None:
+    def __init__(self, rows: int, reuse: bool) -> None:
         self._memories = [RowMemory() for _ in range(rows)]
-        self._reuse, self._continue_blocks, self._stamp = reuse, continue_blocks, 0
+        self._reuse, self._stamp = reuse, 0
 
     def tick(self) -> None:
         """Advance the clock of least recently used rows."""
@@ -147,9 +142,7 @@ class PrefixCache:
         """
         if not self._reuse:
             return Match(target, EMPTY_PREFIX, 0)
-        match = best_match(
-            self._memories, target, request.prompt, spare, self._continue_blocks, request.adapter
-        )  # fmt: skip
+        match = best_match(self._memories, target, request.prompt, spare, request.adapter)
         ids = np.asarray(request.prompt[:-1], np.int32)
         shared = [common_prefix(other.ids, ids) for other in feeding if other.adapter == request.adapter]
         return None if max(shared, default=0) >= max(MIN_COPIED, match.prefix.tokens + 1) else match

@@ -170,9 +170,7 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
         state = replay_advance(state, derived, config, inputs, jnp.asarray(sampled))
         if int(state.sequence.cursor.phase[0]) == WAIT:
             decision = script.decide()
-            if decision.branches:
-                block += 1
-                state = _set_stride(state, blocks[block])
+            block += decision.branches > 0
             state, _ = guide(state, guidance_arrays({0: decision}, 1, state.token_mask.shape[3], config), config)
         cursor = state.sequence.cursor
         cursor = cursor._replace(finish=jnp.full_like(cursor.finish, RUNNING))
@@ -222,11 +220,3 @@ def _own_titles(block: BlockIds) -> list[np.ndarray]:
             raise StructureError(f"branch {number}: expected to start with a title of its block, got other tokens.")
         own.append(max(fitting, key=len))
     return own
-
-
-def _set_stride(state: DecodeState, block: BlockIds) -> DecodeState:
-    """Return a state in which sibling branches are as far apart as the answer's block needs."""
-    longest = max(len(branch) for branch in block.branches) + 2  # with its tags
-    cursor = state.sequence.cursor
-    cursor = cursor._replace(stride=jnp.full_like(cursor.stride, longest))
-    return state._replace(sequence=state.sequence._replace(cursor=cursor))

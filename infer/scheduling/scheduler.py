@@ -89,7 +89,7 @@ class Scheduler:
         self._rows: list[RequestState | None] = [None] * rows
         self._classes: TokenClasses | None = None
         self._tags: Tags | None = None  # made with the state
-        self._prefixes = PrefixCache(rows, reuse, continue_blocks=lm.config.positions != "predict")
+        self._prefixes = PrefixCache(rows, reuse)
         self._waiting: deque[RequestState] = deque()
         self._arrivals = 0  # requests that got a row
         self._alone: RequestState | None = None  # the only request that may start; None: all may

@@ -270,20 +270,34 @@ def test_ablation_trains_every_variant_once(capsys: Any, tmp_path: Path) -> None
         ("predict", "invisible"),
     }  # fmt: skip
     config = tmp_path / "config.yaml"
-    config.write_text("{base: demo, conversations: 12, steps: 1, rows: 2, length: 256, problems: 4, batch: 4}")
+    config.write_text("{base: demo, conversations: 12, steps: 1, rows: 2, length: 256, problems: 4}")
     grid = tmp_path / "grid"
-    arguments = ("ablate", str(config), "variants=[seq, max-shared]", "seed=3", "--output", str(grid))
+    arguments = (
+        "ablate",
+        str(config),
+        "variants=[seq, max-shared, predict-invisible]",
+        "seed=3",
+        "--output",
+        str(grid),
+    )
     code, out, _ = run(capsys, *arguments)
-    assert code == 0 and all(f"| {name} |" in out for name in ("ori", "seq", "max-shared")) and "(never forks)" in out
     table = (grid / "ablation.md").read_text()
-    assert out.endswith(table)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert code == 0 and out.endswith(table) and [row[0] for row in rows] == ["seq", "max-shared", "predict-invisible"]
+    last = json.loads((grid / "max-shared" / "metrics.jsonl").read_text().splitlines()[-1])
+    parts = ("", "_serial", "_title", "_branch")
+    assert rows[1][1:] == [f"{last[f'held_out_loss{part}']:.3f}" for part in parts]
+    assert all(float(loss) > 0 for row in rows[1:] for loss in row[1:])
+    assert rows[0][3:] == ["0.000", "0.000"], "plain answers have neither titles nor branches"
     settings = json.loads((grid / "max-shared" / "model" / "config.json").read_text())
     assert settings["aspd"] == {"positions": "max", "siblings": "shared", "titles": "names"}
     trained = json.loads((grid / "seq" / "config.json").read_text())
     assert trained["data"]["structured"] is False and trained["seed"] == 3
     for folder in grid.glob("*/model"):
         (folder / "config.json").unlink()  # nothing is done again
-    assert run(capsys, *arguments)[1] == table
+    assert run(capsys, *arguments)[1].endswith(table)
+    for folder in grid.glob("*/model"):
+        assert not (folder / "config.json").exists()
     config.write_text("{steps: 1}")
     assert (
         "base: expected the folder of a checkpoint, got none" in run(capsys, *arguments[:2], "--output", str(grid))[2]

@@ -120,20 +120,6 @@ def test_padding_anywhere_changes_nothing_for_real_tokens() -> None:
         assert not new[~mask].any()
 
 
-def test_shared_siblings_follow_the_cache_where_slots_are_given() -> None:
-    ids = np.array([ids_of([1, [2, 2]])])
-    layout = build_layout(ids, SPECIAL)
-    slots = np.arange(ids.size)[None]
-    np.testing.assert_array_equal(
-        visible(layout, layout, "shared"), visible(layout, layout, "shared", query_slot=slots, key_slot=slots)
-    )
-    backwards = slots[:, ::-1]
-    mask = visible(layout, layout, "shared", query_slot=backwards, key_slot=backwards)[0]
-    first, second = (np.flatnonzero(layout.branch[0] == branch) for branch in (1, 2))
-    assert mask[np.ix_(first, second)].all()
-    assert not mask[np.ix_(second, first)].any()
-
-
 def test_window_hides_what_is_far_back() -> None:
     layout = build_layout(np.full((1, 8), TEXT), SPECIAL)
     mask = visible(layout, layout, window=3)[0]

@@ -68,10 +68,9 @@ def answers(engine: Engine, vector: dict[str, Any]) -> dict[str, list[int]]:
     history = [*ids, *adaptive.token_ids, *question(seed)]
     follow_up = engine.generate([history], SamplingParams(max_new_tokens=FOLLOW_UP), "serial")[0]
     assert adaptive.stats.blocks == 1
-    if engine.lm.config.positions != "predict":
-        assert follow_up.stats.reused_tokens >= len(ids) + len(adaptive.token_ids) - 1, (
-            "the follow-up turn begins with the cache"
-        )
+    assert follow_up.stats.reused_tokens >= len(ids) + len(adaptive.token_ids) - 1, (
+        "the follow-up turn begins with the cache"
+    )
     return {"serial": serial.token_ids, "adaptive": adaptive.token_ids, "follow_up": follow_up.token_ids}
 
 
@@ -139,7 +138,6 @@ BROKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "linear scaling dropped": ("llama_linear", {"rope": RopeConfig()}),
     "llama3 scaling dropped": ("llama_llama3", {"rope": RopeConfig()}),
     "yarn scaling dropped": ("qwen2_yarn", {"rope": RopeConfig()}),
-    "siblings visible": ("llama", {"siblings": "shared"}),
     "another position scheme": ("llama_max_positions", {"positions": "sequential"}),
 }
 
@@ -165,10 +163,10 @@ def test_a_model_that_is_wrong_gives_other_answers(broken: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["mistral_window", "gemma3"])
-def test_predicted_positions_with_a_window(name: str, tmp_path: Path) -> None:
+def test_max_positions_with_a_window(name: str, tmp_path: Path) -> None:
     """Stepwise logits equal those of a full pass, as training computes them."""
     lm = loaded(tmp_path, name)
-    config = replace(lm.config, positions="predict")
+    config = replace(lm.config, positions="max")
     engine = engine_for(replace(lm, config=config, model=Transformer(config)))
     ids, answer = prompt_ids(1), VECTORS[name]["adaptive"]
     logits = engine.replay(ids, answer).logits

@@ -14,11 +14,12 @@ from typing import Any
 
 import httpx2 as httpx
 import openai
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aspd.evaluation import synthetic_questions
-from aspd_jax import load_model
+from aspd_jax import LanguageModel, load_model
 from infer import Engine, SamplingParams
 from infer.lockstep import Lockstep, StepCommand
 from infer.request import Request
@@ -92,6 +93,21 @@ def test_what_follows_is_in_the_same_state() -> None:
         assert ids[0] == ids[1] and any(ids[0])
     assert both[0].handles[0].cancelled and all(handle.result for handle in both[0].handles.values())
     assert both[0].logprobs == both[1].logprobs and both[0].logprobs[1]
+
+
+def test_a_change_of_adapters_that_fails_is_refused(bare_lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check errors of any kind in the change, and before it."""
+    engine = Engine(bare_lm, max_length=64, max_batch=1)
+    alone, change = Lockstep(engine), StepCommand(adapter=("name", "folder"))
+    for place, name in ((engine.adapters, "put"), (engine, "submit_checked")):
+        command = replace(change, submitted=((0, engine.check([1])),)) if place is engine else change
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+            with pytest.raises(MemoryError):
+                alone.do(command)
+        assert alone.refused
+        alone.do(StepCommand())
+        assert not alone.refused
 
 
 def free_port() -> int:

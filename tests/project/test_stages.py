@@ -36,15 +36,12 @@ def test_stages_of_a_model(model: str) -> None:
     assert words[-2:] == ["eval run", "eval run"]
 
 
-def test_the_ablation_trains_and_answers() -> None:
+def test_the_ablation_trains_every_form() -> None:
     trains = [line for line in lines_of("smollm2-ablation") if "aspd train" in line]
     assert len(trains) == 1 and "aspd train configs/smollm2/ablation.yaml model.siblings=$siblings" in trains[0]
-    command = commands_of("smollm2-ablation")[-1]
-    assert command[:2] == ["eval", "run"] and "configs/smollm2/ablation_eval.yaml" in command
-    assert callable(aspd.build_parser().parse_args(command).run)
 
 
-@pytest.mark.parametrize("target", [*MODELS, "smollm2-ablation"])
+@pytest.mark.parametrize("target", MODELS)
 def test_missing_benchmarks_are_named_before_anything_is_run(target: str) -> None:
     made = subprocess.run(["make", target, "BENCHMARKS=nowhere"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode and "got nowhere" in made.stdout and "aspd" not in made.stdout

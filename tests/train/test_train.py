@@ -202,7 +202,6 @@ def test_targets_belong_to_their_parts(small_lm: LanguageModel) -> None:
 CONFIGS: dict[str, type] = {
     "data": DataConfig,
     "configs/ablation": AblationConfig,
-    "ablation_eval": EvalConfig,
     "eval": EvalConfig,
     "eval_7b": EvalConfig,
     "eval_embedded": EvalConfig,

@@ -48,7 +48,6 @@ def scene(rows: list[list], seed: int) -> tuple[Any, ...]:
     B = len(rows)
     key_layout = Layout(*(np.zeros((B, SLOTS), np.int32) for _ in range(4)))
     query_layout = Layout(*(np.zeros((B, QUERIES), np.int32) for _ in range(4)))
-    query_slot = np.full((B, QUERIES), CAPACITY, np.int32)
     for b, of_row in enumerate(rows):
         tokens = np.array([[3, *linearise(SPECIAL, of_row)]])[:, :SLOTS]
         layout = build_layout(tokens, SPECIAL)
@@ -62,52 +61,42 @@ def scene(rows: list[list], seed: int) -> tuple[Any, ...]:
         count = min(QUERIES - 2, tokens.size)
         for field, of in zip(query_layout, layout, strict=True):
             field[b, :count] = of[0, order[-count:]]
-        query_slot[b, :count] = slot[-count:]
     draw = [
         random.standard_normal(shape).astype(np.float32) for shape in ((B, QUERIES, K, G, H), *[(B, SLOTS, K, H)] * 2)
     ]
     query, key, value = map(jnp.asarray, draw)
     whole = [(0, 1), (0, CAPACITY - SLOTS), (0, 0), (0, 0)]
     key, value = (jnp.pad(x, whole, constant_values=jnp.nan) for x in (key, value))
-    view = View(
-        Layout(*map(jnp.asarray, query_layout)),
-        Layout(*map(jnp.asarray, key_layout)),
-        jnp.asarray(query_slot),
-        jnp.arange(SLOTS)[None],
-    )
-    return query, key, value, view
+    return query, key, value, View(Layout(*map(jnp.asarray, query_layout)), Layout(*map(jnp.asarray, key_layout)))
 
 
 def computed(name: str, *args: Any) -> jax.Array:
-    """By a back end, or by the kernel of a platform; args as for `Attention`."""
+    """By a back end, or by the kernel of a platform; args as for `DecodeAttention`."""
     if name in DECODE_BACK_ENDS:
         return DECODE_BACK_ENDS[name](*args)
-    query, key, value, view, siblings, window = args
-    of = (flash_decode.fields(*one) for one in ((view.query, view.query_slot), (view.key, view.key_slot)))
+    query, key, value, view, window = args
+    of = map(flash_decode.fields, view)
     attend = {"tpu": flash_decode.attend_on_tpu, "cuda": flash_decode_gpu.attend_on_gpu}[name]
-    return flash_decode.flash_decode(query, key, value, *of, siblings, window, attend, interpret=True)
+    return flash_decode.flash_decode(query, key, value, *of, window, attend, interpret=True)
 
 
-def compare(args: tuple[Any, ...], siblings: Any, window: int | None, name: str) -> float:
+def compare(args: tuple[Any, ...], window: int | None, name: str) -> float:
     """Largest difference of a kernel from the definition, over queries that see something: none of padding."""
-    expected, got = (
-        jax.jit(partial(computed, of), static_argnums=(4, 5))(*args, siblings, window) for of in ("reference", name)
-    )
-    real = np.asarray(args[3].mask(siblings, window).any(axis=2))
+    expected, got = (jax.jit(partial(computed, of), static_argnums=4)(*args, window) for of in ("reference", name))
+    real = np.asarray(args[3].mask("invisible", window).any(axis=2))
     assert np.isfinite(got).all()
     return float(np.abs(np.asarray(got) - np.asarray(expected))[real].max())
 
 
 @kernels
-@pytest.mark.parametrize("siblings", ["invisible", "shared"])
 @pytest.mark.parametrize("window", [None, 9])
-def test_equal_to_the_definition(siblings: Any, window: int | None, name: str) -> None:
+def test_equal_to_the_definition(window: int | None, name: str) -> None:
     """Check interleaved branches, padding, discarded slots, and unused slots and rows of the cache."""
 
     @settings(max_examples=4)
     @given(rows=st.lists(parts, min_size=2, max_size=2), seed=st.integers(0, 99))
     def holds(rows: list[list], seed: int) -> None:
-        assert compare(scene(rows, seed), siblings, window, name) < 1e-5
+        assert compare(scene(rows, seed), window, name) < 1e-5
 
     holds()
 
@@ -116,11 +105,11 @@ def test_equal_to_the_definition(siblings: Any, window: int | None, name: str) -
 def test_a_wrong_mask_changes_the_result(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Negative control: check that a mask with visible siblings gives another result."""
     args = scene([[[1] * 30, [([5], [6] * 9), ([7], [8] * 9), ([9], [10] * 9)]]] * 2, 0)
-    assert compare(args, "invisible", None, name) < 1e-5
+    assert compare(args, None, name) < 1e-5
     plain = flash_decode.fields
-    monkeypatch.setattr(flash_decode, "fields", lambda *of: plain(*of)._replace(block=0 * plain(*of).block))
+    monkeypatch.setattr(flash_decode, "fields", lambda of: plain(of)._replace(block=0 * plain(of).block))
     jax.clear_caches()
-    assert compare(args, "invisible", None, name) > 1e-2
+    assert compare(args, None, name) > 1e-2
 
 
 @kernels
@@ -134,7 +123,7 @@ def test_many_queries_are_several_tiles(monkeypatch: pytest.MonkeyPatch, name: s
     assert tiles == flash_decode.Tiles(16, 128, False)
     jax.clear_caches()
     for window in (None, 9):
-        assert compare(args, "invisible", window, name) < 1e-5
+        assert compare(args, window, name) < 1e-5
 
 
 def test_same_tokens_from_an_engine(bare_lm: LanguageModel) -> None:
@@ -165,12 +154,12 @@ def test_every_tile_is_of_one_part(first: int, more: int, parts: int) -> None:
 @pytest.mark.parametrize(("queries", "times"), [(1, 1), (16, 1), (32, 1), (33, 2), (512, 16)])
 def test_queries_of_a_row_read_the_cache_together(queries: int, times: int) -> None:
     """Check the number of GPU programs for each part of the slots and each of 8 heads."""
-    fields = [flash_decode.Fields(*[jax.ShapeDtypeStruct((1, size), jnp.int32)] * 5) for size in (queries, 32768)]
+    fields = [flash_decode.Fields(*[jax.ShapeDtypeStruct((1, size), jnp.int32)] * 4) for size in (queries, 32768)]
     query, cache = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, queries, 8, 4, 128), (1, 32768, 8, 128))
     )
     window = jax.ShapeDtypeStruct((1,), jnp.int32)
-    attend = partial(flash_decode_gpu.attend_on_gpu, siblings="invisible", interpret=False)
+    attend = partial(flash_decode_gpu.attend_on_gpu, interpret=False)
     traced = jax.make_jaxpr(attend)(query, cache, cache, *fields, window)
     (call,) = (one for one in traced.eqns if one.primitive.name == "pallas_call")
     assert call.params["grid_mapping"].grid == (times, 8 * max(1, 16 // times), 1)
@@ -182,12 +171,12 @@ def test_heads_and_rows_of_a_mesh(name: str) -> None:
     """Check that each device computes its heads and rows of the mesh."""
     args = scene([[[1] * 30], [[2] * 9, [([5], [6]), ([7], [8])]]], 2)
     query, key, value, view = args[0], args[1][:2], args[2][:2], args[3]
-    expected = DECODE_BACK_ENDS["reference"](query, key, value, view, "invisible", None)
+    expected = DECODE_BACK_ENDS["reference"](query, key, value, view, None)
     mesh = make_mesh({"data": 2, "tensor": 2})  # so that a device has one head
 
     def split(*of: Any) -> jax.Array:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return computed(name, *of, "invisible", None)
+            return computed(name, *of, None)
 
     spread = [jax.device_put(x, layer_sharding(x.shape, mesh)) for x in (key, value)]
     got = jax.jit(split)(query, *spread, view)

@@ -295,8 +295,3 @@ def test_drafts_have_limits(bare_lm: LanguageModel) -> None:
         drafting_engine(bare_lm, drafts="heads")
     with pytest.raises(RequestError, match="drafts: expected none, lookup, heads, got 'medusa'"):
         drafting_engine(bare_lm, drafts=cast(Any, "medusa"))
-    config = replace(bare_lm.config, siblings="shared")
-    shared = replace(bare_lm, config=config, model=bare_lm.model.clone(config=config))
-    with pytest.raises(RequestError, match="see each other's draft tokens"):
-        drafting_engine(shared)
-    assert drafting_engine(shared, drafts="none").generate([[1]], SamplingParams(max_new_tokens=2))

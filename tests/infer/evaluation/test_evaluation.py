@@ -19,7 +19,6 @@ from aspd_jax.structure import Branch, Parallel, Serial
 from infer import Engine, SamplingParams
 from infer.answers.answer import content_ids
 from infer.answers.timeline import timeline
-from infer.evaluation.ablation_table import table
 from infer.evaluation.config import DecodingSection, EvalConfig, SpeedSection, System
 from infer.evaluation.conversations import answer_questions
 from infer.evaluation.evaluate import judge_run
@@ -232,26 +231,6 @@ def test_differences_are_paired() -> None:
     nothing = difference((base + random.normal(0, 0.5, 40)).tolist(), base.tolist())
     assert nothing.p > 0.01 and nothing.low < 0 < nothing.high
     assert difference([1.0, 2.0], [1.0, 2.0]).p == 1.0
-
-
-def test_ablation_table() -> None:
-    def record(id: int, right: bool, forks: bool, forked: bool) -> dict[str, Any]:
-        stats = {"blocks": int(forked), "content_tokens": 10, "critical_path": 5 if forked else 10}
-        return {"question_id": id, "correct": right, "forks": forks, "turns": [{"stats": stats}]}
-
-    def cells(**models: Any) -> dict[str, list[str]]:
-        lines = table(models, "ours").splitlines()[2:]
-        return {row[0]: row[1:] for row in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)}
-
-    good = [record(n, True, n % 2 == 0, n % 2 == 0) for n in range(20)]
-    bad = [record(n, n % 4 == 0, n % 2 == 0, True) for n in range(20)]
-    of = cells(ours=good, theirs=bad, plain=[record(n, True, n % 2 == 0, False) for n in range(20)])
-    assert of["ours"] == ["100.0 %", "100.0 %", "100.0 %", "1.33x", "", ""]
-    assert of["theirs"][:4] == ["25.0 %", "50.0 %", "50.0 %", "2.00x"]
-    assert of["theirs"][4].startswith("-75.0 [") and float(of["theirs"][5]) < 0.001
-    assert of["plain"] == ["100.0 %", "100.0 %", "(never forks)", "1.00x", "+0.0 [+0.0, +0.0]", "1.0000"]
-    mixed = cells(ours=bad, theirs=bad[::-1])["theirs"]  # records are kept in the order in which answers end
-    assert mixed[4:] == ["+0.0 [+0.0, +0.0]", "1.0000"]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from aspd_jax import LanguageModel, SpecialTokens
+from aspd_jax.errors import RequestError
 from aspd_jax.model.transformer import Transformer
 from infer import Engine
 from tests.conftest import GOLDEN, shared
@@ -35,7 +36,7 @@ def test_stepwise_logits_equal_the_full_pass(engine: Engine, parts: list, prompt
     assert trace.steps == critical_path(special, parts) - 1
 
 
-@pytest.mark.parametrize("scheme", ["sequential", "max", "predict"])
+@pytest.mark.parametrize("scheme", ["sequential", "max"])
 def test_stepwise_logits_for_every_position_scheme(bare_lm: LanguageModel, scheme: Any) -> None:
     config = replace(bare_lm.config, positions=scheme)
     lm = replace(bare_lm, config=config, model=Transformer(config))
@@ -48,13 +49,26 @@ def test_stepwise_logits_for_every_position_scheme(bare_lm: LanguageModel, schem
 
 
 def test_shared_siblings_break_the_equality(bare_lm: LanguageModel) -> None:
-    """Negative control: with rule 3 dropped, branches decoded side by side see what training never showed them."""
+    """Negative control: a full pass with rule 3 dropped shows branches what decoding does not."""
     config = replace(bare_lm.config, siblings="shared")
-    lm = replace(bare_lm, config=config, model=Transformer(config))
-    own = Engine(lm, max_length=512, separator_ids=SEPARATOR)
+    shared = replace(bare_lm, config=config, model=Transformer(config))
+    own = Engine(bare_lm, max_length=512, separator_ids=SEPARATOR)
     answer = linearise(own.config.special, EXAMPLE)
-    error = np.abs(own.replay([1], answer).logits - full_pass(lm, own.config.special, [1], answer)).max(axis=1)
+    error = np.abs(own.replay([1], answer).logits - full_pass(shared, own.config.special, [1], answer)).max(axis=1)
     assert error.max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positions": "predict"}, "positions: expected sequential or max for decoding, got predict"),
+        ({"siblings": "shared"}, "siblings: expected invisible for decoding, got shared"),
+    ],
+)
+def test_ablations_that_are_not_decoded_are_refused(bare_lm: LanguageModel, change: Any, message: str) -> None:
+    config = replace(bare_lm.config, **change)
+    with pytest.raises(RequestError, match=rf"{message}\..* commit 8c87dab"):
+        Engine(replace(bare_lm, config=config, model=Transformer(config)))
 
 
 def test_every_token_is_fed_once(engine: Engine) -> None:

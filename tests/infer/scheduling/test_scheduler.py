@@ -25,6 +25,7 @@ from infer.decode.derived import BranchBudget
 from infer.decode.slots import copy_slots
 from infer.decode.state import PROMPT, SequenceState
 from infer.scheduling.buckets import PROMPT_BESIDE
+from infer.scheduling.handle import Handle
 from infer.scheduling.prefix_cache import MIN_COPIED, RowMemory, best_match, common_prefix, row_to_keep_in
 from infer.scheduling.runner import InFlightSteps, Runner
 from infer.scheduling.step_cost import Sample, StepCost, fit
@@ -277,24 +278,24 @@ one_row = st.tuples(
 )
 
 
-@given(rows=st.lists(one_row, min_size=1, max_size=6), data=st.data(), whole=st.booleans())
-def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, data: st.DataObject, whole: bool) -> None:
+@given(rows=st.lists(one_row, min_size=1, max_size=6), data=st.data())
+def test_what_is_kept_of_a_row_is_the_prompt_s_beginning(rows: Any, data: st.DataObject) -> None:
     held, target = memories(rows), data.draw(st.integers(0, len(rows) - 1))
     prompt = PROMPT_IDS[: data.draw(st.integers(1, 80))]
-    match = best_match(held, target, prompt, 5, whole)
+    match = best_match(held, target, prompt, 5)
     source, (tokens, slots) = held[match.source], match.prefix
     assert tokens < len(prompt) and source.ids[:tokens].tolist() == prompt[:tokens]
     assert match.source == target or tokens >= MIN_COPIED, "copying less is not worth it"
     goes_on = tokens == source.ids.size and slots == source.slots and slots - tokens <= 5
     if slots > source.in_order or match.in_order < slots:  # a whole row, gone on with after a block
-        assert goes_on and whole and match.in_order == source.in_order
+        assert goes_on and match.in_order == source.in_order
     else:
         assert slots == tokens == match.in_order
     for row, memory in enumerate(held):  # none holds more
         common = common_prefix(memory.ids, np.asarray(prompt[:-1], np.int32))
         assert memory.ids[:common].tolist() == prompt[:common]
         possible = min(common, memory.in_order)
-        if common == memory.ids.size and memory.slots - common <= 5 and (whole or memory.in_order == memory.slots):
+        if common == memory.ids.size and memory.slots - common <= 5:
             possible = common
         assert possible <= tokens or (row != target and possible < MIN_COPIED)
 
@@ -554,6 +555,39 @@ def test_warm_up_forgets_what_rows_held(bare_lm: LanguageModel) -> None:
     own.warm_up()
     after = own.generate([prompt], params, "serial")[0]
     assert after.stats.reused_tokens == 0 and same(after, first)
+
+
+def test_interrupted_calls_leave_no_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check an interrupt of `generate` between and within chunks, and a stream that its reader leaves."""
+
+    def nothing_left() -> bool:
+        state = engine.debug_state()
+        return not any(state.rows) and not state.waiting
+
+    wait = Handle.wait
+
+    def interrupted(handle: Handle) -> Any:
+        if handle.request.seed == 1:
+            engine.step(1)
+            raise KeyboardInterrupt
+        return wait(handle)
+
+    params = [replace(HOT, seed=seed, max_new_tokens=20) for seed in range(6)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Handle, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1, 2]] * len(params), params)
+    assert nothing_left()
+    with monkeypatch.context() as patch:
+        patch.setattr(infer.scheduling.runner, "run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1, 2]] * len(params), params)
+    assert nothing_left()
+    stream = engine.stream([1, 2], params[0])
+    next(stream)
+    assert not nothing_left()
+    stream.close()
+    assert nothing_left()
 
 
 def test_a_failure_takes_nobody_with_it_who_waits(bare_lm: LanguageModel, monkeypatch: Any) -> None:
