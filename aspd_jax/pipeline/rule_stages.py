@@ -13,6 +13,7 @@ from aspd_jax.pipeline.checks import find_defect, find_dependence
 from aspd_jax.pipeline.extract import propose
 from aspd_jax.pipeline.leads import with_leads
 from aspd_jax.pipeline.measures import saved
+from aspd_jax.pipeline.regions import regions_of
 from aspd_jax.pipeline.spans import BlockSpan, blocks_to_json, structure_of
 from aspd_jax.pipeline.work import Answer, Candidate, Work, candidates_of
 from aspd_jax.structure import plain_text
@@ -50,6 +51,9 @@ def well_formed(text: str, candidates: Iterable[Candidate]) -> dict[str, Any]:
     rejected: list[dict[str, str]] = []
     for candidate in candidates:
         try:
+            for block in candidate.blocks:
+                if any(block.start < end and start < block.end for start, end in regions_of(text).tags):
+                    raise StructureError("a block reaches from one region into another, such as from a thought")
             blocks = [with_leads(text, block) for block in candidate.blocks]
             if plain_text(structure_of(text, blocks)) != text:
                 raise StructureError("its plain text is not the answer")

@@ -24,7 +24,7 @@ from aspd_jax.pipeline.spans import BlockSpan, blocks_from_json
 from aspd_jax.store import Results, Store
 
 COUNTS = 1 << 10  # texts whose number of tokens is kept
-VERSION = 9  # version of the stages; a change reruns all of them
+VERSION = 10  # version of the stages; a change reruns all of them
 
 
 class Shard(NamedTuple):
