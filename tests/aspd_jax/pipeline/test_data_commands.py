@@ -11,7 +11,6 @@ import pytest
 
 import aspd
 from aspd_jax.pipeline.data_report import Account, Report
-from aspd_jax.pipeline.measures import Measures
 from tests.conftest import ROOT
 from tests.helpers.pipeline_data import faithful, write_two
 from tests.helpers.teacher_server import TeacherServer
@@ -52,10 +51,10 @@ def test_show_and_stats(built: Path, capsys: Any) -> None:
 
 def test_the_report_counts_every_stage_at_which_a_block_fails() -> None:
     code = "".join(file.read_text() for file in (ROOT / "aspd_jax/pipeline").glob("*.py"))
-    stages = set(re.findall(r'"stage": "(\w+)"', code)) - {"read", "record"}  # these refuse whole records
+    stages = set(re.findall(r'"stage": "(\w+)"', code)) - {"read"}  # this one drops messages
     report = Report(Account())
     for number, stage in enumerate(sorted(stages), 101):
-        report.add(Measures(1), [], [{"stage": stage, "reason": f"of {stage}: x"}] * number, 0)
+        report.add([], [{"stage": stage, "reason": f"of {stage}: x"}] * number, 0)
     text = report.markdown()
     assert {"short", "defect", "vote"} <= stages and "| … of defect | 103 |" in text and "of vote" not in text
     counts = re.findall(r"\| left out: [^|]+ \| (\d+) \|", text)
@@ -95,8 +94,8 @@ def test_dry_run_asks_nobody(built: Path, capsys: Any) -> None:
         command = ["data", "build", str(built / "in.jsonl"), *settings, "--output", str(built / "dry"), "--dry-run"]
         assert aspd.main(command) == 0
         out = capsys.readouterr().out
-        # Two answers, each with 3 candidates and one reading of its form: 3 + 3 x 4 calls.
-        assert "2 answers, 2 of 20 tokens or more" in out and "at most 30 calls" in out and "a million tokens" in out
+        # Two answers with 3 candidates, each with 3 votes; the form of the first one is voted on, too.
+        assert "2 answers, 2 of 20 tokens or more" in out and "at most 27 calls" in out and "a million tokens" in out
         assert not server.bodies and not (built / "dry").exists()
 
 
