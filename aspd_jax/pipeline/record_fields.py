@@ -72,7 +72,7 @@ NEUTRAL_IN_MESSAGE = NEUTRAL | {"tool_call_id", "status", "markdown", "role_name
 def is_empty(value: Any) -> bool:
     """Return whether a value of a field says nothing, as in a column that only other rows fill."""
     if isinstance(value, str):
-        return not value.strip()
+        return value.strip() in ("", "[]", "{}", "null")
     return value is None or value in ([], {}, ()) or (isinstance(value, float) and math.isnan(value))
 
 
@@ -143,7 +143,7 @@ def check_record(row: Mapping[str, Any], read: Collection[str], texts: Sequence[
         if not known and not is_empty(value) and not _is_copy(value, texts):
             raise DataError(
                 f'"{key}": expected no content beside the conversation, got {shown(value)}. '
-                'Remove it, or move it into "metadata".'
+                'Put it into the question, remove it, or move it into "metadata".'
             )
 
 

@@ -113,8 +113,8 @@ def test_records_that_are_left_out_before_cost_no_calls(capsys: Any, tmp_path: P
         assert aspd.main([*command, "--dry-run"]) == 0
         calls = int(re.search(r"at most (\d+) calls", capsys.readouterr().out)[1])  # type: ignore[index]
         assert aspd.main(command) == 0
-        # Two annotations and, at most, three votes. The two candidates of the first answer are equal, so their votes are
-        # one call; the teacher's candidate of the second answer does not pass the rules.
+        # Two annotations and, at most, three votes. The two candidates of the first answer are equal, so their votes
+        # are one call; the teacher's candidate of the second answer does not pass the rules.
         assert (calls, len(server.bodies)) == (2 + 3, 2 + 1)
 
 

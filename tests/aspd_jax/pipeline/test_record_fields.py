@@ -90,7 +90,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[tuple[str, str], ...]]] = {
         PAIR,
     ),
     "a table of pandas": ({"Unnamed: 0": 4, "__index_level_0__": 4, "": 1, "question": "q?", "answer": "an answer",
-                           "context": float("nan"), "tools": None, "images": []}, PAIR),
+                           "context": float("nan"), "tools": "[]", "images": []}, PAIR),
 }  # fmt: skip
 
 
