@@ -135,7 +135,7 @@ def run_build(options: argparse.Namespace) -> None:
         print(estimate(config, options.source, shard))
         return
     outcome = build(config, options.source, options.output, shard, workers=options.workers, ray=ray)
-    left_out = outcome.report.left_out
+    left_out = outcome.report.unreadable
     if len(left_out) == outcome.report.records and (left_out or shard.total == 1):
         raise no_record(options.source, left_out)
     print_left_out(left_out)

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import csv
 import glob
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import AspdError, DataError
 from aspd_jax.jsonl import BOM, Line, parse_json, parsed, raw_lines
 from aspd_jax.partitions import is_url, partitions
+from aspd_jax.record_fields import (
+    ANSWERS,
+    CHOICES,
+    CONTEXTS,
+    CONVERSATIONS,
+    IDS,
+    QUESTIONS,
+    SYSTEMS,
+    check_learned,
+    check_message,
+    check_record,
+    shown,
+)
 from aspd_jax.structure import Serial, Structure, from_json, plain_text
 
 ROLES = {
@@ -24,11 +37,7 @@ ROLES = {
     "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
 TEXT_PARTS = ("text", "input_text", "output_text")
-# Fields that change the content of a message or whether it is trained on, which are not supported.
-UNSUPPORTED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "audio")
-QUESTIONS = ("question", "prompt", "instruction", "query", "input", "user", "problem")
-ANSWERS = ("answer", "response", "output", "completion", "chosen", "assistant", "solution", "text")
-IDS = ("id", "question_id", "uuid", "conversation_id")
+TURN = ("role", "from", "content", "value", "structure")  # fields of a message that are read
 LONGEST_REASON = 300  # maximum characters of a reason
 _JSON_MARK = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{},]', re.DOTALL)
 
@@ -248,13 +257,18 @@ def _dataset(source: str) -> Any:
 
 
 def conversation(row: Any, number: int) -> Conversation | Unreadable:
-    """Convert a record to a conversation: chat messages, ShareGPT, Alpaca, FastChat answers, or question and answer."""
+    """Convert a record to a conversation: chat messages, ShareGPT, Alpaca, preferences, or question and answer.
+
+    Every field is read, is known to have no effect, or makes the record unreadable
+    (`aspd_jax.record_fields`).
+    """
     own = next((row[key] for key in IDS if row.get(key) is not None), number) if isinstance(row, Mapping) else number
     name = str(own).encode(errors="replace").decode()
     try:
         if not isinstance(row, Mapping):
             raise DataError(f"expected an object, got {type(row).__name__}")
-        messages = _with_structure(list(_messages(row)), row.get("structure"))
+        read = {"structure"}
+        messages = _with_structure(_messages(row, read), row.get("structure"))
         for place, (_, content, _) in enumerate(messages):
             check_text(content, f"messages[{place}]")
         last = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=-1)
@@ -265,6 +279,8 @@ def conversation(row: Any, number: int) -> Conversation | Unreadable:
             raise DataError("expected a question before the answer, got none")
         if row.get("finish_reason") == "length":
             raise DataError('its answer was cut off: "finish_reason" is "length"')
+        check_learned(row, "")
+        check_record(row, read, [message.content for message in messages])
     except AspdError as error:
         return Unreadable(number, name, str(error)[:LONGEST_REASON])
     structures = {place: message.structure for place, message in enumerate(kept) if message.structure is not None}
@@ -290,40 +306,101 @@ def _with_structure(messages: list[Message], value: Any) -> list[Message]:
     return messages
 
 
-def _messages(row: Mapping[str, Any]) -> Iterator[Message]:
-    system = [Message("system", row["system"])] if isinstance(row.get("system"), str) and row["system"].strip() else []
-    for key in ("messages", "conversations", "conversation"):
-        if row.get(key) is not None:
-            messages = parse_messages(row[key], key)
-            if not any(message.role == "system" for message in messages):
-                yield from system
-            yield from messages
-            answer = row.get("answer")
-            if messages and messages[-1].role != "assistant" and isinstance(answer, str):
-                yield Message("assistant", answer)
-            return
-    yield from system
+def _messages(row: Mapping[str, Any], read: set[str]) -> list[Message]:
+    """Return the messages of a record, and add the names of the fields of which they are made to `read`."""
+    system = _first(row, SYSTEMS, read)
+    messages = _turns(row, read)
+    if not messages:
+        messages = _question(row, read)
+    if not messages or messages[-1].role != "assistant":
+        messages += _answer(row, read, messages)
+    if system is not None and any(message.role == "system" for message in messages):
+        read.discard(system)  # a conversation has one system message; another one is refused
+    elif system is not None:
+        messages.insert(0, Message("system", row[system]))
+    return messages
+
+
+def _first(row: Mapping[str, Any], keys: Iterable[str], read: set[str]) -> str | None:
+    """Return the first of these fields that has text, and add it to `read`."""
+    found = next((key for key in keys if isinstance(row.get(key), str) and row[key].strip() and key not in read), None)
+    read |= {found} - {None}  # type: ignore[arg-type]
+    return found
+
+
+def _turns(row: Mapping[str, Any], read: set[str]) -> list[Message]:
+    """Return the messages of a conversation, or of a prompt or a preferred answer that are lists of messages."""
+    key = next((key for key in CONVERSATIONS if row.get(key) is not None), None)
+    key = key or next((key for key in ("prompt", "chosen") if isinstance(row.get(key), (list, tuple))), None)
+    if key is None:
+        return []
+    read.add(key)
+    turns = row[key]
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):  # LIMA
+        return [Message(("user", "assistant")[place % 2], turn) for place, turn in enumerate(turns)]
+    messages = parse_messages(turns, key)
+    if not messages and key in CONVERSATIONS:
+        raise DataError(f'"{key}": expected messages, got none')
+    if key == "chosen" and all(message.role == "assistant" for message in messages):
+        messages = [*_question(row, read), *messages]
+    return messages
+
+
+def _question(row: Mapping[str, Any], read: set[str]) -> list[Message]:
+    """Return the messages before the answer of a record with a question: a history, and the question with its texts."""
+    messages = []
     history = row.get("history") or []
     if not isinstance(history, (list, tuple)):
-        raise DataError(f'"history": expected a list of pairs of a question and an answer, got {_shown(history)}')
+        raise DataError(f'"history": expected a list of pairs of a question and an answer, got {shown(history)}')
     for place, pair in enumerate(history):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-            raise DataError(f"history[{place}]: expected a pair of a question and an answer, got {_shown(pair)}")
-        yield Message("user", pair[0])
-        yield Message("assistant", pair[1])
-    question = next((key for key in QUESTIONS if isinstance(row.get(key), str) and row[key].strip()), None)
-    answer = next((key for key in ANSWERS if isinstance(row.get(key), str) and key != question), None)
-    if question is None or answer is None:
-        raise DataError(
-            f"no question and answer among its keys ({', '.join(map(str, islice(row, 9))) or 'none'}); it needs "
-            '"messages", "conversations", "instruction" and "output", or "question" and "answer"'
-        )
-    text = row[question]
-    for key in ("input", "context") if question == "instruction" else ():  # of Alpaca and of Dolly
-        if isinstance(row.get(key), str) and row[key].strip():
-            text += f"\n\n{row[key]}"
-    yield Message("user", text)
-    yield Message("assistant", row[answer])
+            raise DataError(f"history[{place}]: expected a pair of a question and an answer, got {shown(pair)}")
+        messages += [Message("user", pair[0]), Message("assistant", pair[1])]
+    key = _first(row, QUESTIONS, read)
+    if key is None:
+        raise _no_pair(row)
+    read.add("history")
+    text = row[key]
+    if given := _first(row, ["input"], read):
+        text += f"\n\n{row[given]}"
+    for name, form in CONTEXTS.items():
+        if _first(row, [name], read):
+            text = form.format(text=row[name], question=text) if key == "question" else f"{text}\n\n{row[name]}"
+    choices = next((name for name in CHOICES if _are_choices(row.get(name))), None)
+    if choices is not None:
+        read.add(choices)
+        listed = zip(ascii_uppercase, row[choices], strict=False)
+        text += "\n\n" + "\n".join(f"{letter}. {choice}" for letter, choice in listed)
+    return [*messages, Message("user", text)]
+
+
+def _are_choices(value: Any) -> bool:
+    texts = isinstance(value, (list, tuple)) and all(isinstance(choice, str) for choice in value)
+    return texts and 2 <= len(value) <= len(ascii_uppercase)
+
+
+def _answer(row: Mapping[str, Any], read: set[str], before: Sequence[Message]) -> list[Message]:
+    """Return the answer of a record whose messages do not end with one, as text or as messages.
+
+    Messages that repeat those before them are left out. No answer is returned if the record may have a structure.
+    """
+    turns = next((key for key in ANSWERS if isinstance(row.get(key), (list, tuple)) and row[key]), None)
+    if turns is not None:
+        read.add(turns)
+        messages = parse_messages(row[turns], turns)
+        return messages[len(before) :] if messages[: len(before)] == list(before) else messages
+    if (key := _first(row, ANSWERS, read)) is not None:
+        return [Message("assistant", row[key])]
+    if not any(row.get(key) is not None for key in (*ANSWERS, *CONVERSATIONS, "structure")):
+        raise _no_pair(row)
+    return []
+
+
+def _no_pair(row: Mapping[str, Any]) -> DataError:
+    return DataError(
+        f"no question and answer among its keys ({', '.join(map(str, islice(row, 9))) or 'none'}); it needs "
+        '"messages", "conversations", "instruction" and "output", or "question" and "answer"'
+    )
 
 
 def parse_messages(value: Any, where: str) -> list[Message]:
@@ -333,22 +410,20 @@ def parse_messages(value: Any, where: str) -> list[Message]:
         DataError: a message cannot be read; the error names it.
     """
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
-        raise DataError(f'"{where}": expected a list of {{"role", "content"}} objects, got {_shown(value)}')
+        raise DataError(f'"{where}": expected a list of {{"role", "content"}} objects, got {shown(value)}')
     return [_message(turn, f"{where}[{place}]") for place, turn in enumerate(value)]
 
 
 def _message(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping):
-        raise DataError(f"{where}: expected an object with a role and a content, got {_shown(turn)}")
+        raise DataError(f"{where}: expected an object with a role and a content, got {shown(turn)}")
     name = turn.get("role", turn.get("from"))
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        raise DataError(f"{where}.role: expected one of {', '.join(sorted(ROLES))}, got {_shown(name)}")
-    for key in UNSUPPORTED:
-        if turn.get(key):
-            raise DataError(f"{where}.{key}: expected none, got {_shown(turn[key])}")
-    if turn.get("weight") not in (None, 1):
-        raise DataError(f"{where}.weight: expected 1, got {_shown(turn['weight'])}; every answer is learned")
+        raise DataError(f"{where}.role: expected one of {', '.join(sorted(ROLES))}, got {shown(name)}")
+    check_message(turn, TURN, where)
+    if role == "assistant":
+        check_learned(turn, f"{where}.")
     if role == "assistant" and turn.get("structure") is not None:
         structure = from_json(turn["structure"])
         return Message(role, plain_text(structure), structure)
@@ -364,14 +439,14 @@ def text_content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise DataError(f"{where}.content: expected a string or a list of text parts, got {_shown(content)}")
+        raise DataError(f"{where}.content: expected a string or a list of text parts, got {shown(content)}")
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in TEXT_PARTS:
-            raise DataError(f'{where}.content[{number}]: expected a part of type "text", got {_shown(kind or part)}')
+            raise DataError(f'{where}.content[{number}]: expected a part of type "text", got {shown(kind or part)}')
         if not isinstance(part.get("text"), str):
-            raise DataError(f"{where}.content[{number}].text: expected a string, got {_shown(part.get('text'))}")
+            raise DataError(f"{where}.content[{number}].text: expected a string, got {shown(part.get('text'))}")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -396,9 +471,3 @@ def check_text(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise DataError(f"{where}: expected Unicode text, got an unpaired surrogate") from None
-
-
-def _shown(value: Any) -> str:
-    """Return a value as shortened JSON."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 60 else f"{text[:60]}…"

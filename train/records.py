@@ -29,7 +29,7 @@ from aspd_jax.tokens import SpecialTokens
 from train.config import DataSection
 
 SHOWN = 5  # maximum number of printed problems; left_out.jsonl has all
-VERSION = 3  # format of the cache; files of other versions are not used
+VERSION = 4  # format of the cache; files of other versions are not used
 FEATURES = datasets.Features(
     {
         "tokens": datasets.List(datasets.Value("int32")),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from aspd_jax.blocks.extract import CONCLUSIONS
 from aspd_jax.blocks.markers import NUMBERS, SPACELESS, marker_of
+from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan
 
 _PLACES = "first|second|third|fourth|fifth|sixth|last|former|latter|previous|preceding|next|other|above|same"
@@ -248,8 +249,9 @@ def _course(messages: Sequence[str], titles: Sequence[str], texts: Sequence[str]
 
 
 def _explains_code(answer: str, block: BlockSpan) -> Iterator[str]:
-    """Yield a list that explains the program before it, in the order of its lines."""
-    if _FENCE.search(answer, 0, block.start) and not _FENCE.search(answer, block.start, block.end):
+    """Yield a list that explains the program before it in its region, in the order of its lines."""
+    first, _ = regions_of(answer).around(block.start, block.end)
+    if _FENCE.search(answer, first, block.start) and not _FENCE.search(answer, block.start, block.end):
         yield "explains code: a program is before it, and its parts have none"
 
 
@@ -281,7 +283,7 @@ def _gaps(answer: str, block: BlockSpan) -> Iterator[str]:
     gaps = {re.sub(r"[ \t]+\n", "\n", answer[start : start + _blank(answer, start)]) for start in starts}
     if len(gaps) > 1:
         yield f"unequal gaps: its parts begin with {' and '.join(map(repr, sorted(gaps)))}"
-    behind = answer[block.end :]
+    behind = answer[block.end : regions_of(answer).around(block.start, block.end)[1]]
     gap = behind[: _blank(answer, block.end)]
     if behind.strip() and gap.count("\n") == 1 and marker_of(behind.strip()) is None:
         yield f"single break: the text behind it, {_start(behind)!r}, belongs to its last part in Markdown"

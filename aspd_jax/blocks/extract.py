@@ -7,6 +7,7 @@ continue after an unindented paragraph, bold leads, "Step 2:", Chinese numbering
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,7 +17,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from aspd_jax.blocks.markers import Marker, marker_of
-from aspd_jax.blocks.spans import BlockSpan, BranchSpan, end_like_siblings
+from aspd_jax.blocks.regions import regions_of
+from aspd_jax.blocks.spans import BlockSpan, BranchSpan, end_like_siblings, shifted
 from aspd_jax.blocks.titles import titles_of
 
 _NEWLINE = re.compile(r"\r\n?|\n")  # ends of lines in the Markdown parser
@@ -52,7 +54,7 @@ class _Atom:
     Attributes:
         start: index of its first line; it ends where the next atom starts.
         node: index of the Markdown block that contains it.
-        kind: `heading`, `item`, `text` or `opaque` (code, tables, quotes).
+        kind: `heading`, `item`, `text` or `opaque` (code, tables, quotes, formulas, elements).
         family: family of its marker, shared by the parts of one list.
         number: number of its marker, or None.
         level: level of a heading.
@@ -83,15 +85,18 @@ class _Run(NamedTuple):
 def propose(answer: str) -> list[tuple[BlockSpan, ...]]:
     """Return candidates from the form of an answer, each with at least one block: outermost lists, and innermost lists.
 
-    Blocks are in order and do not overlap, branches adjoin, and code is never cut.
+    Blocks are in order, do not overlap, and lie in one region each. Branches adjoin. Ranges of `whole_ranges` are never
+    cut.
     """
-    lines = _Lines(answer)
-    atoms = _atoms(lines)
-    if not atoms:
-        return []
+    regions = [(lines, _atoms(lines)) for lines in _regions(answer)]
     found: list[tuple[BlockSpan, ...]] = []
     for inner in (False, True):
-        blocks = tuple(_blocks(lines, atoms, len(lines), inner))
+        blocks = tuple(
+            shifted(block, lines.start)
+            for lines, atoms in regions
+            if atoms
+            for block in _blocks(lines, atoms, len(lines), inner)
+        )
         if blocks and blocks not in found:
             found.append(blocks)
     return found
@@ -104,32 +109,60 @@ def line_starts(answer: str) -> list[int]:
 
 
 def whole_ranges(answer: str) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of characters that are never cut: code, tables, quotes."""
-    lines = _Lines(answer)
-    for token in _PARSER.parse(lines.markdown):
-        if token.map and token.nesting >= 0 and token.type not in _CUT:
-            first, end = (lines.origin[line] for line in token.map)
-            yield lines.offset(first), lines.offset(end)
+    """Yield the ranges of characters that are never cut: code, tables, quotes, formulas, elements."""
+    regions = regions_of(answer)
+    yield from regions.protected
+    yield from regions.code
+    for lines in _regions(answer):
+        for token in _PARSER.parse(lines.markdown):
+            if token.map and token.nesting >= 0 and token.type not in _CUT:
+                first, end = (lines.origin[line] for line in token.map)
+                yield lines.start + lines.offset(first), lines.start + lines.offset(end)
+
+
+def _regions(answer: str) -> Iterator[_Lines]:
+    """Yield the lines of each region of an answer."""
+    regions = regions_of(answer)
+    for start, end in regions:
+        yield _Lines(answer[start:end], start, [(first - start, last - start) for first, last in regions.protected])
 
 
 class _Lines:
-    """The lines of an answer and their offsets.
+    """The lines of a region and their offsets.
+
+    Args:
+        answer: text of the region.
+        start: offset of the region in the whole answer.
+        protected: ranges of the region that are never cut, except code.
 
     Attributes:
-        answer: text of the answer.
+        answer, start: see above.
         starts: offset of each line.
-        markdown: input of the parser: the answer with an empty line before each line that begins with a marker, or that
-            follows a whole sentence and is not indented. Markdown would join these lines to the block before.
-        origin: for each line of `markdown`, the index of the line of the answer.
+        inside: indices of the lines that begin within a range of `protected`; they begin no part.
+        opaque: indices of the lines that begin with such a range.
+        markdown: input of the parser: the region with an empty line before each line that begins with a marker, or that
+            follows a whole sentence and is not indented. Markdown would join these lines to the block before. The lines
+            of `inside` are replaced by a word, which continues the paragraph.
+        origin: for each line of `markdown`, the index of the line of the region.
     """
 
-    def __init__(self, answer: str) -> None:
-        self.answer = answer
+    def __init__(self, answer: str, start: int, protected: Sequence[tuple[int, int]]) -> None:
+        self.answer, self.start = answer, start
         self.starts = line_starts(answer)
+        self.inside, self.opaque = set[int](), set[int]()
+        for first, end in protected:
+            line = bisect_right(self.starts, first) - 1
+            if line >= 0 and not answer[self.starts[line] : first].strip():
+                self.opaque.add(line)
+            self.inside.update(range(line + 1, bisect_left(self.starts, end)))
         texts: list[str] = []
         self.origin: list[int] = []
         for line in range(len(self.starts)):
             text = answer[self.offset(line) : self.offset(line + 1)].rstrip("\r\n")
+            if line in self.inside:
+                texts.append("x")
+                self.origin.append(line)
+                continue
             at_margin = line > 0 and text[:1].strip()
             if at_margin and (_part_marker(text) or (text[0].isalpha() and _WHOLE_SENTENCE.search(texts[-1]))):
                 texts.append("")
@@ -198,9 +231,13 @@ def _item(lines: _Lines, token: Token, kind: str, node: int, before: Sequence[_A
 
 def _paragraph(lines: _Lines, start: int, end: int, node: int) -> Iterator[_Atom]:
     for line in range(start, end):
+        if line in lines.inside:
+            continue
         text = lines.text(line)
         marker = marker_of(text) if line == start else _part_marker(text)
-        if marker:
+        if line in lines.opaque:
+            yield _Atom(line, node, "opaque")
+        elif marker:
             yield _Atom(line, node, "text", marker.family, marker.number)
         elif line == start:
             yield _Atom(line, node, "text")

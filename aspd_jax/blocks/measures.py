@@ -112,9 +112,15 @@ def _cost(answer: str, block: BlockSpan, count: Count) -> _Cost:
 
 
 def best(measures: Sequence[Measures]) -> int | None:
-    """Return the index of the best candidate by parallelism, mean branches and efficiency, in this order.
+    """Return the index of the best candidate (`ranked`); None if no candidate has a block."""
+    first = ranked(measures)[:1]
+    return first[0] if first and measures[first[0]].blocks else None
 
-    The first of equal candidates is best; None if no candidate has a block.
+
+def ranked(measures: Sequence[Measures]) -> list[int]:
+    """Return the indices of answers from the best one: by parallelism, mean branches and efficiency, in this order.
+
+    Equal ones, such as those without a block, keep their order.
     """
-    order = [(m.parallelism, m.mean_branches, m.efficiency, -place) for place, m in enumerate(measures) if m.blocks]
-    return -max(order)[3] if order else None
+    values = [(bool(m.blocks), m.parallelism, m.mean_branches, m.efficiency) for m in measures]
+    return sorted(range(len(values)), key=values.__getitem__, reverse=True)

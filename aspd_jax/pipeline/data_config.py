@@ -74,6 +74,8 @@ class SelectSection:
             it are left out of both sets.
         as_asked: whether records are left out of both sets if their question asks for a number of parts that no block
             of the answer has.
+        per_question: maximum records with the same messages before the last answer, those with the best blocks; 0: all.
+            Records are compared within a shard, after all calls.
         serial_kinds: kinds of questions (the field `kind` of records) whose answers are kept without a block; empty:
             all. Otherwise the model learns prose for questions that request lists. Lists that `check_dependence`
             refuses are kept as serial text for every kind: they teach when not to fork.
@@ -86,12 +88,14 @@ class SelectSection:
     min_saved: int = 1
     max_repetition: float = 1.0
     as_asked: bool = False
+    per_question: int = 0
     serial_kinds: tuple[str, ...] = ()
     serial_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         at_least("select.min_tokens", self.min_tokens, 0)
         at_least("select.max_branches", self.max_branches, 2)
+        at_least("select.per_question", self.per_question, 0)
         at_least("select.serial_ratio", self.serial_ratio, 0)
         at_least("select.max_repetition", self.max_repetition, 0)
 

@@ -12,6 +12,14 @@ import numpy as np
 from aspd_jax.blocks.measures import Measures
 
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
+# Stages at which records are left out, in their order.
+STAGES = {
+    "read": "not readable",
+    "teacher": "without a reply of the teacher, which the next run requests",
+    "record": "repetitive, not as asked, or a list with a defect",
+    "question": "other answers to the question are preferred (`select.per_question`)",
+    "serial": "without a block, and of another kind or more than wanted (`select.serial_kinds`, `select.serial_ratio`)",
+}
 
 
 class Account(NamedTuple):
@@ -41,11 +49,11 @@ class Report:
 
     Attributes:
         account: use of the teacher.
-        left_out: source, line and reason of each record that cannot be read.
+        unreadable: source, line and reason of each record that cannot be read.
         records: number of records read.
-        unanswered, unfit, samples, spared: numbers of records in neither set, because they lack a reply of the teacher,
-            are refused, answer a question that another answer is better for, or exceed `select.serial_ratio`.
-        answers: measures of all answers, including plain ones.
+        left_out: number of records in neither set, by stage (`STAGES`).
+        answers: measures of the answers in the sets, including plain ones.
+        examined: number of answers for which blocks were proposed and checked, also of records that are left out.
         proposed: number of answers with a proposed block, by kind of source.
         blocks: number of proposed blocks over all candidates.
         failed: number of failed blocks and candidates by stage.
@@ -54,29 +62,36 @@ class Report:
     """
 
     account: Account
-    left_out: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
     records: int = 0
-    unanswered: int = 0
-    unfit: int = 0
-    samples: int = 0
-    spared: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
     answers: list[Measures] = field(default_factory=list)
+    examined: int = 0
     proposed: Counter[str] = field(default_factory=Counter)
     blocks: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     rises: list[Sequence[float]] = field(default_factory=list)
 
-    def add(self, measures: Measures, sources: Iterable[str], rejected: Iterable[dict[str, Any]], blocks: int) -> None:
-        """Add an answer.
+    @property
+    def written(self) -> int:
+        """Return the number of records in the sets."""
+        return self.records - self.left_out.total()
+
+    def count(self, stage: str) -> None:
+        """Add a record that is left out at a stage of `STAGES`; empty: one in the sets."""
+        self.records += 1
+        self.left_out.update([stage] if stage else [])
+
+    def add(self, sources: Iterable[str], rejected: Iterable[dict[str, Any]], blocks: int) -> None:
+        """Add the yields of an answer.
 
         Args:
-            measures: measures of the answer.
             sources: sources of its candidates.
             rejected: rejected blocks and candidates, with `stage` and `reason`.
             blocks: number of proposed blocks.
         """
-        self.answers.append(measures)
+        self.examined += 1
         self.proposed.update({source.split()[0] for source in sources})
         self.blocks += blocks
         for rejection in rejected:
@@ -92,11 +107,9 @@ class Report:
         """Return the report as plain values, for JSON."""
         return {
             "records": self.records,
-            "unreadable": len(self.left_out),
-            "unanswered": self.unanswered,
-            "unfit": self.unfit,
-            "samples": self.samples,
-            "spared": self.spared,
+            "written": self.written,
+            "left_out": {stage: self.left_out[stage] for stage in STAGES},
+            "examined": self.examined,
             "proposed": dict(self.proposed),
             "blocks": self.blocks,
             "failed": dict(self.failed),
@@ -118,12 +131,9 @@ class Report:
     def markdown(self) -> str:
         """Return the report as Markdown."""
         lines = ["# Report of `aspd data build`", "", "| stage | |", "|---|---|"]
-        lines += [f"| records read | {self.records} |", f"| not readable | {len(self.left_out)} |"]
-        lines += [f"| without a reply of the teacher, left for the next run | {self.unanswered} |"]
-        lines += [f"| left out of both sets: repetitive, not as asked, or a list with a defect | {self.unfit} |"]
-        lines += [f"| left out of both sets: another answer to the question is better | {self.samples} |"]
-        lines += [f"| left out of both sets: more records without a block than wanted | {self.spared} |"]
-        lines += [f"| answers | {len(self.answers)} |"]
+        lines += [f"| records read | {self.records} |", f"| records in both sets | {self.written} |"]
+        lines += [f"| records left out: {what} | {self.left_out[stage]} |" for stage, what in STAGES.items()]
+        lines += [f"| answers examined, also of records left out later | {self.examined} |"]
         names = {"form": "by their form", "teacher": "by the teacher"}
         lines += [f"| … with a block proposed {names[source]} | {n} |" for source, n in sorted(self.proposed.items())]
         lines += [f"| blocks proposed, over all candidates | {self.blocks} |"]
@@ -178,7 +188,7 @@ def statistics_table(found: dict[str, Any]) -> list[str]:
     """Return the lines of a Markdown table of `statistics`."""
     quantiles = ", ".join(f"{v:.2f}x" for v in found["ideal_speedup_quantiles"]) or "none"
     return [
-        "| statistics | |",
+        "| statistics of the answers in the sets | |",
         "|---|---|",
         f"| answers | {found['answers']} |",
         f"| PPD, answers with a block | {found['with_block']}, {found['PPD']:.1%} |",

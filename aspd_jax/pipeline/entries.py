@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from aspd_jax.blocks.checks import asked_for, repetition
+from aspd_jax.blocks.checks import asked_for
 from aspd_jax.blocks.measures import Measures, best, measure
 from aspd_jax.blocks.spans import BlockSpan, structure_of
 from aspd_jax.pipeline.rule_stages import judge_by_rules, propose_by_rules
@@ -68,18 +68,18 @@ class Entry(NamedTuple):
     """Contribution of one record to the results, before it is compared with others.
 
     Attributes:
-        number: number of the record.
+        base: its `id` and `line`, for lines of `rejected.jsonl`.
         refused: stage that refuses the record: `read`, `teacher` or `record`; empty: it may be in the sets.
         reason: reason why it is refused.
-        rejected: its lines of `rejected.jsonl`.
+        rejected: lines of `rejected.jsonl` about its messages.
         plain, structured: its lines of the sets.
-        defect: line of `rejected.jsonl` if the record has no block, but a list with a defect.
+        defect: defect of a list, if the record has no block; otherwise empty.
         draw: random number of 32 bits from the text, for `select.serial_ratio`.
         selections: selections of its answers, without blocks.
         sample: properties for the comparison with other records; None: the record is refused.
     """
 
-    number: int
+    base: dict[str, Any]
     refused: str = ""
     reason: str = ""
     rejected: str = ""
@@ -90,20 +90,27 @@ class Entry(NamedTuple):
     selections: Sequence[Selection] = ()
     sample: Sample | None = None
 
+    @property
+    def number(self) -> int:
+        """Return the number of the record."""
+        return int(self.base["line"])
+
 
 def entry_of(work: Work, record: Conversation | Unreadable) -> Entry:
     """Return the entry of a record; missing results of the rule stages are computed and stored."""
     base: dict[str, Any] = {"id": record.id, "line": record.number}
     if isinstance(record, Unreadable):
-        return _refused(base, "read", record.reason)
+        return Entry(base, "read", record.reason)
+    if repetitive := work.repetitive(record):
+        return Entry(base, "record", repetitive)
     answers = list(answers_of(record))
     if missing := [work.unanswered[a.key] for _, a in answers if a.key in work.unanswered]:
-        return _refused(base, "teacher", missing[0])
+        return Entry(base, "teacher", missing[0])
     results = [_results(work, answer) for _, answer in answers]
     candidates = [candidates_of(proposed) for proposed, _ in results]
     for (_, answer), of_answer in zip(answers, candidates, strict=True):
         if unfit := _unfit(work, answer, of_answer):
-            return _refused(base, "record", unfit)
+            return Entry(base, "record", unfit)
     selections = [
         _select(work, answer, of_answer, list(proposed["rejected"]), verdicts)
         for (_, answer), of_answer, (proposed, verdicts) in zip(answers, candidates, results, strict=True)
@@ -116,10 +123,6 @@ def line(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
 
 
-def _refused(base: dict[str, Any], stage: str, reason: str) -> Entry:
-    return Entry(base["line"], stage, reason, line(base | {"stage": stage, "reason": reason}))
-
-
 def _results(work: Work, answer: Answer) -> tuple[dict[str, Any], list[Any]]:
     """Return the results of the stages *propose* and *judge*."""
     if not answer.text.strip():
@@ -130,10 +133,7 @@ def _results(work: Work, answer: Answer) -> tuple[dict[str, Any], list[Any]]:
 
 def _unfit(work: Work, answer: Answer, candidates: Sequence[Candidate]) -> str | None:
     """Return the reason why the record of an answer belongs to neither set, whatever its structure, or None."""
-    select = work.config.select
-    if select.max_repetition < 1 and (repeated := repetition(answer.text)) > select.max_repetition:
-        return f"{repeated:.0%} of its words repeat what it said before, at most {select.max_repetition:.0%} may"
-    if select.as_asked and (asked := asked_for(answer.messages)):
+    if work.config.select.as_asked and (asked := asked_for(answer.messages)):
         sizes = {len(block.branches) for candidate in candidates for block in candidate.blocks}
         if sizes and asked not in sizes:
             return f"its question asks for {asked}, and its blocks have {', '.join(map(str, sorted(sizes)))}"
@@ -191,11 +191,11 @@ def _entry(
     serial = not select.serial_kinds or record.kind in select.serial_kinds or dependent
     question = hashlib.sha256(json.dumps(record.messages[:-1]).encode()).hexdigest()
     return Entry(
-        record.number,
+        base,
         rejected="".join(line(base | rejection) for rejection in rejected),
         plain=line(base | {"messages": plain}),
         structured=line(base | {"messages": structured, "pipeline": details}),
-        defect=line(base | {"stage": "record", "reason": defects[0]}) if defects and not forked else "",
+        defect=defects[0] if defects and not forked else "",
         draw=crc32(json.dumps(plain).encode()) if select.serial_ratio else 0,
         selections=[chosen._replace(blocks=()) for chosen in selections],
         sample=Sample(record.number, question, selections[-1].measures, forked, serial and not defects),

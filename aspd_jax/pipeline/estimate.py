@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.measures import estimate_tokens
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.pieces import numbered
+from aspd_jax.pipeline.rule_stages import check, propose_by_rules
 from aspd_jax.pipeline.teacher import read_prompts
-from aspd_jax.pipeline.work import Shard, answers_of, counter
-from aspd_jax.sources import Conversation
+from aspd_jax.pipeline.work import Shard, Work, candidates_of
+from aspd_jax.store import Results
 
 ANNOTATION = 120  # mean tokens of a candidate: a number and a title for every part
 VOTE = 60  # mean tokens of a vote
@@ -17,32 +17,34 @@ VOTE = 60  # mean tokens of a vote
 def estimate(config: DataConfig, source: str, shard: Shard) -> str:
     """Return a summary of the answers, calls, tokens and cost of a run.
 
-    The figures assume that no call is repeated and that all candidates reach the vote.
+    Answers that a run leaves out before its calls are not counted. The figures assume that no call is repeated, and
+    that all candidates of the teacher reach the vote; for candidates by form, this is computed.
 
     Raises:
         AspdError: see `aspd_jax.pipeline.build.build`.
     """
-    teacher, count = config.teacher, counter(config.tokenizer)
-    prompts = {name: estimate_tokens(text) for name, text in read_prompts(teacher.prompts).items()}
+    teacher = config.teacher
+    texts = read_prompts(teacher.prompts)
+    prompts = {name: estimate_tokens(text) for name, text in texts.items()}
+    work = Work(config, source, shard, Results(), texts)
+    count = work.count
     candidates = teacher.candidates if teacher.base_url else 0
     votes = teacher.votes if teacher.base_url else 0
     answers = long = with_form = calls = read = written = 0
-    for record in shard.records(source):
-        if not isinstance(record, Conversation):
+    for answer in work.answers():
+        tokens = count(answer.text)
+        answers += 1
+        if tokens < config.select.min_tokens:
             continue
-        for _, answer in answers_of(record):
-            tokens = count(answer.text)
-            answers += 1
-            if tokens < config.select.min_tokens:
-                continue
-            long += 1
-            forms = len(propose(answer.text)) if config.rules else 0
-            with_form += bool(forms)
-            asked = tokens + count(answer.question)
-            calls += candidates + votes * (candidates + forms)
-            read += candidates * (prompts["annotate"] + count(answer.question) + count(numbered(answer.text)))
-            read += votes * (candidates + forms) * (prompts["independence"] + asked + tokens)
-            written += candidates * ANNOTATION + votes * (candidates + forms) * VOTE
+        long += 1
+        forms = candidates_of(propose_by_rules(work, answer))
+        with_form += bool(forms)
+        voted = candidates + sum(any(check(work, answer, block) is None for block in form.blocks) for form in forms)
+        asked = tokens + count(answer.question)
+        calls += candidates + votes * voted
+        read += candidates * (prompts["annotate"] + count(answer.question) + count(numbered(answer.text)))
+        read += votes * voted * (prompts["independence"] + asked + tokens)
+        written += candidates * ANNOTATION + votes * voted * VOTE
     lines = [
         f"{answers} answers, {long} of {config.select.min_tokens} tokens or more, "
         f"{with_form} of these with a block by their form",

@@ -15,13 +15,11 @@ from aspd_jax.files import replacing
 from aspd_jax.jsonl import Line
 from aspd_jax.pipeline.tag_formats import FORMATS, ImportedAnswer, import_answer, recognise
 from aspd_jax.sources import (
-    ANSWERS,
     LONGEST_REASON,
     Conversation,
     Unreadable,
     conversation,
     no_record,
-    parse_messages,
     read_rows,
 )
 from aspd_jax.structure import Parallel, to_json
@@ -136,8 +134,8 @@ def left_out_file(output: Path) -> Path:
 def tagged_conversation(line: Line) -> Conversation | Unreadable:
     """Return the conversation of a record, answers with their tags.
 
-    Beyond the records of `aspd_jax.sources`, these have rendered conversations, lists of messages as prompts,
-    and a thought and an answer in columns of their own.
+    Beyond the records of `aspd_jax.sources`, these have rendered conversations, and a thought and an answer in columns
+    of their own.
     """
     number, row = line.number, line.value
     if line.reason:
@@ -146,7 +144,7 @@ def tagged_conversation(line: Line) -> Conversation | Unreadable:
         own = next((row[key] for key in IDS if row.get(key) is not None), None)
         row = dict(row) if own is None else {**row, "id": own}
         try:
-            row |= _columns(row)
+            row = _columns(row) or row
         except AspdError as error:
             return Unreadable(number, str(row.get("id", number)), str(error)[:LONGEST_REASON])
     found = conversation(row, number)
@@ -156,17 +154,18 @@ def tagged_conversation(line: Line) -> Conversation | Unreadable:
 
 
 def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the messages of a record whose columns are those of another project; nothing for common records."""
+    """Return the messages of a record whose columns are those of another project; nothing for common records.
+
+    These columns are the whole conversation; other columns of the projects are statistics and other attempts.
+    """
+    own = {"id": row["id"]} if "id" in row else {}
     for key in RENDERED:
         if isinstance(row.get(key), str) and "<|im_start|>" in row[key]:
-            return {"messages": _turns(row[key], key)}
+            return own | {"messages": _turns(row[key], key)}
     if isinstance(row.get(THOUGHT), str) and isinstance(row.get("question"), str):
         answer = "\n\n".join(part for part in (row[THOUGHT], row.get(ATTEMPT)) if isinstance(part, str) and part)
-        return {"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": answer}]}
-    prompt, column = row.get("prompt"), next((name for name in ANSWERS if isinstance(row.get(name), str)), None)
-    if isinstance(prompt, list) and column is not None and row.get("messages") is None:
-        parse_messages(prompt, "prompt")
-        return {"messages": [*prompt, {"role": "assistant", "content": row[column]}]}
+        question = {"role": "user", "content": row["question"]}
+        return own | {"messages": [question, {"role": "assistant", "content": answer}]}
     return {}
 
 

@@ -11,6 +11,7 @@ import re
 from dataclasses import replace
 
 from aspd_jax.blocks.markers import BOLD, SPACELESS, marker_of
+from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan
 from aspd_jax.errors import StructureError
 
@@ -25,14 +26,19 @@ _WORD = re.compile(rf"[{SPACELESS}]|[^\s{SPACELESS}]+")
 def with_leads(answer: str, block: BlockSpan) -> BlockSpan:
     """Return a block whose branches begin with the white space before them, and have leads.
 
+    A lead that would end within code, a formula or an element (`aspd_jax.blocks.regions`) ends behind it.
+
     Raises:
         StructureError: a lead is no longer than the white space and the marker of its part.
     """
     starts = [len(answer[: branch.start].rstrip()) for branch in block.branches]
     ends = [*starts[1:], len(answer[: block.end].rstrip())]
+    regions = regions_of(answer)
+    whole = (*regions.protected, *regions.code)
     branches = []
     for branch, start, end in zip(block.branches, starts, ends, strict=True):
-        lead = lead_length(answer[start:end], branch.title)
+        place = start + lead_length(answer[start:end], branch.title)
+        lead = max((last for first, last in whole if first < place < last), default=place) - start
         branches.append(replace(branch, start=start, end=end, lead=lead))
     return BlockSpan(tuple(branches))
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from aspd_jax.blocks.extract import line_starts, whole_ranges
+from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan, BranchSpan, end_like_siblings
 from aspd_jax.errors import StructureError
 
@@ -19,7 +20,6 @@ MAX_TITLE_WORDS = 16
 MIN_WORDS = 4  # minimum words of a sentence that is a separate piece; the number of an item is shorter
 _SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]*_]*\s+|[。！？][\"'”’』」）]*")
 _WORD = re.compile(r"\w+|[。！？]")
-_FORMULA = re.compile(r"\$\$.*?\$\$|\\\[.*?\\\]", re.DOTALL)
 
 
 class Part(NamedTuple):
@@ -49,16 +49,19 @@ class Group(NamedTuple):
 def piece_starts(answer: str) -> list[int]:
     """Return the offsets of the pieces of an answer: its lines, and the sentences of the lines.
 
-    An empty line belongs to the piece before it. Code, tables, quotes and formulas are never cut.
+    An empty line belongs to the piece before it. A tag between two regions begins a piece, and what follows it another
+    one. Code, tables, quotes, formulas and elements are never cut.
     """
-    whole = [*whole_ranges(answer), *(found.span() for found in _FORMULA.finditer(answer))]
+    whole = list(whole_ranges(answer))
+    edges = sorted({edge for tag in regions_of(answer).tags for edge in tag})
     starts: list[int] = []
     lines = [*line_starts(answer), len(answer)]
     for start, end in pairwise(lines):
-        if not answer[start:end].strip():
-            continue
-        candidates = [start, *_sentences(answer, start, end)]
-        starts += [place for place in candidates if not any(first < place < last for first, last in whole)]
+        bounds = [start, *(edge for edge in edges if start < edge < end), end]
+        places = [place for first, last in pairwise(bounds) for place in (first, *_sentences(answer, first, last))]
+        for place, following in pairwise([*places, end]):
+            if answer[place:following].strip() and not any(first < place < last for first, last in whole):
+                starts.append(place)
     return [0, *starts[1:]]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from aspd_jax.blocks.checks import find_defect, find_dependence
 from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.measures import saved
+from aspd_jax.blocks.regions import regions_of
 from aspd_jax.blocks.spans import BlockSpan, blocks_to_json, structure_of
 from aspd_jax.errors import StructureError
 from aspd_jax.pipeline.leads import with_leads
@@ -50,6 +51,9 @@ def well_formed(text: str, candidates: Iterable[Candidate]) -> dict[str, Any]:
     rejected: list[dict[str, str]] = []
     for candidate in candidates:
         try:
+            for block in candidate.blocks:
+                if any(block.start < end and start < block.end for start, end in regions_of(text).tags):
+                    raise StructureError("a block reaches from one region into another, such as from a thought")
             blocks = [with_leads(text, block) for block in candidate.blocks]
             if plain_text(structure_of(text, blocks)) != text:
                 raise StructureError("its plain text is not the answer")

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from aspd_jax.blocks.measures import Measures, best
+from aspd_jax.blocks.measures import Measures, ranked
 from aspd_jax.files import replacing, write_whole
+from aspd_jax.pipeline.data_config import SelectSection
 from aspd_jax.pipeline.data_report import Report
-from aspd_jax.pipeline.entries import Entry, Sample
+from aspd_jax.pipeline.entries import Entry, Sample, line
 from aspd_jax.pipeline.work import Work
 
 
@@ -28,15 +29,15 @@ class Survey:
             self._forked[sample.number] = sample.forked
         self._groups[sample.question].append((sample.number, sample.measures))
 
-    def others(self) -> set[int]:
-        """Return the numbers of records with a better answer to the same question.
+    def others(self, count: int) -> set[int]:
+        """Return the numbers of records for whose question `count` other records are preferred; 0: none.
 
-        The best one has the best block; of answers without a block, the first is kept.
+        Records with the best blocks are preferred; of those without a block, the first.
         """
         others: set[int] = set()
-        for samples in self._groups.values():
-            first = best([measures for _, measures in samples]) or 0
-            others |= {number for place, (number, _) in enumerate(samples) if place != first}
+        for samples in self._groups.values() if count else ():
+            order = ranked([measures for _, measures in samples])
+            others |= {samples[place][0] for place in order[count:]}
         return others
 
     def share(self, others: set[int], ratio: float) -> float:
@@ -55,43 +56,47 @@ def write(work: Work, output: Path, report: Report, survey: Survey, entries: Ite
         survey: comparison of the records of all entries.
         entries: entries in the order of the source.
 
+    Every record is in both sets, or has one line without `message` in `rejected.jsonl`.
+
     Returns:
         The report.
     """
-    others = survey.others()
-    kept = survey.share(others, work.config.select.serial_ratio)
+    select = work.config.select
+    others = survey.others(select.per_question)
+    share = survey.share(others, select.serial_ratio)
     files = {name: output / work.shard.name(name, ".jsonl") for name in ("structured", "plain", "rejected")}
     with ExitStack() as stack:
         handles = {name: stack.enter_context(replacing(file)) for name, file in files.items()}
         for entry in entries:
-            report.records += 1
-            if entry.sample is None:
-                _count_refused(report, work.source, entry)
-                handles["rejected"].write(entry.rejected)
-            elif entry.number in others:
-                report.samples += 1
+            handles["rejected"].write(entry.rejected)
+            for of in entry.selections:
+                report.add(of.sources, of.rejected, of.proposed)
+                report.rises += of.rises
+            stage, reason = _left_out(entry, select, others, share)
+            report.count(stage)
+            if stage:
+                handles["rejected"].write(line(entry.base | {"stage": stage, "reason": reason}))
+                if stage == "read":
+                    report.unreadable.append(f"{work.source}, line {entry.number}: {reason}")
             else:
-                handles["rejected"].write(entry.rejected)
-                for of in entry.selections:
-                    report.add(of.measures, of.sources, of.rejected, of.proposed)
-                    report.rises += of.rises
-                if entry.defect:  # the record has no block, and is no example of serial text
-                    report.unfit += 1
-                    handles["rejected"].write(entry.defect)
-                elif not entry.sample.forked and (not entry.sample.serial or entry.draw >= kept * (1 << 32)):
-                    report.spared += 1
-                else:
-                    handles["plain"].write(entry.plain)
-                    handles["structured"].write(entry.structured)
+                handles["plain"].write(entry.plain)
+                handles["structured"].write(entry.structured)
+                report.answers += [of.measures for of in entry.selections]
     for suffix, text in ((".json", json.dumps(report.as_dict(), indent=1)), (".md", report.markdown())):
         write_whole(output / work.shard.name("report", suffix), text)
     return report
 
 
-def _count_refused(report: Report, source: str, entry: Entry) -> None:
-    if entry.refused == "read":
-        report.left_out.append(f"{source}, line {entry.number}: {entry.reason}")
-    elif entry.refused == "teacher":
-        report.unanswered += 1
-    else:
-        report.unfit += 1
+def _left_out(entry: Entry, select: SelectSection, others: set[int], share: float) -> tuple[str, str]:
+    """Return the stage at which a record is left out of both sets, and the reason; empty: it is in both."""
+    if entry.sample is None:
+        return entry.refused, entry.reason
+    if entry.number in others:
+        return "question", f"other answers to its question are preferred, select.per_question is {select.per_question}"
+    if entry.defect:  # the record has no block, and is no example of serial text
+        return "record", entry.defect
+    if not entry.sample.forked and not entry.sample.serial:
+        return "serial", "no block, and select.serial_kinds has another kind"
+    if not entry.sample.forked and entry.draw >= share * (1 << 32):
+        return "serial", f"no block, and select.serial_ratio is {select.serial_ratio}"
+    return "", ""

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
+from aspd_jax.blocks.checks import repetition
 from aspd_jax.blocks.measures import Count, estimate_tokens
 from aspd_jax.blocks.spans import BlockSpan, blocks_from_json
 from aspd_jax.errors import ConfigError
@@ -24,7 +25,7 @@ from aspd_jax.sources import Conversation, Unreadable, raw_rows, record_of
 from aspd_jax.store import Results, Store
 
 COUNTS = 1 << 10  # texts whose number of tokens is kept
-VERSION = 9  # version of the stages; a change reruns all of them
+VERSION = 10  # version of the stages; a change reruns all of them
 
 
 class Shard(NamedTuple):
@@ -194,10 +195,18 @@ class Work:
         return self.shard.records(self.source)
 
     def answers(self) -> Iterator[Answer]:
-        """Yield the non-empty answers of the conversations of this shard."""
+        """Yield the non-empty answers of this shard, except those of repetitive records, which are in neither set."""
         for record in self.records():
-            if isinstance(record, Conversation):
+            if isinstance(record, Conversation) and not self.repetitive(record):
                 yield from (answer for _, answer in answers_of(record) if answer.text.strip())
+
+    def repetitive(self, record: Conversation) -> str | None:
+        """Return the reason why a record is left out before all stages, because an answer repeats itself, or None."""
+        most = self.config.select.max_repetition
+        for place in record.answers if most < 1 else ():
+            if (repeated := repetition(record.messages[place][1])) > most:
+                return f"{repeated:.0%} of its words repeat what it said before, at most {most:.0%} may"
+        return None
 
     def get(self, stage: str, answer: Answer) -> Any:
         """Return the stored result of a stage for an answer, or None."""

@@ -26,7 +26,7 @@ from infer.offline.batch import Item, read_prompts
 from train.config import DataSection
 from train.records import Records
 
-GOOD = b'{"question": "What is 1+1?", "prompt": "a\xc2\x85b", "answer": "It is 2.\xe2\x80\xa8"}'
+GOOD = b'{"prompt": "What is\xc2\x851+1?", "answer": "It is 2.\xe2\x80\xa8"}'
 FAULTS = {
     b'{"messages": NaN}': "not JSON",
     b'{"question": -Infinity}': "not JSON",

@@ -43,8 +43,8 @@ def test_history_and_input_come_first() -> None:
 def test_text_beside_messages_and_instructions_is_kept() -> None:
     row: dict[str, Any] = {"system": "s", **SHAPES["ShareGPT"]}
     assert conversation(row, 1) == Conversation(1, "1", (("system", "s"), ("user", "q"), ("assistant", "a")))
-    row["conversations"] = [{"from": "system", "value": "own"}, *row["conversations"]]
-    assert conversation(row, 1) == Conversation(1, "1", (("system", "own"), ("user", "q"), ("assistant", "a")))
+    row["conversations"] = [{"from": "system", "value": "s"}, *row["conversations"]]
+    assert conversation(row, 1) == Conversation(1, "1", (("system", "s"), ("user", "q"), ("assistant", "a")))
     row = {"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"}
     assert conversation(row, 1) == Conversation(1, "1", (("user", "q\n\nc"), ("assistant", "a")))
     assert conversation(row | {"context": " "}, 1) == Conversation(1, "1", (("user", "q"), ("assistant", "a")))
@@ -80,7 +80,7 @@ def test_messages_that_say_more_than_text_are_refused_by_name() -> None:
     assert read(tool_calls=[], reasoning_content=None, structure=None, weight=1, name="x") == ""
     assert read(tool_calls=[{"id": "1"}]) == 'messages[1].tool_calls: expected none, got [{"id": "1"}]'
     assert read(reasoning_content="so") == 'messages[1].reasoning_content: expected none, got "so"'
-    assert read(weight=0) == "messages[1].weight: expected 1, got 0; every answer is learned"
+    assert read(weight=0).startswith("messages[1].weight: expected 1 or true, got 0; every answer is learned")
     for content, place in (
         ([{"type": "text", "text": None}], "content[0].text"),
         ([{"type": "text"}], "content[0].text"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +52,7 @@ def test_answers_are_kept_and_dependent_ones_stay_serial(source: Path, tmp_path:
         ("chain", "check"), ("short", "short"), ("6", "read"), ("7", "read")
     }  # fmt: skip
     report = outcome.report.as_dict()
-    assert report["records"] == 7 and report["unreadable"] == 2 and report["statistics"]["with_block"] == 2
+    assert report["records"] == 7 and report["left_out"]["read"] == 2 and report["statistics"]["with_block"] == 2
     assert report["statistics"]["PPD"] == pytest.approx(2 / 6) and report["statistics"]["ABN"] == 3
     assert "back reference" not in (tmp_path / "out" / "report.md").read_text()
 
@@ -97,8 +99,8 @@ def test_measures_are_those_of_the_linearisation(lm: LanguageModel, titles: Titl
     assert plain.critical_path - found.critical_path == saved(answer, block, count)
 
 
-def test_the_best_of_several_answers_is_kept(tmp_path: Path) -> None:
-    """Each question keeps the answer with the best block, or the first one if none has a block."""
+def test_the_best_of_several_answers_are_kept(tmp_path: Path) -> None:
+    """With `per_question`, a question keeps the answers with the best blocks, then the first ones without a block."""
     file = tmp_path / "in.jsonl"
     plain = "Nothing in particular helps, but sleep does, and so do long walks by the sea with a good friend. " * 3
     rows = [
@@ -110,11 +112,67 @@ def test_the_best_of_several_answers_is_kept(tmp_path: Path) -> None:
         {"id": "defect", "question": "When?", "answer": LIST.replace("\n\n2.", "\n2.")},
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report = build(DataConfig(select=SMALL), str(file), tmp_path / "out", progress=False).report
-    assert [row["id"] for row in lines(tmp_path / "out" / "structured.jsonl")] == ["list", "one"]
-    assert (report.samples, report.unfit) == (3, 1)
-    (defect,) = (row for row in lines(tmp_path / "out" / "rejected.jsonl") if row.get("stage") == "record")
-    assert defect["id"] == "defect" and "unequal gaps" in defect["reason"]
+    for count, kept in (
+        (1, ["list", "one"]),
+        (2, ["prose", "list", "one", "two"]),
+        (0, ["prose", "list", "again", "one", "two"]),
+    ):
+        config = DataConfig(select=replace(SMALL, per_question=count))
+        report = build(config, str(file), tmp_path / f"{count}", progress=False).report
+        assert [row["id"] for row in lines(tmp_path / f"{count}" / "structured.jsonl")] == kept
+        assert (report.left_out["question"], report.left_out["record"], report.written) == (5 - len(kept), 1, len(kept))
+        rejected = [row for row in lines(tmp_path / f"{count}" / "rejected.jsonl") if "message" not in row]
+        assert [row["id"] for row in rejected] == [row["id"] for row in rows if row["id"] not in kept]
+        assert "unequal gaps" in rejected[-1]["reason"]
+
+
+def test_every_record_has_one_place_and_the_numbers_add_up(tmp_path: Path) -> None:
+    """Check sets, rejected lines and report against one another: answers of several models to the same questions."""
+    answers = [
+        LIST,
+        PROSE,
+        CHAIN,
+        LIST.replace("\n\n2.", "\n2."),
+        "Yes.",
+        LIST.replace("\n", "\r\n"),
+        "So it is. " * 40,
+    ]
+    rows: list[Any] = [
+        {"id": f"{model}/{question}", "model": f"m{model}", "question": f"{question}?", "answer": answer}
+        for question in range(8)
+        for model, answer in enumerate(answers[question % 3 :])
+    ]
+    rows += [{"id": "none", "question": "?"}, {"id": "tools", "question": "q", "answer": "a", "tools": [{}]}]
+    rows.append({"id": "cut", "messages": [{"role": role, "content": LIST} for role in ("user", "assistant", "user")]})
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, changes in {
+        "default": {},
+        "one": {"per_question": 1},
+        "few": {"per_question": 2, "serial_ratio": 0.5, "max_repetition": 0.5},
+        "kinds": {"serial_kinds": ("stories",)},
+    }.items():
+        out = tmp_path / name
+        report = build(DataConfig(select=replace(SMALL, **changes)), str(file), out, progress=False).report
+        structured, plain, rejected = (lines(out / f"{kind}.jsonl") for kind in ("structured", "plain", "rejected"))
+        whole = [row for row in rejected if "message" not in row]
+        assert [row["line"] for row in structured] == [row["line"] for row in plain]
+        assert sorted(row["line"] for row in (*structured, *whole)) == list(range(1, len(rows) + 1))
+        assert all(row["reason"] for row in rejected)
+        assert report.records == len(rows) and report.written == len(structured)
+        assert report.left_out == Counter(row["stage"] for row in whole)
+        assert report.failed == Counter(row["stage"] for row in rejected if "message" in row and row["stage"] != "read")
+        found = json.loads((out / "report.json").read_text())
+        assert found["records"] == found["written"] + sum(found["left_out"].values())
+        assert found["statistics"]["answers"] == len(structured)
+        text = (out / "report.md").read_text()
+        counts = {what: int(n) for what, n in re.findall(r"\| (records [^|]+) \| (\d+) \|", text)}
+        read, *others = counts.values()
+        assert read == len(rows) == sum(others) and counts["records in both sets"] == len(structured)
+        if name == "default":
+            assert not report.left_out["question"] and report.left_out["record"] == 8  # the lists with unequal gaps
+        else:
+            assert report.written < len(rows) / 2
 
 
 def test_prose_is_kept_for_some_kinds_of_questions_only(tmp_path: Path) -> None:
@@ -307,7 +365,7 @@ def test_records_that_teach_nothing_good_are_in_neither_set(tmp_path: Path) -> N
     assert kept("asked", as_asked=True)[0] == {"list", "circles"} | prose
     some, report = kept("ratio", max_repetition=0.3, serial_ratio=5.0)
     assert {"list", "miscounted"} <= some and 3 <= len(some & prose) <= 20  # ten on average
-    assert report.spared == 60 - len(some & prose) and report.unfit == 1
+    assert report.left_out["serial"] == 60 - len(some & prose) and report.left_out["record"] == 1
     assert kept("again", max_repetition=0.3, serial_ratio=5.0)[0] == some
     rejected = {row["id"]: row["reason"] for row in lines(tmp_path / "ratio" / "rejected.jsonl")}
     assert "of its words repeat" in rejected["circles"] and 'finish_reason" is "length' in rejected["cut"]
@@ -323,4 +381,7 @@ def test_lists_with_a_defect_take_no_place_of_serial_answers(tmp_path: Path) -> 
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(select=replace(SMALL, serial_ratio=1.0))
     report = build(config, str(source), tmp_path / "out", progress=False).report
-    assert len(lines(tmp_path / "out" / "plain.jsonl")) == 20 and (report.unfit, report.spared) == (40, 0)
+    assert len(lines(tmp_path / "out" / "plain.jsonl")) == 20 and (
+        report.left_out["record"],
+        report.left_out["serial"],
+    ) == (40, 0)

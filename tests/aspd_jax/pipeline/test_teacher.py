@@ -91,7 +91,7 @@ def test_what_failed_is_asked_for_again_by_the_next_run(source: Path, tmp_path: 
     with TeacherServer(down) as server:
         config = teacher(server, retries=0)
         outcome = build(config, str(source), tmp_path / "out", progress=False)
-        assert outcome.unanswered == 2 and outcome.report.unanswered == 2
+        assert outcome.unanswered == 2 and outcome.report.left_out["teacher"] == 2
         assert len(lines(tmp_path / "out" / "plain.jsonl")) == 3
         broken, before = False, len(server.bodies)
         assert not build(config, str(source), tmp_path / "out", progress=False).unanswered
@@ -108,7 +108,7 @@ def test_a_vote_without_a_reply_leaves_the_record_for_the_next_run(source: Path,
     with TeacherServer(down) as server:
         config = teacher(server, retries=0)
         outcome = build(config, str(source), tmp_path / "out", progress=False)
-        assert outcome.unanswered == 2 and outcome.report.unanswered == 2
+        assert outcome.unanswered == 2 and outcome.report.left_out["teacher"] == 2
         reasons = [row["reason"] for row in lines(tmp_path / "out" / "rejected.jsonl") if row["stage"] == "teacher"]
         assert len(reasons) == 2 and all(reason.startswith("judge: ") for reason in reasons)
         broken = False

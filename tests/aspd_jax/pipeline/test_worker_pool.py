@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from aspd_jax.sources import read_records
 from aspd_jax.store import Row, Store
 from tests.conftest import ROOT
 from tests.helpers.killed_workers import dies_before_a_result, dies_within_a_result
-from tests.helpers.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE
+from tests.helpers.pipeline_data import CHAIN, LIST, NO_TEACHER, PROSE, SMALL
 
 FILES = ("structured.jsonl", "plain.jsonl", "rejected.jsonl", "report.md", "report.json")
 BAD = 150  # line of the record that is no JSON
@@ -59,6 +60,9 @@ def command(file: Path, output: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "aspd", "data", "build", str(file), "--output", str(output), *options]
 
 
+BEST = DataConfig(select=replace(SMALL, per_question=1))  # compares records of different parts
+
+
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_many(tmp_path_factory.mktemp("many") / "in.jsonl")
@@ -67,15 +71,15 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(many: Path) -> Path:
     """The run of one process."""
-    build(NO_TEACHER, str(many), many.parent / "alone", progress=False)
+    build(BEST, str(many), many.parent / "alone", progress=False)
     return many.parent / "alone"
 
 
 def test_three_workers_write_what_one_does(many: Path, alone: Path, tmp_path: Path) -> None:
-    outcome = build(NO_TEACHER, str(many), tmp_path / "out", progress=False, workers=3)
+    outcome = build(BEST, str(many), tmp_path / "out", progress=False, workers=3)
     assert outputs(tmp_path / "out") == outputs(alone) and rows_of(tmp_path / "out") == rows_of(alone)
-    assert len(rows_of(alone)) == 2 * 299 and outcome.report.samples == 100
-    (left_out,) = outcome.report.left_out
+    assert len(rows_of(alone)) == 2 * 299 and outcome.report.left_out["question"] == 100
+    (left_out,) = outcome.report.unreadable
     assert left_out.startswith(f"{many}, line {BAD}: not JSON")
     build(DataConfig(), str(many), tmp_path / "other", progress=False)  # negative control: other settings, other files
     assert outputs(tmp_path / "other")["rejected.jsonl"] != outputs(alone)["rejected.jsonl"]
@@ -102,12 +106,12 @@ def test_the_results_of_each_record_are_computed_once(
     with monkeypatch.context() as patch:
         patch.setattr(worker_pool, "process", fails_later)
         with pytest.raises(KeyboardInterrupt):
-            build(NO_TEACHER, str(many), tmp_path / "out", progress=False)
+            build(BEST, str(many), tmp_path / "out", progress=False)
     assert len(calls) == 2 * worker_pool.PART
     assert not (tmp_path / "out" / "structured.jsonl").exists()
-    build(NO_TEACHER, str(many), tmp_path / "out", progress=False)
+    build(BEST, str(many), tmp_path / "out", progress=False)
     assert len(calls) == len(set(calls)) == 299
-    build(NO_TEACHER, str(many), tmp_path / "out", progress=False)
+    build(BEST, str(many), tmp_path / "out", progress=False)
     assert len(calls) == 299 and outputs(tmp_path / "out") == outputs(alone)
 
 
@@ -174,9 +178,10 @@ def test_a_worker_killed_at_any_time_ends_the_run(
     with monkeypatch.context() as patch:
         patch.setattr(worker_pool, "_process", worker)
         with pytest.raises(RequestError, match="--workers: expected running worker processes"):
-            build(NO_TEACHER, str(many), tmp_path / "out", progress=False, workers=2)
+            build(BEST, str(many), tmp_path / "out", progress=False, workers=2)
     assert not children_of(os.getpid()) and not (tmp_path / "out" / "structured.jsonl").exists()
-    assert build(NO_TEACHER, str(many), tmp_path / "out", progress=False, workers=2).report.samples == 100
+    report = build(BEST, str(many), tmp_path / "out", progress=False, workers=2).report
+    assert report.left_out["question"] == 100
 
 
 def test_workers_import_no_jax() -> None:
