@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from inspect import cleandoc
@@ -333,7 +334,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, parameter in PARAMETERS.items():
             value = getattr(self, name)
-            object.__setattr__(self, name, parameter.default if value is None else parameter.read(value))
+            object.__setattr__(self, name, copy(parameter.default) if value is None else parameter.read(value))
         limit = self.max_new_tokens if self.max_content_tokens is None else self.max_content_tokens
         if self.min_tokens > limit:
             raise RequestError(f"min_tokens: expected 0 to the limit of the answer, {limit}, got {self.min_tokens}.")
