@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from aspd_jax.chat import with_end_of_turn
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import find_model, open_checkpoint
@@ -84,6 +85,8 @@ class LanguageModel:
 def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template: str | os.PathLike[str] = "") -> None:
     """Check that a model loaded from `path` has a tokenizer, and set its chat template if a file is given.
 
+    The token that ends a turn of the template is added to `lm.end_ids`.
+
     Args:
         lm: the model.
         path: path of the checkpoint, for messages.
@@ -94,6 +97,7 @@ def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template:
         ConfigError: the file cannot be read.
     """
     read_template(lm.tokenizer, path, template)
+    lm.end_ids = with_end_of_turn(lm.tokenizer, lm.end_ids)
 
 
 def read_template(tokenizer: Any, path: str | os.PathLike[str], template: str | os.PathLike[str]) -> None:

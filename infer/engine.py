@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
-from aspd_jax.chat import encode_history, encode_prompt, is_answer
+from aspd_jax.chat import encode_history, encode_prompt
 from aspd_jax.errors import RequestError, StructureError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import plain_text
@@ -222,20 +222,10 @@ class Engine:
             asking = dict(messages[number])
             asking["content"] = f"{self.text_tags.instruction}\n\n{asking['content']}"
             messages = [*messages[:number], asking, *messages[number + 1 :]]
-        ends = self.lm.end_ids
-        if not ends and any(map(is_answer, messages)):
-            raise RequestError(
-                "messages: expected no answer, got one; this model has no end-of-text token to close it."
-            )
-        codec = self.lm.codec.text
-        (ids, *segments), answers = encode_history(
-            tokenizer, codec, ends, messages, continue_final_message, chat_template_kwargs, tools
-        )
-        places = [number for number, message in enumerate(messages) if is_answer(message)]
-        for place, answer, after in zip(places, answers, segments, strict=True):
-            decoded = self._decoded(place, messages[place]) if messages[place]["content"] == answer else None
-            ids = [*ids, *(codec.encode(answer) if decoded is None else decoded), *after]
-        return ids
+        return encode_history(
+            tokenizer, self.lm.codec.text, messages, continue_final_message, chat_template_kwargs, tools,
+            decoded=lambda place: self._decoded(place, messages[place]),
+        )  # fmt: skip
 
     def _decoded(self, place: int, message: Mapping[str, Any]) -> list[int] | None:
         """Return the `token_ids` of an answer without end of text; None: the message has none that apply.

@@ -189,9 +189,9 @@ def test_turns_that_cannot_be_asked_for_are_left_out_and_named(lm: LanguageModel
     ]
     assert read(TEMPLATES["plain"], "plain") == (6, turn)
     count, problems = read(TEMPLATES["alternates"], "alternates")
-    assert count == 3 and problems[1:3] == turn[1:]
+    assert count == 4 and problems[1:3] == turn[1:]
     assert [(line, kind) for line, kind, _ in problems if line in (2, 5, 6)] == [
-        (2, "malformed"), (5, "malformed"), (6, "malformed")
+        (2, "malformed"), (5, "malformed"), (6, "turn")
     ]  # fmt: skip
     reasons = {line: reason for line, _, reason in problems}
     refused = "messages: the chat template refuses a conversation of {}: roles must alternate"

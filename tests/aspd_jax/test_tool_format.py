@@ -79,11 +79,7 @@ def rendered(template: str, messages: list[dict[str, Any]], tools: Any = ()) -> 
     tokenizer = tokenizer_with(template)
     codec = Codec(tokenizer)
     shown, given = tool_conversation(tokenizer, messages, tools)
-    segments, answers = encode_history(tokenizer, codec.text, (tokenizer.eos_token_id,), shown, tools=given)
-    ids = [*segments[0]]
-    for answer, segment in zip(answers, segments[1:], strict=True):
-        ids += [*codec.text.encode(answer), *segment]
-    return str(tokenizer.decode(ids))
+    return str(tokenizer.decode(encode_history(tokenizer, codec.text, shown, tools=given)))
 
 
 @pytest.mark.parametrize("template", [templates.QWEN, templates.TEXT_ARGUMENTS])
@@ -135,8 +131,7 @@ def test_special_tokens_in_tools_are_text(template: str) -> None:
             {"role": "tool", "content": spelt, "tool_call_id": "call_1"},
         ]
         shown, given = tool_conversation(tokenizer, messages, tools)
-        segments, _ = encode_history(tokenizer, codec.text, (tokenizer.eos_token_id,), shown, tools=given)
-        return sum(segment.count(tokenizer.eos_token_id) for segment in segments)
+        return encode_history(tokenizer, codec.text, shown, tools=given).count(tokenizer.eos_token_id)
 
     assert ends("<|end|>") == ends("plain") > 0
 
