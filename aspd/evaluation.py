@@ -143,7 +143,8 @@ def run_ablate(options: argparse.Namespace) -> None:
     questions = synthetic_questions(config.problems)
 
     def answers(name: str, model: Any, folder: Path, decoding: DecodingSection) -> None:
-        engine = Engine(load_model(model), decoding.max_length, max_batch=decoding.batch)
+        lm = load_model(model)
+        engine = Engine(lm, decoding.length(lm.context_length), max_batch=decoding.batch)
         mode: Mode = "adaptive" if name in VARIANTS and VARIANTS[name].structured else "serial"
         answer_questions(engine, System(name, name, mode), questions, decoding, folder / "answers.jsonl", folder.name)
 

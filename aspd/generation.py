@@ -180,7 +180,7 @@ class EngineSettings(NamedTuple):
     weights: Weights
     decode_attention: str
     adapter: str | None
-    max_length: int
+    max_length: int | None
     batch: int
     branch_policy: str
     drafts: DraftSource

@@ -52,7 +52,11 @@ def model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--adapter", metavar="DIR", help="folder of an adapter of the model, in PEFT's format")
     dtype_option(parser)
-    parser.add_argument("--max-length", type=int, default=2048, help="maximum tokens of prompt and answer")
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        help="maximum tokens of prompt and answer; default: 2048, or the model's context length if that is less",
+    )
 
 
 def dtype_option(parser: argparse.ArgumentParser) -> None:

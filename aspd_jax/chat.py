@@ -111,8 +111,7 @@ class Chat:
     def answers(self, stop: int) -> list[str]:
         """Return the answers before message `stop` as a prompt contains them.
 
-        Some templates drop a part of earlier answers, such as a thought. White space around an answer is kept even if
-        the template strips it, so that the tokens of a decoded answer stay the same.
+        Some templates drop a part of earlier answers, such as a thought or the white space around them.
 
         Raises:
             ConversationError: see `prompt`.
@@ -121,21 +120,20 @@ class Chat:
         if not places:
             return []
         said = {place: self._messages[place]["content"] for place in places}
-        bare = {place: content.strip() for place, content in said.items()}
         marked = self._render(self._shown[:stop], True)
-        if self._render(self._with(bare, stop), True) == self._fill(marked, bare):
+        if self._render(self._with(said, stop), True) == self._fill(marked, said):
             return list(said.values())
         shown = []
         for place in places:
             before, _, after = marked.partition(self._mark(place))
-            whole = self._render(self._with({place: bare[place]}, stop), True)
+            whole = self._render(self._with({place: said[place]}, stop), True)
             middle = whole[len(before) : len(whole) - len(after)]
             if before + middle + after != whole:
                 raise ConversationError(
                     f"messages[{place}]: expected a chat template that writes equal text around all answers, "
                     "got other text here. Use another chat_template."
                 )
-            shown.append(said[place] if middle.strip() == bare[place] else middle)
+            shown.append(middle)
         return shown
 
     def continuation(self) -> tuple[list[str], str]:
@@ -323,8 +321,8 @@ def encode_history(
         messages: messages with `role` and `content`.
         continues: whether the last message is the beginning of an answer, with which the prompt ends.
         variables, tools: see `Chat`.
-        decoded: returns the token ids of the answer at a place, for an answer that the template leaves unchanged; None:
-            its text is encoded.
+        decoded: returns the token ids of the answer at a place, for an answer that the template shows, with or without
+            the white space around it; None: its text is encoded.
 
     Raises:
         ConversationError: the chat template refuses the conversation, or changes an answer.
@@ -338,7 +336,7 @@ def encode_history(
     places = [place for place, message in enumerate(messages) if is_answer(message)]
     answers: list[str | Sequence[int]] = []
     for place, text in zip(places, shown, strict=True):
-        ids = decoded(place) if messages[place]["content"] == text else None
+        ids = decoded(place) if messages[place]["content"].strip() == text.strip() else None
         answers.append(text if ids is None else ids)
     return chat.join(segments, answers)
 

@@ -34,7 +34,7 @@ from aspd_jax.formats.hf_config import make_config
 from aspd_jax.layout import Layout
 from aspd_jax.model.draft_heads import DRAFT_HEADS
 from aspd_jax.model.lora import adapter_parameters, adapter_tensors, merge_adapters
-from aspd_jax.model.model_config import ModelConfig, Weights, from_hugging_face, padded
+from aspd_jax.model.model_config import ModelConfig, Weights, context_length, from_hugging_face, padded
 from aspd_jax.model.transformer import Transformer
 from aspd_jax.model.weights import load_parameters, quantise_layers, tensors_from
 from aspd_jax.tokens import Codec, SpecialTokens, add_special_tokens
@@ -52,7 +52,7 @@ class LanguageModel:
         config: configuration of the model.
         hf_config: contents of config.json, for export.
         end_ids: ids that end an answer.
-        context_length: context length of the checkpoint in positions.
+        context_length: context length of the checkpoint in positions, as its RoPE scaling extends it.
         mesh: mesh that the parameters are distributed over, or None.
         generation: contents of generation_config.json, for export.
     """
@@ -203,7 +203,7 @@ def load_model(
         config=config,
         hf_config=checkpoint.hf_config,
         end_ids=checkpoint.end_ids,
-        context_length=checkpoint.hf.max_position_embeddings,
+        context_length=context_length(checkpoint.hf),
         mesh=mesh,
         generation=checkpoint.generation,
     )

@@ -32,6 +32,7 @@ from infer.scheduling.structured import Schemas
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
+MAX_LENGTH = 2048  # default of `max_length`
 NO_TOKENS = SpecialTokens(-1, -2, -3, -4, -5, -6)  # for models without special tokens
 
 
@@ -40,7 +41,7 @@ class Engine:
 
     Args:
         lm: the model.
-        max_length: maximum tokens of prompt and answer; at most the model's context length.
+        max_length: maximum tokens of prompt and answer; None: 2048, or the model's context length if that is less.
         max_batch: number of sequences that decode together; further requests wait for one of them to end.
         max_branches: maximum branches of a block.
         max_title_tokens: maximum tokens of a title. A longer lead is text: it begins no branch (protocol, section 5).
@@ -61,7 +62,7 @@ class Engine:
     def __init__(
         self,
         lm: LanguageModel,
-        max_length: int = 2048,
+        max_length: int | None = None,
         max_batch: int = 4,
         max_branches: int = 16,
         max_title_tokens: int = MAX_TITLE_TOKENS,
@@ -73,6 +74,7 @@ class Engine:
         force_drafts: bool = False,
         text_tags: TextTags | None = None,
     ) -> None:
+        max_length = min(MAX_LENGTH, lm.context_length) if max_length is None else max_length
         for name, value, least in (
             ("max_length", max_length, 2),
             ("max_batch", max_batch, 1),
@@ -82,11 +84,16 @@ class Engine:
         ):
             if value < least:
                 raise RequestError(f"{name}: expected at least {least}, got {value}.")
+        if max_length > lm.context_length:
+            raise RequestError(
+                f"max_length: expected at most {lm.context_length}, the context length of the model, got {max_length}. "
+                "Set less, or extend the model: rope_scaling in its config.json."
+            )
         if max_branches >= MAX_BRANCHES:
             raise RequestError(f"max_branches: expected less than {MAX_BRANCHES}, got {max_branches}.")
         draft_tokens = _draft_tokens(lm, drafts, draft_tokens)
         self.lm, self.text_tags = lm, text_tags
-        self.max_length = min(max_length, lm.context_length)
+        self.max_length = max_length
         self.max_batch = max_batch
         special = NO_TOKENS if text_tags else lm.special_tokens or NO_TOKENS
         form = NAMES if lm.tokenizer is None else lm.codec.form

@@ -129,8 +129,13 @@ def _earlier(lm: LanguageModel, structure: Structure, structured: bool) -> str |
 
 
 def _end_of(structure: Structure, text: str) -> Structure:
-    """Return the end of a structure whose text a chat template truncates at the beginning."""
+    """Return the end of a structure whose text a chat template truncates at the beginning.
+
+    Answers with blocks keep the white space around them.
+    """
     whole = plain_text(structure)
+    if whole.strip() == text.strip() and any(isinstance(item, Parallel) for item in structure):
+        return structure
     dropped = len(whole) - len(text)
     first = structure[0] if structure else Serial("")
     if isinstance(first, Serial) and len(first.text) >= dropped and whole.endswith(text):
