@@ -174,7 +174,11 @@ class TemplateFilling:
         answer.requests += 1
         async with aclosing(pieces):
             async for piece, reason in pieces:
-                ended, written, tokens = reason or ended, written + piece, tokens + len(self._codec.encode_normalised(piece))
+                ended, written, tokens = (
+                    reason or ended,
+                    written + piece,
+                    tokens + len(self._codec.encode_normalised(piece)),
+                )
                 value, complete = request.text.read(written, ended == "stop")
                 begins = constrained or hole.schema is None or bool(value) or len(written) <= MAX_BLANKS
                 if not (begins and check.follow(value, complete)):
