@@ -192,9 +192,10 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         positive(options, "limit")
         count = min(options.limit, len(tasks))
         tasks = [tasks[number * len(tasks) // count] for number in range(count)]
+    lm = load_model(options.model, options.dtype, adapter=options.adapter)
     engine = Engine(
-        load_model(options.model, options.dtype, adapter=options.adapter),
-        max_length=1024,
+        lm,
+        max_length=min(1024, lm.context_length),
         max_batch=1,
         drafts=options.drafts,
         draft_tokens=options.draft_tokens,

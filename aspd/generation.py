@@ -171,7 +171,7 @@ class EngineSettings(NamedTuple):
     weights: Weights
     decode_attention: str
     adapter: str | None
-    max_length: int
+    max_length: int | None
     batch: int
     drafts: DraftSource
     draft_tokens: int

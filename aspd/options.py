@@ -51,18 +51,20 @@ def model_options(parser: argparse.ArgumentParser) -> None:
         "smollm2, demo (default elsewhere)",
     )
     parser.add_argument("--adapter", metavar="DIR", help="folder of an adapter of the model, in PEFT's format")
+    dtype_option(parser)
     parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-        help="dtype of parameters and activations; auto: float32 on CPU, else the checkpoint's",
-    )  # fmt: skip
-    parser.add_argument("--max-length", type=int, default=2048, help="maximum tokens of prompt and answer")
+        "--max-length",
+        type=int,
+        help="maximum tokens of prompt and answer; default: 2048, or the model's context length if that is less",
+    )
 
 
 def dtype_option(parser: argparse.ArgumentParser) -> None:
     """Add the option `--dtype`."""
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of parameters and activations"
-    )
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="dtype of parameters and activations; auto: float32 on CPU, else the checkpoint's",
+    )  # fmt: skip
 
 
 def layer_options(parser: argparse.ArgumentParser) -> None:

@@ -125,6 +125,7 @@ def run_proxy(options: argparse.Namespace) -> None:
     """Run `aspd proxy`."""
     import uvicorn
 
+    from aspd_jax.chat import with_end_of_turn
     from aspd_jax.configuration import at_least
     from aspd_jax.formats import open_checkpoint
     from aspd_jax.language_model import read_template
@@ -140,14 +141,15 @@ def run_proxy(options: argparse.Namespace) -> None:
     checkpoint = open_checkpoint(options.tokenizer)
     tokenizer = checkpoint.tokenizer
     read_template(tokenizer, options.tokenizer, options.chat_template)
-    if not checkpoint.end_ids or tokenizer.chat_template is None:
+    end_ids = with_end_of_turn(tokenizer, checkpoint.end_ids)
+    if not end_ids or tokenizer.chat_template is None:
         raise RequestError(
             f"--tokenizer: expected a chat template and an end of text, got {options.tokenizer}. Set --chat-template."
         )
     forks = set(TAGS.values()) <= set(tokenizer.get_vocab())
     add_special_tokens(tokenizer)
     name = options.name or options.model
-    app = make_app(config, tokenizer, checkpoint.end_ids, name, options.max_new_tokens, checkpoint.titles, forks)
+    app = make_app(config, tokenizer, end_ids, name, options.max_new_tokens, checkpoint.titles, forks)
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning", server_header=False)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ from aspd_jax.errors import ConversationError
 from aspd_jax.tokens import TAGS, TextCodec
 
 _TAG = re.compile("({})".format("|".join(map(re.escape, TAGS.values()))))
+_USER, _ANSWER = ({"role": role, "content": f"qzx {role}"} for role in ("user", "assistant"))
 
 
 class Chat:
@@ -28,7 +29,6 @@ class Chat:
     Args:
         tokenizer: a `transformers` tokenizer with a chat template.
         codec: codec of the tokenizer.
-        ends: ids that end an answer; the first is used if the template has none of them.
         messages: messages with `role` and `content`, both strings.
         variables: variables of the template, such as `enable_thinking`: strings, numbers, true, false or None.
         tools: tools for the template, in OpenAI's form.
@@ -42,12 +42,11 @@ class Chat:
         self,
         tokenizer: Any,
         codec: TextCodec,
-        ends: Sequence[int],
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] = MappingProxyType({}),
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._tokenizer, self._codec, self._ends, self._messages = tokenizer, codec, ends, messages
+        self._tokenizer, self._codec, self._messages = tokenizer, codec, messages
         self._sign = "\ue000"  # extended until no message and no tool contains it
         parts = {"messages": messages, "tools": tools}
         for where, part in ((f"{name}[{n}]", part) for name, values in parts.items() for n, part in enumerate(values)):
@@ -75,18 +74,21 @@ class Chat:
     def _hide(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields with placeholders for the special tokens that they spell, nested strings included."""
 
-        def mark(found: re.Match[str]) -> str:
-            self._spelt.append(found[0])
-            return f"{self._sign}s{len(self._spelt) - 1}\ue001"
-
         def hide(value: Any) -> Any:
             if isinstance(value, str):
-                return self._codec.special.sub(mark, value)
+                return self._hide_text(value)
             if isinstance(value, Mapping):
                 return {hide(key): hide(item) for key, item in value.items()}
             return [hide(item) for item in value] if isinstance(value, (list, tuple)) else value
 
         return dict(hide(fields))
+
+    def _hide_text(self, text: str) -> str:
+        def mark(found: re.Match[str]) -> str:
+            self._spelt.append(found[0])
+            return f"{self._sign}s{len(self._spelt) - 1}\ue001"
+
+        return self._codec.special.sub(mark, text)
 
     def _mark(self, place: int) -> str:
         return f"{self._sign}{place}\ue001"
@@ -109,8 +111,7 @@ class Chat:
     def answers(self, stop: int) -> list[str]:
         """Return the answers before message `stop` as a prompt contains them.
 
-        Some templates drop a part of earlier answers, such as a thought. White space around an answer is kept even if
-        the template strips it, so that the tokens of a decoded answer stay the same.
+        Some templates drop a part of earlier answers, such as a thought or the white space around them.
 
         Raises:
             ConversationError: see `prompt`.
@@ -119,21 +120,20 @@ class Chat:
         if not places:
             return []
         said = {place: self._messages[place]["content"] for place in places}
-        bare = {place: content.strip() for place, content in said.items()}
         marked = self._render(self._shown[:stop], True)
-        if self._render(self._with(bare, stop), True) == self._fill(marked, bare):
+        if self._render(self._with(said, stop), True) == self._fill(marked, said):
             return list(said.values())
         shown = []
         for place in places:
             before, _, after = marked.partition(self._mark(place))
-            whole = self._render(self._with({place: bare[place]}, stop), True)
+            whole = self._render(self._with({place: said[place]}, stop), True)
             middle = whole[len(before) : len(whole) - len(after)]
             if before + middle + after != whole:
                 raise ConversationError(
                     f"messages[{place}]: expected a chat template that writes equal text around all answers, "
                     "got other text here. Use another chat_template."
                 )
-            shown.append(said[place] if middle.strip() == bare[place] else middle)
+            shown.append(middle)
         return shown
 
     def continuation(self) -> tuple[list[str], str]:
@@ -155,24 +155,28 @@ class Chat:
             text = text.rstrip()
         return self._split(marked, last + 1)[:-1], text
 
-    def end(self, place: int) -> int:
-        """Return the token that ends the answer at `place`: the one from the template, or else the first of `ends`."""
-        *_, rest = self._split(self._render(self._shown[: place + 1], False), place + 1)
-        return self._ended(self.encode(rest))[0]
-
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a segment of a prompt."""
+        """Return the token ids of a part of a prompt."""
         parts = re.split(f"{self._sign}s([0-9]+)\ue001", text)
         spelt = [self._spelt[int(part)] if number % 2 else part for number, part in enumerate(parts)]
         return _encode_alternating(self._tokenizer, self._codec, spelt)
 
-    def encode_segments(self, segments: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of a prompt; each segment but the first begins with the end of the previous answer."""
-        first, *others = map(self.encode, segments)
-        return [first, *map(self._ended, others)]
+    def join(self, segments: Sequence[str], answers: Sequence[str | Sequence[int]]) -> list[int]:
+        """Return the token ids of a prompt, equal to those of `apply_chat_template` where all answers are text.
 
-    def _ended(self, segment: list[int]) -> list[int]:
-        return segment if segment and segment[0] in self._ends else [self._ends[0], *segment]
+        Args:
+            segments: the text around the answers.
+            answers: each as text, which is encoded together with the text around it, or as token ids.
+        """
+        ids: list[int] = []
+        text = segments[0]
+        for answer, after in zip(answers, segments[1:], strict=True):
+            if isinstance(answer, str):
+                text += self._hide_text(answer) + after
+            else:
+                ids += [*self.encode(text), *map(int, answer)]
+                text = after
+        return [*ids, *self.encode(text)]
 
     def _with(self, contents: Mapping[int, str], stop: int) -> list[dict[str, Any]]:
         return [
@@ -247,57 +251,94 @@ def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
             raise ConversationError("chat_template_kwargs: expected Unicode text, got an unpaired surrogate") from None
 
 
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Return the token that the chat template writes behind an answer, or else before the next message.
+
+    Returns:
+        The id of an added token; None: the template writes text or nothing there, or there is no template.
+    """
+    if not tokenizer.chat_template:
+        return None
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+    for messages in ([_USER, _ANSWER], [_USER, _ANSWER, _USER]):
+        try:
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        except Exception:  # a template is a program, which may raise any error; a request reports it
+            return None
+        rest = text.partition(_ANSWER["content"])[2].lstrip()
+        if rest:
+            found = [content for content in added if rest.startswith(content)]
+            return int(added[max(found, key=len)]) if found else None
+    return None
+
+
+def with_end_of_turn(tokenizer: Any, end_ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the ids that end an answer: those of the checkpoint, and the one of the chat template."""
+    end = None if tokenizer is None else end_of_turn(tokenizer)
+    return tuple(dict.fromkeys([*end_ids, *([] if end is None else [end])]))
+
+
 def encode_turns(
     tokenizer: Any, codec: TextCodec, ends: Sequence[int], messages: Sequence[Mapping[str, Any]], prompt: bool
 ) -> list[list[int]]:
     """Return the token ids around the answers of a conversation: one more segment than there are answers.
 
-    The template is rendered with placeholders, so that answers are encoded segment by segment (protocol, section 2).
-    Every segment but the first begins with the end of text of the previous answer.
+    The template is rendered with placeholders for the answers. Every segment but the first begins with what the
+    template writes behind the previous answer.
 
     Args:
         tokenizer: a `transformers` tokenizer with a chat template.
         codec: codec of the tokenizer.
-        ends: ids that end an answer; the first is used if the template has none of them.
+        ends: ids that end an answer; the first is used if the template writes no token behind an answer.
         messages: messages with `role` and `content`.
         prompt: whether an answer follows the conversation. Otherwise the conversation ends with an answer, and the last
-            segment is only an end of text.
+            segment is only the token that ends it.
 
     Raises:
         ConversationError: the chat template refuses the conversation, or changes an answer.
     """
-    chat = Chat(tokenizer, codec, ends, messages)
+    chat = Chat(tokenizer, codec, messages)
     if prompt:
-        return chat.encode_segments(chat.prompt(len(messages)))
-    last = len(messages) - 1
-    return [*chat.encode_segments(chat.prompt(last)), [chat.end(last)]]
+        return list(map(chat.encode, chat.prompt(len(messages))))
+    end = end_of_turn(tokenizer)
+    return [*map(chat.encode, chat.prompt(len(messages) - 1)), [ends[0] if end is None else end]]
 
 
 def encode_history(
     tokenizer: Any,
     codec: TextCodec,
-    ends: Sequence[int],
     messages: Sequence[Mapping[str, Any]],
     continues: bool = False,
     variables: Mapping[str, Any] = MappingProxyType({}),
     tools: Sequence[Mapping[str, Any]] = (),
-) -> tuple[list[list[int]], list[str]]:
-    """Return the segments of a prompt, and the answers between them as the prompt contains them (`Chat.answers`).
+    decoded: Callable[[int], Sequence[int] | None] = lambda place: None,
+) -> list[int]:
+    """Return the prompt of a conversation, with its answers as the template shows them (`Chat.answers`).
 
     Args:
         tokenizer: a `transformers` tokenizer with a chat template.
         codec: codec of the tokenizer.
-        ends: ids that end an answer; the first is used if the template has none of them.
         messages: messages with `role` and `content`.
-        continues: whether the last message is the beginning of an answer; the segment after it is then empty.
+        continues: whether the last message is the beginning of an answer, with which the prompt ends.
         variables, tools: see `Chat`.
+        decoded: returns the token ids of the answer at a place, for an answer that the template shows, with or without
+            the white space around it; None: its text is encoded.
+
+    Raises:
+        ConversationError: the chat template refuses the conversation, or changes an answer.
     """
-    chat = Chat(tokenizer, codec, ends, messages, variables, tools)
-    stop = len(messages)
+    chat = Chat(tokenizer, codec, messages, variables, tools)
     if continues:
         segments, beginning = chat.continuation()
-        return [*chat.encode_segments(segments), []], [*chat.answers(stop - 1), beginning]
-    return chat.encode_segments(chat.prompt(stop)), chat.answers(stop)
+        segments, shown = [*segments, ""], [*chat.answers(len(messages) - 1), beginning]
+    else:
+        segments, shown = chat.prompt(len(messages)), chat.answers(len(messages))
+    places = [place for place, message in enumerate(messages) if is_answer(message)]
+    answers: list[str | Sequence[int]] = []
+    for place, text in zip(places, shown, strict=True):
+        ids = decoded(place) if messages[place]["content"].strip() == text.strip() else None
+        answers.append(text if ids is None else ids)
+    return chat.join(segments, answers)
 
 
 def encode_prompt(tokenizer: Any, codec: TextCodec, text: str) -> list[int]:
@@ -311,7 +352,21 @@ def encode_prompt(tokenizer: Any, codec: TextCodec, text: str) -> list[int]:
     except UnicodeEncodeError:
         raise ConversationError("prompt: expected Unicode text, got an unpaired surrogate") from None
     first, *others = _TAG.split(text)
-    return [*tokenizer(first)["input_ids"], *_encode_alternating(tokenizer, codec, ["", *others])]
+    whole, bare = tokenizer(first)["input_ids"], tokenizer.encode(first, add_special_tokens=False)
+    return [*_begin_once(whole, bare), *_encode_alternating(tokenizer, codec, ["", *others])]
+
+
+def _begin_once(whole: list[int], bare: list[int]) -> list[int]:
+    """Return the ids of a text without what the tokenizer adds before it, if the text itself begins with that.
+
+    Args:
+        whole: ids with the tokens that the tokenizer adds, such as BOS.
+        bare: ids without them.
+    """
+    for start in range(len(whole) - len(bare), 0, -1):
+        if whole[start : start + len(bare)] == bare and whole[:start] == bare[:start]:
+            return whole[start:]
+    return whole
 
 
 def _encode_alternating(tokenizer: Any, codec: TextCodec, parts: Sequence[str]) -> list[int]:
@@ -319,5 +374,6 @@ def _encode_alternating(tokenizer: Any, codec: TextCodec, parts: Sequence[str]) 
     ids: list[int] = []
     for number, part in enumerate(parts):
         if part:
-            ids += codec.encode(part) if number % 2 else tokenizer.encode(part, add_special_tokens=False)
+            spelt = number % 2
+            ids += codec.encode_normalised(part) if spelt else tokenizer.encode(part, add_special_tokens=False)
     return ids

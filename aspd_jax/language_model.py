@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from aspd_jax.chat import with_end_of_turn
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import find_model, open_checkpoint
@@ -33,7 +34,7 @@ from aspd_jax.formats.gguf_writer import write_gguf
 from aspd_jax.formats.hf_config import make_config
 from aspd_jax.layout import Layout
 from aspd_jax.model.adapter import HEAD, Adapter, Factors, Rows
-from aspd_jax.model.config import ModelConfig, Weights, from_hugging_face, padded
+from aspd_jax.model.config import ModelConfig, Weights, context_length, from_hugging_face, padded
 from aspd_jax.model.draft_heads import DRAFT_HEADS
 from aspd_jax.model.lora import adapter_parameters, adapter_tensors, merge_adapters
 from aspd_jax.model.transformer import Transformer
@@ -53,7 +54,7 @@ class LanguageModel:
         config: configuration of the model.
         hf_config: contents of config.json, for export.
         end_ids: ids that end an answer.
-        context_length: context length of the checkpoint in positions.
+        context_length: context length of the checkpoint in positions, as its RoPE scaling extends it.
         mesh: mesh that the parameters are distributed over, or None.
         generation: contents of generation_config.json, for export.
     """
@@ -95,6 +96,8 @@ class LanguageModel:
 def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template: str | os.PathLike[str] = "") -> None:
     """Check that a model loaded from `path` has a tokenizer, and set its chat template if a file is given.
 
+    The token that ends a turn of the template is added to `lm.end_ids`.
+
     Args:
         lm: the model.
         path: path of the checkpoint, for messages.
@@ -105,6 +108,7 @@ def for_conversations(lm: LanguageModel, path: str | os.PathLike[str], template:
         ConfigError: the file cannot be read.
     """
     read_template(lm.tokenizer, path, template)
+    lm.end_ids = with_end_of_turn(lm.tokenizer, lm.end_ids)
 
 
 def read_template(tokenizer: Any, path: str | os.PathLike[str], template: str | os.PathLike[str]) -> None:
@@ -231,7 +235,7 @@ def load_model(
         config=config,
         hf_config=checkpoint.hf_config,
         end_ids=checkpoint.end_ids,
-        context_length=checkpoint.hf.max_position_embeddings,
+        context_length=context_length(checkpoint.hf),
         mesh=mesh,
         generation=checkpoint.generation,
     )

@@ -94,7 +94,7 @@ def encode(lm: LanguageModel, question: str, answer: str, blocks: Sequence[Block
 
 def _prompt(lm: LanguageModel, question: str) -> list[int]:
     if not lm.tokenizer.chat_template:
-        return lm.codec.text.encode(f"{question}\n\n")
+        return lm.codec.text.encode_normalised(f"{question}\n\n")
     messages = [{"role": "user", "content": question}]
     return encode_turns(lm.tokenizer, lm.codec.text, lm.end_ids, messages, prompt=True)[0]
 

@@ -6,15 +6,17 @@ the engine samples and those that training reads are therefore equal, and every 
 
 from __future__ import annotations
 
+import codecs
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import DecodeStream
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from aspd_jax.errors import StructureError, TokenizerError
 from aspd_jax.layout import Titles
@@ -22,6 +24,10 @@ from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canoni
 
 SEPARATOR = ": "
 EMPTY_IDS = np.zeros(0, np.int32)
+SPACE = "▁"  # replaces spaces in SentencePiece vocabularies
+INVALID = "\ufffd"  # replaces bytes that are no character
+_ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,9 @@ class TextCodec:
         self.special = re.compile("|".join(map(re.escape, sorted(special.values(), key=len, reverse=True))) or r"(?!)")
         byte_ids = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
         self._byte_ids = [i for i in byte_ids if i is not None]
-        self._space_id = self._backend.token_to_id("▁")
+        self._space_id = self._backend.token_to_id(SPACE)
+        self._decoder = self._backend.decoder
+        self._steps = set() if self._decoder is None else set(_kinds(json.loads(self._decoder.__getstate__())))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a segment.
@@ -127,9 +135,10 @@ class TextCodec:
                     return ids
             if self._space_id is not None and len(self._byte_ids) == 256:
                 # Characters with a special meaning in the vocabulary (such as U+2581) are exact only as bytes.
-                ids = [self._space_id, *(self._byte_ids[byte] for byte in text.encode())]
-                if self.decode(ids) == text:
-                    return ids
+                for dropped in ([self._space_id], []):
+                    ids = [*dropped, *(self._byte_ids[byte] for byte in text.encode())]
+                    if self.decode(ids) == text:
+                        return ids
         except (UnicodeEncodeError, TypeError):
             raise TokenizerError(f"text: expected Unicode text, got {text[:60]!r}") from None
         raise TokenizerError(
@@ -137,9 +146,56 @@ class TextCodec:
             "Use a lossless tokenizer (byte-level BPE, or SentencePiece with byte fallback)."
         )
 
+    def encode_normalised(self, text: str) -> list[int]:
+        """Return the ids of a segment whose characters the tokenizer's normaliser may change, as in `transformers`.
+
+        All Qwen tokenizers compose characters (NFC), for example. Text that the normaliser keeps is encoded exactly.
+
+        Raises:
+            TokenizerError: see `encode`; what a normaliser changes is no error.
+        """
+        normaliser = self._backend.normalizer
+        for candidate in (text, " " + text) if normaliser is not None else ():
+            try:
+                ids = self._backend.encode(candidate, add_special_tokens=False).ids
+            except (UnicodeEncodeError, TypeError):
+                break  # `encode` refuses it
+            if (decoded := self.decode(ids)) in (text, text.replace(SPACE, " ")):
+                break
+            if normaliser.normalize_str(decoded) == normaliser.normalize_str(text):
+                return list(ids)
+        return self.encode(text)
+
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of a segment; special tokens are skipped."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+        """Return the text of a segment; special tokens are skipped, and bytes that are no character are U+FFFD."""
+        tokens = [int(i) for i in ids]
+        text = self._backend.decode(tokens, skip_special_tokens=True)
+        if INVALID in text and self.has_byte_tokens:
+            # Of a run of byte tokens that is not UTF-8, `tokenizers` replaces the valid characters, too.
+            characters = _Characters()
+            pieces = [piece for token in self.spellings(tokens) for piece in characters.take(token)]
+            text = self.join([token for piece in (*pieces, *characters.end()) for token in piece])
+        return text
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Return whether the characters of the vocabulary stand for bytes (GPT-2)."""
+        return "ByteLevel" in self._steps
+
+    @property
+    def has_byte_tokens(self) -> bool:
+        """Return whether tokens such as `<0x0A>` are bytes (SentencePiece with byte fallback)."""
+        return "ByteFallback" in self._steps
+
+    def spellings(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yield the spelling in the vocabulary of each token that has a text."""
+        for number in ids:
+            if number not in self.special_ids and (token := self._backend.id_to_token(int(number))) is not None:
+                yield token
+
+    def join(self, tokens: Sequence[str]) -> str:
+        """Return the text of tokens, given by their spellings."""
+        return " ".join(tokens) if self._decoder is None else str(self._decoder.decode(list(tokens)))
 
     def text_of(self, segment: SerialIds) -> str:
         """Return the text of a segment, its lead included."""
@@ -188,7 +244,7 @@ class TextCodec:
 
     def stream(self) -> TextStream:
         """Return a decoder for a growing segment."""
-        return TextStream(self._backend)
+        return TextStream(self)
 
     def spell(self, ids: Iterable[int]) -> str:
         """Return the spelling of ids in the vocabulary, for segments that decode to no text."""
@@ -199,12 +255,16 @@ class TextStream:
     """Incremental decoder of a growing segment; the cost per token does not depend on the length of the segment.
 
     Attributes:
-        text: decoded text; whole characters only.
+        text: decoded text, a prefix of the text of the segment. The bytes of an unfinished character at the end of the
+            segment are held back.
     """
 
-    def __init__(self, backend: Tokenizer) -> None:
+    def __init__(self, codec: TextCodec) -> None:
         self.text = ""
-        self._backend, self._stream, self._count = backend, DecodeStream(skip_special_tokens=True), 0
+        self._codec, self._count = codec, 0
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        self._characters = _Characters()
+        self._before: list[str] = []  # tokens of the last piece, because the first one of a text may lose a space
 
     def extend(self, ids: Sequence[int] | np.ndarray) -> None:
         """Decode the new tokens of the segment.
@@ -212,9 +272,60 @@ class TextStream:
         Args:
             ids: all tokens of the segment; those of earlier calls are skipped.
         """
-        for token in ids[self._count :]:
-            self.text += self._stream.step(self._backend, int(token)) or ""
+        for token in self._codec.spellings(ids[self._count :]):
+            if self._codec.is_byte_level:
+                self.text += self._bytes.decode(_bytes_of(token))
+                continue
+            for piece in self._characters.take(token) if self._codec.has_byte_tokens else [[token]]:
+                self.text += self._codec.join([*self._before, *piece])[len(self._codec.join(self._before)) :]
+                self._before = piece
         self._count = max(self._count, len(ids))
+
+
+class _Characters:
+    """Incremental division of tokens into pieces that are whole characters, for tokenizers with byte fallback."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []  # byte tokens of an unfinished character
+
+    def take(self, token: str) -> Iterator[list[str]]:
+        """Yield the pieces that a further token completes; every byte that is no character is `INVALID`."""
+        byte = _BYTE.fullmatch(token)
+        if byte is None:
+            yield from (*self.end(), [token])
+            return
+        tokens = [*self._open, token]
+        try:
+            bytes(int(token[3:5], 16) for token in tokens).decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                self._open = tokens
+            elif self._open:
+                yield from (*self.end(), *self.take(token))
+            else:
+                yield [INVALID]
+        else:
+            self._open = []
+            yield tokens
+
+    def end(self) -> list[list[str]]:
+        """Return the pieces of the bytes that are held back at the end of a text."""
+        pieces, self._open = [[INVALID]] * len(self._open), []
+        return pieces
+
+
+def _bytes_of(token: str) -> bytes:
+    """Return the bytes of a token of a byte-level tokenizer, by its spelling."""
+    if all(character in _ALPHABET for character in token):
+        return bytes(_ALPHABET[character] for character in token)
+    return token.encode()
+
+
+def _kinds(decoder: dict[str, Any]) -> Iterator[str]:
+    """Yield the kinds of the steps of a decoder, given as JSON."""
+    yield decoder["type"]
+    for step in decoder.get("decoders", ()):
+        yield from _kinds(step)
 
 
 class SerialIds(NamedTuple):
@@ -393,7 +504,7 @@ class Codec:
         Raises:
             StructureError: titles are leads, and the text of a branch does not begin with its own.
         """
-        special, encode = self.special, self.text.encode
+        special, encode = self.special, self.text.encode_normalised
         tokens: list[int] = []
         fed: list[bool] = []
 

@@ -2,7 +2,7 @@
 
 Templates differ in how they write calls. The format is found by rendering conversations that hold known calls: what
 stands around their names and arguments is the format. Models whose template has no tools get the Hermes format, with
-the tools described in a system message.
+the tools described in a system message, or in the first message of the user if the template has no system role.
 """
 
 from __future__ import annotations
@@ -205,15 +205,16 @@ def tool_conversation(
 
     Returns:
         The messages as the template takes them, and its tools. If the template has no tools, both are part of the
-        messages, and calls are plain text (`HERMES`).
+        messages, and calls are plain text (`HERMES`). Arguments that are no JSON object, such as those of a call that
+        was cut off, remain text.
 
     Raises:
-        ConversationError: the template describes tools, but its calls cannot be read; or arguments are not JSON.
+        ConversationError: the template describes tools, but its calls cannot be read.
     """
     if not uses_tools(messages, tools):
         return messages, ()
     form = read_tool_format(tokenizer)
-    return (_native(form, messages), tools) if form.native else (_plain(messages, tools), ())
+    return (_native(form, messages), tools) if form.native else (_plain(tokenizer, messages, tools), ())
 
 
 def _native(form: ToolFormat, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -224,26 +225,28 @@ def _native(form: ToolFormat, messages: Sequence[Mapping[str, Any]]) -> list[Map
 
     names: dict[str, str] = {}
     shown: list[Mapping[str, Any]] = []
-    for number, message in enumerate(messages):
+    for message in messages:
         if message["role"] == "tool":
             id = str(message.get("tool_call_id", ""))
             name = {"name": names[id]} if id in names else {}
             shown.append({**message, "tool_call_id": short(id), **name})
             continue
         calls = []
-        for place, call in enumerate(message.get("tool_calls") or ()):
+        for call in message.get("tool_calls") or ():
             name, text = call["function"]["name"], call["function"]["arguments"]
             names[str(call["id"])] = name
-            value = _arguments(text, f"messages[{number}].tool_calls[{place}].function.arguments")
-            arguments = text if form.text_arguments else value
-            function = {"name": name, "arguments": arguments}
+            value = text if form.text_arguments else parse_arguments(text)
+            function = {"name": name, "arguments": text if value is None else value}
             calls.append({"id": short(call["id"]), "type": "function", "function": function})
         shown.append({**message, "tool_calls": calls} if calls else message)
     return shown
 
 
-def _plain(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages without tools in the Hermes format."""
+def _plain(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return messages without tools in the Hermes format, with roles in an order that the template takes."""
+    repeats = _takes(tokenizer, "user", "assistant", "user", "user")
     shown: list[Mapping[str, Any]] = []
     for number, message in enumerate(messages):
         if message["role"] == "tool":
@@ -254,40 +257,46 @@ def _plain(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
                 shown.append({"role": "user", "content": result})
         elif calls := message.get("tool_calls"):
             texts = [message["content"]] if message["content"] else []
-            for place, call in enumerate(calls):
+            for call in calls:
                 function = call["function"]
-                value = _arguments(function["arguments"], f"messages[{number}].tool_calls[{place}].function.arguments")
-                named = {"name": function["name"], "arguments": value}
-                texts.append(f"<tool_call>\n{json.dumps(named, ensure_ascii=False)}\n</tool_call>")
+                name = json.dumps(function["name"], ensure_ascii=False)
+                value = parse_arguments(function["arguments"])
+                text = function["arguments"] if value is None else json.dumps(value, ensure_ascii=False)
+                texts.append(f'<tool_call>\n{{"name": {name}, "arguments": {text}}}\n</tool_call>')
             shown.append({"role": message["role"], "content": "\n".join(texts)})
+        elif message["role"] == "user" and number and messages[number - 1]["role"] == "tool" and not repeats:
+            shown[-1] = {"role": "user", "content": f"{shown[-1]['content']}\n\n{message['content']}"}
         else:
             shown.append(message)
     if tools:
         described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         text = _INSTRUCTION.format(tools=described)
-        if shown and shown[0]["role"] == "system":
+        asked = next((place for place, message in enumerate(shown) if message["role"] == "user"), None)
+        if asked is not None and not _takes(tokenizer, "system", "user"):
+            shown[asked] = {**shown[asked], "content": f"{text}\n\n{shown[asked]['content']}"}
+        elif shown and shown[0]["role"] == "system":
             shown[0] = {**shown[0], "content": f"{shown[0]['content']}\n\n{text}"}
         else:
             shown.insert(0, {"role": "system", "content": text})
     return shown
 
 
+def _takes(tokenizer: Any, *roles: str) -> bool:
+    """Return whether a chat template shows messages of these roles, in this order."""
+    messages = [{"role": role, "content": f"qzx {number}"} for number, role in enumerate(roles)]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:  # a template is a program, which may raise any error
+        return False
+    return all(message["content"] in text for message in messages)
+
+
 def parse_arguments(text: Any) -> dict[str, Any] | None:
     """Return the arguments of a call from their JSON text; no text means none. None: the text is no JSON object."""
+    if isinstance(text, dict):  # as templates take them
+        return text
     try:
         value = json.loads(text) if text else {}
     except (TypeError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _arguments(text: Any, where: str) -> dict[str, Any]:
-    """Return the arguments of a call; no text means none.
-
-    Raises:
-        ConversationError: they are not a JSON object.
-    """
-    value = parse_arguments(text)
-    if value is None:
-        raise ConversationError(f"{where}: expected the text of a JSON object, got {str(text)[:40]!r}")
-    return value

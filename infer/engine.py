@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
-from aspd_jax.chat import encode_history, encode_prompt, is_answer
+from aspd_jax.chat import encode_history, encode_prompt
 from aspd_jax.errors import RequestError, StructureError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import plain_text
@@ -32,6 +32,7 @@ from infer.scheduling.structured import Schemas
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
+MAX_LENGTH = 2048  # default of `max_length`
 NO_TOKENS = SpecialTokens(-1, -2, -3, -4, -5, -6)  # for models without special tokens
 
 
@@ -40,7 +41,7 @@ class Engine:
 
     Args:
         lm: the model.
-        max_length: maximum tokens of prompt and answer; at most the model's context length.
+        max_length: maximum tokens of prompt and answer; None: 2048, or the model's context length if that is less.
         max_batch: number of sequences that decode together; further requests wait for one of them to end.
         max_branches: maximum branches of a block.
         max_title_tokens: maximum tokens of a title. A longer lead is text: it begins no branch (protocol, section 5).
@@ -59,7 +60,7 @@ class Engine:
     def __init__(
         self,
         lm: LanguageModel,
-        max_length: int = 2048,
+        max_length: int | None = None,
         max_batch: int = 4,
         max_branches: int = 16,
         max_title_tokens: int = MAX_TITLE_TOKENS,
@@ -69,6 +70,7 @@ class Engine:
         draft_tokens: int = 4,
         force_drafts: bool = False,
     ) -> None:
+        max_length = min(MAX_LENGTH, lm.context_length) if max_length is None else max_length
         for name, value, least in (
             ("max_length", max_length, 2),
             ("max_batch", max_batch, 1),
@@ -78,11 +80,16 @@ class Engine:
         ):
             if value < least:
                 raise RequestError(f"{name}: expected at least {least}, got {value}.")
+        if max_length > lm.context_length:
+            raise RequestError(
+                f"max_length: expected at most {lm.context_length}, the context length of the model, got {max_length}. "
+                "Set less, or extend the model: rope_scaling in its config.json."
+            )
         if max_branches >= MAX_BRANCHES:
             raise RequestError(f"max_branches: expected less than {MAX_BRANCHES}, got {max_branches}.")
         draft_tokens = _draft_tokens(lm, drafts, draft_tokens)
         self.lm = lm
-        self.max_length = min(max_length, lm.context_length)
+        self.max_length = max_length
         self.max_batch = max_batch
         special = lm.special_tokens or NO_TOKENS
         form = NAMES if lm.tokenizer is None else lm.codec.form
@@ -203,20 +210,10 @@ class Engine:
                     "continue_final_message: expected a last message of the assistant, got another role."
                 )
             raise RequestError("messages: expected a last message of the user, got one of the assistant.")
-        ends = self.lm.end_ids
-        if not ends and any(map(is_answer, messages)):
-            raise RequestError(
-                "messages: expected no answer, got one; this model has no end-of-text token to close it."
-            )
-        codec = self.lm.codec.text
-        (ids, *segments), answers = encode_history(
-            tokenizer, codec, ends, messages, continue_final_message, chat_template_kwargs, tools
-        )
-        places = [number for number, message in enumerate(messages) if is_answer(message)]
-        for place, answer, after in zip(places, answers, segments, strict=True):
-            decoded = self._decoded(place, messages[place]) if messages[place]["content"] == answer else None
-            ids = [*ids, *(codec.encode(answer) if decoded is None else decoded), *after]
-        return ids
+        return encode_history(
+            tokenizer, self.lm.codec.text, messages, continue_final_message, chat_template_kwargs, tools,
+            decoded=lambda place: self._decoded(place, messages[place]),
+        )  # fmt: skip
 
     def _decoded(self, place: int, message: Mapping[str, Any]) -> list[int] | None:
         """Return the `token_ids` of an answer without end of text; None: the message has none that apply.

@@ -1,8 +1,8 @@
 """Tokenised examples of conversations, cached on disk, with a report of records and turns that cannot be used.
 
-Records have the formats of `aspd_jax.sources`. An answer is trained after exactly the prompt that the engine
-renders for it. Turns share an example while the chat template renders each prompt as a continuation of the previous
-one; otherwise each turn has its own example.
+Records have the formats of `aspd_jax.sources`. An answer is trained after exactly the prompt that the engine renders
+for it. Turns share an example while each prompt continues the tokens of the previous turn; otherwise each turn has its
+own example.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import numpy as np
 from datasets.arrow_writer import ArrowWriter
 from tqdm import tqdm
 
-from aspd_jax.chat import Chat
+from aspd_jax.chat import Chat, end_of_turn
 from aspd_jax.errors import AspdError, ConfigError, DataError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import build_layout
 from aspd_jax.sources import Conversation, Unreadable, no_record, read_records
-from aspd_jax.structure import Serial, Structure, plain_text
-from aspd_jax.tokens import SpecialTokens
+from aspd_jax.structure import Parallel, Serial, Structure, plain_text
+from aspd_jax.tokens import Linearisation, SpecialTokens
 from train.config import DataSection
 
 SHOWN = 5  # maximum number of printed problems; left_out.jsonl has all
-VERSION = 4  # format of the cache; files of other versions are not used
+VERSION = 5  # format of the cache; files of other versions are not used
 FEATURES = datasets.Features(
     {
         "tokens": datasets.List(datasets.Value("int32")),
@@ -67,38 +67,14 @@ class Problem(NamedTuple):
     reason: str
 
 
-class _Turns:
-    """Consecutive answers that share an example, because each prompt continues the previous one.
-
-    Attributes:
-        segments: texts before each answer.
-        answers: answers as the last prompt renders them, and the last answer.
-        learned: indices into `answers` of those with loss.
-        end: token id after the last answer.
-    """
-
-    def __init__(self) -> None:
-        self.segments: list[str] = []
-        self.answers: list[Structure] = []
-        self.learned: set[int] = set()
-        self.end = 0
-
-    def continues(self, segments: Sequence[str], history: Sequence[Structure]) -> bool:
-        """Return whether a prompt begins with this example."""
-        count = len(self.answers)
-        return (
-            count > 0
-            and list(segments[:count]) == self.segments
-            and list(map(plain_text, history[:count])) == list(map(plain_text, self.answers))
-        )
-
-
 def encode_conversation(
     lm: LanguageModel, record: Conversation, structured: bool, fed_loss: bool
 ) -> tuple[list[Example], dict[int, str]]:
-    """Encode a conversation with loss on its answers and their end tokens.
+    """Encode a conversation with loss on its answers and the tokens that end them.
 
-    Every answer follows the prompt that the engine renders for the messages before it.
+    Every answer follows the prompt that the engine renders for the messages before it. Answers share an example while
+    the prompt of the next one begins with the tokens of the example. An answer ends with the token that the chat
+    template writes behind it, or else with the first of `lm.end_ids`.
 
     Args:
         lm: language model with a chat template.
@@ -111,49 +87,55 @@ def encode_conversation(
     """
     messages = [{"role": role, "content": content} for role, content in record.messages]
     skipped: dict[int, str] = {}
-    examples: list[_Turns] = []
-    chat = Chat(lm.tokenizer, lm.codec.text, lm.end_ids, messages)
+    examples: list[tuple[list[int], list[bool]]] = []  # tokens and loss
+    chat, end = Chat(lm.tokenizer, lm.codec.text, messages), end_of_turn(lm.tokenizer)
     for place in record.answers:
         try:
             if not messages[place]["content"].strip():
                 raise DataError("answer: expected text, got none")
-            segments, shown, end = chat.prompt(place), chat.answers(place), chat.end(place)
+            segments, shown = chat.prompt(place), chat.answers(place)
+            whole = [record.structure(earlier) for earlier in record.answers if earlier < place]
+            history = [_end_of(one, text) for one, text in zip(whole, shown, strict=True)]
+            prompt = chat.join(segments, [_earlier(lm, one, structured) for one in history])
+            answer = _linearise(lm, _behind(segments[-1], record.structure(place)), structured)
+            tokens = [*answer.tokens.tolist(), lm.end_ids[0] if end is None else end]
+            if unused := [token for token in (*prompt, *tokens) if lm.config.is_unused(token)]:
+                raise DataError(f"token ids: expected rows of the embedding, got {unused[0]}")
         except AspdError as error:
             skipped[place] = str(error)
             continue
-        whole = [record.structure(earlier) for earlier in record.answers if earlier < place]
-        history = [_end_of(structure, text) for structure, text in zip(whole, shown, strict=True)]
-        if not (examples and examples[-1].continues(segments, history)):
-            examples.append(_Turns())
-        turns = examples[-1]
-        turns.learned.add(len(history))
-        turns.segments, turns.end = segments, end
-        turns.answers = [*history, _behind(segments[-1], record.structure(place))]
-    encoded = []
-    for turns in examples:
-        try:
-            encoded.append(_example(lm, chat, turns, structured, fed_loss))
-        except AspdError as error:  # an answer that the tokenizer cannot represent
-            skipped |= {record.answers[number]: str(error) for number in turns.learned}
-    return encoded, skipped
+        before, loss = examples[-1] if examples else ([], [])
+        if not before or prompt[: len(before)] != before:
+            before, loss = [], []
+            examples.append((before, loss))
+        loss += [False] * (len(prompt) - len(before)) + [*(~answer.fed | fed_loss).tolist(), True]
+        before[:] = [*prompt, *tokens]
+    return [
+        Example(np.asarray(tokens, np.int32), np.asarray(loss, bool), np.zeros(len(tokens), bool))
+        for tokens, loss in examples
+    ], skipped
 
 
-def _example(lm: LanguageModel, chat: Chat, turns: _Turns, structured: bool, fed_loss: bool) -> Example:
-    first, *others = [*chat.encode_segments(turns.segments), [turns.end]]
-    tokens, loss = list(first), [False] * len(first)
-    for number, (structure, after) in enumerate(zip(turns.answers, others, strict=True)):
-        answer = lm.codec.linearise(structure if structured else (Serial(plain_text(structure)),))
-        learned = number in turns.learned
-        tokens += [*answer.tokens.tolist(), *after]
-        loss += [*((~answer.fed | fed_loss) & learned).tolist(), learned, *[False] * (len(after) - 1)]
-    if unused := [token for token in tokens if lm.config.is_unused(token)]:
-        raise DataError(f"token ids: expected rows of the embedding, got {unused[0]}")
-    return Example(np.asarray(tokens, np.int32), np.asarray(loss, bool), np.zeros(len(tokens), bool))
+def _linearise(lm: LanguageModel, structure: Structure, structured: bool) -> Linearisation:
+    """Return the linearisation of an answer, with its structure or as plain text."""
+    return lm.codec.linearise(structure if structured else (Serial(plain_text(structure)),))
+
+
+def _earlier(lm: LanguageModel, structure: Structure, structured: bool) -> str | list[int]:
+    """Return an earlier answer for `Chat.join`: its linearisation if it has blocks, else its text."""
+    if structured and any(isinstance(item, Parallel) for item in structure):
+        return _linearise(lm, structure, True).tokens.tolist()
+    return plain_text(structure)
 
 
 def _end_of(structure: Structure, text: str) -> Structure:
-    """Return the end of a structure whose text a chat template truncates at the beginning."""
+    """Return the end of a structure whose text a chat template truncates at the beginning.
+
+    Answers with blocks keep the white space around them.
+    """
     whole = plain_text(structure)
+    if whole.strip() == text.strip() and any(isinstance(item, Parallel) for item in structure):
+        return structure
     dropped = len(whole) - len(text)
     first = structure[0] if structure else Serial("")
     if isinstance(first, Serial) and len(first.text) >= dropped and whole.endswith(text):

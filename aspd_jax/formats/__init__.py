@@ -46,7 +46,7 @@ class Checkpoint:
         hf_config: contents of config.json, or the equivalent for a GGUF file.
         hf: `transformers` configuration object of `hf_config`.
         tokenizer: `transformers` tokenizer; None: none.
-        end_ids: ids of the tokens that end an answer.
+        end_ids: ids of the tokens that end an answer, the end of a turn of the chat template included.
         tensors: function that reads the tensors. Kernels are [outputs, inputs], as in Hugging Face files.
         adapter: folder of the adapter that belongs to the checkpoint; None: none.
         generation: contents of generation_config.json.
@@ -126,9 +126,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: a part is missing, unknown or not supported.
     """
+    from aspd_jax.chat import with_end_of_turn
     from aspd_jax.formats.folder import open_folder
     from aspd_jax.formats.gguf import open_gguf
 
     location = find_model(path)
     opened = open_folder(location) if location.is_dir() else open_gguf(location)
+    opened = replace(opened, end_ids=with_end_of_turn(opened.tokenizer, opened.end_ids))
     return replace(opened, adapter=PACKAGE / "adapters" / str(path)) if str(path) in ADAPTED else opened

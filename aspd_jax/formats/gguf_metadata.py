@@ -18,12 +18,13 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("split.no", "split.count", "split.tensors.count"), SIZE),
     **dict.fromkeys(("general.architecture", "tokenizer.ggml.model", "tokenizer.ggml.pre"), TEXT),
     **dict.fromkeys(("tokenizer.chat_template", "aspd.positions", "aspd.siblings", "aspd.titles"), TEXT),
-    **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), TEXTS),
+    **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_templates"), TEXTS),
     **dict.fromkeys(("tokenizer.ggml.token_type", "tokenizer.ggml.scores"), NUMBERS),
     **dict.fromkeys(("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"), FLAG),
     "aspd.end_ids": Kind("a list of token ids", lambda v: isinstance(v, list) and IDS.accepts(v)),
 }
 TOKEN_ID = "_token_id"  # suffix of keys with a token id
+TEMPLATE = "tokenizer.chat_template."  # prefix of keys with a named chat template
 
 
 class Metadata:
@@ -54,7 +55,7 @@ class Metadata:
                 raise CheckpointError(f"{self.path}: {key}: expected text in UTF-8, got {error}") from None
             # Convert float32 to the shortest decimal, 1e-06 instead of 9.999999974752427e-07.
             value = float(str(np.float32(value))) if isinstance(value, float) else value
-            kind = ID if key.endswith(TOKEN_ID) else KINDS.get(key)
+            kind = ID if key.endswith(TOKEN_ID) else TEXT if key.startswith(TEMPLATE) else KINDS.get(key)
             if kind is not None and not kind.accepts(value):
                 raise CheckpointError(f"{self.path}: {key}: expected {kind.expected}, got {str(value)[:80]}")
             self._read[key] = value

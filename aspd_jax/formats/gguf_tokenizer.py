@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.gguf_metadata import Metadata
+from aspd_jax.tokens import SPACE
 
 CONTROL, USER_DEFINED = 3, 4  # llama.cpp's types of special tokens and of other tokens that are never split
-SPACE = "▁"  # replaces spaces in SentencePiece vocabularies
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -122,6 +122,9 @@ def read_tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast | None:
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
     template = metadata.get("tokenizer.chat_template")
+    if names_of_templates := metadata.get("tokenizer.chat_templates"):
+        others = {name: metadata[f"tokenizer.chat_template.{name}"] for name in names_of_templates}
+        template = others if template is None else {"default": template, **others}
     length = metadata.get(f"{metadata['general.architecture']}.context_length")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -183,7 +183,10 @@ def _write_tokenizer(
     for role, number in ids.items():
         if number is not None:
             getattr(writer, f"add_{role}_token_id")(number)
-    if tokenizer.chat_template:
+    if isinstance(tokenizer.chat_template, dict):
+        named = tokenizer.chat_template.items()
+        writer.add_chat_template([{"name": name, "template": template} for name, template in named])
+    elif tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
 
 

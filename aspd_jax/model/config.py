@@ -287,6 +287,19 @@ def _rope(hf: Any, layers: str) -> RopeConfig:
     raise CheckpointError(f"rope scaling: expected default, linear, llama3 or yarn, got {kind!r}")
 
 
+def context_length(hf: Any) -> int:
+    """Return the context length of a model in positions, as its RoPE scaling extends it.
+
+    Llama 3 and Gemma 3 state the extended length themselves.
+    """
+    rope, stated = _rope(hf, "full_attention"), int(hf.max_position_embeddings)
+    if rope.scaling == "yarn":
+        return max(stated, int(rope.original_length * rope.factor))
+    if rope.scaling == "linear" and not hf.model_type.startswith("gemma"):
+        return max(stated, int(stated * rope.factor))
+    return stated
+
+
 def _yarn_attention_factor(values: dict[str, Any], factor: float) -> float:
     def scale(ratio: float, mscale: float = 1.0) -> float:
         return 1.0 if ratio <= 1 else 0.1 * mscale * log(ratio) + 1.0

@@ -116,7 +116,7 @@ def answer_times(
     raw = len(adaptive[0]) + branches * length + 1
     engine = Engine(
         lm,
-        max_length=context + raw + 4 * branches + 8,  # reserve for tags that the grammar requires
+        max_length=min(context + raw + 4 * branches + 8, lm.context_length),  # reserve for tags of the grammar
         max_batch=batch,
         max_branches=branches,
         max_title_tokens=TITLE,

@@ -12,6 +12,8 @@ from aspd_jax.layout import check_choice
 from aspd_jax.model.config import Weights
 from infer.request import PARAMETERS, Mode, SamplingParams
 
+MAX_LENGTH = 4096  # default of `decoding.max_length`
+
 Role = Literal["ori", "seq", "aspd"]
 Kind = Literal["chat", "maths", "choice", "exact", "synthetic", "synthetic-long"]
 
@@ -100,18 +102,23 @@ class DecodingSection(SamplingSection):
     question has a seed of its own, so that results do not depend on the batch. `fork_bias` holds in adaptive mode.
 
     Attributes:
-        max_length: maximum tokens of a conversation.
+        max_length: maximum tokens of a conversation; null: 4096, or the model's context length if that is less.
         batch: number of conversations that are decoded together. Reported speed is measured separately, see
             `SpeedSection`.
     """
 
-    max_length: int = 4096
+    max_length: int | None = None
     batch: int = 8
 
     def __post_init__(self) -> None:
         at_least("decoding.batch", self.batch, 1)
-        at_least("decoding.max_length", self.max_length, 2)
+        if self.max_length is not None:
+            at_least("decoding.max_length", self.max_length, 2)
         self.params(None, 0, "adaptive")
+
+    def length(self, context_length: int) -> int:
+        """Return the maximum tokens of a conversation with a model of this context length."""
+        return min(MAX_LENGTH, context_length) if self.max_length is None else self.max_length
 
     def params(self, temperature: float | None, place: int, mode: Mode) -> SamplingParams:
         """Return the sampling parameters of a question.

@@ -58,7 +58,7 @@ def run(
     for name, section in config.models.items():
         todo = [(system, bench) for system in config.systems if system.model == name for bench in questions]
         lm = load(section)
-        engine = Engine(lm, config.decoding.max_length, max_batch=config.decoding.batch)
+        engine = Engine(lm, config.decoding.length(lm.context_length), max_batch=config.decoding.batch)
         for system, bench in todo:
             records = answer_questions(
                 engine, system, questions[bench], config.decoding, answers_file(output, bench, system.name),
@@ -66,7 +66,7 @@ def run(
             )  # fmt: skip
             write_model_answers(records, system, output / "model_answer" / bench / f"{system.name}.jsonl")
         if config.speed.questions:
-            engine = Engine(lm, config.decoding.max_length, max_batch=1)
+            engine = Engine(lm, config.decoding.length(lm.context_length), max_batch=1)
             for system, bench in todo:
                 time_questions(
                     engine, system, questions[bench], config.decoding, config.speed,
@@ -231,7 +231,7 @@ def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question]
         for question in tqdm(todo, desc="likelihood of references", unit="reference"):
             try:
                 prompt = engine.encode([{"role": "user", "content": question.turns[0]}])
-                answer = lm.codec.text.encode(question.references[0])
+                answer = lm.codec.text.encode_normalised(question.references[0])
             except AspdError:
                 continue
             ids = [*prompt, *answer]

@@ -77,7 +77,7 @@ def record_prompt() -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Write the fields {fields} of this message as JSON.\n\n{RECORD}"}]
 
 
-def demonstrate_fields(lm: LanguageModel, max_length: int) -> None:
+def demonstrate_fields(lm: LanguageModel, max_length: int | None) -> None:
     """Decode the fields of a record in parallel and in serial mode, and compare."""
     console = Console()
     engine = Engine(lm, max_length=max_length, max_batch=1, reuse=False)
@@ -99,7 +99,7 @@ def demonstrate_fields(lm: LanguageModel, max_length: int) -> None:
     console.print(table)
 
 
-def demonstrate(lm: LanguageModel, questions: Sequence[str], params: SamplingParams, max_length: int) -> None:
+def demonstrate(lm: LanguageModel, questions: Sequence[str], params: SamplingParams, max_length: int | None) -> None:
     """Answer questions in adaptive mode, then in serial mode with the same content, and compare."""
     console = Console()
     engine = Engine(lm, max_length=max_length, max_batch=1, reuse=False)

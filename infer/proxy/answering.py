@@ -207,7 +207,7 @@ class Answering:
 
     def _count(self, piece: str) -> int:
         """Return the number of tokens of a piece. The sum over pieces never decreases, unlike that of whole texts."""
-        return len(self._codec.text.encode(piece))
+        return len(self._codec.text.encode_normalised(piece))
 
     async def _branches(
         self,
@@ -365,7 +365,7 @@ def usage(prompt: Sequence[int], answer: Proxied, codec: Codec) -> dict[str, Any
     """Return the numbers of tokens of the prompt and of the answer, under OpenAI's names."""
     generated = answer.tokens
     if generated is None:
-        generated = len(codec.text.encode(answer.text)) if answer.text else 0
+        generated = len(codec.text.encode_normalised(answer.text)) if answer.text else 0
     return {
         "prompt_tokens": len(prompt),
         "completion_tokens": generated,

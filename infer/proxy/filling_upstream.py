@@ -158,7 +158,7 @@ class TemplateFilling:
         """Return the tokens of a filled hole in the prompt of later holes; objects that its lead opens are closed."""
         space = " " * (text.spaced or text.hole.schema is not None)
         closed = "}" * len(text.hole.path)
-        return [*self._codec.encode(text.lead), *self._codec.encode(space + value + closed)]
+        return [*self._codec.encode(text.lead), *self._codec.encode_normalised(space + value + closed)]
 
     async def _fill(
         self, request: HoleRequest, sampling: SamplingParams, answer: Proxied, constrained: bool
@@ -174,7 +174,11 @@ class TemplateFilling:
         answer.requests += 1
         async with aclosing(pieces):
             async for piece, reason in pieces:
-                ended, written, tokens = reason or ended, written + piece, tokens + len(self._codec.encode(piece))
+                ended, written, tokens = (
+                    reason or ended,
+                    written + piece,
+                    tokens + len(self._codec.encode_normalised(piece)),
+                )
                 value, complete = request.text.read(written, ended == "stop")
                 begins = constrained or hole.schema is None or bool(value) or len(written) <= MAX_BLANKS
                 if not (begins and check.follow(value, complete)):

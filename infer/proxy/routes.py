@@ -61,7 +61,7 @@ def make_app(
     tags = codec.special.ids if forks else ()
     answering = Answering(upstream, codec, ends, tags)
     filling = TemplateFilling(upstream, codec.text, ends, tags)
-    proxy = _Proxy(answering, filling, codec, tokenizer, end_ids, name, max_new_tokens)
+    proxy = _Proxy(answering, filling, codec, tokenizer, name, max_new_tokens)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -87,12 +87,11 @@ class _Proxy:
         filling: TemplateFilling,
         codec: Codec,
         tokenizer: Any,
-        end_ids: tuple[int, ...],
         name: str,
         max_new_tokens: int,
     ) -> None:
         self._answering, self._filling = answering, filling
-        self._codec, self._tokenizer, self._ends = codec, tokenizer, end_ids
+        self._codec, self._tokenizer = codec, tokenizer
         self._name, self._max_new_tokens, self._started = name, max_new_tokens, int(time.time())
 
     async def health(self) -> dict[str, str]:
@@ -170,14 +169,9 @@ class _Proxy:
         if messages[-1]["role"] == "assistant":
             raise Refused(400, "messages: expected a last message of the user, got one of the assistant.")
         try:
-            (ids, *segments), answers = encode_history(
-                self._tokenizer, self._codec.text, self._ends, messages, variables=variables
-            )
+            return encode_history(self._tokenizer, self._codec.text, messages, variables=variables)
         except Exception as error:  # such as a chat template that refuses the order of roles
             raise Refused(400, f"the prompt cannot be encoded: {error}") from None
-        for text, after in zip(answers, segments, strict=True):
-            ids = [*ids, *self._codec.text.encode(text), *after]
-        return ids
 
     def _statistics(self, answer: Proxied) -> dict[str, Any]:
         return {"statistics": {"requests": answer.requests}, "structure": to_json(canonical(answer.items))}

@@ -331,7 +331,7 @@ class _Server:
         if body.aspd.content is None:
             return params
         lm = self._engine.lm
-        return params.saying([*lm.codec.text.encode(body.aspd.content), *lm.end_ids[:1]])
+        return params.saying([*lm.codec.text.encode_normalised(body.aspd.content), *lm.end_ids[:1]])
 
     # Whole answers.
 

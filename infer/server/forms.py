@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeAlias
@@ -17,6 +18,7 @@ from infer.server.deltas import Delta
 # A stream of lists of chunks that are sent together; an answer is a whole completion or a stream.
 Chunks: TypeAlias = AsyncGenerator[list[dict[str, Any]], None]
 Answer: TypeAlias = dict[str, Any] | Chunks
+LINE_ENDS = re.compile("[\x85\u2028\u2029]")  # other ends of lines are always escaped in JSON
 
 
 def usage(results: Sequence[Result], answers: int) -> dict[str, Any]:
@@ -82,8 +84,12 @@ def stream(batches: Chunks, spell: Callable[[dict[str, Any]], str], end: str = "
 
 
 def data(value: dict[str, Any]) -> str:
-    """Format a value as a server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    """Format a value as a server-sent event.
+
+    Characters that clients may take for the end of a line (`str.splitlines`) are escaped.
+    """
+    text = LINE_ENDS.sub(lambda found: json.dumps(found[0])[1:-1], json.dumps(value, ensure_ascii=False))
+    return f"data: {text}\n\n"
 
 
 class Form(Protocol):

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StrictBool, model_validator
 
-from aspd_jax.tool_format import parse_arguments
 from infer.server.neutral import FUNCTION_TOOL, PART, TOOL_CALL, Neutral, Strict, fault, spell
 from infer.server.tool_calls import Function, ToolChoice
 
@@ -131,25 +130,10 @@ def choice_of(tools: Sequence[Function], choice: str | ChatToolName | FlatToolNa
 
 
 class CalledFunction(Strict):
-    """The function of a call, and its arguments as JSON text."""
+    """The function of a call, and its arguments as JSON text, which may be cut off."""
 
     name: str
     arguments: str = ""
-
-    @model_validator(mode="after")
-    def _has_arguments(self) -> Self:
-        check_arguments(self.arguments)
-        return self
-
-
-def check_arguments(text: str) -> None:
-    """Check the arguments of a call; no text means none.
-
-    Raises:
-        PydanticCustomError: they are not a JSON object.
-    """
-    if parse_arguments(text) is None:
-        raise fault(f"expected the text of a JSON object, got {spell(text)}", "arguments")
 
 
 class ToolCall(Strict):

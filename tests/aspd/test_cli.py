@@ -134,6 +134,10 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         ),
         (["generate", "--prompt", "a", "--temperature", "-1"], "aspd: temperature: expected 0 or more, got -1.0"),
         (["generate", *DEMO, "--prompt", "a", "--max-length", "1"], "aspd: max_length: expected at least 2, got 1"),
+        (
+            ["generate", *DEMO, "--prompt", "a", "--max-length", "4096"],
+            "aspd: max_length: expected at most 2048, the context length of the model, got 4096. Set less, or",
+        ),
         (["generate", *DEMO, "--prompt", "a", "--instruction", "b"], "aspd: --instruction: expected --input, got none"),
         (["generate", "--messages", "none.json"], "none.json"),
         (["generate", "--prompt", "a", "--fields", "parallel"], "--fields parallel: expected --schema, got none"),

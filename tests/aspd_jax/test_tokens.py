@@ -4,12 +4,13 @@ import io
 import json
 import re
 import tempfile
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -23,15 +24,16 @@ TEXTS = [f"Some words, in a list: {n}. One two three.\n- four\n" for n in range(
 
 
 def sentencepiece_like(scheme: str) -> PreTrainedTokenizerFast:
-    """A tokenizer built as Llama's (`prepend`) or Mistral's (`first`) are: metaspace and byte fallback."""
+    """A tokenizer built as those of Llama (`prepend`), Mistral (`first`) or Gemma (`none`): byte fallback."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     if scheme == "prepend":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    else:
+    elif scheme == "first":
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(back if scheme == "none" else [*back, decoders.Strip(" ", 1, 0)])
     trainer = trainers.BpeTrainer(
         vocab_size=360, special_tokens=["<unk>", "<s>", "</s>"], initial_alphabet=["▁"], show_progress=False
     )
@@ -44,8 +46,10 @@ def sentencepiece_like(scheme: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
 
 
-def byte_level() -> PreTrainedTokenizerFast:
+def byte_level(nfc: bool = False) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
+    if nfc:  # as all Qwen tokenizers
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -80,7 +84,9 @@ MADE = {
     "byte_level": Codec(byte_level()),
     "llama_like": Codec(sentencepiece_like("prepend")),
     "mistral_like": Codec(sentencepiece_like("first")),
+    "gemma_like": Codec(sentencepiece_like("none")),
 }
+QWEN_LIKE = Codec(byte_level(nfc=True))
 
 
 def _real() -> dict[str, Codec]:
@@ -111,6 +117,63 @@ def test_segments_are_exact(codec: Codec, text: str) -> None:
     ids = codec.text.encode(text)
     assert codec.text.decode(ids) == text
     assert not set(ids) & set(codec.special.ids), "text never becomes a tag"
+
+
+@pytest.mark.parametrize("codec", [*CODECS.values(), QWEN_LIKE], ids=[*CODECS, "qwen_like"])
+@settings(max_examples=150)
+@given(numbers=st.lists(st.integers(0, 1 << 16), max_size=16))
+@example(numbers=[0x50, 0xF9])
+@example(numbers=[0x37, 0xCE, 300])
+@example(numbers=[0xF0, 300, 0xF0, 0x9F, 0x90, 0x9D])
+def test_growing_text_is_a_prefix_of_the_whole_text(codec: Codec, numbers: list[int]) -> None:
+    """Any sequence of ids decodes, token by token; at most the bytes of an unfinished character are held back."""
+    text, size = codec.text, 340
+    byte_ids = [text._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+    ids = [(byte_ids[n] if n < 256 else None) or n % size for n in numbers]
+    stream, before = text.stream(), ""
+    for count in range(len(ids) + 1):
+        stream.extend(np.asarray(ids[:count], np.int32))
+        whole = text.decode(ids[:count])
+        held = whole.removeprefix(stream.text)
+        assert whole.startswith(stream.text) and stream.text.startswith(before)
+        assert held == "\ufffd" * len(held) and len(held) <= 3
+        before = stream.text
+    known = text._backend.decode(ids)
+    if text.is_byte_level or "\ufffd" not in known:
+        assert text.decode(ids) == known
+
+
+def test_valid_characters_beside_broken_ones_are_kept() -> None:
+    """The `tokenizers` library replaces a whole run of byte tokens that is not UTF-8."""
+    text = MADE["llama_like"].text
+    ids = [text._backend.token_to_id(f"<0x{byte:02X}>") for byte in b"\xe2P\xc3\xa9\xf0\x9f"]
+    assert text._backend.decode(ids) == "\ufffd" * 6
+    assert text.decode(ids) == "\ufffdPé\ufffd\ufffd"
+
+
+@settings(max_examples=200)
+@given(
+    text=st.one_of(st.text(), st.lists(st.sampled_from(["\u2126", "\u095c", "e\u0302\u0323", "a", " "])).map("".join))
+)
+@example(text="Take 10 k\u2126.")
+@example(text="\u0932\u095c\u0915\u093e")
+@example(text="Vie\u0323\u0302t Nam <|end|>")
+def test_what_a_normaliser_changes_is_encoded_as_transformers_encodes_it(text: str) -> None:
+    tokenizer, codec = byte_level(nfc=True), QWEN_LIKE.text
+    ids = codec.encode_normalised(text)
+    assert codec.decode(ids) == unicodedata.normalize("NFC", text)
+    if "<|" not in text:
+        assert ids == tokenizer.encode(text, add_special_tokens=False)
+    assert not set(ids) & codec.special_ids
+    exact = MADE["byte_level"].text
+    assert exact.encode_normalised(text) == exact.encode(text)
+
+
+@every_codec
+@settings(max_examples=50)
+@given(text=texts)
+def test_text_without_a_normaliser_is_encoded_exactly(codec: Codec, text: str) -> None:
+    assert codec.text.encode_normalised(text) == codec.text.encode(text)
 
 
 @every_codec
@@ -157,6 +220,8 @@ def test_a_tokenizer_that_loses_characters_is_refused() -> None:
         Codec(codec_text)
     with pytest.raises(TokenizerError, match="text: expected Unicode text"):
         MADE["byte_level"].text.encode("\ud800")
+    with pytest.raises(TokenizerError, match="text: expected Unicode text"):
+        QWEN_LIKE.text.encode_normalised("\ud800")
 
 
 SPECIAL = SpecialTokens(1, 2, 3, 4, 5, 6)

@@ -79,11 +79,7 @@ def rendered(template: str, messages: list[dict[str, Any]], tools: Any = ()) -> 
     tokenizer = tokenizer_with(template)
     codec = Codec(tokenizer)
     shown, given = tool_conversation(tokenizer, messages, tools)
-    segments, answers = encode_history(tokenizer, codec.text, (tokenizer.eos_token_id,), shown, tools=given)
-    ids = [*segments[0]]
-    for answer, segment in zip(answers, segments[1:], strict=True):
-        ids += [*codec.text.encode(answer), *segment]
-    return str(tokenizer.decode(ids))
+    return str(tokenizer.decode(encode_history(tokenizer, codec.text, shown, tools=given)))
 
 
 @pytest.mark.parametrize("template", [templates.QWEN, templates.TEXT_ARGUMENTS])
@@ -135,16 +131,36 @@ def test_special_tokens_in_tools_are_text(template: str) -> None:
             {"role": "tool", "content": spelt, "tool_call_id": "call_1"},
         ]
         shown, given = tool_conversation(tokenizer, messages, tools)
-        segments, _ = encode_history(tokenizer, codec.text, (tokenizer.eos_token_id,), shown, tools=given)
-        return sum(segment.count(tokenizer.eos_token_id) for segment in segments)
+        return encode_history(tokenizer, codec.text, shown, tools=given).count(tokenizer.eos_token_id)
 
     assert ends("<|end|>") == ends("plain") > 0
 
 
-def test_arguments_that_are_no_object() -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1"}}
-    for template in (templates.QWEN, templates.PLAIN):
-        with pytest.raises(ConversationError, match=r"messages\[0\].tool_calls\[0\].function.arguments: expected"):
-            tool_conversation(
-                tokenizer_with(template), [{"role": "assistant", "content": "", "tool_calls": [call]}], ()
-            )
+@pytest.mark.parametrize("arguments", ['{"n": ', "[1", "null", "no JSON"])
+def test_arguments_that_are_no_object_are_text(arguments: str) -> None:
+    """A call that was cut off is shown as it was written; templates that take objects get a string."""
+    cut = {**CALLS[0], "function": {"name": "price", "arguments": arguments}}
+    messages = [CONVERSATION[0], {**CONVERSATION[1], "tool_calls": [cut]}, CONVERSATION[2]]
+    assert f'"arguments": {arguments}}}\n</tool_call>' in rendered(templates.PLAIN, messages, TOOLS)
+    assert f'"arguments": {arguments}}}\n</tool_call>' in rendered(templates.TEXT_ARGUMENTS, messages, TOOLS)
+    for template in (templates.QWEN, templates.LLAMA, templates.MISTRAL):
+        assert json.dumps(arguments) in rendered(template, messages, TOOLS)
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + templates.PLAIN
+ALTERNATING = (  # Gemma 2, Mistral 7B Instruct v0.1
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
+    "{% endif %}{% endfor %}" + templates.PLAIN
+)
+DROPPED = templates.PLAIN.replace("in messages %}", "in messages if m.role != 'system' %}")
+
+
+@pytest.mark.parametrize("template", [NO_SYSTEM, ALTERNATING, DROPPED])
+def test_tools_of_a_template_without_a_system_role(template: str) -> None:
+    """Tools are a part of the first message of the user, and roles alternate where they have to."""
+    then = [*CONVERSATION, {"role": "user", "content": "And then?"}]
+    text = rendered(template, then, TOOLS)
+    first, _, rest = text.partition("<|end|>")
+    assert first.startswith("<|s|>user\n") and json.dumps(TOOLS[0]) in first and first.endswith("\n\nHow much?")
+    assert rest.count("<|s|>user\n") == (1 if template == ALTERNATING else 2) and "And then?" in rest
+    assert "<|s|>system" not in text and "<|s|>system" in rendered(templates.PLAIN, then, TOOLS)

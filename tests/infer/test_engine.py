@@ -289,3 +289,28 @@ def test_real_checkpoint_greedy() -> None:
     lm = load_model(folder)
     result = Engine(lm).generate([""], SamplingParams(max_new_tokens=len(expected) - 1), mode="serial")[0]
     assert result.prompt_token_ids + result.token_ids == expected
+
+
+def test_a_length_above_the_positions_of_the_model_is_refused(bare_lm: LanguageModel) -> None:
+    assert bare_lm.context_length == 512 and Engine(bare_lm).max_length == 512
+    assert Engine(replace(bare_lm, context_length=1 << 20)).max_length == 2048
+    with pytest.raises(
+        RequestError, match=r"max_length: expected at most 512, the context length of the model, got 51"
+    ):
+        Engine(bare_lm, max_length=513)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 1024),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 512),
+    ],
+)
+def test_rope_scaling_extends_the_context_length(scaling: dict[str, Any], expected: int, tmp_path: Path) -> None:
+    if scaling["rope_type"] == "llama3":
+        scaling["original_max_position_embeddings"] = 64
+    lm = load_model(write_checkpoint(tmp_path / "model", tiny_config(rope_scaling=scaling)))
+    assert lm.context_length == Engine(lm, max_length=expected).max_length == expected

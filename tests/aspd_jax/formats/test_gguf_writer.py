@@ -66,6 +66,17 @@ def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
         save_model(lm, tmp_path / "model.gguf")
 
 
+def test_named_chat_templates_are_read_back(tmp_path: Path) -> None:
+    tokenizer = gguf_ready()
+    plain = str(tokenizer.chat_template)
+    for number, templates in enumerate([{"default": plain, "tool_use": "{{ tools }}" + plain}, {"rag": plain}]):
+        tokenizer.chat_template = templates
+        save_model(load_model(base(tmp_path / f"{number}", CASES["tied"], tokenizer)), tmp_path / f"{number}.gguf")
+        assert open_checkpoint(tmp_path / f"{number}.gguf").tokenizer.chat_template == templates
+    keys = GGUFReader(tmp_path / "0.gguf").fields
+    assert keys["tokenizer.chat_template"].contents() == plain, "llama.cpp uses the default one"
+
+
 def test_positions_mask_and_titles_are_kept(tmp_path: Path) -> None:
     config = CASES["tied"] | {"aspd": {"positions": "max", "siblings": "shared", "titles": "leads"}}
     save_model(load_model(base(tmp_path / "base", config, gguf_ready())), tmp_path / "model.gguf")

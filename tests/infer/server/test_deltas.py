@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import json
+
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from infer.answers.events import Event
 from infer.server.deltas import branch_deltas, text_deltas
+from infer.server.forms import data
 
 TOKENS = st.builds(
     lambda block, branch, text: Event("token", block, branch, text),
@@ -36,3 +39,12 @@ def test_branches_are_sent_with_their_places(events: list[Event]) -> None:
     assert places == [(event.kind, event.block, event.branch) for event in shown]
     titles = [place["titles"] for place in sent if place is not None and "titles" in place]
     assert titles == [list(event.titles) for event in shown if event.kind == "fork"]
+
+
+@given(st.text())
+@example("a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e\r\n")
+def test_an_event_is_one_line_for_every_reader(text: str) -> None:
+    """Clients that read lines with `str.splitlines` (httpx) also split at U+0085, U+2028 and U+2029."""
+    event = data({"content": text, text: 1})
+    (line,) = event.removesuffix("\n\n").splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"content": text, text: 1}

@@ -318,14 +318,17 @@ def test_no_calls(server: Running) -> None:
     assert text == auto.choices[0].message.content
 
 
-def test_results_of_tools(server: Running) -> None:
+@pytest.mark.parametrize("arguments", [CALL["function"]["arguments"], '{"n": '])  # type: ignore[index]
+def test_results_of_tools(server: Running, arguments: str) -> None:
+    """A call that a limit cut off can be sent back, too."""
+    call = {**CALL, "function": {"name": "price", "arguments": arguments}}
     result = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "20 <|end|>"}]}
-    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
     client, messages = server.client(), [*ask()["messages"], called, result]
     chat = client.chat.completions.create(**asking() | {"messages": messages})
     items = [
         *ask()["messages"],
-        {"type": "function_call", "call_id": "call_1", **CALL["function"]},  # type: ignore[dict-item]
+        {"type": "function_call", "call_id": "call_1", **call["function"]},  # type: ignore[dict-item]
         {"type": "function_call_output", "call_id": "call_1", "output": "20 <|end|>"},
     ]
     response = client.responses.create(model="demo", input=items, tools=FLAT, temperature=0)  # type: ignore[call-overload]
