@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ MAPS = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
 VALUES = ("const", "enum", "default", "examples", "example")  # keywords whose value is no schema, and may be null
 DRAFT = re.compile(r"https?://json-schema\.org/draft[-/](?:0?([467])|(2019|2020)-\d\d)/schema#?")
 CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]", re.DOTALL)  # an escape or a class of a regular expression
+MAX_LIMITATIONS = 64  # maximum keywords that an approximation ignores because llguidance refuses their values
 # Beginnings of llguidance's errors on schemas that are valid, but not supported.
 LIMITATIONS = ("min/maxProperties only", "patternProperty regexes", "Unable to determine", "circular references")
 
@@ -71,12 +72,12 @@ def read_schema(schema: str | Mapping[str, Any], approximate: bool = False) -> R
     return _read(schema if isinstance(schema, str) else json.dumps(schema), approximate)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _read(text: str, approximate: bool) -> ReadSchema:
     try:
         root = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"expected a JSON schema, got: {error}") from None
+    except (ValueError, RecursionError) as broken:
+        raise RequestError(f"expected a JSON schema, got: {broken}") from None
     if isinstance(root, bool):
         hint = "Write {} to permit any value" if root else "It permits no value"
         raise RequestError(f"expected the schema as an object, got {spell(root)}. {hint}.")
@@ -84,28 +85,31 @@ def _read(text: str, approximate: bool) -> ReadSchema:
         raise RequestError(f"expected the schema as an object, got {spell(root)}")
     if "x-guidance" in root:
         raise RequestError("#/x-guidance: expected keywords of JSON Schema, got a setting of the grammar library")
-    reader = _Reader(root, approximate)
     try:
-        for _ in range(len(LIMITATIONS) * 16):
-            schema = reader.read(root, "#")
-            if schema is False:
-                raise RequestError("expected a schema that a value satisfies, got one that none does")
-            if (error := compile_error(schema)) is None:
-                break
-            for where, message in reader.refusals.items():
-                raise _refusal(where, message)
-            where, known = reader.locate(error)
-            if error.startswith("Unsatisfiable") and where.startswith(PLACES) and where.count("/") == 2:
-                reader.impossible.add(where)  # llguidance refuses such a definition where it is optional, too
-            elif approximate and known:
-                reader.dropped.add(where)
-            else:
-                raise _refusal(where, reason(error))
-        else:
-            raise _refusal(where, reason(error))
+        schema, ignored = _compiled(_Reader(root, approximate), approximate)
     except RecursionError:
         raise RequestError("expected a schema of lower depth") from None
-    return ReadSchema(json.dumps(schema), tuple(dict.fromkeys(reader.ignored)))
+    return ReadSchema(json.dumps(schema), tuple(dict.fromkeys(ignored)))
+
+
+def _compiled(reader: _Reader, approximate: bool) -> tuple[Any, list[str]]:
+    """Return a schema that compiles, and what it ignores."""
+    for _ in range(MAX_LIMITATIONS):
+        schema = reader.read_root()
+        if schema is False:
+            raise RequestError("expected a schema that a value satisfies, got one that none does")
+        if (error := compile_error(schema)) is None:
+            return schema, reader.ignored
+        for where, message in reader.refusals.items():
+            raise _refusal(where, message)
+        where, known = reader.locate(error)
+        if error.startswith("Unsatisfiable") and where.startswith(PLACES) and where.count("/") == 2:
+            reader.impossible.add(where)  # llguidance refuses such a definition where it is optional, too
+        elif approximate and known:
+            reader.dropped.add(where)
+        else:
+            raise _refusal(where, reason(error))
+    raise RequestError(f"expected a schema with fewer unsupported keywords, got more than {MAX_LIMITATIONS}")
 
 
 def _refusal(place: str, message: str) -> RequestError:
@@ -210,6 +214,11 @@ class _Reader:
         self._targets: dict[str, Any] = {}
         self._logic = SchemaLogic(self._target)
 
+    def read_root(self) -> Any:
+        """Return the whole schema; see `read`."""
+        self.ignored, self._targets, self._read_schemas = [], {}, 0
+        return self.read(self._root, "#")
+
     def read(self, schema: Any, place: str) -> Any:
         """Return a schema without annotations, and with supported keywords only.
 
@@ -286,18 +295,16 @@ class _Reader:
         context = [{key: value for key, value in result.items() if value is not ...}]
         if isinstance(name := schema.get("format"), str) and name in PATTERNS:
             yield {"pattern": exact_pattern(PATTERNS[name])}
-        for key, state in self._statements(schema, place, context):
+        for key in schema:
             where = pointer(place, key)
-            if where in self.dropped:
+            if self._draft < UNSUPPORTED.get(key, 9999) or schema[key] is None or where in self.dropped:
                 continue
             try:
-                stated = state()
+                stated = self._statement(key, schema, place, context)
             except Inexpressible as error:
                 told = f"{key} ({error} cannot be stated)" if str(error) else key
                 self._refuse(where, f"expected keywords that grammars support, got {told}")
-                read = (
-                    [self.read(item, pointer(where, n)) for n, item in enumerate(schema[key])] if key == "oneOf" else []
-                )
+                read = self._branches(schema[key], where) if key == "oneOf" else []
                 if not self._approximate:  # llguidance does not reach every part, and knows more about `oneOf`
                     result[key] = read or schema[key]
                     if result.get("anyOf") is ...:
@@ -309,29 +316,37 @@ class _Reader:
             elif stated is not True:
                 yield stated
 
-    def _statements(
-        self, schema: Mapping[str, Any], place: str, context: list[Any]
-    ) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Yield the unsupported keywords of a schema, each with a function that states it."""
-        for key, value in schema.items():
-            if self._draft < UNSUPPORTED.get(key, 9999) or value is None:
-                continue
-            where = pointer(place, key)
-            if key == "not":
-                yield key, lambda value=value, where=where: self._logic.negation(self.read(value, where), context)
-            elif key == "oneOf":
-                yield key, lambda value=value, where=where: self._exactly_one(value, where, context)
-            elif key == "if":
-                yield key, lambda where=where: self._condition(schema, place, context)
-            elif key in ("dependencies", "dependentRequired", "dependentSchemas"):
-                yield key, lambda value=value, where=where: self._dependencies(value, where)
-            elif key not in ("then", "else"):
-                yield key, lambda key=key, value=value: self._further(key, value, schema)
+    def _statement(self, key: str, schema: Mapping[str, Any], place: str, context: list[Any]) -> Any:
+        """Return a schema that states an unsupported keyword of a schema.
 
-    def _exactly_one(self, branches: Any, place: str, context: list[Any]) -> Any:
+        Raises:
+            Inexpressible: there is no exact one.
+        """
+        value, where = schema[key], pointer(place, key)
+        if key == "not":
+            return self._logic.negation(self.read(value, where), context)
+        if key == "oneOf":
+            return self._exactly_one(self._branches(value, where), context)
+        if key == "if":
+            return self._condition(schema, place, context)
+        if key in ("dependencies", "dependentRequired", "dependentSchemas"):
+            return self._dependencies(value, where)
+        most = schema.get("maxItems")
+        has_no_effect = {
+            "then": True, "else": True,  # stated by `if`
+            "uniqueItems": value is False or (isinstance(most, int) and most <= 1),
+            "minContains": "contains" not in schema, "maxContains": "contains" not in schema,
+        }.get(key, key != "contains" and value in (True, {}))  # fmt: skip
+        if not has_no_effect:
+            raise Inexpressible
+        return True
+
+    def _branches(self, branches: Any, place: str) -> list[Any]:
         if not isinstance(branches, list):
             raise RequestError(f"{place}: expected a list of schemas, got {spell(branches)}")
-        read = [self.read(branch, pointer(place, number)) for number, branch in enumerate(branches)]
+        return [self.read(branch, pointer(place, number)) for number, branch in enumerate(branches)]
+
+    def _exactly_one(self, read: list[Any], context: list[Any]) -> Any:
         others: list[list[Any]] = [[] for _ in read]
         for number, branch in enumerate(read):
             if time.monotonic() > self._deadline:
@@ -365,17 +380,6 @@ class _Reader:
                 present = all_of([{"required": [name]}, self.read(needed, pointer(place, name))])
             stated.append(any_of([{"properties": {name: False}}, present]))
         return all_of(stated)
-
-    def _further(self, key: str, value: Any, schema: Mapping[str, Any]) -> Any:
-        """Return the statement of a keyword that is supported where it has no effect."""
-        most = schema.get("maxItems")
-        if key == "uniqueItems" and (value is False or (isinstance(most, int) and most <= 1)):
-            return True
-        if key in ("minContains", "maxContains") and "contains" not in schema:
-            return True
-        if key in ("propertyNames", "unevaluatedItems", "unevaluatedProperties") and value in (True, {}):
-            return True
-        raise Inexpressible
 
     def _is_pattern(self, value: Any, place: str, key: str) -> bool:
         """Return whether a regular expression is supported, and ignore it otherwise."""
@@ -429,7 +433,8 @@ class _Reader:
                 return False
             definitions = {key: self._root[key] for key in ("$schema", *DEFINITIONS) if key in self._root}
             try:
-                found = compile_error({**self.read(definitions, "#"), **self.read(part, where)})
+                read = self.read(part, where)
+                found = compile_error({**self.read(definitions, "#"), **read}) if isinstance(read, dict) else None
             except RequestError:
                 return False
             return found is not None and found.splitlines()[0] == line

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -297,6 +298,7 @@ def check_template(
         )
 
 
+@lru_cache(maxsize=1024)
 def value_grammar(schema: str) -> str:
     """Return the grammar of a JSON value of a schema and of the text after it."""
     return f"{VALUE_GRAMMAR}{json_rule(schema)}\n"

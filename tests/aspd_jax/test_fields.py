@@ -175,8 +175,8 @@ def test_x_after_of_a_definition_applies_to_the_properties_that_refer_to_it() ->
         ({"enum": []}, None),
         (False, None),
         ({"type": "integer", "enum": ["1", "2"]}, None),
-        ({"properties": {"d": {}, "e": False}, "required": ["e"]}, None),
-        ({"properties": {"d": {"$ref": "#/$defs/none"}, "f": {}}, "required": ["d"]}, None),
+        ({"type": "object", "properties": {"d": {}, "e": False}, "required": ["e"]}, None),
+        ({"type": "object", "properties": {"d": {"$ref": "#/$defs/none"}, "f": {}}, "required": ["d"]}, None),
     ],
 )
 def test_a_literal_value_fits_its_schema(schema: Any, text: str | None) -> None:
