@@ -419,7 +419,7 @@ def test_checkpoints_without_special_tokens(upstream: Scripted) -> None:
             ["[]", "[1, 2]", "[\n  1,\n  2\n]"],
             ['["a"]', "{}", "[1 2]"],
         ),
-        (True, ["null", '{"a": [1]}'], ["nul", "yes"]),
+        ({}, ["null", '{"a": [1]}'], ["nul", "yes"]),
     ],
 )
 def test_values_are_checked_as_they_grow(schema: Any, fitting: list[str], others: list[str]) -> None:
