@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from types import NoneType
 from typing import Any
 
 from aspd_jax.errors import RequestError
+from aspd_jax.json_schema import DEFINITIONS, is_unsatisfiable
 from aspd_jax.template import Hole, Part, Template
 
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "x-after"}
-DEFINITIONS = ("$defs", "definitions")
 # Keywords of an object whose members can be decoded apart; any other keyword may tie them together.
 DIVISIBLE = {"type", "properties", "required", "additionalProperties", "$schema", "$id", *DEFINITIONS, *ANNOTATIONS}
 MAX_DEPTH = 32  # maximum depth of nested objects
@@ -63,19 +64,17 @@ class Node:
                 yield from member.leaves
 
 
-def fields_template(schema: str | Mapping[str, Any], lenient: bool = False) -> Template | None:
+def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
     """Return the template of the objects of a JSON schema; None if its values cannot be divided.
 
-    Every property is written, in the order of the schema, optional ones included. A property with `"x-after": [names]`
-    sees the values of these properties: siblings, or dotted paths from the root.
+    Every property that a value fits is written, in the order of the schema, optional ones included. A property with
+    `"x-after": [names]` sees the values of these properties: siblings, or dotted paths from the root.
 
     Args:
-        schema: JSON schema, as text or as a mapping.
-        lenient: ignore keywords that grammars do not support.
+        schema: JSON schema, as text or as a mapping, read by `aspd_jax.json_schema`.
 
     Raises:
-        RequestError: `x-after` that is no list of known names, or has a cycle; a required property that no value
-            fits; or too many values.
+        RequestError: `x-after` that is no list of known names, or has a cycle; or too many values.
     """
     root = json.loads(schema) if isinstance(schema, str) else schema
     tree = _tree(root)
@@ -84,7 +83,7 @@ def fields_template(schema: str | Mapping[str, Any], lenient: bool = False) -> T
         return None
     if repeated := next((name for name in leaves if leaves.count(name) > 1), None):
         raise RequestError(f"json_schema: expected fields with different paths, got two with {repeated!r}")
-    parts = list(_parts(tree, "", _dependencies(tree), root, lenient))
+    parts = list(_parts(tree, "", _dependencies(tree), root))
     try:  # a schema with one leaf is decoded serially, and checked, too
         template = Template(parts)
     except RequestError as error:
@@ -118,15 +117,25 @@ def _tree(root: Any) -> Node:
 
 def _is_self_contained(root: Any) -> bool:
     """Return whether all references of a schema name its definitions, so that they have one meaning in every leaf."""
-    waiting, values = [root], list[Any]()
+    bases = [value for value in _objects(root) if value is not root and isinstance(value.get("$id"), str)]
+    local = tuple(f"#/{place}/" for place in DEFINITIONS)
+    return not bases and all(name.startswith(local) for name in _references(root))
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield all objects in a JSON value."""
+    waiting = [value]
     while waiting:
         value = waiting.pop()
-        values.append(value)
+        if isinstance(value, dict):
+            yield value
         waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    objects = [value for value in values if isinstance(value, dict)]
-    references = [value for o in objects for name in ("$ref", "$dynamicRef") if isinstance(value := o.get(name), str)]
-    bases = [value for value in objects if value is not root and isinstance(value.get("$id"), str)]
-    return not bases and all(name.startswith(tuple(f"#/{place}/" for place in DEFINITIONS)) for name in references)
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Yield all references in a schema."""
+    for found in _objects(value):
+        yield from (found[name] for name in ("$ref", "$dynamicRef") if isinstance(found.get(name), str))
 
 
 def _node(schema: Any, root: Any, path: tuple[str, ...], refs: tuple[str, ...], numbers: Iterator[int]) -> Node:
@@ -142,13 +151,12 @@ def _node(schema: Any, root: Any, path: tuple[str, ...], refs: tuple[str, ...], 
         return Node(path, schema=schema, after=after)
     members = {}
     for name, member in resolved["properties"].items():
-        if member is False:
-            if name in resolved.get("required", ()):
-                place = ".".join((*path, name))
-                raise RequestError(f"json_schema: {place}: expected a schema, because it is required, got false")
-            continue
-        members[name] = _node(member, root, (*path, name), refs, numbers)
-    return Node(path, members, after=after)
+        node = _node(member, root, (*path, name), refs, numbers)
+        if node.members is not None or node.text is not None or not _fits_no_value(_leaf_schema(member, root)):
+            members[name] = node
+        elif name in resolved.get("required", ()):
+            return Node(path, schema=schema, after=after)  # no value fits the object either
+    return Node(path, members, after=after) if members else Node(path, schema=schema, after=after)
 
 
 def _determined(schema: Mapping[str, Any]) -> str | None:
@@ -255,7 +263,7 @@ def _named(name: str, node: Node, ancestors: tuple[Node, ...], tree: Node) -> No
     return value
 
 
-def _parts(node: Node, context: str, after: Mapping[str, tuple[str, ...]], root: Any, lenient: bool) -> Iterator[Part]:
+def _parts(node: Node, context: str, after: Mapping[str, tuple[str, ...]], root: Any) -> Iterator[Part]:
     """Return literal text and holes of a node.
 
     Args:
@@ -265,23 +273,43 @@ def _parts(node: Node, context: str, after: Mapping[str, tuple[str, ...]], root:
         yield node.text
     elif node.members is None:
         schema = _leaf_schema(node.schema, root)
-        yield Hole(node.name, after[node.name], context.rstrip(" "), schema, node.path, lenient)
+        yield Hole(node.name, after[node.name], context.rstrip(" "), schema, node.path)
     else:
         for number, (name, member) in enumerate(node.members.items()):
             key = f"{json.dumps(name, ensure_ascii=False)}: "
             yield ("{" if not number else ", ") + key
-            yield from _parts(member, f"{context}{{{key}", after, root, lenient)
+            yield from _parts(member, f"{context}{{{key}", after, root)
         yield "}"
 
 
 def _leaf_schema(schema: Any, root: Any) -> str:
     """Return the schema of a leaf as text, with the definitions that it may refer to."""
-    text = json.dumps(schema)
     if not isinstance(schema, dict):
-        return text
-    definitions = {name: root[name] for name in DEFINITIONS if '"$ref"' in text and name in root}
+        return "{}" if schema is True else json.dumps(schema)
     own = {key: value for key, value in schema.items() if key not in ("x-after", *DEFINITIONS)}
-    return json.dumps({**definitions, **own})
+    draft = {"$schema": root["$schema"]} if "$schema" in root else {}
+    return json.dumps({**draft, **_definitions(own, root), **own})
+
+
+def _definitions(schema: Any, root: Any) -> dict[str, dict[str, Any]]:
+    """Return the definitions of the root that a schema needs."""
+    needed: dict[str, dict[str, Any]] = {}
+    waiting = [schema]
+    while waiting:
+        for reference in _references(waiting.pop()):
+            place, _, rest = reference.removeprefix("#/").partition("/")
+            name = rest.partition("/")[0].replace("~1", "/").replace("~0", "~")
+            if place in DEFINITIONS and name in root.get(place, {}) and name not in needed.get(place, {}):
+                needed.setdefault(place, {})[name] = root[place][name]
+                waiting.append(root[place][name])
+    return needed
+
+
+@lru_cache(maxsize=MAX_VALUES)
+def _fits_no_value(schema: str) -> bool:
+    """Return whether no value satisfies the schema of a leaf; other errors are told when the leaf is compiled."""
+    value = json.loads(schema)
+    return value is False or (isinstance(value, dict) and is_unsatisfiable(value))
 
 
 def value_length(text: str) -> int | None:

@@ -29,7 +29,6 @@ class Hole:
             None: the literal text.
         schema: JSON schema of the value as text; None: free text, which ends before the literal text behind the hole.
         path: names of the members that lead to the value in a JSON object; empty: the answer is no JSON object.
-        lenient: whether keywords of the schema that grammars do not support are ignored.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Hole:
     context: str | None = None
     schema: str | None = None
     path: tuple[str, ...] = ()
-    lenient: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "after", tuple(self.after))  # JSON has lists

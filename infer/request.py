@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args, get_type_hints
 
 from aspd_jax.errors import RequestError
 from aspd_jax.fields import fields_template
+from aspd_jax.json_schema import read_schema
 from aspd_jax.layout import check_choice
 from aspd_jax.template import Hole, Template
 
@@ -349,7 +350,11 @@ class SamplingParams:
     def known_text(self) -> Template | None:
         """Return the template of the answer: `template`, or that of parallel fields; None: there is none."""
         if self.fields == "parallel" and isinstance(self.json_schema, str):
-            return fields_template(self.json_schema)
+            try:
+                schema = read_schema(self.json_schema).schema
+            except RequestError as error:
+                raise RequestError(f"json_schema: {error}") from None
+            return fields_template(schema)
         return self.template if isinstance(self.template, Template) else None
 
     @cached_property

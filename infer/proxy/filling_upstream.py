@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import RequestError
+from aspd_jax.json_schema import read_schema
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.events import Event, FilledReader
@@ -223,10 +224,8 @@ def _compiled(schema: str) -> Any:
     """
     from llguidance import LLMatcher, LLTokenizer
 
-    try:
-        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema), log_level=0)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
+    grammar = LLMatcher.grammar_from_json_schema(read_schema(schema).text)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
     if matcher.is_error():
         raise RequestError(matcher.get_error().strip().splitlines()[0])
     return matcher
@@ -234,8 +233,7 @@ def _compiled(schema: str) -> Any:
 
 def response_format(schema: str) -> dict[str, Any]:
     """Return the constraint of a request in OpenAI's form, which vLLM, SGLang and `aspd serve` accept."""
-    value = json.loads(schema)
-    return {"type": "json_schema", "json_schema": {"name": "value", "schema": {} if value is True else value}}
+    return {"type": "json_schema", "json_schema": {"name": "value", "schema": json.loads(schema)}}
 
 
 async def _fill_block(

@@ -25,7 +25,7 @@ from infer.proxy.filling_upstream import TemplateFilling
 from infer.proxy.upstream import Upstream, UpstreamConfig, UpstreamError
 from infer.request import PARAMETERS, SamplingParams
 from infer.server.deltas import Delta, branch_deltas, text_deltas
-from infer.server.forms import Answer, Chunks, reply
+from infer.server.forms import Answer, Chunks, name_ignored, reply
 from infer.server.guard import add_guard
 from infer.server.messages import ChatRequest, Common
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
@@ -111,11 +111,13 @@ class _Proxy:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a request for OpenAI's chat completions."""
-        return reply(await self._answer(request, body, [message.plain for message in body.messages]))
+        answer = await self._answer(request, body, [message.plain for message in body.messages])
+        return await name_ignored(reply(answer), body.ignored)
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
-        return reply_response(body, await self._answer(request, body, body.messages))
+        answer = await self._answer(request, body, body.messages)
+        return await name_ignored(reply_response(body, answer), body.ignored)
 
     async def _answer(
         self, request: Request, body: ChatRequest | ResponsesRequest, messages: list[dict[str, Any]]
@@ -152,7 +154,7 @@ class _Proxy:
         prompt = self._encode(messages, body.chat_template_kwargs)
         values = {name: value for name, value in body.sampling_values().items() if PARAMETERS[name].proxy is not None}
         fields = body.aspd.fields or "serial"
-        sampling = SamplingParams(**values, **body.grammar, fields=fields, template=body.aspd.template)
+        sampling = SamplingParams(**values, **body.constraint(), fields=fields, template=body.aspd.template)
         limit = min(body.limit or self._max_new_tokens, self._max_new_tokens)
         in_order = bool(sampling.stop) or body.aspd.stream == "text"
         template = sampling.known_text

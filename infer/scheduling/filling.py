@@ -5,10 +5,10 @@ W words of 32 tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class HoleState:
     ) -> None:
         self.hole, self._text, self._lead = start.hole, start.text, list(start.lead)
         self._ends, self._limit = ends, limit
-        grammar = None if self.hole.schema is None else value_grammar(self.hole.schema, self.hole.lenient)
+        grammar = None if self.hole.schema is None else value_grammar(self.hole.schema)
         self._matcher = None if grammar is None else schemas.matcher("grammar", grammar)
         self._ids: list[int] = []
         self._codec, self._stream = codec, codec.stream()
@@ -284,7 +284,7 @@ def check_template(
     for hole in template.holes:
         if hole.schema is not None:
             try:
-                schemas.matcher("grammar", value_grammar(hole.schema, hole.lenient))
+                schemas.matcher("grammar", value_grammar(hole.schema))
             except RequestError as error:
                 raise RequestError(f"json_schema: {hole.name}: {error}") from None
     blocks = template_blocks(template, codec, config.max_branches)
@@ -298,8 +298,7 @@ def check_template(
         )
 
 
-def value_grammar(schema: str, lenient: bool = False) -> str:
-    """Return the grammar of a JSON value of a schema and of the text after it; for `lenient` see `json_rule`."""
-    value: Any = json.loads(schema)
-    value = {} if value is True else value
-    return f"{VALUE_GRAMMAR}{json_rule(value, lenient)}\n"
+@lru_cache(maxsize=1024)
+def value_grammar(schema: str) -> str:
+    """Return the grammar of a JSON value of a schema and of the text after it."""
+    return f"{VALUE_GRAMMAR}{json_rule(schema)}\n"

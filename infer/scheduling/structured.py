@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from aspd_jax.errors import RequestError
+from aspd_jax.json_schema import BLANKS, json_grammar, read_schema
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import ItemIds, SerialIds
 from infer.answers.answer import RequestOutput
@@ -27,8 +28,6 @@ from infer.decode.state import LENGTH, STOP, EngineConfig
 from infer.request import SamplingParams
 
 MAX_COMPILED = 256  # maximum compiled schemas in memory
-# White space between the parts of a value. With more, a small model at a high temperature may never stop repeating it.
-BLANKS = " ?"
 MAX_KNOWN = 64  # known tokens that are fed with a pending one
 RESERVE = 4  # tokens reserved after known tokens, so that a budget ends the answer at the same token
 # Fields of a request, and the names of their formats in llguidance.
@@ -105,7 +104,7 @@ class Schemas:
         if made is None:  # compiled without the lock, so that the engine's thread does not wait for it
             try:
                 if FORMATS[name] == "json_schema":
-                    grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": BLANKS})
+                    grammar = json_grammar(read_schema(text).schema)
                 else:
                     grammar = grammar_from(*key)
             except Exception as error:  # GBNF is translated in Python
@@ -299,15 +298,13 @@ def known_limit(tokens_left: int, config: EngineConfig) -> int:
     return max(0, min(tokens_left, config.longest_head - 1, MAX_KNOWN))
 
 
-def json_rule(schema: Mapping[str, Any], lenient: bool = False) -> str:
-    """Return the right side of a Lark rule for a JSON value.
+def json_rule(schema: str | Mapping[str, Any]) -> str:
+    """Return the right side of a Lark rule for a JSON value of a schema.
 
-    Args:
-        schema: JSON schema of the value.
-        lenient: ignore keywords that llguidance does not support.
+    Raises:
+        RequestError: the schema is malformed or not supported.
     """
-    settings = {"whitespace_pattern": BLANKS} | ({"lenient": True} if lenient else {})
-    return f"%json {json.dumps({**schema, 'x-guidance': settings})}"
+    return f"%json {json.dumps({**read_schema(schema).schema, 'x-guidance': {'whitespace_pattern': BLANKS}})}"
 
 
 def permits(mask: np.ndarray, token: int) -> bool:

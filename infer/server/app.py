@@ -29,7 +29,7 @@ from infer.request import Request as DecodingRequest
 from infer.server.config import ServerConfig
 from infer.server.deltas import Delta, branch_deltas, text_deltas
 from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
-from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
+from infer.server.forms import Answer, Chat, Chunks, Form, Text, name_ignored, reply, statistics, token_usage, usage
 from infer.server.guard import add_guard
 from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter
 from infer.server.prometheus import Metrics, programs_compiled
@@ -136,19 +136,22 @@ class _Server:
         """Answer a request for OpenAI's chat completions."""
         messages, calls = [message.plain for message in body.messages], await self._tool_calls(body)
         form = Chat() if calls is None else ToolChat(calls)
-        return reply(await self._answer(request, body, [messages], form, body.continue_final_message, calls))
+        answer = await self._answer(request, body, [messages], form, body.continue_final_message, calls)
+        return await name_ignored(reply(answer), body.ignored)
 
     async def respond(self, request: Request, body: ResponsesRequest) -> Response:
         """Answer a request for OpenAI's responses."""
         calls = await self._tool_calls(body)
         form = Chat() if calls is None else ToolChat(calls)
-        return reply_response(body, await self._answer(request, body, [body.messages], form, calls=calls))
+        answer = await self._answer(request, body, [body.messages], form, calls=calls)
+        return await name_ignored(reply_response(body, answer), body.ignored)
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """Answer a request for OpenAI's completions."""
         decode, prompts = self._engine.lm.codec.text.decode, body.prompts
         texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts] if body.echo else []
-        return reply(await self._answer(request, body, prompts, Text(texts, body.choices)))
+        answer = await self._answer(request, body, prompts, Text(texts, body.choices))
+        return await name_ignored(reply(answer), body.ignored)
 
     async def stored(self, name: str) -> None:
         """Refuse a request for a stored response."""
@@ -252,7 +255,7 @@ class _Server:
             raise RequestError("tools: expected a model with a chat template, got one without")
         check_schemas(body.functions, body.schema_place)
         form = read_tool_format(lm.tokenizer)
-        return ToolCalls(body.functions, choice, form, lm.codec.text, body.grammar.get("json_schema"))
+        return ToolCalls(body.functions, choice, form, lm.codec.text, body.constraint().get("json_schema"))
 
     async def _answer(
         self,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, TypeAlias
+from urllib.parse import quote
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
@@ -15,6 +17,8 @@ from aspd_jax.tokens import TextCodec
 from infer.answers.answer import Result, TokenLogprob
 from infer.server.deltas import Delta
 
+MAX_NAMES = 32  # ignored keywords that a header names
+SAFE = "/#[]~!$&'()*+;=:@?"  # characters of a name that stand for themselves; the comma separates names
 # A stream of lists of chunks that are sent together; an answer is a whole completion or a stream.
 Chunks: TypeAlias = AsyncGenerator[list[dict[str, Any]], None]
 Answer: TypeAlias = dict[str, Any] | Chunks
@@ -60,6 +64,19 @@ def finish(result: Result) -> str:
 def reply(answer: Answer) -> Response:
     """Return the HTTP response of an answer: JSON, or a stream that ends with `[DONE]` unless it failed."""
     return JSONResponse(answer) if isinstance(answer, dict) else stream(answer, data, "data: [DONE]\n\n")
+
+
+async def name_ignored(response: Response, ignored: Callable[[], Sequence[str]]) -> Response:
+    """Return a response whose header `X-Aspd-Ignored` names the keywords of schemas that the answer need not follow.
+
+    Args:
+        response: the response.
+        ignored: function that returns the keywords; it may have to read the schemas again.
+    """
+    if names := [quote(name, safe=SAFE) for name in await asyncio.to_thread(ignored)]:
+        more = [f"{len(names) - MAX_NAMES} more"] if len(names) > MAX_NAMES else []
+        response.headers["X-Aspd-Ignored"] = ", ".join([*names[:MAX_NAMES], *more])
+    return response
 
 
 def stream(batches: Chunks, spell: Callable[[dict[str, Any]], str], end: str = "") -> Response:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
+from aspd_jax.errors import RequestError
+from aspd_jax.json_schema import ReadSchema, read_schema
 from infer.request import BIASES, MAX_ALTERNATIVES, PARAMETERS, STRINGS, Fields, Mode, Offer, Parameter, SamplingParams
 from infer.server.config import ServerConfig
 from infer.server.neutral import GUIDED, MESSAGE, PART, REQUEST, Neutral, Strict, fault, spell
@@ -54,7 +56,7 @@ class JsonObject(Strict):
 
 
 class NamedSchema(Strict):
-    """A schema in OpenAI's form. Answers always follow it; `strict` has no effect."""
+    """A schema in OpenAI's form. `strict: false` permits an approximation of the schema (`aspd_jax.json_schema`)."""
 
     name: str
     description: str | None = None
@@ -70,6 +72,12 @@ class JsonSchema(Strict):
 
 
 ResponseFormat = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
+
+
+def is_approximate(form: Any) -> bool:
+    """Return whether the schema of a response format may be approximated."""
+    named = form.json_schema if isinstance(form, JsonSchema) else form
+    return isinstance(named, NamedSchema) and named.strict is False
 
 
 def schema_of(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
@@ -255,6 +263,7 @@ class Common(SamplingFields):
     """Fields of all kinds of requests, with the sampling parameters that HTTP offers."""
 
     neutral: ClassVar = {**REQUEST, "top_k": Neutral((-1,))}
+    schema_place: ClassVar[str] = ""  # place of the schema of a function; `{}` is its number
     model: str
     ignore_eos: StrictBool = False
     stream: StrictBool | None = False
@@ -290,6 +299,11 @@ class Common(SamplingFields):
     @abstractmethod
     def grammar(self) -> dict[str, Any]:
         """Return the constraint of the answer: a field of `SamplingParams` and its value; empty: none."""
+
+    @property
+    @abstractmethod
+    def response_form(self) -> Any:
+        """Return the response format; None: plain text."""
 
     @property
     @abstractmethod
@@ -350,6 +364,40 @@ class Common(SamplingFields):
         seed = None if self.seed is None else (self.seed + choice) % (1 << 32)
         return values | {"seed": seed, "stop": self.stop_strings}
 
+    def schemas(self) -> dict[str, ReadSchema]:
+        """Return the schemas of the answer and of its branches, by their field of `SamplingParams`.
+
+        Raises:
+            RequestError: a schema is malformed or not supported.
+        """
+        found = {
+            "json_schema": (self.grammar.get("json_schema"), self.response_form),
+            "branch_schema": (schema_of(self.aspd.branch_format), self.aspd.branch_format),
+        }
+        schemas = {}
+        for name, (schema, form) in found.items():
+            if schema is not None:
+                try:
+                    schemas[name] = read_schema(schema, is_approximate(form))
+                except RequestError as error:
+                    raise RequestError(f"{name}: {error}") from None
+        return schemas
+
+    def ignored(self) -> list[str]:
+        """Return the keywords that answers need not follow: the field of each schema, and a JSON pointer."""
+        schemas = self.schemas()
+        if self.calling is not None:
+            schemas |= {self.schema_place.format(n): f.arguments for n, f in enumerate(self.functions)}
+        return [f"{place}{pointer}" for place, read in schemas.items() for pointer in read.ignored]
+
+    def constraint(self) -> dict[str, Any]:
+        """Return the grammars of the answer and of its branches, by their field of `SamplingParams`.
+
+        Raises:
+            RequestError: a schema is malformed or not supported.
+        """
+        return self.grammar | {name: read.text for name, read in self.schemas().items()}
+
     def params(self, config: ServerConfig, choice: int) -> SamplingParams:
         """Return the parameters of an answer, without `aspd.content`, which has to be encoded.
 
@@ -358,7 +406,7 @@ class Common(SamplingFields):
             choice: number of the answer, from 0.
         """
         limit = config.max_new_tokens if self.limit is None else min(self.limit, config.max_new_tokens)
-        values = self.sampling_values(choice) | self.grammar
+        values = self.sampling_values(choice) | self.constraint()
         if self.ignore_eos:
             values["min_tokens"] = limit
         if "json_schema" in values:
@@ -366,7 +414,6 @@ class Common(SamplingFields):
         return SamplingParams(
             max_new_tokens=config.max_new_tokens,
             max_content_tokens=limit,
-            branch_schema=schema_of(self.aspd.branch_format),
             template=self.aspd.template,
             **values,
         )
@@ -424,6 +471,11 @@ class Completion(Common):
     def grammar(self) -> dict[str, Any]:
         """Return what `Common` describes."""
         return dict(self._grammars().values())
+
+    @property
+    def response_form(self) -> Any:
+        """Return what `Common` describes."""
+        return self.response_format
 
     @property
     def limit(self) -> int | None:

@@ -177,6 +177,11 @@ class ResponsesRequest(Common):
         return {"json_schema": form.schema_ if isinstance(form, FlatSchema) else {"type": "object"}}
 
     @property
+    def response_form(self) -> Any:
+        """See `Common`."""
+        return self.text.format
+
+    @property
     def alternatives(self) -> int | None:
         """See `Common`."""
         return self.top_logprobs or 0 if _LOGPROBS in self.include else None

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from aspd_jax.errors import RequestError
 from aspd_jax.fields import fields_template
+from aspd_jax.json_schema import ReadSchema, read_schema
 from aspd_jax.template import Template
 from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import ID, ToolFormat
@@ -29,7 +30,7 @@ class Function:
         name: name of the function.
         description: description for the model; empty: none.
         parameters: JSON schema of its arguments.
-        strict: refuse keywords of the schema that grammars do not support; they are ignored otherwise.
+        strict: refuse what grammars do not support in the schema; it is ignored otherwise (`aspd_jax.json_schema`).
     """
 
     name: str
@@ -50,11 +51,22 @@ class Function:
 
         Arguments have only the properties that the schema names, unless it says otherwise.
         """
-        schema = {"type": "object", **self.parameters}
+        given = {key: value for key, value in self.parameters.items() if value is not None}
+        schema = {"type": "object", **given}
         properties = schema.setdefault("properties", {}) if not _OPEN & set(schema) else None
-        if isinstance(properties, dict) and set(schema.get("required") or ()) <= set(properties):
+        required = schema.get("required", [])
+        if isinstance(properties, dict) and isinstance(required, list) and all(name in properties for name in required):
             schema["additionalProperties"] = False
         return schema
+
+    @cached_property
+    def arguments(self) -> ReadSchema:
+        """Return the schema of arguments as grammars take it.
+
+        Raises:
+            RequestError: it is malformed, or a keyword is not supported and `strict` is set.
+        """
+        return read_schema(self.schema, approximate=not self.strict)
 
 
 class ToolChoice(NamedTuple):
@@ -170,7 +182,7 @@ class ToolCalls:
         if self._codec.special.search(before + self._form.middle + end):
             return None
         (function,) = self._candidates
-        arguments = fields_template(function.schema, lenient=not function.strict)
+        arguments = fields_template(function.arguments.schema)
         opening = f"{before}{function.name}{self._form.middle}"
         return None if arguments is None else Template([opening, *arguments.parts, end], opening)
 
@@ -217,7 +229,7 @@ class ToolCalls:
 
 def arguments_rule(function: Function) -> str:
     """Return the right side of the grammar rule for the arguments of a function."""
-    return json_rule(function.schema, lenient=not function.strict)
+    return json_rule(function.arguments.schema)
 
 
 def check_schemas(functions: Sequence[Function], where: str) -> None:
@@ -230,13 +242,11 @@ def check_schemas(functions: Sequence[Function], where: str) -> None:
     Raises:
         RequestError: a schema is malformed or not supported; the message names its place.
     """
-    from llguidance import LLMatcher, grammar_from
-
     for number, function in enumerate(functions):
-        grammar = grammar_from("grammar", f"start: {arguments_rule(function)}")
-        if error := LLMatcher.validate_grammar(grammar):
-            reason = error.strip().splitlines()[0]
-            raise RequestError(f"{where.format(number)}: {reason}")
+        try:
+            function.arguments  # noqa: B018
+        except RequestError as error:
+            raise RequestError(f"{where.format(number)}: {error}") from None
 
 
 def _pattern(text: str) -> str:

@@ -24,14 +24,15 @@ class FunctionFields(Strict):
 
     @model_validator(mode="after")
     def _takes_an_object(self) -> Self:
-        if (kind := self.parameters.get("type", "object")) != "object":
+        if (kind := self.parameters.get("type") or "object") != "object":
             raise fault(f"expected the schema of an object, got the type {spell(kind)}", "parameters")
         return self
 
     @property
     def function(self) -> Function:
         """Return the function."""
-        parameters = {"type": "object", "properties": {}} | self.parameters
+        given = {key: value for key, value in self.parameters.items() if value is not None}
+        parameters = {"type": "object", "properties": {}} | given
         return Function(self.name, self.description, parameters, self.strict)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from aspd_jax.errors import RequestError
 from aspd_jax.fields import complete_schema, fields_template, value_length
+from aspd_jax.json_schema import read_schema
 from aspd_jax.template import Hole, Template
 
 ORDER = {
@@ -127,7 +128,7 @@ def test_schemas_that_are_not_divided(schema: dict[str, Any]) -> None:
 
 
 def test_x_after_names_fields() -> None:
-    """A sibling, a sibling of an enclosing object, or a path; unknown names, cycles, impossible fields are refused."""
+    """A sibling, a sibling of an enclosing object, or a path; unknown names and cycles are refused."""
 
     def after(name: Any) -> tuple[str, ...]:
         inner = {"type": "object", "properties": {"p": {}, "q": {"x-after": [name]}}}
@@ -145,8 +146,6 @@ def test_x_after_names_fields() -> None:
             fields_template(
                 {"properties": {"b": {"properties": {"p": {}, "q": {"x-after": names}}}}},
             )
-    with pytest.raises(RequestError, match=r"json_schema: a: expected a schema, because it is required, got false"):
-        fields_template({"type": "object", "properties": {"a": False, "b": {}, "c": {}}, "required": ["a"]})
 
 
 @pytest.mark.parametrize(("name", "message"), [("z", "unknown field 'z'"), ("a", "depend on each other")])
@@ -173,17 +172,32 @@ def test_x_after_of_a_definition_applies_to_the_properties_that_refer_to_it() ->
         ({"const": True, "type": "integer"}, None),
         ({"enum": ["long"], "maxLength": 2}, None),
         ({"const": 1, "enum": [2]}, None),
-        ({"const": 1, "enum": [1, 2]}, None),
         ({"enum": []}, None),
+        (False, None),
+        ({"type": "integer", "enum": ["1", "2"]}, None),
+        ({"type": "object", "properties": {"d": {}, "e": False}, "required": ["e"]}, None),
+        ({"type": "object", "properties": {"d": {"$ref": "#/$defs/none"}, "f": {}}, "required": ["d"]}, None),
     ],
 )
-def test_a_literal_value_fits_its_schema(schema: dict[str, Any], text: str | None) -> None:
-    """Check that other values are leaves, whose grammar permits or refuses them."""
-    template = fields_template({"properties": {"a": {}, "b": {}, "c": schema}})
-    assert template is not None and (len(template.holes) == 2) == (text is not None)
-    if text is not None:
-        jsonschema.validate(json.loads(text), schema)
-        assert template.fill({"a": "0", "b": "0"}) == f'{{"a": 0, "b": 0, "c": {text}}}'
+def test_a_literal_value_fits_its_schema(schema: Any, text: str | None) -> None:
+    """Check that an optional property without any value is left out, and that a required one is refused."""
+    properties = {"a": {}, "b": {}, "c": schema}
+    whole = {"type": "object", "properties": properties, "$defs": {"none": {"type": "string", "const": 5}}}
+    template = fields_template(whole)
+    assert template is not None and len(template.holes) == 2
+    filled = template.fill({"a": "0", "b": "0"})
+    assert filled == '{"a": 0, "b": 0' + ("}" if text is None else f', "c": {text}}}')
+    jsonschema.validate(json.loads(filled), whole)
+    required = whole | {"required": ["c"]}
+    assert (fields_template(required) is None) == (text is None)
+    if text is None:
+        with pytest.raises(RequestError, match="nsatisfiable"):
+            read_schema(required)
+
+
+def test_a_value_that_two_keywords_determine_is_a_leaf() -> None:
+    template = fields_template({"properties": {"a": {}, "c": {"const": 1, "enum": [1, 2]}}})
+    assert template is not None and len(template.holes) == 2
 
 
 def test_definitions_within_a_leaf_hide_none_of_the_schema() -> None:

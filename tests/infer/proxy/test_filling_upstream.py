@@ -372,7 +372,7 @@ def test_a_client_that_goes_ends_its_requests(stream: bool, proxy: str, upstream
         ({"response_format": format_of({"type": "objekt"})}, "json_schema: Invalid type: objekt"),
         (
             {"response_format": format_of(record(a=WORD, b={"type": "objekt"})), "aspd": {"fields": "parallel"}},
-            "json_schema: b: Invalid type: objekt",
+            "json_schema: #/properties/b: Invalid type: objekt",
         ),
         (
             {
@@ -419,7 +419,7 @@ def test_checkpoints_without_special_tokens(upstream: Scripted) -> None:
             ["[]", "[1, 2]", "[\n  1,\n  2\n]"],
             ['["a"]', "{}", "[1 2]"],
         ),
-        (True, ["null", '{"a": [1]}'], ["nul", "yes"]),
+        ({}, ["null", '{"a": [1]}'], ["nul", "yes"]),
     ],
 )
 def test_values_are_checked_as_they_grow(schema: Any, fitting: list[str], others: list[str]) -> None:

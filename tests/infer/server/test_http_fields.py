@@ -39,6 +39,13 @@ def wrong(field: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "wrong", "schema": schema}}
 
 
+def with_strict(strict: bool | None) -> dict[str, Any]:
+    """Return a response format with an unsupported keyword and an unknown format."""
+    form = wrong({"type": "array", "uniqueItems": True, "maxItems": 2, "items": {"type": "null", "format": "é"}})
+    form["json_schema"]["strict"] = strict
+    return form
+
+
 def ask(client: TestClient, **more: Any) -> Any:
     return client.post("/v1/chat/completions", json=BODY | more)
 
@@ -119,6 +126,33 @@ def test_the_default_of_the_server(lm: LanguageModel) -> None:
         assert ask(client).status_code == 200
 
 
+def test_ignored_keywords_are_named(client: TestClient) -> None:
+    """Check the header of whole answers and streams, for response formats, branches and tools."""
+    form, parallel = with_strict(False), {"fields": "parallel"}
+    places = ("#/properties/a/uniqueItems", "#/properties/a/items/format")
+    for more in ({}, {"stream": True}, {"aspd": parallel}, {"max_tokens": 5, "aspd": {"branch_format": form}}):
+        reply = ask(client, response_format=form, **more)
+        names = reply.headers["X-Aspd-Ignored"].split(", ")
+        fields = ["json_schema", "branch_schema"] if "branch_format" in more.get("aspd", {}) else ["json_schema"]
+        assert reply.status_code == 200
+        assert sorted(names) == sorted(f"{field}{place}" for field in fields for place in places)
+    function = {"name": "f", "parameters": {"properties": {"é": {"not": {"pattern": "a"}}}}}
+    named = ask(client, tools=[{"type": "function", "function": function}], max_tokens=5)
+    assert named.status_code == 200, named.text
+    assert named.headers["X-Aspd-Ignored"] == "tools[0].function.parameters#/properties/%C3%A9/not"
+    assert "X-Aspd-Ignored" not in ask(client, response_format=FORMAT, max_tokens=5).headers
+
+
+def test_a_field_without_values_is_left_out(client: TestClient) -> None:
+    schema = {"type": "object", "properties": {"b": {"enum": [1, 2]}, "c": {"enum": [1, 2]}}, "required": ["b", "c"]}
+    for field in ({"type": "integer", "enum": ["1"]}, {"type": "integer", "minimum": 2, "maximum": 1}, False):
+        schema |= {"properties": {"a": field, **schema["properties"]}, "additionalProperties": False}
+        form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+        for fields in ("parallel", "serial"):
+            reply = ask(client, response_format=form, aspd={"fields": fields}).json()
+            assert list(json.loads(reply["choices"][0]["message"]["content"])) == ["b", "c"]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -135,7 +169,12 @@ def test_the_default_of_the_server(lm: LanguageModel) -> None:
         ({"aspd": {"fields": "parallel"}, "response_format": wrong({"x-after": ["z"]})}, 'a: "x-after": unknown field'),
         ({"aspd": {"fields": "parallel"}, "response_format": wrong({"x-after": ["a"]})}, "do not depend on each other"),
         ({"aspd": {"fields": "parallel"}, "response_format": wrong({"x-after": 5})}, 'a: "x-after": expected a list'),
-        ({"aspd": {"fields": "parallel"}, "response_format": wrong({"const": 5, "type": "null"})}, "json_schema: a: "),
+        ({"response_format": wrong({"pattern": "(?=a)"})}, "json_schema: #/properties/a/pattern: expected a regular"),
+        ({"aspd": {"fields": "parallel"}, "response_format": wrong({"not": {"pattern": "a"}})}, "#/properties/a/not: "),
+        ({"response_format": with_strict(True)}, "json_schema: #/properties/a/uniqueItems: expected keywords"),
+        ({"aspd": {"branch_format": with_strict(None)}}, "branch_schema: #/properties/a/uniqueItems: expected"),
+        ({"structured_outputs": {"json": {"x-guidance": {"lenient": True}}}}, "json_schema: #/x-guidance: expected"),
+        ({"structured_outputs": {"json": "true"}}, "json_schema: expected the schema as an object, got true"),
         ({"aspd": {"template": "A:{a}"}, "tools": [TOOL]}, "template: expected no tools beside it"),
         (
             {"aspd": {"template": "A:{a}", "fields": "parallel"}, "tools": [TOOL], "tool_choice": "required"},

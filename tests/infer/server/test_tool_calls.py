@@ -21,6 +21,7 @@ from aspd_jax.tool_format import HERMES, ID, ToolFormat, read_tool_format
 from infer import Engine
 from infer.scheduling.filling import value_grammar
 from infer.server.tool_calls import CallReader, Function, Piece, ToolCalls, ToolChoice, check_schemas
+from infer.server.tool_requests import FunctionFields
 from tests.aspd_jax.test_tokens import byte_level
 from tests.helpers import tool_templates as templates
 from tests.helpers.serving import Running, ask, serving
@@ -212,6 +213,17 @@ def test_schemas_of_arguments() -> None:
             check_schemas([FUNCTIONS[0], function], "tools[{}].parameters")
 
 
+def test_a_pattern_of_zod() -> None:
+    """Check that look-ahead is ignored and named without `strict`, and refused with a reason otherwise."""
+    email = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    parameters = {"properties": {"to": {"type": "string", "format": "email", "pattern": email}}}
+    loose, strict = Function("send", "", parameters), Function("send", "", parameters, strict=True)
+    check_schemas([loose], "tools[{}]")
+    assert loose.arguments.ignored == ("#/properties/to/pattern",)
+    with pytest.raises(RequestError, match=r"^tools\[0\]: #/properties/to/pattern: .*look-ahead"):
+        check_schemas([strict], "tools[{}]")
+
+
 @pytest.mark.parametrize("name", ["qwen", "llama", "mistral"])
 def test_the_template_of_one_call(name: str) -> None:
     """Check which answers are one call of a known function; only their arguments are decoded in parallel."""
@@ -235,14 +247,26 @@ def test_the_template_of_one_call(name: str) -> None:
 
 
 def test_unsupported_keywords_in_parallel() -> None:
-    """Check that they are ignored where they are ignored serially, and kept with `strict`."""
+    """Check that they are ignored where they are ignored serially, and refused with `strict`."""
     several = {"properties": {"a": {"type": "array", "uniqueItems": True}, "b": {}}}
-    for strict in (False, True):
-        functions = [Function("f", "", several, strict)]
-        template = tool_calls("qwen", ToolChoice("required", "f", False), functions=functions).template
-        assert template is not None
-        grammar = value_grammar(template.holes[0].schema or "", template.holes[0].lenient)
-        assert bool(LLMatcher.validate_grammar(grammar_from("grammar", grammar))) == strict
+    choice = ToolChoice("required", "f", False)
+    template = tool_calls("qwen", choice, functions=[Function("f", "", several)]).template
+    assert template is not None
+    grammar = value_grammar(template.holes[0].schema or "")
+    assert not LLMatcher.validate_grammar(grammar_from("grammar", grammar))
+    with pytest.raises(RequestError, match="uniqueItems"):
+        _ = tool_calls("qwen", choice, functions=[Function("f", "", several, True)]).template
+
+
+def test_parameters_of_go_servers() -> None:
+    """Check that keywords with the value null mean nothing."""
+    text = {"type": "string", "enum": None, "pattern": None, "items": None}
+    function = Function("f", "", {"properties": {"a": text}, "required": None, "additionalProperties": None}, True)
+    assert function.schema == Function("f", "", {"properties": {"a": text}}).schema
+    check_schemas([function], "tools[{}]")
+    accepted = FunctionFields(name="f", parameters={"type": None, "properties": None, "required": None})
+    check_schemas([accepted.function], "tools[{}]")
+    assert FunctionFields(name="f", parameters=None).function.schema["properties"] == {}
 
 
 def test_formats_without_text() -> None:
