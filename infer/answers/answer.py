@@ -85,9 +85,10 @@ class Result:
         token_ids: the linearisation, end of text included if it was sampled; up to the token that completes a stop
             string.
         finish_reason: `stop` (end of text or a stop string), `length` (the budget ended it, or one of its branches),
-            `cancelled`, or None while it grows.
+            `cancelled`, `error`, or None while it grows.
         stats: its cost.
         prompt_token_ids: tokens of the prompt.
+        error: why the answer ended with `error`; empty: it did not.
     """
 
     text: str
@@ -96,6 +97,7 @@ class Result:
     finish_reason: str | None
     stats: Statistics
     prompt_token_ids: list[int]
+    error: str = ""
 
 
 NO_DRAFTS = np.zeros((0, 0), np.int32)
