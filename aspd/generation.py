@@ -148,6 +148,8 @@ def run_generate(options: argparse.Namespace) -> None:
         print_growing(engine, prompt, params, options.mode)
         return
     result = engine.generate([prompt], params, options.mode)[0]
+    if result.error:
+        raise RequestError(result.error)
     if not options.json:
         print(result.text)
         return

@@ -147,25 +147,12 @@ class Template:
         return text
 
 
-def check_literals(template: Template, special: re.Pattern[str]) -> None:
+def check_literals(template: Template) -> None:
     """Check the literal text of a template.
 
-    Args:
-        template: the template.
-        special: pattern of the special tokens.
-
     Raises:
-        RequestError: the text spells a special token, or a hole has no literal text before it.
+        RequestError: a hole has no literal text before it.
     """
-    place = ""
-    for part in template.parts:
-        text = part if isinstance(part, str) else f"{{{part.name}}}"
-        if isinstance(part, str) and (found := special.search(part)):
-            before = place + part[: found.start()]
-            line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
-            where = f"template: line {line}, column {column}"
-            raise RequestError(f"{where}: expected text, got the special token {found[0]!r}")
-        place += text
     for hole in template.holes:
         if hole.context is None and not template.lead(hole):
             raise RequestError(f"template: hole {hole.name!r}: expected literal text before it, got none")

@@ -18,6 +18,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from aspd_jax.byte_tokens import ByteTokens
 from aspd_jax.errors import StructureError, TokenizerError
 from aspd_jax.layout import Titles
 from aspd_jax.structure import Branch, Item, Parallel, Serial, Structure, canonical
@@ -166,6 +167,32 @@ class TextCodec:
                 return list(ids)
         return self.encode(text)
 
+    def encode_exactly(self, text: str) -> list[int]:
+        """Return the ids of a segment whose text is known beforehand; it is not normalised.
+
+        They are those of `encode` where the tokenizer does not normalise the text.
+
+        Raises:
+            TokenizerError: the tokenizer has no ids that decode to exactly this text.
+        """
+        ids = self.byte_tokens.encode(" " * self.drops_space + text) if text else []
+        if (decoded := self.decode(ids)) == text:
+            return ids
+        raise TokenizerError(
+            f"tokenizer: expected tokens for {text[:60]!r}, got those of {decoded[:60]!r}. "
+            "Use other text, or a tokenizer with a token for every byte."
+        )
+
+    @cached_property
+    def byte_tokens(self) -> ByteTokens:
+        """Return the tokens as bytes."""
+        return ByteTokens(self._backend)
+
+    @cached_property
+    def drops_space(self) -> bool:
+        """Return whether decoding drops a space at the beginning of a segment."""
+        return self.decode(self.byte_tokens.encode(" a")) == "a"
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of a segment; special tokens are skipped, and bytes that are no character are U+FFFD."""
         tokens = [int(i) for i in ids]
@@ -211,9 +238,9 @@ class TextCodec:
         Returns:
             The bytes of each token. Concatenated, those of a segment are the UTF-8 of its text.
         """
-        pieces = [self._spelled.decode_bytes([int(token)]) for token in ids]
+        pieces = [self.byte_tokens.tokens[token] for token in ids]
         segment = first or ids
-        joined = b"".join(self._spelled.decode_bytes([int(token)]) for token in segment)
+        joined = b"".join(self.byte_tokens.tokens[token] for token in segment)
         # Some tokenizers drop the space at the beginning of a segment.
         if joined.startswith(b" ") and joined.decode(errors="replace") != self.decode(segment):
             pieces = [part.removeprefix(b" ") if first or not place else part for place, part in enumerate(pieces)]
@@ -224,23 +251,10 @@ class TextCodec:
 
         These are the special tokens, and others with a spelling such as `<tool_call>`.
         """
-        markers = self._markers
+        markers = self.byte_tokens.markers
         spellings = "|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)"
         parts = re.split(f"({spellings})", text)
         return [markers[part] if n % 2 else part for n, part in enumerate(parts) if part]
-
-    @cached_property
-    def _markers(self) -> dict[str, int]:
-        """Return the ids of the added tokens that grammars name by id, by spelling."""
-        added = self._backend.get_added_tokens_decoder().items()
-        return {token.content: int(id) for id, token in added if self._spelled.is_special_token(id)}
-
-    @cached_property
-    def _spelled(self) -> Any:
-        """Return the tokenizer of llguidance, which provides the bytes of every token."""
-        from llguidance import LLTokenizer
-
-        return LLTokenizer(self._backend.to_str())
 
     def stream(self) -> TextStream:
         """Return a decoder for a growing segment."""

@@ -356,10 +356,10 @@ class Engine:
         if params.fork_bias and self.config.special.title_start < 0:
             raise RequestError("fork_bias: expected a model whose tags are special tokens, got one without.")
         if params.answer_grammar or params.branch_schema:
-            self._schemas.constraint(params, params.max_new_tokens)  # reports errors before anything is decoded
+            self._schemas.check_all(params)  # reports errors before anything is decoded
         ids = self.encode(prompt)
         if template is not None and template.opening:
-            ids = [*ids, *self.lm.codec.text.encode(template.opening)]
+            ids = [*ids, *self.lm.codec.text.encode_exactly(template.opening)]
         if not ids:
             raise RequestError("prompt: expected at least one token, got none.")
         left = self.max_length - len(ids)

@@ -90,12 +90,13 @@ class Result:
         token_ids: the linearisation, end of text included if it was sampled; up to the token that completes a stop
             string.
         finish_reason: `stop` (end of text or a stop string), `length` (the budget ended it, or one of its branches),
-            `cancelled`, or None while it grows.
+            `cancelled`, `error`, or None while it grows.
         stats: its cost.
         prompt_token_ids: tokens of the prompt.
         logprobs: log probabilities of the tokens of `text` in reading order, up to the end of the token that completes
             a stop string; None: `SamplingParams.logprobs` is None, or the answer still grows.
         others: the further answers to the prompt (`SamplingParams.n`), in order.
+        error: why the answer ended with `error`; empty: it did not.
     """
 
     text: str
@@ -106,6 +107,7 @@ class Result:
     prompt_token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     others: tuple[Result, ...] = ()
+    error: str = ""
 
     @property
     def outputs(self) -> tuple[Result, ...]:

@@ -230,6 +230,7 @@ def _record(item: Item, result: Result) -> dict[str, Any]:
         "structure": to_json(result.structure),
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_json(),
+        **({"error": result.error} if result.error else {}),
     }
 
 

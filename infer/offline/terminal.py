@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.structure import Parallel
 from infer.answers.answer import Result, content_ids
@@ -37,17 +38,24 @@ STREAM_STEPS = 2  # engine steps between two updates
 
 
 def print_growing(engine: Engine, prompt: Prompt, params: SamplingParams, mode: Mode) -> None:
-    """Stream an answer: with branches side by side on a terminal, else as text in reading order."""
-    console = Console()
+    """Stream an answer: with branches side by side on a terminal, else as text in reading order.
+
+    Raises:
+        RequestError: the answer cannot follow its schema.
+    """
+    console, last = Console(), None
     if console.is_terminal:
         with Live(console=console, refresh_per_second=20) as live:
-            for result in engine.stream(prompt, params, mode):
-                live.update(picture(result))
-        return
-    for event in engine.submit(prompt, params, mode, max_steps=1, stream="text"):
-        if event.kind == "token":
-            print(event.text, end="", flush=True)
-    print()
+            for last in engine.stream(prompt, params, mode):
+                live.update(picture(last))
+    else:
+        for event in engine.submit(prompt, params, mode, max_steps=1, stream="text"):
+            last = event.result
+            if event.kind == "token":
+                print(event.text, end="", flush=True)
+        print()
+    if last is not None and last.error:
+        raise RequestError(last.error)
 
 
 def picture(result: Result) -> RenderableType:

@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import RequestError
@@ -18,9 +17,9 @@ from infer.answers.filled import END_TOKENS, Filled, FilledBlock, HoleText, hole
 from infer.proxy.answering import Proxied, merged
 from infer.proxy.upstream import Upstream, UpstreamError
 from infer.request import SamplingParams
+from infer.scheduling.structured import LIMITS, first_line, limit_error
 
 MAX_BLANKS = 16  # characters of white space before a JSON value
-MAX_COMPILED = 256  # compiled schemas that are kept
 
 
 class Progress(NamedTuple):
@@ -82,13 +81,14 @@ class TemplateFilling:
             limit: maximum tokens of the answer, leads included.
 
         Raises:
-            RequestError: the literal text spells a special token, a schema is malformed, or the leads do not fit.
+            RequestError: the tokenizer has no tokens for the literal text, a schema is malformed, or the leads do not
+                fit.
         """
-        check_literals(template, self._codec.special)
+        check_literals(template)
         for hole in template.holes:
             if hole.schema is not None:
                 try:
-                    _compiled(hole.schema)
+                    _matcher(hole.schema)
                 except RequestError as error:
                     raise RequestError(": ".join(filter(None, ["json_schema", hole.name, str(error)]))) from None
         if (needed := self._needed(template, template.holes)) > limit:
@@ -125,7 +125,7 @@ class TemplateFilling:
             spare = left - self._needed(template, waiting)
             filled = replace(filled, blocks=(*filled.blocks, FilledBlock(stage, frozenset(h.name for h in stage))))
             texts = [hole_text(template, hole) for hole in stage]
-            prompts = [[*context, *self._codec.encode(text.lead)] for text in texts]
+            prompts = [[*context, *self._codec.encode_exactly(text.lead)] for text in texts]
             least = sum(len(ids) - len(context) for ids in prompts)
             sources = [
                 self._fill(
@@ -152,14 +152,14 @@ class TemplateFilling:
 
     def _needed(self, template: Template, holes: Sequence[Hole]) -> int:
         """Return the tokens that holes need at least."""
-        leads = (self._codec.encode(hole_text(template, hole).lead) for hole in holes)
+        leads = (self._codec.encode_exactly(hole_text(template, hole).lead) for hole in holes)
         return sum(len(lead) + END_TOKENS for lead in leads if lead)
 
     def _encode_branch(self, text: HoleText, value: str) -> list[int]:
         """Return the tokens of a filled hole in the prompt of later holes; objects that its lead opens are closed."""
         space = " " * (text.spaced or text.hole.schema is not None)
         closed = "}" * len(text.hole.path)
-        return [*self._codec.encode(text.lead), *self._codec.encode_normalised(space + value + closed)]
+        return [*self._codec.encode_exactly(text.lead), *self._codec.encode_normalised(space + value + closed)]
 
     async def _fill(
         self, request: HoleRequest, sampling: SamplingParams, answer: Proxied, constrained: bool
@@ -203,31 +203,41 @@ class ValueCheck:
     """
 
     def __init__(self, schema: str | None) -> None:
-        self._matcher = None if schema is None else _compiled(schema).deep_copy()
-        self._size = 0
+        self._matcher = None if schema is None else _matcher(schema)
+        self._schema, self._size = schema, 0
 
     def follow(self, value: str, complete: bool) -> bool:
-        """Return whether the value so far can become one of the schema, or is one if it is complete."""
+        """Return whether the value so far can become one of the schema, or is one if it is complete.
+
+        Raises:
+            RequestError: the schema exceeds the limits of llguidance.
+        """
         if self._matcher is None:
             return True
         new, self._size = value[self._size :], max(self._size, len(value))
-        fits = not new or self._matcher.consume_tokens(list(new.encode(errors="replace")))
+        tokens = list(new.encode(errors="replace"))
+        fits = self._matcher.try_consume_tokens(tokens) == len(tokens)
+        if self._matcher.is_error():
+            raise RequestError(limit_error("json_schema", str(self._schema), first_line(self._matcher.get_error())))
         return bool(fits and (not complete or self._matcher.is_accepting()))
 
 
-@lru_cache(MAX_COMPILED)
-def _compiled(schema: str) -> Any:
-    """Return llguidance's matcher of a schema over bytes.
+def _matcher(schema: str) -> Any:
+    """Return a new matcher of llguidance of a schema over bytes.
 
     Raises:
         RequestError: the schema is malformed, or a keyword is not supported.
     """
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-    grammar = LLMatcher.grammar_from_json_schema(read_schema(schema).text)
-    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    limits = LLParserLimits(**LIMITS)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(read_schema(schema).text)
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
     if matcher.is_error():
-        raise RequestError(matcher.get_error().strip().splitlines()[0])
+        raise RequestError(first_line(matcher.get_error()))
     return matcher
 
 

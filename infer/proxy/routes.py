@@ -137,6 +137,8 @@ class _Proxy:
             await _exhaust(events, request)
         except UpstreamError as error:
             raise Refused(502, str(error), "upstream_error") from None
+        except RequestError as error:
+            raise Refused(400, str(error)) from None
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
         whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(prompt, answer, self._codec)}
@@ -164,7 +166,7 @@ class _Proxy:
             adaptive = body.aspd.mode == "adaptive"
             return prompt, self._answering.events(prompt, limit, sampling, adaptive, answer, in_order)
         self._filling.check(template, limit)
-        prompt = [*prompt, *self._codec.text.encode(template.opening)]
+        prompt = [*prompt, *self._codec.text.encode_exactly(template.opening)]
         return prompt, self._filling.events(prompt, template, limit, sampling, answer, in_order, constrained)
 
     def _encode(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> list[int]:
@@ -198,6 +200,9 @@ class _Proxy:
                         yield [chunk(_placed(delta)) for delta in deltas]
         except UpstreamError as error:
             yield [error_body(str(error), "upstream_error")]
+            return
+        except RequestError as error:
+            yield [error_body(str(error), INVALID)]
             return
         last = chunk({}, answer.finish_reason)
         yield [last | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from aspd_jax.errors import RequestError
+from aspd_jax.errors import RequestError, TokenizerError
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import RequestOutput
@@ -20,7 +20,15 @@ from infer.answers.filled import END_TOKENS, Filled, FilledBlock, HoleText, hole
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
 from infer.request import Request
-from infer.scheduling.structured import Schemas, json_rule, known_limit, next_mask, only_token, permitted_drafts
+from infer.scheduling.structured import (
+    Schemas,
+    json_rule,
+    known_limit,
+    limit_error,
+    next_mask,
+    only_token,
+    permitted_drafts,
+)
 
 # After a value, the model continues as in a JSON object. The token that ends the value may contain the text after it,
 # which is not part of the answer.
@@ -81,6 +89,12 @@ class HoleState:
         self.length, self.sampled = 0, 0
         self.value, self.growing, self.complete, self.emptied = "", True, False, False
         self.cut = self.exhausted = False
+
+    @property
+    def error(self) -> str:
+        """Return why the value cannot follow its schema, which is named; empty: it can."""
+        reason = "" if self._matcher is None else self._matcher.error
+        return reason and limit_error(f"json_schema: {self.hole.name}", str(self.hole.schema), reason)
 
     def take(self, ids: Sequence[int] | np.ndarray) -> None:
         """Take the tokens of the branch so far, lead included."""
@@ -172,6 +186,11 @@ class Filling:
         self._begun: list[list[HoleState]] = []
         self._merges, self._ended = 0, False
 
+    @property
+    def error(self) -> str:
+        """Return why a value cannot follow its schema, which is named; empty: all can."""
+        return next((state.error for block in self._begun for state in block if state.error), "")
+
     def start(self) -> RowGuidance:
         """Return no decisions; the prompt has not been fed."""
         return RowGuidance()
@@ -208,6 +227,8 @@ class Filling:
         for number, state in grown.items():  # draft tokens follow the pending token, not known ones
             unchecked = [] if known[number] else output.drafts_of(number)
             drafts[number], masks[number] = state.draft_masks(unchecked, words)
+        if self.error:
+            return RowGuidance(finish=LENGTH)
         closed = frozenset(number for number, state in states.items() if not state.growing)
         emptied = frozenset(number for number in closed if states[number].emptied)
         finish = self._finish(output) if len(closed) == len(states) else RUNNING
@@ -253,7 +274,7 @@ def template_blocks(template: Template, codec: TextCodec, max_branches: int) -> 
     blocks = []
     for stage in template.stages:
         texts = [hole_text(template, hole) for hole in stage]
-        starts = [BranchStart(text, codec.encode(text.lead)) for text in texts]
+        starts = [BranchStart(text, codec.encode_exactly(text.lead)) for text in texts]
         blocks += [starts[first : first + max_branches] for first in range(0, len(starts), max_branches)]
     return blocks
 
@@ -277,17 +298,20 @@ def check_template(
         max_branch_tokens: maximum tokens of a branch, its lead included.
 
     Raises:
-        RequestError: the literal text spells a special token, a schema is malformed, or the leads do not fit
+        RequestError: the tokenizer has no tokens for the literal text, a schema is malformed, or the leads do not fit
             the budgets.
     """
-    check_literals(template, codec.special)
+    check_literals(template)
     for hole in template.holes:
         if hole.schema is not None:
             try:
-                schemas.matcher("grammar", value_grammar(hole.schema))
+                schemas.check("grammar", value_grammar(hole.schema))
             except RequestError as error:
                 raise RequestError(f"json_schema: {hole.name}: {error}") from None
-    blocks = template_blocks(template, codec, config.max_branches)
+    try:
+        blocks = template_blocks(template, codec, config.max_branches)
+    except TokenizerError as error:
+        raise RequestError(f"template: {error}") from None
     if (needed := needed_tokens(blocks)) > budget:
         raise RequestError(f"template: expected a budget of at least {needed} tokens, got {budget}.")
     longest = max((start for block in blocks for start in block), key=lambda start: len(start.lead))

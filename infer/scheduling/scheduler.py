@@ -454,4 +454,7 @@ class Scheduler:
 
     def _result(self, state: RequestState, output: RequestOutput) -> Result:
         result = make_result(output, state.request, self._codec, self._config, state.reused, state.seconds)
-        return replace(result, finish_reason="cancelled") if state.cancelled else result
+        if state.cancelled:
+            return replace(result, finish_reason="cancelled")
+        error = state.constraint.error if state.constraint else ""
+        return replace(result, finish_reason="error", error=error) if error else result

@@ -18,16 +18,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from aspd_jax.errors import RequestError
+from aspd_jax.byte_tokens import GrammarTokens
+from aspd_jax.errors import CheckpointError, RequestError, TokenizerError
 from aspd_jax.json_schema import BLANKS, json_grammar, read_schema
 from aspd_jax.language_model import LanguageModel
-from aspd_jax.tokens import ItemIds, SerialIds
+from aspd_jax.tokens import ItemIds, SerialIds, TextCodec
 from infer.answers.answer import RequestOutput
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, STOP, EngineConfig
 from infer.request import SamplingParams
 
-MAX_COMPILED = 256  # maximum compiled schemas in memory
+MAX_READY = 256  # maximum matchers in memory that no answer has yet
+# Limits of llguidance for a step of an answer: 150 ms, and 50 MB, where the defaults are 15 ms and 5 MB.
+LIMITS = {"step_lexer_fuel": 2_000_000, "max_items_in_row": 20_000, "step_max_items": 500_000, "verbose_errors": False}
 MAX_KNOWN = 64  # known tokens that are fed with a pending one
 RESERVE = 4  # tokens reserved after known tokens, so that a budget ends the answer at the same token
 # Fields of a request, and the names of their formats in llguidance.
@@ -41,7 +44,9 @@ FORMATS: Mapping[str, Literal["json_schema", "regex", "grammar"]] = {
 
 
 class Schemas:
-    """Schemas compiled for a model's tokenizer, each once. Methods may be called from any thread.
+    """Matchers of the schemas of requests, over a model's tokens. Methods may be called from any thread.
+
+    Answers share no matcher, because copies of a matcher share the lexer: where one exceeds a limit, all fail.
 
     Args:
         lm: the model; its tokenizer is read when the first schema is compiled.
@@ -50,7 +55,7 @@ class Schemas:
 
     def __init__(self, lm: LanguageModel, config: EngineConfig) -> None:
         self._lm, self._config = lm, config
-        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._ready: OrderedDict[tuple[str, str], list[Any]] = OrderedDict()  # matchers that no answer has yet
         self._lock = threading.Lock()
 
     def constraint(self, params: SamplingParams, budget: int) -> Constraint:
@@ -74,51 +79,87 @@ class Schemas:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        from llguidance import LLTokenizer
+        from llguidance import LLTokenizer, TokenizerWrapper
 
-        backend = getattr(self._lm.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise RequestError("json_schema: expected a model with a fast tokenizer, got another.")
-        return LLTokenizer(
-            backend.to_str(),
-            n_vocab=self._lm.config.padded_vocab_size,
-            eos_token=[int(token) for token in self._lm.end_ids],
-            slices=LLTokenizer.json_slices(),
-        )
+        ends = [int(token) for token in self._lm.end_ids]
+        tokens = GrammarTokens(self._codec.byte_tokens, self._lm.config.padded_vocab_size, ends[0] if ends else None)
+        return LLTokenizer(TokenizerWrapper(tokens), eos_token=ends or None, slices=LLTokenizer.json_slices())
 
-    def matcher(self, name: str, text: str) -> Matcher:
-        """Return a matcher at the beginning of a value.
+    @property
+    def _codec(self) -> TextCodec:
+        return self._lm.codec.text
+
+    def check_all(self, params: SamplingParams) -> None:
+        """Check the schemas of a request (`check`)."""
+        if params.branch_schema is not None:
+            self.check("branch_schema", str(params.branch_schema))
+        if params.answer_grammar is not None:
+            self.check(*params.answer_grammar)
+
+    def check(self, name: str, text: str) -> None:
+        """Check a schema, and make the matcher of an answer, so that the engine's thread need not make it.
 
         Args:
             name: field of the request, which determines the format of the text.
             text: schema, or another grammar.
 
         Raises:
-            RequestError: the text is malformed.
+            RequestError: the text is malformed, or the model has no fast tokenizer.
         """
-        from llguidance import LLMatcher, grammar_from
+        made = self._compile(name, text)
+        with self._lock:
+            self._ready.setdefault((name, text), []).append(made)
+            self._ready.move_to_end((name, text))
+            while sum(map(len, self._ready.values())) > MAX_READY:
+                self._pop(next(iter(self._ready)))
 
-        key = FORMATS[name], text
+    def matcher(self, name: str, text: str) -> Matcher:
+        """Return a matcher at the beginning of a value, which nothing else has.
+
+        Args:
+            name: field of the request, which determines the format of the text.
+            text: schema, or another grammar.
+
+        Raises:
+            RequestError: see `check`.
+        """
         with self._lock:
-            made = self._compiled.get(key)
-        if made is None:  # compiled without the lock, so that the engine's thread does not wait for it
-            try:
-                if FORMATS[name] == "json_schema":
-                    grammar = json_grammar(read_schema(text).schema)
-                else:
-                    grammar = grammar_from(*key)
-            except Exception as error:  # GBNF is translated in Python
-                raise RequestError(f"{name}: {error}") from None
-            made = LLMatcher(self._tokenizer, grammar, log_level=0)
-            if made.is_error():
-                raise RequestError(f"{name}: {made.get_error().strip().splitlines()[0]}")
-            made.compute_bitmask()  # builds the lexer, which takes up to a second, before the engine's thread needs it
-        with self._lock:
-            self._compiled[key] = made
-            self._compiled.move_to_end(key)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return Matcher(made.deep_copy(), self.words)
+            made = self._pop((name, text)) if (name, text) in self._ready else None
+        return Matcher(made or self._compile(name, text), self.words)
+
+    def _pop(self, key: tuple[str, str]) -> Any:
+        made = self._ready[key].pop()
+        if not self._ready[key]:
+            del self._ready[key]
+        return made
+
+    def _compile(self, name: str, text: str) -> Any:
+        """Return a new `LLMatcher`. Nothing waits for it: it may take seconds."""
+        from llguidance import LLMatcher, LLParserLimits, grammar_from
+
+        try:
+            if FORMATS[name] == "json_schema":
+                grammar = json_grammar(read_schema(text).schema)
+            else:
+                grammar = grammar_from(FORMATS[name], text)
+        except Exception as error:  # GBNF is translated in Python
+            raise RequestError(f"{name}: {error}") from None
+        try:
+            tokenizer, drops_space = self._tokenizer, self._codec.drops_space
+        except (CheckpointError, TokenizerError) as error:
+            raise RequestError(f"{name}: {error}") from None
+        if drops_space and FORMATS[name] != "grammar":
+            grammar = after_space(grammar)
+        made = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        if not made.is_error():
+            made.compute_bitmask()  # builds the lexer
+        if made.is_error():
+            raise RequestError(f"{name}: {first_line(made.get_error())}")
+        if drops_space and made.compute_ff_bytes().startswith(b" ") and FORMATS[name] == "grammar":
+            raise RequestError(
+                f"{name}: expected text without a space at its beginning, which this tokenizer drops, got one."
+            )
+        return made
 
 
 class Matcher:
@@ -131,6 +172,11 @@ class Matcher:
 
     def __init__(self, matcher: Any, words: int) -> None:
         self._matcher, self._words = matcher, words
+
+    @property
+    def error(self) -> str:
+        """Return why the matcher can follow no further tokens; empty: it can. Only the end may follow then."""
+        return first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def copy(self) -> Matcher:
         """Return a matcher at the same position."""
@@ -195,10 +241,7 @@ class Constraint:
         self._in_block = False
 
     def read(self, output: RequestOutput) -> RequestOutput:
-        """Return the answer; it ends with `LENGTH` if a grammar does not accept the end of its text.
-
-        This happens where a grammar exceeds llguidance's limits: only the end may follow then.
-        """
+        """Return the answer; it ends with `LENGTH` if a grammar does not accept the end of its text."""
         if output.finish != STOP or self._accepts(output.items):
             return output
         return replace(output, finish=LENGTH)
@@ -210,6 +253,15 @@ class Constraint:
         return (self._serial is None or self._serial.accepts(serial)) and (
             self._branch is None or all(map(self._branch.accepts, branches))
         )
+
+    @property
+    def error(self) -> str:
+        """Return why the answer cannot follow a schema, which is named; empty: it can."""
+        for key, matcher in (((0, 0), self._serial), ((0, 1), self._branch), *self._matchers.items()):
+            if matcher is not None and (reason := matcher.error):
+                answer = self._params.answer_grammar or ("", "")
+                return limit_error(*(("branch_schema", str(self._params.branch_schema)) if key[1] else answer), reason)
+        return ""
 
     def start(self) -> RowGuidance:
         """Return the token masks before the answer begins."""
@@ -241,7 +293,7 @@ class Constraint:
                 continue
             unchecked = [] if known.get(segment) else output.drafts_of(segment)
             drafts[segment], masks[segment] = self._draft_masks(key, unchecked)
-        return RowGuidance(masks, drafts, known)
+        return RowGuidance(finish=LENGTH) if self.error else RowGuidance(masks, drafts, known)
 
     def _fresh(self) -> dict[int, Sequence[np.ndarray]]:
         """Return the token masks of branches that have not begun."""
@@ -291,6 +343,30 @@ class Constraint:
             word, bit = divmod(self._config.special.branch_end, 32)
             bits[word] |= np.uint32(1 << bit)
         return bits
+
+
+def limit_error(where: str, schema: str, reason: str) -> str:
+    """Return the error of an answer whose grammar can be followed no further."""
+    return (
+        f"{where}: expected a schema within the limits of the grammar library, got {reason} for {schema[:200]!r}. "
+        "Use simpler patterns, or smaller limits of lengths and numbers."
+    )
+
+
+def first_line(text: str) -> str:
+    """Return the first line of an error of llguidance."""
+    return text.strip().partition("\n")[0]
+
+
+def after_space(grammar: str) -> str:
+    """Return a grammar of the same texts after a space, which tokenizers of SentencePiece drop on decoding.
+
+    Args:
+        grammar: grammar in llguidance's JSON.
+    """
+    (inner,) = json.loads(grammar)["grammars"]
+    outer = {"name": "spaced", "lark_grammar": 'start: " " @text'}
+    return json.dumps({"grammars": [outer, inner | {"name": "text"}]})
 
 
 def known_limit(tokens_left: int, config: EngineConfig) -> int:

@@ -334,7 +334,7 @@ class _Server:
         if body.aspd.content is None:
             return params
         lm = self._engine.lm
-        return params.saying([*lm.codec.text.encode_normalised(body.aspd.content), *lm.end_ids[:1]])
+        return params.saying([*lm.codec.text.encode_exactly(body.aspd.content), *lm.end_ids[:1]])
 
     # Whole answers.
 
@@ -401,6 +401,8 @@ class _Server:
         async for news in ticket.stream():
             if (result := news[-1].result) is not None:
                 self._note(ticket, result)
+                if result.error:
+                    raise Refused(400, result.error)
                 return result
         raise Broken
 
@@ -427,6 +429,9 @@ class _Server:
                     number, deltas, tokens[number], end = await news.get()
                 if isinstance(end, Broken):
                     raise end
+                if end is not None and end.error:
+                    yield [error_body(end.error, INVALID)]
+                    return
                 if body.with_growing_usage:
                     prompts = sum(len(ticket.request.prompt) for ticket in tickets[:: body.candidates])
                     extra = {"usage": token_usage(prompts, sum(tokens))}
