@@ -313,7 +313,11 @@ class Engine:
         return self.submit_checked(replace(request, max_steps=max_steps, stream=stream))
 
     def submit_checked(self, request: Request) -> Handle:
-        """Queue a request that `check` returned."""
+        """Queue a request that `check` returned.
+
+        Raises:
+            RequestError: its adapter was replaced since.
+        """
         return self._scheduler.submit(request)
 
     def check(
