@@ -303,7 +303,11 @@ class Engine:
         return self.submit_checked(replace(request, max_steps=max_steps, stream=stream))
 
     def submit_checked(self, request: Request) -> Handle:
-        """Queue a request that `check` returned."""
+        """Queue a request that `check` returned.
+
+        Raises:
+            RequestError: its adapter was replaced since.
+        """
         handle = self._scheduler.submit(request)
         if request.params.logprobs is not None:
             handle.finish = lambda result: replace(result, logprobs=self.logprobs(request, result))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -97,8 +97,10 @@ class Lockstep:
         """Execute a command in this process."""
         self.refused = "the engine failed before the change was made"
         for number, request in command.submitted:
-            handle = self.handles[number] = self.engine.submit_checked(request)
-            if not self.engine.adapters.loaded(request.adapter):  # replaced since the request was checked
+            loaded = self.engine.adapters.loaded(request.adapter)  # false: replaced since the request was checked
+            handle = self.engine.submit_checked(request if loaded else replace(request, adapter=0))
+            self.handles[number] = handle
+            if not loaded:
                 handle.cancel()
             if request.alternatives is not None:
                 self._unscored.add(number)

@@ -56,7 +56,13 @@ class AdapterSlots:
         return self._slots.index(number) if number else -1
 
     def acquire(self, number: int) -> None:
-        """Reserve the slot of an adapter for a request, until `release`."""
+        """Reserve the slot of an adapter for a request, until `release`.
+
+        Raises:
+            RequestError: the adapter has no slot any more.
+        """
+        if not self.loaded(number):
+            raise RequestError("adapter: expected a loaded one, got one that was replaced. Check the request again.")
         self._users.append(number)
 
     def release(self, number: int) -> None:

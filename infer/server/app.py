@@ -468,8 +468,10 @@ class _Server:
                 tokens += sum(len(event.token_ids) for event in events if event.kind == "token")
                 count = tokens if result is None else result.stats.content_tokens
                 news.put_nowait((number, make_deltas(events), count, result))
-        except Broken as broken:
-            news.put_nowait((number, [], tokens, broken))
+        except Exception as error:
+            if not isinstance(error, Broken):
+                log.exception("the stream of an answer")
+            news.put_nowait((number, [], tokens, Broken()))
 
     def _note(self, ticket: Ticket, result: Result) -> None:
         self._metrics.answer(ticket.request.mode, result.finish_reason or "cancelled", result.stats)

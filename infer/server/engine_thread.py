@@ -263,6 +263,10 @@ class EngineThread:
             if self._several:  # the other processes are within the failed chunk and cannot be recovered
                 raise
             log.exception("the engine failed; requests under way are tried one by one")
+            for ticket in new:
+                if ticket.handle is None:  # the engine failed before it had the request
+                    self._forget(ticket)
+                    ticket.send(None)
             self._retry_failed()
             return
         steps, seconds = self.engine.last_chunk

@@ -147,7 +147,7 @@ def test_places_are_given_away_when_nobody_uses_them(made: Made) -> None:
     engine = made.together()
     with pytest.raises(RequestError, match="adapter slots: expected a free one, got 3 in use"):
         engine.adapters.put("fourth", made.folders["first"])
-    handle = engine.submit(PROMPT, GREEDY, adapter="first")
+    handle, checked = engine.submit(PROMPT, GREEDY, adapter="first"), engine.check(PROMPT, GREEDY, adapter="first")
     engine.adapters.remove("first")
     with pytest.raises(RequestError, match="adapter: expected one of 'second', 'without rows', got 'first'"):
         engine.check(PROMPT, GREEDY, adapter="first")
@@ -158,6 +158,8 @@ def test_places_are_given_away_when_nobody_uses_them(made: Made) -> None:
     expected = made.alone("first").generate([PROMPT], GREEDY)[0].token_ids
     assert handle.wait().token_ids == expected
     engine.adapters.put("first", made.folders["second"])  # a name may come to mean another
+    with pytest.raises(RequestError, match="adapter: expected a loaded one, got one that was replaced"):
+        engine.submit_checked(checked)
     (now,) = engine.generate([PROMPT], GREEDY, adapter="first")
     assert now.token_ids == engine.generate([PROMPT], GREEDY, adapter="second")[0].token_ids != expected
 

@@ -21,6 +21,7 @@ import openai
 import pytest
 
 import aspd
+import infer.server.app
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
 from infer.scheduling.runner import Runner
@@ -290,6 +291,32 @@ def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: 
         assert texts[5] == alone.choices[0].message.content
         again = client.chat.completions.create(**ask(seed=5, temperature=1.0, max_tokens=40, extra_body=SERIAL))
         assert again.choices[0].message.content == texts[5]
+
+
+def test_errors_outside_of_steps_fail_one_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check a request that cannot be submitted, and one whose events cannot be sent."""
+    submit = engine.submit_checked
+
+    def refuses(request: Any) -> Any:
+        if request.seed == 666:
+            raise RuntimeError("poison")
+        return submit(request)
+
+    monkeypatch.setattr(engine, "submit_checked", refuses)
+    deltas = infer.server.app.text_deltas
+    with serving(engine, timeout=60.0) as server:
+        client = server.client()
+        short: dict[str, Any] = {"max_tokens": 4, "extra_body": SERIAL}
+        with pytest.raises(openai.InternalServerError, match="the server failed on this request"):
+            client.chat.completions.create(**ask(seed=666, **short))
+        assert client.chat.completions.create(**ask(seed=5, **short)).choices[0].message.content
+        monkeypatch.setattr(infer.server.app, "text_deltas", lambda _: {}["poison"])
+        begun = time.monotonic()
+        with pytest.raises(openai.APIError, match="the server failed on this request"):
+            list(client.chat.completions.create(**ask(seed=5, stream=True, **short)))
+        assert time.monotonic() - begun < 30, "it does not wait for the limit of time"
+        monkeypatch.setattr(infer.server.app, "text_deltas", deltas)
+        assert list(client.chat.completions.create(**ask(seed=5, stream=True, **short)))
 
 
 def test_many_requests_leave_nothing_behind(server: Running) -> None:
