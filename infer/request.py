@@ -239,6 +239,10 @@ class SamplingParams:
         (), "string before which the text of the answer ends",
         http=Offer(None), yaml=None, proxy=Forward(), device=False,
     )  # fmt: skip
+    end_at_repeat: str | None = _library_parameter(
+        None, "regular expression with a group: the answer ends after a JSON object that follows a match, if an equal "
+        "object followed an earlier match with an equal group",
+    )  # fmt: skip
     seed: int | None = _parameter(
         None, "seed of the random streams; by default a random one", Bounds(ge=0, lt=1 << 32),
         http=Offer(bounds=Bounds(ge=-(1 << 63), lt=1 << 63)), yaml=Offer(0), proxy=Forward(("seed",)), device=False,
@@ -421,6 +425,11 @@ class Request:
         return bool(self.params.answer_grammar or self.params.branch_schema or self.template)
 
     @property
+    def ends_by_text(self) -> bool:
+        """Return whether the answer may end where its text holds a stop string or repeats an object."""
+        return bool(self.params.stop or self.params.end_at_repeat)
+
+    @property
     def stepwise(self) -> bool:
-        """Return whether the host has to read the tokens of every step: it finds stop strings and follows schemas."""
-        return bool(self.params.stop) or self.constrained
+        """Return whether the host has to read the tokens of every step: it finds ends and follows schemas."""
+        return self.ends_by_text or self.constrained

@@ -327,7 +327,7 @@ class _Server:
                 if body.stream and body.aspd.stream == "branches":  # a call is read in its order
                     raise RequestError("aspd.stream: expected text for arguments in parallel, got branches")
                 return replace(params, template=calls.template)
-            return replace(params, grammar=calls.grammar)
+            return replace(params, grammar=calls.grammar, end_at_repeat=calls.repeats)
         if body.aspd.content is None:
             return params
         lm = self._engine.lm
