@@ -21,7 +21,7 @@ ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # pattern of call ids in the model's 
 # White space after a call; with more, a small model may never stop repeating it. Inside of bare calls it is indentation.
 AFTER, INDENTATION = r"\s{0,4}", r"\s{0,16}"
 FENCE = "```[a-z]{0,12}"  # beginning of a code block
-KEYS = "(arguments|parameters)"  # of a bare call
+KEYS = '"(arguments|parameters)"'  # of a bare call
 # Keywords next to which a schema must not be closed, because they may name further properties.
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if"}
 
@@ -117,8 +117,9 @@ class CallText:
             )
         names = bare if self.trigger else ()  # without a trigger, the format itself is JSON at the beginning
         self._heads = tuple(f'{{"name":"{name}","{key}":' for name in names for key in ("arguments", "parameters"))
-        self.bare = re.compile(_bare_head(names, _FIRST_BARE)) if names else None
-        self.next_bare = re.compile(r"\s*\}" + _bare_head(names, _NEXT_BARE)) if names else None
+        head = rf'(?P<name>{_either(names)})"{_KEY}'
+        self.bare = re.compile(_FIRST + head) if names else None
+        self.next_bare = re.compile(rf"\s*\}}{_NEXT}{head}") if names else None
 
     def may_be_bare(self, text: str) -> bool:
         """Return whether an answer that begins with this text may begin with a bare call."""
@@ -129,18 +130,10 @@ class CallText:
         return any(head.startswith(rest) or rest.startswith(head) for head in self._heads)
 
 
-# Text before the first bare call of an answer, and before a further one after the brace that closes a call.
-_FIRST_BARE, _NEXT_BARE = rf"{INDENTATION}({FENCE})?{INDENTATION}\[?", rf"{INDENTATION},?"
-
-
-def _bare_head(names: Sequence[str], before: str) -> str:
-    """Return the pattern of a bare call up to its arguments, in the syntax that Python and Rust share.
-
-    The second group from the end is the name.
-    """
-    any_name = "|".join(re.escape(name) for name in names)
-    blank = INDENTATION
-    return rf'{before}{blank}\{{{blank}"name"{blank}:{blank}"({any_name})"{blank},{blank}"{KEYS}"{blank}:'
+# Parts of a bare call in the syntax that Python and Rust share: text up to the name of the first call of an answer, text
+# from the arguments of a call to the next name, and text from the quotation mark after a name to its arguments.
+_NAME = rf'{INDENTATION}\{{{INDENTATION}"name"\s?:\s?"'
+_FIRST, _NEXT, _KEY = rf"{INDENTATION}({FENCE})?{INDENTATION}\[?{_NAME}", rf"{INDENTATION},?{_NAME}", rf"\s?,{INDENTATION}{KEYS}\s?:"
 
 
 class ToolCalls:
@@ -208,8 +201,8 @@ class ToolCalls:
         """Return the pattern of the text before the arguments of a call (`SamplingParams.end_at_repeat`)."""
         if not self._several:
             return None
-        names = "|".join(re.escape(function.name) for function in self._candidates)
-        heads = [re.escape(self.text.middle), *([rf'"\s*,\s*"{KEYS}"\s*:'] if self.text.bare else [])]
+        names = _either([function.name for function in self._candidates])
+        heads = [re.escape(self.text.middle), *([f'"{_KEY}'] if self.text.bare else [])]
         return rf"(?<![a-zA-Z0-9_.-])({names})(?:{'|'.join(heads)})\s*"
 
     @property
@@ -249,25 +242,39 @@ class ToolCalls:
         if not self.text.trigger:
             other = rf"TEXT: /(?s:.+)/ & ~/ ?{_pattern(self.text.begin)}(?s:.*)/"
             return [f"start: TEXT? | {self._first(begin)} calls", other]
-        trigger = _pattern(self.text.trigger)
         names = [function.name for function in self._candidates]
-        not_bare = f"~/{_bare_head(names, _FIRST_BARE)}(?s:.*)/"
-        other = rf"TEXT: /(?s:.+)/ & ~/(?s:.*){trigger}(?s:.*)/ & {not_bare}"
-        if isinstance(self._codec.split_markers(begin)[0], int):  # no text holds this token
-            return [f"start: TEXT? | TEXT? {self._literal(begin)} calls | bare", other, *self._bare(names)]
-        rest = self._literal(begin[len(self.text.trigger) :])
-        before = f"before[lazy]: /(?s:.*){trigger}/ & {not_bare}"
-        return [f"start: TEXT? | before {rest} calls | bare", other, before, *self._bare(names)]
+        further = "(NEXT named)*" if self._several else ""
+        return [
+            f"start: text | FIRST (text_1 | NAME text_2 | named {further} LAST)",
+            *self._text("text", "TEXT", _FIRST),
+            *self._text("text_1", "TEXT_1", f'({_either(names)})"'),
+            *self._text("text_2", "TEXT_2", _KEY),
+            *(f'named_{n}: {json.dumps(name + chr(34))} KEY arguments_{n} CLOSE' for n, name in enumerate(names)),
+            f"named: {_any('named', names)}",
+            f"NAME: {' | '.join(json.dumps(name + chr(34)) for name in names)}",
+            f"FIRST: /{_FIRST}/",
+            f"NEXT: /{_NEXT}/",
+            rf"KEY: /{_KEY}\s?/",
+            rf"CLOSE: /{INDENTATION}\}}/",
+            rf"LAST: /{INDENTATION}\]?{INDENTATION}(```)?{AFTER}/",
+        ]
 
-    def _bare(self, names: Sequence[str]) -> list[str]:
-        """Return the rules for bare calls, which are the whole answer."""
-        lines = ["BLANK: /\\s{0,16}/", "CLOSE: /\\s{0,16}\\}/", f"LAST: /{INDENTATION}\\]?{INDENTATION}(```)?{AFTER}/"]
-        for kind, before in (("first", _FIRST_BARE), ("next", _NEXT_BARE)):
-            for number, name in enumerate(names):
-                lines.append(f"{kind.upper()}_{number}: /{_bare_head([name], before)}/")
-                lines.append(f"{kind}_{number}: {kind.upper()}_{number} BLANK arguments_{number} CLOSE")
-            lines.append(f"{kind}: {_any(kind, names)}")
-        return [*lines, f"bare: first {'next* ' if self._several else ''}LAST"]
+    def _text(self, rule: str, terminal: str, head: str) -> list[str]:
+        """Return the rule for text, or text and calls.
+
+        Args:
+            rule: name of the rule.
+            terminal: name of the terminal for text without calls.
+            head: pattern that the text does not begin with, because a bare call may continue this way.
+        """
+        begin, trigger = self._form.begin.lstrip(), _pattern(self.text.trigger)
+        other = f"~/{head}(?s:.*)/"
+        lines = [rf"{terminal}: /(?s:.+)/ & ~/(?s:.*){trigger}(?s:.*)/ & {other}"]
+        if isinstance(self._codec.split_markers(begin)[0], int):  # no text holds this token
+            return [f"{rule}: {terminal}? | {terminal}? {self._literal(begin)} calls", *lines]
+        rest = self._literal(begin[len(self.text.trigger) :])
+        lines.append(f"{rule}_before[lazy]: /(?s:.*){trigger}/ & {other}")
+        return [f"{rule}: {terminal}? | {rule}_before {rest} calls", *lines]
 
     def _first(self, begin: str) -> str:
         """Return the rule for the first text of an answer, before which some tokenizers write a space."""
@@ -285,6 +292,11 @@ class ToolCalls:
                 parts += [f"/[{ID_CHARACTERS}]{{1,{MAX_ID}}}/"] if number else []
                 parts += [json.dumps(piece, ensure_ascii=False)] if piece else []
         return " ".join(parts)
+
+
+def _either(names: Sequence[str]) -> str:
+    """Return the pattern of any of these texts."""
+    return "|".join(map(re.escape, names))
 
 
 def _any(rule: str, functions: Sequence[Any]) -> str:
@@ -379,7 +391,7 @@ class CallReader:
     def _read_text(self, final: bool) -> list[Piece]:
         if self._form.bare is not None and not self._begun and (head := self._form.bare.match(self._buffer)):
             self._bare = True
-            return self._begin_call(head[head.re.groups - 1], self._buffer[head.end() :])
+            return self._begin_call(head["name"], self._buffer[head.end() :])
         at = self._buffer.find(self._form.begin)
         if not self._form.trigger and (self._begun or self._buffer[: max(at, 0)].strip()):
             at = -1
@@ -463,7 +475,7 @@ class CallReader:
             return []
         rest = self._buffer[found.end() :]
         if self._bare:
-            return self._begin_call(found[found.re.groups - 1], rest)
+            return self._begin_call(found["name"], rest)
         self._buffer, self._state = rest, "name"
         return []
 
