@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import TypeVar
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -13,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aspd_jax.language_model import LanguageModel
+from aspd_jax.progress import waiting
 from aspd_jax.structure import Parallel
 from infer.answers.answer import Result, content_ids
 from infer.engine import Engine, Prompt
@@ -33,6 +36,7 @@ RECORD_SCHEMA = {
     "required": ["name", "city", "item", "quantity", "total", "currency", "phone"],
     "additionalProperties": False,
 }  # fmt: skip
+Part = TypeVar("Part")
 STREAM_STEPS = 2  # engine steps between two updates
 
 
@@ -40,14 +44,23 @@ def print_growing(engine: Engine, prompt: Prompt, params: SamplingParams, mode: 
     """Stream an answer: with branches side by side on a terminal, else as text in reading order."""
     console = Console()
     if console.is_terminal:
+        results = _after_first(engine.stream(prompt, params, mode))
         with Live(console=console, refresh_per_second=20) as live:
-            for result in engine.stream(prompt, params, mode):
+            for result in results:
                 live.update(picture(result))
         return
-    for event in engine.submit(prompt, params, mode, max_steps=1, stream="text"):
+    for event in _after_first(engine.submit(prompt, params, mode, max_steps=1, stream="text")):
         if event.kind == "token":
             print(event.text, end="", flush=True)
     print()
+
+
+def _after_first(parts: Iterable[Part]) -> Iterator[Part]:
+    """Return an iterator over the parts of an answer, once the first one is there."""
+    iterator = iter(parts)
+    with waiting("answering"):
+        first = next(iterator)
+    return chain((first,), iterator)
 
 
 def picture(result: Result) -> RenderableType:
@@ -148,7 +161,7 @@ def _watch(
 ) -> Result:
     """Decode an answer to compile, again to show it on a terminal, and a last time to measure it."""
     console.print(Text(f"\n{title or mode}", style="dim"))
-    with console.status("compiling for this length of prompt and answer"):
+    with waiting("compiling for this length of prompt and answer"):
         engine.generate([messages], params, mode)
     if console.is_terminal:
         with Live(console=console, refresh_per_second=30) as live:

@@ -411,7 +411,7 @@ class Scheduler:
                 self._end(states[row], self._output(states[row]))
 
     def _close_at_ends(self, outputs: dict[int, RequestOutput], states: dict[int, RequestState]) -> list[int]:
-        """End answers at stop strings and repeated objects, and branches after them; return the rows of these answers."""
+        """End answers at stop strings and repeated objects, and branches after them; return these rows."""
         answers = np.zeros(len(self._rows), bool)
         branches = np.zeros((len(self._rows), self._config.max_branches), bool)
         for row, output in outputs.items():

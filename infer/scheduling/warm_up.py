@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import jax
@@ -45,29 +46,59 @@ NO_STEP = StopConditions(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False)
 
 def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket]) -> DecodeState:
     """Compile the programs of steps, the operations on rows between steps, and log probabilities of answers."""
+    programs, begun = _programs(lm, config, state, buckets), time.perf_counter()
+    for number, (name, compiled) in enumerate(programs, 1):
+        state = jax.block_until_ready(compiled(state))
+        log.info("program %d of %d: %s, %.0f s", number, len(programs), name, time.perf_counter() - begun)
+    return state
+
+
+def _programs(
+    lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket]
+) -> list[tuple[str, Callable[[DecodeState], DecodeState]]]:
+    """Return the name of each program, and a function that compiles it and returns an equal state."""
     batch, capacity = state.cache.tokens.shape
-    begun, drafts = time.perf_counter(), sorted({False, config.draft_tokens > 0})
-    for number, bucket in enumerate(buckets, 1):
-        for drafting in drafts:
-            state, _ = run(lm.params, state, NO_STEP, config, bucket, drafting)
-        spent = time.perf_counter() - begun
-        log.info("program %d of %d: %s, %.0f s", number, len(buckets), bucket, spent)
-    for size in powers(MIN_PROMPT, capacity):
+    words, branches = state.token_mask.shape[3], state.token_mask.shape[1]
+    nobody = np.full(2, batch, np.int32)  # rows past the end, of which nothing changes
+
+    def step(state: DecodeState, bucket: Bucket, drafting: bool) -> DecodeState:
+        return run(lm.params, state, NO_STEP, config, bucket, drafting)[0]
+
+    def prompt(state: DecodeState, size: int) -> DecodeState:
         request = Request((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
-        state = admit_request(lm, config, state, request, batch)  # a row past the end changes nothing
-        state = copy_slots(state, np.zeros(2, np.int32), np.full(2, batch, np.int32), config, min(size, capacity))
-    for size in powers(CHUNK, max(CHUNK, capacity)):
+        state = admit_request(lm, config, state, request, batch)
+        return copy_slots(state, np.zeros(2, np.int32), nobody, config, min(size, capacity))
+
+    def logprobs(state: DecodeState, size: int) -> DecodeState:
         likeliest(lm, config, np.zeros(min(size, capacity), np.int32), -1)
-    for size in powers(1, batch * state.token_mask.shape[1]):
-        nothing = guidance_arrays({}, batch, state.token_mask.shape[3], config, size)
-        state, _ = guide(state, nothing, config)
-    state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
-    for rows in powers(1, batch):
+        return state
+
+    def guidance(state: DecodeState, size: int) -> DecodeState:
+        return guide(state, guidance_arrays({}, batch, words, config, size), config)[0]
+
+    def output(state: DecodeState, rows: int) -> DecodeState:
         count = min(rows, batch)
         fetch_outputs(copy_outputs(state, config, [0] * count), [None] * count, config)
-    jax.block_until_ready(summarise(state, config))
-    state = stop_segments(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
-    return set_branch_cap(state, np.full(batch, NO_CAP, np.int32))
+        return state
+
+    def others(state: DecodeState) -> DecodeState:
+        state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
+        jax.block_until_ready(summarise(state, config))
+        state = stop_segments(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
+        return set_branch_cap(state, np.full(batch, NO_CAP, np.int32))
+
+    drafts = sorted({False, config.draft_tokens > 0})
+    return [
+        *((str(one), partial(step, bucket=one, drafting=drafting)) for one in buckets for drafting in drafts),
+        *((f"prompts of {size} tokens", partial(prompt, size=size)) for size in powers(MIN_PROMPT, capacity)),
+        *(
+            (f"log probabilities of {size} tokens", partial(logprobs, size=size))
+            for size in powers(CHUNK, max(CHUNK, capacity))
+        ),
+        *((f"grammars of {size} segments", partial(guidance, size=size)) for size in powers(1, batch * branches)),
+        *((f"outputs of {rows} rows", partial(output, rows=rows)) for rows in powers(1, batch)),
+        ("other operations", others),
+    ]
 
 
 def measure_cost(

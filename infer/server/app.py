@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from aspd_jax.errors import RequestError
+from aspd_jax.progress import programs_compiled
 from aspd_jax.tool_format import read_tool_format
 from infer.answers.answer import Result
 from infer.engine import Engine
@@ -31,7 +32,7 @@ from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, reply, statistics, token_usage, usage
 from infer.server.guard import add_guard
 from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter
-from infer.server.prometheus import Metrics, programs_compiled
+from infer.server.prometheus import Metrics
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import NOT_STORED, ResponsesRequest, reply_response
 from infer.server.server_config import ServerConfig

@@ -18,7 +18,7 @@ from infer.answers.stop import canonical
 from infer.scheduling.structured import json_rule
 
 ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # pattern of call ids in the model's text; responses have other ids
-# White space after a call; with more, a small model may never stop repeating it. Inside of bare calls it is indentation.
+# White space after a call, and inside of bare calls. With more, a small model may never stop repeating it.
 AFTER, INDENTATION = r"\s{0,4}", r"\s{0,16}"
 FENCE = "```[a-z]{0,12}"  # beginning of a code block
 KEYS = '"(arguments|parameters)"'  # of a bare call
@@ -130,10 +130,11 @@ class CallText:
         return any(head.startswith(rest) or rest.startswith(head) for head in self._heads)
 
 
-# Parts of a bare call in the syntax that Python and Rust share: text up to the name of the first call of an answer, text
-# from the arguments of a call to the next name, and text from the quotation mark after a name to its arguments.
+# Parts of a bare call in the syntax that Python and Rust share: text up to the name of the first call of an answer,
+# text from the brace that closes a call to the next name, and text from a name to its arguments.
 _NAME = rf'{INDENTATION}\{{{INDENTATION}"name"\s?:\s?"'
-_FIRST, _NEXT, _KEY = rf"{INDENTATION}({FENCE})?{INDENTATION}\[?{_NAME}", rf"{INDENTATION},?{_NAME}", rf"\s?,{INDENTATION}{KEYS}\s?:"
+_FIRST = rf"{INDENTATION}({FENCE})?{INDENTATION}\[?{_NAME}"
+_NEXT, _KEY = rf"{INDENTATION},?{_NAME}", rf"\s?,{INDENTATION}{KEYS}\s?:"
 
 
 class ToolCalls:
@@ -249,7 +250,7 @@ class ToolCalls:
             *self._text("text", "TEXT", _FIRST),
             *self._text("text_1", "TEXT_1", f'({_either(names)})"'),
             *self._text("text_2", "TEXT_2", _KEY),
-            *(f'named_{n}: {json.dumps(name + chr(34))} KEY arguments_{n} CLOSE' for n, name in enumerate(names)),
+            *(f"named_{n}: {json.dumps(name + chr(34))} KEY arguments_{n} CLOSE" for n, name in enumerate(names)),
             f"named: {_any('named', names)}",
             f"NAME: {' | '.join(json.dumps(name + chr(34)) for name in names)}",
             f"FIRST: /{_FIRST}/",

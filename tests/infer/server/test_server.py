@@ -21,10 +21,10 @@ import openai
 import pytest
 
 import aspd
+from aspd_jax.progress import programs_compiled
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
 from infer.scheduling.runner import Runner
-from infer.server.prometheus import programs_compiled
 from tests.conftest import ROOT
 from tests.helpers.browser import chromium
 from tests.helpers.serving import QUESTIONS, SERVE, Running, ask, serving, wait_for

@@ -249,27 +249,25 @@ def test_what_is_no_bare_call(name: str) -> None:
     call = f"{HEAD}{GOOD[1]}}}\n```"
     auto, tags = tool_calls(name, AUTO), name in ("token", "qwen", "plain")
     assert read(auto.reader(), [call]) == (("", [GOOD]) if tags else (call, []))
-    for text in (
-        call.replace("price", "prize"), call.replace("arguments", "argument"), f"For example:\n{call}", "```json\n{}\n```",
-    ):  # fmt: skip
+    others = (call.replace("price", "prize"), call.replace("arguments", "argument"), f"So:\n{call}", "```json\n{}\n```")
+    for text in others:
         assert accepts(name, auto, text) and read(auto.reader(), list(text)) == (text, []), text
     assert accepts(name, auto, f"{call} Yes.") == accepts(name, auto, call.replace("true", "1")) == (not tags)
     assert accepts(name, tool_calls(name, ToolChoice(parallel=False)), call)
     several = call.replace("}\n`", "}\n" + call[8:-4] + "\n`")
     assert accepts(name, auto, several) and accepts(name, tool_calls(name, ToolChoice(parallel=False)), several) != tags
-    others = [tool_calls(name, REQUIRED)]
-    others += [] if name == "llama" else [tool_calls(name, AUTO, {"type": "object", "required": ["name"]})]
-    for calls in others:
+    without = [tool_calls(name, REQUIRED)]
+    without += [] if name == "llama" else [tool_calls(name, AUTO, {"type": "object", "required": ["name"]})]
+    for calls in without:
         assert not accepts(name, calls, call) and read(calls.reader(), [call]) == (call, [])
 
 
-PIECES = ["`", "```", "json", "\n", " ", "[", "{", '"name"', ":", '"price"', '"prize"', ",", '"arguments"', GOOD[1], "}", "x"]
+PIECES = ["`", "```", "json", "\n", " ", "[", "{", '"name"', ":", '"price"', '"prize"', ",", '"arguments"', "}", "x"]
+BEGINNINGS = ("", HEAD, f"{HEAD}{GOOD[1]}")
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@given(
-    head=st.sampled_from(["", HEAD, f"{HEAD}{GOOD[1]}"]), rest=st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
-)
+@given(head=st.sampled_from(BEGINNINGS), rest=st.lists(st.sampled_from(PIECES), max_size=10).map("".join))
 def test_streams_equal_whole_answers(name: str, head: str, rest: str) -> None:
     """Check that nothing that was streamed as text becomes a call, whatever the text."""
     calls = tool_calls(name, AUTO)
@@ -294,7 +292,8 @@ def test_repeated_calls() -> None:
         if left < len(texts):
             whole = text.index(texts[left][1], text.index(texts[left - 1][1])) + len(texts[left][1])
             assert repeats_an_object(text[:whole], pattern) and not repeats_an_object(text[: whole - 1], pattern)
-    assert tool_calls("qwen", ToolChoice("required", parallel=False)).repeats is None is tool_calls("llama", AUTO).repeats
+    for single in (tool_calls("qwen", ToolChoice("required", parallel=False)), tool_calls("llama", AUTO)):
+        assert single.repeats is None
     auto = tool_calls("qwen", AUTO)
     assert auto.repeats is not None and repeats_an_object(f"{HEAD}{{}}}}\n{HEAD[8:]}{{}}", re.compile(auto.repeats))
 
