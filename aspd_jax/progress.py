@@ -89,12 +89,14 @@ def _intervals() -> Iterator[float]:
     yield from repeat(EVERY)
 
 
-class Bar(tqdm):  # type: ignore[type-arg]
+class Bar(tqdm):
     """Progress bar. Where standard error is no terminal, it is a line at most every 30 seconds."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         if not sys.stderr.isatty():
             form = "{desc}{n_fmt} of {total_fmt}, {elapsed} (about {remaining} left){postfix}"
+            if settings.get("desc"):
+                settings["desc"] += ": "
             settings = {"mininterval": EVERY, "maxinterval": EVERY, "bar_format": form, "leave": True, **settings}
         super().__init__(*arguments, **settings)
 

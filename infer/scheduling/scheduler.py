@@ -188,7 +188,7 @@ class Scheduler:
             buckets = self.runner.buckets
             least = min(bucket.rows for bucket in buckets.buckets)
             programs = [bucket for bucket in buckets.buckets if bucket.rows == least or not alone]
-            state = compile_all(self._lm, self._config, self._state_now(), programs)
+            state = compile_all(self._lm, self._config, self._state_now(), programs, logprobs=not alone)
             if not alone:
                 state, self._cost = measure_cost(self._lm, self._config, state, buckets)
             self._change(state)

@@ -44,9 +44,15 @@ TIMED_TOKENS = (1, 4, 16)  # tokens per row of the timed steps
 NO_STEP = StopConditions(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False))
 
 
-def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket]) -> DecodeState:
-    """Compile the programs of steps, the operations on rows between steps, and log probabilities of answers."""
-    programs, begun = _programs(lm, config, state, buckets), time.perf_counter()
+def compile_all(
+    lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket], logprobs: bool
+) -> DecodeState:
+    """Compile the programs of steps, and the operations on rows between steps.
+
+    Args:
+        logprobs: compile the programs of log probabilities, too.
+    """
+    programs, begun = _programs(lm, config, state, buckets, logprobs), time.perf_counter()
     for number, (name, compiled) in enumerate(programs, 1):
         state = jax.block_until_ready(compiled(state))
         log.info("program %d of %d: %s, %.0f s", number, len(programs), name, time.perf_counter() - begun)
@@ -54,7 +60,7 @@ def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buc
 
 
 def _programs(
-    lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket]
+    lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket], logprobs: bool
 ) -> list[tuple[str, Callable[[DecodeState], DecodeState]]]:
     """Return the name of each program, and a function that compiles it and returns an equal state."""
     batch, capacity = state.cache.tokens.shape
@@ -69,7 +75,7 @@ def _programs(
         state = admit_request(lm, config, state, request, batch)
         return copy_slots(state, np.zeros(2, np.int32), nobody, config, min(size, capacity))
 
-    def logprobs(state: DecodeState, size: int) -> DecodeState:
+    def score(state: DecodeState, size: int) -> DecodeState:
         likeliest(lm, config, np.zeros(min(size, capacity), np.int32), -1)
         return state
 
@@ -92,8 +98,8 @@ def _programs(
         *((str(one), partial(step, bucket=one, drafting=drafting)) for one in buckets for drafting in drafts),
         *((f"prompts of {size} tokens", partial(prompt, size=size)) for size in powers(MIN_PROMPT, capacity)),
         *(
-            (f"log probabilities of {size} tokens", partial(logprobs, size=size))
-            for size in powers(CHUNK, max(CHUNK, capacity))
+            (f"log probabilities of {size} tokens", partial(score, size=size))
+            for size in (powers(CHUNK, max(CHUNK, capacity)) if logprobs else ())
         ),
         *((f"grammars of {size} segments", partial(guidance, size=size)) for size in powers(1, batch * branches)),
         *((f"outputs of {rows} rows", partial(output, rows=rows)) for rows in powers(1, batch)),

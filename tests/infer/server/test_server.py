@@ -242,6 +242,21 @@ def test_keys(engine: Engine) -> None:
         assert httpx.get(f"{server.url}/health").status_code == 200 and httpx.get(server.url).status_code == 200
 
 
+def test_probes_before_the_start_are_not_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Check that a refused request is logged, and that health checks during warm-up are not."""
+    caplog.set_level("INFO", logger="aspd.server")
+    with serving(engine) as server:
+        server.engine_thread.ready.clear()
+        try:
+            for path in ("health", "health", "live"):
+                httpx.get(f"{server.url}/{path}")
+            assert httpx.post(f"{server.url}/v1/chat/completions", json=ask()).status_code == 503
+        finally:
+            server.engine_thread.ready.set()
+    logged = [message for message in caplog.messages if "request id" in message]
+    assert len(logged) == 1 and "/v1/chat/completions" in logged[0]
+
+
 def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: Any) -> None:
     """Check that a request that fails alone, too, does not change the stream of another."""
     step, end, failures, ends = engine.step, Runner.end, [], []
