@@ -53,9 +53,14 @@ def test_a_wait_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wait_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that its line is erased, also after an error."""
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    with pytest.raises(ValueError, match="stop"), waiting("loading"):
-        time.sleep(0.2)
-        raise ValueError("stop")
+
+    def fail() -> None:
+        with waiting("loading"):
+            time.sleep(0.2)
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
     assert "loading: 0 s" in stream.getvalue() and "\n" not in stream.getvalue()
     assert stream.getvalue().endswith("\r\x1b[2K")
 
