@@ -69,7 +69,7 @@ def test_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a bar in a log is lines with the counts, the last one at the end."""
     monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
     assert list(Bar(range(3), desc="tasks", unit="task")) == [0, 1, 2]
-    first, *_, last = stream.getvalue().splitlines()
+    first, *_, last = filter(None, stream.getvalue().splitlines())
     assert first.startswith("tasks: 0 of 3") and last.startswith("tasks: 3 of 3") and "\r" not in stream.getvalue()
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
     assert list(Bar(range(3), desc="tasks")) == [0, 1, 2]

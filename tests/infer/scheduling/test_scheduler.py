@@ -567,16 +567,14 @@ def test_the_first_answer_compiles_nothing_after_a_warm_up_for_one(
     counts = [re.match(r"program (\d+) of (\d+): ", message) for message in caplog.messages]
     numbers = [(int(count[1]), int(count[2])) for count in counts if count]
     assert numbers == [(number, len(numbers)) for number in range(1, len(numbers) + 1)]
-    assert len(numbers) == len(caplog.messages) > len([b for b in own.buckets.buckets if b.rows == 1])
+    assert len(numbers) > len([bucket for bucket in own.buckets.buckets if bucket.rows == 1])
+    assert not any("log probabilities" in message for message in caplog.messages)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     params = SamplingParams(temperature=9.0, seed=1, max_new_tokens=30)
     for size in (1, 30, 90):
-        (result,) = own.generate([[40 + n % 50 for n in range(size)]], params)
+        own.generate([[40 + n % 50 for n in range(size)]], params)
     assert not programs_compiled(compiled)
-    token_logprobs(own.lm, own.config, result, 2)
-    assert programs_compiled(compiled), "they are compiled when they are asked for"
-    compiled.clear()
     own.generate([[40], [41]], params)
     assert programs_compiled(compiled), "negative control: two at a time have other programs"
 
