@@ -21,7 +21,7 @@ EXACT = {
     "5_sharding": (0, 1, 3, 4),
 }  # fmt: skip
 # What makes those small that take a minute and more; their outputs are others then.
-SMALLER = {"2_decode": ('"smollm2-aspd"', '"demo"'), "4_fine_tune": ("steps=40", "steps=4")}
+SMALLER = {"2_decode": ('"smollm2-aspd"', '"demo"'), "4_fine_tune": ("steps=80", "steps=4")}
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
