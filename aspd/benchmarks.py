@@ -86,10 +86,9 @@ def add(commands: Any) -> None:
 
 def run_bench_decode(options: argparse.Namespace) -> None:
     """Run `aspd bench decode`."""
-    from tqdm import tqdm
-
     from aspd_jax import load_model
     from aspd_jax.language_model import as_int8
+    from aspd_jax.progress import Bar
     from aspd_jax.shapes import benchmark_model
     from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times, published_speeds, transformers_time
     from infer.bench.step_times import copy_bandwidth, logit_error, measure_steps, peak_bytes, step_table
@@ -150,7 +149,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
         note()
         pairs = []
         kinds = list(product(options.batch, answers))
-        for batch, (branches, length) in tqdm(kinds, unit="answer", disable=None):
+        for batch, (branches, length) in Bar(kinds, unit="answer"):
             pair = answer_times(lm, branches, length, context, batch, options.repeats)
             torch = transformers_time(lm, pair[0].content, context, batch, options.repeats)
             pairs.append([*pair, torch] if torch else pair)
@@ -174,9 +173,8 @@ def run_bench_decode(options: argparse.Namespace) -> None:
 
 def run_bench_fields(options: argparse.Namespace) -> None:
     """Run `aspd bench fields`."""
-    from tqdm import tqdm
-
     from aspd_jax import load_model
+    from aspd_jax.progress import Bar, waiting
     from infer import Engine
     from infer.evaluation.extraction import (
         MODES,
@@ -192,7 +190,8 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         positive(options, "limit")
         count = min(options.limit, len(tasks))
         tasks = [tasks[number * len(tasks) // count] for number in range(count)]
-    lm = load_model(options.model, options.dtype, adapter=options.adapter)
+    with waiting(f"loading {options.model}"):
+        lm = load_model(options.model, options.dtype, adapter=options.adapter)
     engine = Engine(
         lm,
         max_length=min(1024, lm.context_length),
@@ -201,14 +200,13 @@ def run_bench_fields(options: argparse.Namespace) -> None:
         draft_tokens=options.draft_tokens,
         force_drafts=True,
     )
-    engine.warm_up(alone=True)
-    for task in tasks[:2]:  # compile what warm-up does not
-        for mode in MODES:
-            decode_task(engine, task, mode, options.max_new_tokens)
+    with waiting("compiling before the first timed task"):
+        engine.warm_up(alone=True)
+        for task in tasks[:2]:  # compile what warm-up does not
+            for mode in MODES:
+                decode_task(engine, task, mode, options.max_new_tokens)
     decoded = [
-        decode_task(engine, task, mode, options.max_new_tokens)
-        for task in tqdm(tasks, unit="task", disable=None)
-        for mode in MODES
+        decode_task(engine, task, mode, options.max_new_tokens) for task in Bar(tasks, unit="task") for mode in MODES
     ]
     rows = summarise_extraction(decoded)
     drafts = (

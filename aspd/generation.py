@@ -102,8 +102,8 @@ def add(commands: Any) -> None:
 
 def run_generate(options: argparse.Namespace) -> None:
     """Run `aspd generate`."""
+    from aspd_jax.progress import waiting
     from aspd_jax.structure import to_json
-    from infer.offline.terminal import print_growing
 
     params = sampling_params(options)
     if options.schema is not None:
@@ -133,7 +133,8 @@ def run_generate(options: argparse.Namespace) -> None:
     if ray is not None:
         _answer_on_ray(options, settings, params, ray)
         return
-    engine = make_engine(settings)
+    with waiting(f"loading {settings.model}"):
+        engine = make_engine(settings)
     chat = not options.raw and bool(getattr(engine.lm.tokenizer, "chat_template", None))
     if options.input is not None:
         from infer.offline.batch import generate_file
@@ -145,9 +146,12 @@ def run_generate(options: argparse.Namespace) -> None:
     if options.continue_final_message:
         prompt = engine.encode(prompt, continue_final_message=True)
     if options.stream and not options.json:
+        from infer.offline.terminal import print_growing
+
         print_growing(engine, prompt, params, options.mode)
         return
-    result = engine.generate([prompt], params, options.mode)[0]
+    with waiting("answering"):
+        result = engine.generate([prompt], params, options.mode)[0]
     if result.error:
         raise RequestError(result.error)
     if not options.json:
@@ -281,19 +285,23 @@ def _read_messages(name: str) -> list[dict[str, str]]:
 
 def run_demo(options: argparse.Namespace) -> None:
     """Run `aspd demo`."""
-    from aspd_jax import load_model
-    from aspd_jax.formats import EMBEDDED
+    from aspd_jax.progress import waiting
+
+    name = model_name(options)
+    with waiting(f"loading {name}"):
+        from aspd_jax import load_model
+        from aspd_jax.formats import EMBEDDED
+
+        lm = load_model(name, options.dtype, adapter=options.adapter)
     from infer import SamplingParams
     from infer.offline.terminal import demonstrate, demonstrate_fields
     from train.tasks import LONG_FAMILY, problem
 
-    name = model_name(options)
     questions = options.questions
     if not questions and name in EMBEDDED:
         # These models know synthetic tasks: a block of short branches, a block of long ones, and a serial chain.
         tasks = [("machines", "conclusion"), (LONG_FAMILY, "parallel"), ("machines", "chain")]
         questions = [problem(number, True, *task).question for number, task in enumerate(tasks)]
-    lm = load_model(name, options.dtype, adapter=options.adapter)
     # Small chat models repeat themselves in greedy decoding, in both modes.
     params = SamplingParams(repetition_penalty=1.0 if name in EMBEDDED else 1.1, max_new_tokens=512)
     if not options.questions and name not in EMBEDDED:

@@ -200,6 +200,7 @@ def run_serve(options: argparse.Namespace) -> None:
 def _serve_here(options: argparse.Namespace, config: ServerConfig) -> None:
     import jax
 
+    from aspd_jax.progress import waiting
     from infer.server.serve import follow, serve
 
     join_processes(options)
@@ -207,7 +208,8 @@ def _serve_here(options: argparse.Namespace, config: ServerConfig) -> None:
     mesh = options.mesh or (f"tensor={jax.device_count()}" if several else None)
     if several and mesh_of(mesh).size != jax.device_count():
         raise RequestError(f"--mesh: expected all {jax.device_count()} devices of the processes, got {options.mesh}")
-    engine = make_engine(options, mesh)
+    with waiting(f"loading {options.model}", jax.process_index() == 0):
+        engine = make_engine(options, mesh)
     if jax.process_index() == 0:
         serve(engine, config)
     else:

@@ -49,6 +49,15 @@ class ToolFormat:
     short_ids: bool = False
     text_arguments: bool = False
 
+    @property
+    def separate(self) -> bool:
+        """Return whether calls are complete on their own, with white space between them."""
+        if self.between is None:
+            return False
+        begin = self.begin.lstrip()
+        middle = self.between.removeprefix(self.end).removesuffix(begin)
+        return self.between == self.end + middle + begin and not middle.strip()
+
 
 HERMES = ToolFormat(
     begin='<tool_call>\n{"name": "',

@@ -404,7 +404,7 @@ class Engine:
         """Compile the programs that requests need, and measure the cost of a step; return the seconds it took.
 
         Args:
-            alone: compile the programs for one request at a time only.
+            alone: compile the programs for one request at a time only, without log probabilities.
         """
         return self._scheduler.warm_up(alone)
 

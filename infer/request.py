@@ -274,6 +274,8 @@ class SamplingParams:
             for log probabilities of the prompt alone.
         max_branch_tokens: maximum tokens sampled in one branch, its closing tag included.
         stop: string before which the text of the answer ends.
+        end_at_repeat: regular expression with a group: the answer ends after a JSON object that follows a match, if an
+            equal object followed an earlier match with an equal group.
         seed: seed of the random streams; by default a random one.
         n: number of answers to a prompt, each with its own random streams (`Result.outputs`).
         logprobs: log probabilities of the tokens of the plain text (`Result.logprobs`), each with this number of the
@@ -317,6 +319,7 @@ class SamplingParams:
     max_content_tokens: int | None = _library_parameter(None, Bounds(ge=0))
     max_branch_tokens: int = _parameter(1024, Bounds(ge=1, lt=1 << 24), http=None)
     stop: tuple[str, ...] = _parameter((), http=Offer(None), yaml=None, proxy=Forward(), device=False)
+    end_at_repeat: str | None = _library_parameter(None)
     seed: int | None = _parameter(
         None, Bounds(ge=0, lt=1 << 32),
         http=Offer(bounds=Bounds(ge=-(1 << 63), lt=1 << 63)), yaml=Offer(0), proxy=Forward(("seed",)), device=False,
@@ -451,6 +454,11 @@ class Request:
         return bool(self.params.answer_grammar or self.params.branch_schema or self.template)
 
     @property
+    def ends_by_text(self) -> bool:
+        """Return whether the answer may end where its text holds a stop string or repeats an object."""
+        return bool(self.params.stop or self.params.end_at_repeat)
+
+    @property
     def stepwise(self) -> bool:
-        """Return whether the host has to read the tokens of every step: it finds stop strings and follows schemas."""
-        return bool(self.params.stop) or self.constrained
+        """Return whether the host has to read the tokens of every step: it finds ends and follows schemas."""
+        return self.ends_by_text or self.constrained

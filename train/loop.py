@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
-from tqdm import tqdm
 
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_whole, writing
 from aspd_jax.formats import draft_file
 from aspd_jax.language_model import LanguageModel, save_adapter, save_draft_heads, save_model
+from aspd_jax.progress import Bar
 from aspd_jax.sharding import make_mesh
 from train.batches import (
     Batch,
@@ -136,7 +136,7 @@ def _run(
     writer = MetricsWriter(output, first, config.tensorboard) if jax.process_index() == 0 else None
     flops = model_flops(setup.lm.config, join(state.params, setup.frozen), config.data.length)
     peak = peak_flops()
-    bar = tqdm(range(first, data.steps), initial=first, total=data.steps, disable=not progress, unit="step")
+    bar = Bar(range(first, data.steps), initial=first, total=data.steps, disable=not progress, unit="step")
     since, tokens, skipped = time.monotonic(), 0, float(state.skipped)
     for done in bar:
         batch = next(batches)

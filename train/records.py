@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 from datasets.arrow_writer import ArrowWriter
-from tqdm import tqdm
 
 from aspd_jax.chat import Chat, end_of_turn
 from aspd_jax.errors import AspdError, ConfigError, DataError
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import build_layout
+from aspd_jax.progress import Bar
 from aspd_jax.sources import Conversation, Unreadable, no_record, read_records
 from aspd_jax.structure import Parallel, Serial, Structure, plain_text
 from aspd_jax.tokens import Linearisation, SpecialTokens
@@ -267,7 +267,7 @@ def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) ->
         cache.mkdir(parents=True, exist_ok=True)
         partial = cached.with_name(f".{cached.name}.partial")
         with ArrowWriter(path=str(partial), features=FEATURES) as writer:
-            for record in tqdm(read_records(str(file)), desc=f"tokenising {file.name}", unit="record"):
+            for record in Bar(read_records(str(file)), desc=f"tokenising {file.name}", unit="record"):
                 for row in _rows(lm, record, data):
                     writer.write(row)
             writer.finalize()

@@ -66,12 +66,11 @@ def run_compile_decode(options: argparse.Namespace) -> None:
     """Run `aspd compile decode`."""
     from itertools import product
 
-    from tqdm import tqdm
-
     from aspd.aot.abstract import abstract_model, configuration
     from aspd.aot.decode import CompiledStep, compile_decode_step, step_table
     from aspd.aot.report import NOT_MEASURED, collective_table
     from aspd.aot.topology import open_topology
+    from aspd_jax.progress import Bar
 
     positive(options, "batch", "widths", "slots")
     target = open_topology(options.topology)
@@ -86,7 +85,7 @@ def run_compile_decode(options: argparse.Namespace) -> None:
     record |= {"decode_attention": options.decode_attention}
     kinds = list(product(options.slots, options.batch, options.widths))
     steps: list[CompiledStep] = []
-    progress = tqdm(kinds, unit="program", disable=None)
+    progress = Bar(kinds, unit="program")
     for slots, batch, width in progress:
         progress.set_postfix(slots=slots, batch=batch, width=width)
         steps.append(compile_decode_step(lm, target, batch, width, slots))

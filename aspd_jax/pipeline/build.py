@@ -14,8 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
 
-from tqdm import tqdm
-
 from aspd_jax.endpoint import Unanswered, outside_event_loop
 from aspd_jax.errors import DataError
 from aspd_jax.files import writing
@@ -28,6 +26,7 @@ from aspd_jax.pipeline.sets import Survey, write
 from aspd_jax.pipeline.teacher import Teacher
 from aspd_jax.pipeline.work import WHOLE, Answer, Candidate, Shard, Work
 from aspd_jax.pipeline.worker_pool import Processed, process_all
+from aspd_jax.progress import Bar
 from aspd_jax.ray_pool import RayOptions
 from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
@@ -102,7 +101,7 @@ def _process(
     """Process all records, store the results of their stages, and write their entries to a file."""
     survey = Survey()
     total = sum(1 for _ in work.shard.rows(work.source))
-    bar = tqdm(total=total, desc="records", unit="record", disable=None if progress else True)
+    bar = Bar(total=total, desc="records", unit="record", disable=not progress)
     with bar, closing(processed) as parts:
         for part in parts:
             store.put_all(part.added)
@@ -146,7 +145,7 @@ class _Run:
         """Apply a stage to every answer without a stored result, several at a time."""
         left = self.work.answers()
         workers = self.config.teacher.concurrency if self.teacher else 1
-        with tqdm(total=total, desc=name, unit="answer", disable=None if self.progress else True) as bar:
+        with Bar(total=total, desc=name, unit="answer", disable=not self.progress) as bar:
 
             async def worker() -> None:
                 for answer in left:
@@ -185,7 +184,7 @@ class _Run:
         waiting: dict[int, list[Any]] = defaultdict(list)
         lm: Any = None
         length = self.config.likelihood.length
-        with tqdm(total=total, desc="score", unit="answer", disable=None if self.progress else True) as bar:
+        with Bar(total=total, desc="score", unit="answer", disable=not self.progress) as bar:
 
             def flush(size: int) -> None:
                 rows = [row for _, _, _, row in waiting[size]]

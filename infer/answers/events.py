@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,7 +12,7 @@ import numpy as np
 from aspd_jax.tokens import BlockIds, Codec, SerialIds, TextStream
 from infer.answers.answer import RequestOutput, Result
 from infer.answers.filled import Filled
-from infer.answers.stop import first_match, undecided
+from infer.answers.stop import first_match, repeats_an_object, undecided
 
 Kind = Literal["token", "fork", "branch", "merge", "done"]
 
@@ -88,11 +89,14 @@ class EventReader:
     Args:
         codec: codec of the model's tokenizer; None: texts are empty.
         stop: strings that end the answer.
+        end_at_repeat: see `infer.request.SamplingParams`.
     """
 
-    def __init__(self, codec: Codec | None, stop: Sequence[str]) -> None:
+    def __init__(self, codec: Codec | None, stop: Sequence[str], end_at_repeat: str | None = None) -> None:
         self._codec, self._stop = codec, stop
         self._filter = StopFilter(stop)
+        self._before = None if end_at_repeat is None else re.compile(end_at_repeat)
+        self._repeats, self._so_far = False, ""
         self._tokens: dict[tuple[int, int], int] = {}  # (item, branch) -> tokens in events
         self._text: dict[tuple[int, int], int] = {}  # characters in events
         self._streams: dict[tuple[int, int], TextStream] = {}
@@ -102,8 +106,8 @@ class EventReader:
 
     @property
     def stopped(self) -> bool:
-        """Return whether the answer contains a stop string."""
-        return self._filter.matched
+        """Return whether the answer contains a stop string or repeats an object."""
+        return self._filter.matched or self._repeats
 
     def collect_events(self, output: RequestOutput, result: Result | None, in_order: bool) -> list[Event]:
         """Return the new events.
@@ -141,6 +145,9 @@ class EventReader:
             if not growing and number not in self._merged:
                 self._merged.add(number)
                 events.append(Event("merge", block))
+        if self._before is not None and events:
+            self._so_far += "".join(event.text for event in events if event.kind == "token")
+            self._repeats = repeats_an_object(self._so_far, self._before)
         if result is not None:
             events.append(Event("done", result=result))
         return self._filter.take(events, result is not None) if self._stop else events

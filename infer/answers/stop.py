@@ -1,7 +1,9 @@
-"""Stop strings: the first match in a text that grows in reading order (protocol, section 5)."""
+"""Ends of an answer in its growing text: stop strings and repeated objects (protocol, section 5)."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,3 +27,38 @@ def first_match(text: str, stop: Sequence[str]) -> Match | None:
 def undecided(text: str, stop: Sequence[str]) -> int:
     """Return how many characters at the end of a text without a match may begin one."""
     return max((n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])), default=0)
+
+
+def canonical(text: str) -> str:
+    """Return a text that is the same for all spellings of a JSON value; of another text, the text itself."""
+    try:
+        return json.dumps(_DECODER.decode(text), sort_keys=True)
+    except (ValueError, RecursionError):
+        return text
+
+
+def repeats_an_object(text: str, before: re.Pattern[str]) -> bool:
+    """Return whether a text holds two equal JSON objects after matches of a pattern with equal first groups."""
+    seen: set[tuple[str, str]] = set()
+    at = 0
+    while match := before.search(text, at):
+        at = match.end()
+        try:
+            value, at = _DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError):  # incomplete, or other text
+            continue
+        if isinstance(value, dict):
+            key = match[1], json.dumps(value, sort_keys=True)
+            if key in seen:
+                return True
+            seen.add(key)
+    return False
+
+
+def _number(text: str) -> int | float:
+    """Return a number with a point or an exponent; 1.0 equals 1 in JSON."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+_DECODER = json.JSONDecoder(parse_float=_number)

@@ -12,10 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from aspd_jax.errors import AspdError
 from aspd_jax.files import Log, write_whole
+from aspd_jax.progress import Bar
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
 from infer.answers.timeline import timeline
@@ -42,7 +41,7 @@ def answer_questions(
     done = {record["question_id"]: record for record in read_journal(file)}
     waiting = [(place, q) for place, q in enumerate(questions) if q.id not in done][::-1]
     running: list[_Conversation] = []
-    with Log(file) as log, tqdm(total=len(questions), initial=len(questions) - len(waiting), desc=title) as bar:
+    with Log(file) as log, Bar(total=len(questions), initial=len(questions) - len(waiting), desc=title) as bar:
         while waiting or running:
             # At most one conversation per cache row: another first turn would evict the prefix of a second turn.
             while waiting and len(running) < engine.max_batch:

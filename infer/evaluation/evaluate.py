@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from aspd_jax.configuration import config_from_dict
 from aspd_jax.endpoint import outside_event_loop
@@ -26,6 +25,7 @@ from aspd_jax.files import Log, write_whole
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
 from aspd_jax.layout import Layout
 from aspd_jax.likelihood import CHUNK, token_losses
+from aspd_jax.progress import Bar
 from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
 from infer.engine import Engine
@@ -228,7 +228,7 @@ def _likelihood(lm: LanguageModel, engine: Engine, questions: Sequence[Question]
     if not todo:
         return
     with Log(file) as log:
-        for question in tqdm(todo, desc="likelihood of references", unit="reference"):
+        for question in Bar(todo, desc="likelihood of references", unit="reference"):
             try:
                 prompt = engine.encode([{"role": "user", "content": question.turns[0]}])
                 answer = lm.codec.text.encode_normalised(question.references[0])

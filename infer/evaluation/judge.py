@@ -14,10 +14,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from tqdm import tqdm
-
 from aspd_jax.endpoint import Endpoint, Form, Unanswered, parse_json
 from aspd_jax.errors import ConfigError, DataError, RequestError
+from aspd_jax.progress import Bar
 from aspd_jax.store import Store
 from infer.evaluation.config import EvalConfig, JudgeSection
 from infer.evaluation.questions import Question
@@ -163,7 +162,7 @@ async def _judge(
         if len(task.systems) == 2
     ]
     try:
-        with tqdm(total=len(single) + len(pairs), unit="judgment", desc="judge") as bar:
+        with Bar(total=len(single) + len(pairs), unit="judgment", desc="judge") as bar:
 
             def step() -> None:
                 bar.set_postfix(client.endpoint.spent, refresh=False)

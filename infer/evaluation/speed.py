@@ -11,10 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tqdm import tqdm
-
 from aspd_jax.errors import AspdError, RequestError
 from aspd_jax.files import Log
+from aspd_jax.progress import Bar
 from infer.answers.answer import Result, content_ids
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, SpeedSection, System
@@ -46,7 +45,7 @@ def time_questions(
     done = {record["question_id"]: record for record in read_journal(file)}
     places = {question.id: place for place, question in enumerate(questions)}
     with Log(file) as log:
-        for question in tqdm([q for q in chosen if q.id not in done], desc=title, unit="question"):
+        for question in Bar([q for q in chosen if q.id not in done], desc=title, unit="question"):
             params = decoding.params(question.temperature, places[question.id], system.mode)
             record = _time(engine, system, question, params, speed.repeats)
             append(log, record)

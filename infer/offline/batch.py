@@ -10,15 +10,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from tqdm import tqdm
 
 from aspd_jax.errors import AspdError, DataError, RequestError
 from aspd_jax.files import Log, replacing
 from aspd_jax.jsonl import Line, read_lines
 from aspd_jax.partitions import digest
+from aspd_jax.progress import Bar, waiting
 from aspd_jax.ray_pool import Task, run_here
 from aspd_jax.sources import parse_messages, read_rows
 from aspd_jax.structure import to_json
@@ -199,19 +199,20 @@ def write_answers(answer: Callable[[Iterator[Task]], Iterator[Task]], job: Job) 
         )
     done = _read_answers(journal, settings)
     resumed = len(done)
-    waiting = [((item.line, item.sample), item) for item in items if (item.line, item.sample) not in done]
-    with (
-        Log(journal) as log,
-        tqdm(total=len(items), initial=resumed, unit="answer", disable=not job.progress) as bar,
-    ):
+    todo = [((item.line, item.sample), item) for item in items if (item.line, item.sample) not in done]
+    with Log(journal) as log:
         if not resumed and journal.stat().st_size == 0:
             append(log, settings)
-        for (line, sample), record in answer(iter(waiting)):
-            if job.samples > 1:
-                record["sample"] = sample
-            append(log, {"line": line} | record)
-            done[line, sample] = record
-            bar.update()
+        records = answer(iter(todo))
+        with waiting("compiling, and answering the first prompts", job.progress):
+            first = list(islice(records, 1))
+        with Bar(total=len(items), initial=resumed, unit="answer", disable=not job.progress) as bar:
+            for (line, sample), record in chain(first, records):
+                if job.samples > 1:
+                    record["sample"] = sample
+                append(log, {"line": line} | record)
+                done[line, sample] = record
+                bar.update()
     with replacing(job.output) as file:
         for item in items:
             file.write(json.dumps(done[item.line, item.sample], ensure_ascii=False) + "\n")

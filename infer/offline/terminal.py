@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
+from typing import TypeVar
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -14,6 +16,7 @@ from rich.text import Text
 
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
+from aspd_jax.progress import waiting
 from aspd_jax.structure import Parallel
 from infer.answers.answer import Result, content_ids
 from infer.engine import Engine, Prompt
@@ -34,6 +37,7 @@ RECORD_SCHEMA = {
     "required": ["name", "city", "item", "quantity", "total", "currency", "phone"],
     "additionalProperties": False,
 }  # fmt: skip
+Part = TypeVar("Part")
 STREAM_STEPS = 2  # engine steps between two updates
 
 
@@ -45,17 +49,26 @@ def print_growing(engine: Engine, prompt: Prompt, params: SamplingParams, mode: 
     """
     console, last = Console(), None
     if console.is_terminal:
+        results = _after_first(engine.stream(prompt, params, mode))
         with Live(console=console, refresh_per_second=20) as live:
-            for last in engine.stream(prompt, params, mode):
+            for last in results:
                 live.update(picture(last))
     else:
-        for event in engine.submit(prompt, params, mode, max_steps=1, stream="text"):
+        for event in _after_first(engine.submit(prompt, params, mode, max_steps=1, stream="text")):
             last = event.result
             if event.kind == "token":
                 print(event.text, end="", flush=True)
         print()
     if last is not None and last.error:
         raise RequestError(last.error)
+
+
+def _after_first(parts: Iterable[Part]) -> Iterator[Part]:
+    """Return an iterator over the parts of an answer, once the first one is there."""
+    iterator = iter(parts)
+    with waiting("answering"):
+        first = next(iterator)
+    return chain((first,), iterator)
 
 
 def picture(result: Result) -> RenderableType:
@@ -156,7 +169,7 @@ def _watch(
 ) -> Result:
     """Decode an answer to compile, again to show it on a terminal, and a last time to measure it."""
     console.print(Text(f"\n{title or mode}", style="dim"))
-    with console.status("compiling for this length of prompt and answer"):
+    with waiting("compiling for this length of prompt and answer"):
         engine.generate([messages], params, mode)
     if console.is_terminal:
         with Live(console=console, refresh_per_second=30) as live:

@@ -97,7 +97,7 @@ class RequestState:
 
     def update(self, output: RequestOutput, result: Result | None = None) -> None:
         """Collect the events of what was read of the answer; `result`: the answer, if it has ended."""
-        if self.stream or self.request.params.stop or result is not None:
+        if self.stream or self.request.ends_by_text or result is not None:
             self.events.extend(self.reader.collect_events(output, result, in_order=self.stream == "text"))
         self.result = result
 

@@ -104,8 +104,8 @@ class Scheduler:
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; calls of `step` run it."""
-        stop = request.params.stop
-        reader = FilledReader(stop) if request.template else EventReader(self._codec, stop)
+        stop, repeat = request.params.stop, request.params.end_at_repeat
+        reader = FilledReader(stop) if request.template else EventReader(self._codec, stop, repeat)
         state = RequestState(request, reader, self.runner.clock(), request.stream)
         self._adapters.acquire(request.adapter)
         if request.budget:
@@ -183,7 +183,7 @@ class Scheduler:
             buckets = self.runner.buckets
             least = min(bucket.rows for bucket in buckets.buckets)
             programs = [bucket for bucket in buckets.buckets if bucket.rows == least or not alone]
-            state = compile_all(self._lm, self._config, self._state_now(), programs)
+            state = compile_all(self._lm, self._config, self._state_now(), programs, logprobs=not alone)
             if not alone:
                 state, self._cost = measure_cost(self._lm, self._config, state, buckets)
             self._change(state)
@@ -390,7 +390,7 @@ class Scheduler:
         for row, output in outputs.items():
             if finish[row] == RUNNING:
                 states[row].update(output)
-        if stopped := self._close_at_stop_strings(outputs, states):
+        if stopped := self._close_at_ends(outputs, states):
             finish = self._summary_now().finish
             outputs |= {row: self._output(states[row]) for row in stopped}
         followed = {row: c for row, state in states.items() if (c := state.constraint) and finish[row] == RUNNING}
@@ -402,12 +402,12 @@ class Scheduler:
             elif row in decisions and decisions[row].finish != RUNNING:
                 self._end(states[row], self._output(states[row]))
 
-    def _close_at_stop_strings(self, outputs: dict[int, RequestOutput], states: dict[int, RequestState]) -> list[int]:
-        """End answers that contain a stop string, and branches after one; return the rows of these answers."""
+    def _close_at_ends(self, outputs: dict[int, RequestOutput], states: dict[int, RequestState]) -> list[int]:
+        """End answers at stop strings and repeated objects, and branches after them; return these rows."""
         answers = np.zeros(len(self._rows), bool)
         branches = np.zeros((len(self._rows), self._config.max_branches), bool)
         for row, output in outputs.items():
-            if states[row].request.params.stop and output.finish == RUNNING:
+            if states[row].request.ends_by_text and output.finish == RUNNING:
                 answers[row] = states[row].reader.stopped
                 late = states[row].reader.branches_past_stop(output)
                 branches[row, np.asarray(late, int) - 1] = True
@@ -426,7 +426,9 @@ class Scheduler:
         limits = [state.request.params.max_content_tokens for state in states]
         outputs = fetch_outputs(copy, limits, self._config)
         pairs = zip(states, outputs, strict=True)
-        return [state.constraint.read(output) if state.constraint else output for state, output in pairs]
+        # The grammar does not have to accept the text up to a stop string or a repeated object.
+        checked = (state.constraint if not state.reader.stopped else None for state in states)
+        return [c.read(output) if c else output for c, (_, output) in zip(checked, pairs, strict=True)]
 
     def _end(self, state: RequestState, output: RequestOutput) -> None:
         """End a request with what was decoded of its answer, and free its row."""

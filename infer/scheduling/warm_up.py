@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import numpy as np
@@ -29,27 +30,66 @@ log = logging.getLogger(__name__)
 NO_STEP = StopConditions(np.int32(0), np.int32(-1), np.int32(0), np.bool_(False))
 
 
-def compile_all(lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket]) -> DecodeState:
-    """Compile the programs of steps, the operations on rows between steps, and log probabilities of answers."""
+def compile_all(
+    lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket], logprobs: bool
+) -> DecodeState:
+    """Compile the programs of steps, and the operations on rows between steps.
+
+    Args:
+        logprobs: compile the programs of log probabilities, too.
+    """
+    programs, begun = _programs(lm, config, state, buckets, logprobs), time.perf_counter()
+    for number, (name, compiled) in enumerate(programs, 1):
+        state = jax.block_until_ready(compiled(state))
+        log.info("program %d of %d: %s, %.0f s", number, len(programs), name, time.perf_counter() - begun)
+    return state
+
+
+def _programs(
+    lm: LanguageModel, config: EngineConfig, state: DecodeState, buckets: Sequence[Bucket], logprobs: bool
+) -> list[tuple[str, Callable[[DecodeState], DecodeState]]]:
+    """Return the name of each program, and a function that compiles it and returns an equal state."""
     batch, capacity = state.cache.tokens.shape
-    begun, drafts = time.perf_counter(), sorted({False, config.draft_tokens > 0})
-    for number, bucket in enumerate(buckets, 1):
-        for drafting in drafts:
-            state, _ = run(lm.params, state, NO_STEP, config, bucket, drafting)
-        spent = time.perf_counter() - begun
-        log.info("program %d of %d: %s, %.0f s", number, len(buckets), bucket, spent)
-    for size in powers(MIN_PROMPT, capacity):
+    words, branches = state.token_mask.shape[3], state.token_mask.shape[1]
+    nobody = np.full(2, batch, np.int32)  # rows past the end, of which nothing changes
+
+    def step(state: DecodeState, bucket: Bucket, drafting: bool) -> DecodeState:
+        return run(lm.params, state, NO_STEP, config, bucket, drafting)[0]
+
+    def prompt(state: DecodeState, size: int) -> DecodeState:
         request = Request((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
-        state = admit_request(lm, config, state, request, batch)  # a row past the end changes nothing
-        state = copy_slots(state, np.zeros(2, np.int32), np.full(2, batch, np.int32), config, min(size, capacity))
-    for size in powers(CHUNK, max(CHUNK, capacity)):
+        state = admit_request(lm, config, state, request, batch)
+        return copy_slots(state, np.zeros(2, np.int32), nobody, config, min(size, capacity))
+
+    def score(state: DecodeState, size: int) -> DecodeState:
         likeliest(lm, config, np.zeros(min(size, capacity), np.int32), -1)
-    for size in (1, *powers(1 + config.max_branches, batch * state.token_mask.shape[1])):
-        nothing = guidance_arrays({}, batch, state.token_mask.shape[3], config, size)
-        state, _ = guide(state, nothing, config)
-    state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
-    for rows in powers(1, batch):
+        return state
+
+    def guidance(state: DecodeState, size: int) -> DecodeState:
+        return guide(state, guidance_arrays({}, batch, words, config, size), config)[0]
+
+    def output(state: DecodeState, rows: int) -> DecodeState:
         count = min(rows, batch)
         fetch_outputs(copy_outputs(state, config, [0] * count), [None] * count, config)
-    jax.block_until_ready(summarise(state, config))
-    return stop_segments(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
+        return state
+
+    def others(state: DecodeState) -> DecodeState:
+        state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
+        jax.block_until_ready(summarise(state, config))
+        return stop_segments(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
+
+    drafts, sizes = sorted({False, config.draft_tokens > 0}), (1, *powers(branches, batch * branches))
+    return [
+        *((str(one), partial(step, bucket=one, drafting=drafting)) for one in buckets for drafting in drafts),
+        *((f"prompts of {size} tokens", partial(prompt, size=size)) for size in powers(MIN_PROMPT, capacity)),
+        *(
+            (f"log probabilities of {size} tokens", partial(score, size=size))
+            for size in (powers(CHUNK, max(CHUNK, capacity)) if logprobs else ())
+        ),
+        *(
+            (f"decisions for {size} segments", partial(guidance, size=size))
+            for size in (1, *powers(branches, batch * branches))
+        ),
+        *((f"outputs of {rows} rows", partial(output, rows=rows)) for rows in powers(1, batch)),
+        ("other operations", others),
+    ]

@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from aspd_jax.errors import RequestError
+from aspd_jax.progress import programs_compiled
 from aspd_jax.tool_format import read_tool_format
 from infer.answers.answer import Result
 from infer.engine import Engine
@@ -32,7 +33,7 @@ from infer.server.engine_thread import Broken, Busy, EngineThread, Ticket
 from infer.server.forms import Answer, Chat, Chunks, Form, Text, name_ignored, reply, statistics, token_usage, usage
 from infer.server.guard import add_guard
 from infer.server.messages import ChatRequest, Common, CompletionRequest, LoadAdapter, UnloadAdapter
-from infer.server.prometheus import Metrics, programs_compiled
+from infer.server.prometheus import Metrics
 from infer.server.refusals import INVALID, Refused, add_refusals, error_body
 from infer.server.responses import NOT_STORED, ResponsesRequest, reply_response
 from infer.server.tool_calls import ToolCalls, ToolChoice, check_schemas
@@ -330,7 +331,7 @@ class _Server:
                 if body.stream and body.aspd.stream == "branches":  # a call is read in its order
                     raise RequestError("aspd.stream: expected text for arguments in parallel, got branches")
                 return replace(params, template=calls.template)
-            return replace(params, grammar=calls.grammar)
+            return replace(params, grammar=calls.grammar, end_at_repeat=calls.repeats)
         if body.aspd.content is None:
             return params
         lm = self._engine.lm

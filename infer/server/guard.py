@@ -17,6 +17,7 @@ from infer.server.refusals import Refused
 
 log = logging.getLogger("aspd.server")
 REQUEST_ID = "x-request-id"
+PROBES = ("/health", "/live")  # their 503 while the server starts is expected, and not logged
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -93,7 +94,7 @@ class _Guard:
                 raise
             message = f"the server failed on this request (request id {identifier})"
             await Refused(500, message, "server_error").response(scope, receive, guarded)
-        if status >= 400:
+        if status >= 400 and not (status == 503 and path in PROBES):
             log.info("%s %r: %d (request id %s)", method, path, status, identifier)
 
     async def _body(self, request: Request, receive: Any) -> bytes:

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from aspd_jax.progress import programs_compiled
 from infer.answers.answer import Statistics
 from infer.server.engine_thread import EngineThread
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 STEP_SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
-COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's event, also where it reads a program from disk
-
-
-def programs_compiled() -> int:
-    """Return the number of programs that JAX has compiled or read from disk since the first call in this process."""
-    return len(_compilations())
-
-
-@cache
-def _compilations() -> list[float]:
-    """Return the list of compile times in seconds, which a listener extends from any thread."""
-    durations: list[float] = []
-
-    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == COMPILED:
-            durations.append(duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    return durations
 
 
 class Metrics:

@@ -15,9 +15,14 @@ from aspd_jax.json_schema import ReadSchema, read_schema
 from aspd_jax.template import Template
 from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import ID, ToolFormat
+from infer.answers.stop import canonical
 from infer.scheduling.structured import json_rule
 
 ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # pattern of call ids in the model's text; responses have other ids
+# White space after a call, and inside of bare calls. With more, a small model may never stop repeating it.
+AFTER, INDENTATION = r"\s{0,4}", r"\s{0,16}"
+FENCE = "```[a-z]{0,12}"  # beginning of a code block
+KEYS = '"(arguments|parameters)"'  # of a bare call
 # Keywords next to which a schema must not be closed, because they may name further properties.
 _OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if"}
 
@@ -86,26 +91,35 @@ class ToolChoice(NamedTuple):
 class CallText:
     """Format of calls as the text of an answer shows it.
 
+    Calls without the tags of the format are *bare*: the answer begins with a JSON object that has the name of a known
+    function and its arguments, possibly in a code block.
+
     Args:
         form: format of the model.
         codec: codec of the model's tokenizer.
+        bare: names of the functions that bare calls may have; none where the answer may be another JSON value.
 
     Attributes:
         begin, middle: see `ToolFormat`, without special tokens, which are no part of the text.
         between: pattern of the text between two calls; None: an answer has one call.
         trigger: text that begins a call wherever it occurs; empty: calls stand at the beginning of an answer.
+        bare: pattern of the text up to the arguments of a bare call at the beginning of an answer; None: there is none.
+        next_bare: pattern of the text between the arguments of a bare call and those of the next.
 
     Raises:
         RequestError: the text of an answer does not show where a call begins.
     """
 
-    def __init__(self, form: ToolFormat, codec: TextCodec) -> None:
+    def __init__(self, form: ToolFormat, codec: TextCodec, bare: Sequence[str] = ()) -> None:
         def visible(text: str) -> str:
             return codec.special.sub("", text)
 
         self.begin, self.middle = visible(form.begin).lstrip(), visible(form.middle)
-        parts = None if form.between is None else map(re.escape, visible(form.between).split(ID))
-        self.between = None if parts is None else re.compile(f"[{ID_CHARACTERS}]+".join(parts))
+        self.between: re.Pattern[str] | None = None
+        if form.between is not None:
+            parts = [visible(form.end), self.begin] if form.separate else [visible(form.between)]
+            texts = (f"[{ID_CHARACTERS}]+".join(map(re.escape, part.split(ID))) for part in parts)
+            self.between = re.compile(r"\s*".join(texts))
         hides = self.begin != form.begin.lstrip()
         self.trigger = "" if hides else re.split(r"[\[{]", self.begin, maxsplit=1)[0].rstrip()
         if not self.middle or (hides and not self.begin.startswith(("{", "["))):
@@ -113,6 +127,26 @@ class CallText:
                 "tools: expected a model that writes calls as text, got one that marks them by special tokens alone. "
                 "Use another chat_template."
             )
+        names = bare if self.trigger else ()  # without a trigger, the format itself is JSON at the beginning
+        self._heads = tuple(f'{{"name":"{name}","{key}":' for name in names for key in ("arguments", "parameters"))
+        head = rf'(?P<name>{_either(names)})"{_KEY}'
+        self.bare = re.compile(_FIRST + head) if names else None
+        self.next_bare = re.compile(rf"\s*\}}{_NEXT}{head}") if names else None
+
+    def may_be_bare(self, text: str) -> bool:
+        """Return whether an answer that begins with this text may begin with a bare call."""
+        words = re.sub(r"\s+", "", text)
+        if self.bare is None or re.fullmatch(rf"`{{0,2}}|{FENCE}", words):
+            return self.bare is not None
+        rest = re.sub(rf"^(?:{FENCE})?\[?", "", words)
+        return any(head.startswith(rest) or rest.startswith(head) for head in self._heads)
+
+
+# Parts of a bare call in the syntax that Python and Rust share: text up to the name of the first call of an answer,
+# text from the brace that closes a call to the next name, and text from a name to its arguments.
+_NAME = rf'{INDENTATION}\{{{INDENTATION}"name"\s?:\s?"'
+_FIRST = rf"{INDENTATION}({FENCE})?{INDENTATION}\[?{_NAME}"
+_NEXT, _KEY = rf"{INDENTATION},?{_NAME}", rf"\s?,{INDENTATION}{KEYS}\s?:"
 
 
 class ToolCalls:
@@ -139,7 +173,8 @@ class ToolCalls:
     ) -> None:
         self.functions, self.choice = functions, choice
         self._form, self._codec, self._schema = form, codec, schema
-        self.text = CallText(form, codec)
+        bare = choice.mode == "auto" and schema is None
+        self.text = CallText(form, codec, [function.name for function in functions] if bare else ())
         if schema is not None and choice.mode == "auto" and not self.text.trigger and form.begin.startswith("{"):
             raise RequestError(
                 "tools: expected tool_choice: required or none beside response_format, got auto, because this model "
@@ -156,18 +191,37 @@ class ToolCalls:
 
         In mode `auto` an answer is text up to the trigger of a call, which has to be completed.
         """
-        lines = [
-            f"function_{number}: {self._literal(function.name + self._form.middle)} {arguments_rule(function)}"
-            for number, function in enumerate(self._candidates)
+        form, functions = self._form, self._candidates
+        lines = [f"arguments_{number}: {arguments_rule(function)}" for number, function in enumerate(functions)]
+        lines += [
+            f"function_{number}: {self._literal(function.name + form.middle)} arguments_{number}"
+            for number, function in enumerate(functions)
         ]
-        lines.append("function: " + " | ".join(f"function_{number}" for number in range(len(self._candidates))))
-        calls, end = "function", self._form.end
-        if self.choice.parallel and self._form.between is not None:
+        lines.append(f"function: {_any('function', functions)}")
+        begin, end = self._literal(form.begin.lstrip()), self._literal(form.end)
+        if not self._several:
+            lines.append(f"calls: function {end} AFTER")
+        elif form.separate:
+            lines.append(f"calls: function {end} AFTER ({begin} function {end} AFTER)*")
+        else:
             # The text between calls may begin as the end does, so that the grammar decides only after the common part.
-            calls = "function (between function)*"
-            lines.append(f"between: {self._literal(self._form.between)}")
-        lines.append(f"calls: {calls} {self._literal(end)}")
+            lines.append(f"calls: function ({self._literal(form.between or '')} function)* {end} AFTER")
+        lines.append(f"AFTER: /{AFTER}/")
         return "\n".join([*self._start(), *lines])
+
+    @property
+    def repeats(self) -> str | None:
+        """Return the pattern of the text before the arguments of a call (`SamplingParams.end_at_repeat`)."""
+        if not self._several:
+            return None
+        names = _either([function.name for function in self._candidates])
+        heads = [re.escape(self.text.middle), *([f'"{_KEY}'] if self.text.bare else [])]
+        return rf"(?<![a-zA-Z0-9_.-])({names})(?:{'|'.join(heads)})\s*"
+
+    @property
+    def _several(self) -> bool:
+        """Return whether an answer may have several calls."""
+        return self.choice.parallel and self._form.between is not None
 
     @cached_property
     def template(self) -> Template | None:
@@ -176,8 +230,7 @@ class ToolCalls:
         The answer has to be one call of a known function, whose arguments are divisible (`aspd_jax.fields`).
         """
         before, end = self._form.begin.lstrip(), self._form.end
-        several = self.choice.parallel and self._form.between is not None
-        if self.choice.mode != "required" or several or len(self._candidates) != 1:
+        if self.choice.mode != "required" or self._several or len(self._candidates) != 1:
             return None
         if self._codec.special.search(before + self._form.middle + end):
             return None
@@ -202,12 +255,39 @@ class ToolCalls:
         if not self.text.trigger:
             other = rf"TEXT: /(?s:.+)/ & ~/ ?{_pattern(self.text.begin)}(?s:.*)/"
             return [f"start: TEXT? | {self._first(begin)} calls", other]
-        trigger = _pattern(self.text.trigger)
-        other = rf"TEXT: /(?s:.+)/ & ~/(?s:.*){trigger}(?s:.*)/"
+        names = [function.name for function in self._candidates]
+        further = "(NEXT named)*" if self._several else ""
+        return [
+            f"start: text | FIRST (text_1 | NAME text_2 | named {further} LAST)",
+            *self._text("text", "TEXT", _FIRST),
+            *self._text("text_1", "TEXT_1", f'({_either(names)})"'),
+            *self._text("text_2", "TEXT_2", _KEY),
+            *(f"named_{n}: {json.dumps(name + chr(34))} KEY arguments_{n} CLOSE" for n, name in enumerate(names)),
+            f"named: {_any('named', names)}",
+            f"NAME: {' | '.join(json.dumps(name + chr(34)) for name in names)}",
+            f"FIRST: /{_FIRST}/",
+            f"NEXT: /{_NEXT}/",
+            rf"KEY: /{_KEY}\s?/",
+            rf"CLOSE: /{INDENTATION}\}}/",
+            rf"LAST: /{INDENTATION}\]?{INDENTATION}(```)?{AFTER}/",
+        ]
+
+    def _text(self, rule: str, terminal: str, head: str) -> list[str]:
+        """Return the rule for text, or text and calls.
+
+        Args:
+            rule: name of the rule.
+            terminal: name of the terminal for text without calls.
+            head: pattern that the text does not begin with, because a bare call may continue this way.
+        """
+        begin, trigger = self._form.begin.lstrip(), _pattern(self.text.trigger)
+        other = f"~/{head}(?s:.*)/"
+        lines = [rf"{terminal}: /(?s:.+)/ & ~/(?s:.*){trigger}(?s:.*)/ & {other}"]
         if isinstance(self._codec.split_markers(begin)[0], int):  # no text holds this token
-            return [f"start: TEXT? | TEXT? {self._literal(begin)} calls", other]
+            return [f"{rule}: {terminal}? | {terminal}? {self._literal(begin)} calls", *lines]
         rest = self._literal(begin[len(self.text.trigger) :])
-        return [f"start: TEXT? | before {rest} calls", other, f"before[lazy]: /(?s:.*){trigger}/"]
+        lines.append(f"{rule}_before[lazy]: /(?s:.*){trigger}/ & {other}")
+        return [f"{rule}: {terminal}? | {rule}_before {rest} calls", *lines]
 
     def _first(self, begin: str) -> str:
         """Return the rule for the first text of an answer, before which some tokenizers write a space."""
@@ -225,6 +305,16 @@ class ToolCalls:
                 parts += [f"/[{ID_CHARACTERS}]{{1,{MAX_ID}}}/"] if number else []
                 parts += [json.dumps(piece, ensure_ascii=False)] if piece else []
         return " ".join(parts)
+
+
+def _either(names: Sequence[str]) -> str:
+    """Return the pattern of any of these texts."""
+    return "|".join(map(re.escape, names))
+
+
+def _any(rule: str, functions: Sequence[Any]) -> str:
+    """Return the alternatives of the rules of all functions."""
+    return " | ".join(f"{rule}_{number}" for number in range(len(functions)))
 
 
 def arguments_rule(function: Function) -> str:
@@ -272,6 +362,9 @@ class Piece(NamedTuple):
 class CallReader:
     """Reader that splits the growing text of an answer into text and calls.
 
+    A call of a function that was called before is held until its arguments are complete. If they equal those of an
+    earlier call, the answer ends before it.
+
     Attributes:
         complete: number of calls whose arguments have ended.
         count: number of calls that have begun.
@@ -283,6 +376,10 @@ class CallReader:
         self._buffer, self._state = "", "text"
         self._begun = False  # whether text precedes the buffer
         self._depth, self._in_string, self._escaped = 0, False, False
+        self._bare = False  # whether the calls are bare
+        self._name = self._arguments = ""  # of the last call
+        self._held = False  # whether the last call may repeat an earlier one
+        self._earlier: dict[str, set[str]] = {}  # arguments of the complete calls, by function
 
     def read(self, text: str, final: bool = False) -> list[Piece]:
         """Return the new parts of the answer. Text that may be the beginning of a call is held.
@@ -297,12 +394,15 @@ class CallReader:
             before = self._state, len(self._buffer)
             pieces += {
                 "text": self._read_text, "name": self._read_name,
-                "arguments": self._read_arguments, "after": self._read_after,
+                "arguments": self._read_arguments, "after": self._read_after, "end": self._read_end,
             }[self._state](final)  # fmt: skip
             if (self._state, len(self._buffer)) == before:
                 return [piece for piece in pieces if piece.text or piece.kind == "call"]
 
     def _read_text(self, final: bool) -> list[Piece]:
+        if self._form.bare is not None and not self._begun and (head := self._form.bare.match(self._buffer)):
+            self._bare = True
+            return self._begin_call(head["name"], self._buffer[head.end() :])
         at = self._buffer.find(self._form.begin)
         if not self._form.trigger and (self._begun or self._buffer[: max(at, 0)].strip()):
             at = -1
@@ -326,19 +426,50 @@ class CallReader:
             return size
         if not trigger:
             return 0 if begin.startswith(self._buffer.lstrip()) else size
+        if not self._begun and self._form.may_be_bare(self._buffer):
+            return 0
         held = next((n for n in range(min(len(trigger), size), 0, -1) if trigger.startswith(self._buffer[-n:])), 0)
         return len(self._buffer[: size - held].rstrip())
 
     def _read_name(self, final: bool) -> list[Piece]:
         name, found, rest = self._buffer.partition(self._form.middle)
-        if not found:
-            return []
-        self._buffer, self._state, self.count = rest, "arguments", self.count + 1
+        return self._begin_call(name, rest) if found else []
+
+    def _begin_call(self, name: str, rest: str) -> list[Piece]:
+        """Begin a call; `rest`: text after its head."""
+        self._buffer, self._state, self._name, self._arguments = rest.lstrip(), "arguments", name, ""
         self._depth, self._in_string, self._escaped = 0, False, False
+        self._held = name in self._earlier
+        if self._held:
+            return []
+        self.count += 1
         return [Piece("call", name, self.count - 1)]
 
     def _read_arguments(self, final: bool) -> list[Piece]:
-        for at, character in enumerate(self._buffer):
+        text = self._buffer if self._depth or self._arguments else self._buffer.lstrip()
+        size = self._size_of_arguments(text)
+        self._arguments += text[:size]
+        self._buffer = text[size:]
+        ended = bool(self._arguments) and not self._depth
+        if ended:
+            self._state = "after"
+            value = canonical(self._arguments)
+            if self._held and value in self._earlier[self._name]:
+                self._state = "end"
+                return []
+            self._earlier.setdefault(self._name, set()).add(value)
+        pieces = [Piece("arguments", text[:size], self.count - 1)]
+        if self._held:
+            if not (ended or final):
+                return []
+            self._held, self.count = False, self.count + 1
+            pieces = [Piece("call", self._name, self.count - 1), Piece("arguments", self._arguments, self.count - 1)]
+        self.complete += ended
+        return pieces
+
+    def _size_of_arguments(self, text: str) -> int:
+        """Return the number of characters of a text that belong to the arguments."""
+        for at, character in enumerate(text):
             if self._in_string:
                 self._in_string = self._escaped or character != '"'
                 self._escaped = character == "\\" and not self._escaped
@@ -346,13 +477,19 @@ class CallReader:
             self._in_string = character == '"'
             self._depth += (character in "{[") - (character in "}]")
             if not self._depth:
-                text, self._buffer = self._buffer[: at + 1], self._buffer[at + 1 :]
-                self._state, self.complete = "after", self.complete + 1
-                return [Piece("arguments", text, self.count - 1)]
-        text, self._buffer = self._buffer, ""
-        return [Piece("arguments", text, self.count - 1)]
+                return at + 1
+        return len(text)
 
     def _read_after(self, final: bool) -> list[Piece]:
-        if self._form.between is not None and (found := self._form.between.match(self._buffer)):
-            self._buffer, self._state = self._buffer[found.end() :], "name"
+        between = self._form.next_bare if self._bare else self._form.between
+        if between is None or (found := between.match(self._buffer)) is None:
+            return []
+        rest = self._buffer[found.end() :]
+        if self._bare:
+            return self._begin_call(found["name"], rest)
+        self._buffer, self._state = rest, "name"
+        return []
+
+    def _read_end(self, final: bool) -> list[Piece]:
+        self._buffer = ""
         return []

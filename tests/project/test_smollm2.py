@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import nbformat
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from aspd_jax.errors import CheckpointError
 from aspd_jax.formats import find_model, open_tokenizer
 from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
-from tests.conftest import GOLDEN
+from tests.conftest import GOLDEN, ROOT
 from tests.helpers.make_gguf_parity import NEW_TOKENS, PLACES, QUESTIONS, checksum, gemma_file, texts
 
 
@@ -67,7 +68,8 @@ def test_its_answers_are_theirs(questions: int, lm: LanguageModel, theirs: dict[
         assert result.token_ids == answer[answer >= 0].tolist()
 
 
-LISTS = ("Give me five tips for a job interview.", "How can I make my home office more comfortable?")
+# The first one is asked in notebook 2, too.
+LISTS = ("How can I make my home office more comfortable?", "Give me five tips for a job interview.")
 OTHERS = ("Why is the sky blue?", "Write a Python function that reverses a string.")
 
 
@@ -87,6 +89,9 @@ def test_the_shipped_adapter_and_its_draft_heads(questions: int) -> None:
     assert steps < 0.85 * path, "without draft tokens, there is a step for each token of the path"
     blocks = [[item for item in result.structure if isinstance(item, Parallel)] for result in results]
     assert any(blocks[:questions]) and not any(blocks[questions:])
+    stored = stored_answer()
+    parts = [branch.text for branch in blocks[0][0].branches[:3]]  # the budget cuts off later ones
+    assert all(part and part in stored for part in parts), "notebook 2 shows the answer of today's adapter"
     for block in (block for of_answer in blocks for block in of_answer):
         leads = [branch.title for branch in block.branches]
         whole = [branch for branch in block.branches if branch.text]  # the budget cuts off later ones
@@ -94,6 +99,14 @@ def test_the_shipped_adapter_and_its_draft_heads(questions: int) -> None:
         assert [f"{number}." for number in range(1, len(leads) + 1)] == [lead.split()[0] for lead in leads]
         assert len({lead.partition(". ")[2].lower() for lead in leads}) == len(leads)
         assert all(lead.startswith("\n") for lead in leads[1:]), "no part is joined to the one before"
+
+
+def stored_answer() -> str:
+    """Return the answer to the first of `LISTS` that notebook 2 shows."""
+    notebook = nbformat.read(ROOT / "notebooks" / "2_decode.ipynb", as_version=4)
+    assert LISTS[0] in "".join(cell.source for cell in notebook.cells)
+    (shown,) = (cell for cell in notebook.cells if cell.source == "print(answer.text)")
+    return str(shown.outputs[0].text)
 
 
 def prompt(lm: LanguageModel, question: str) -> str | list[dict[str, str]]:

@@ -1,12 +1,14 @@
-"""Stop strings: the text before the first match in reading order, whole and streamed (protocol, section 5)."""
+"""Stop strings: the text before the first match, whole and streamed; repeated objects (protocol, section 5)."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from random import Random
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 from hypothesis import given
@@ -17,7 +19,7 @@ from aspd_jax.structure import Branch, Parallel, Serial, canonical, plain_text
 from aspd_jax.tokens import SerialIds, split
 from infer import Engine, Result, SamplingParams
 from infer.answers.events import Event, StopFilter
-from infer.answers.stop import first_match, undecided
+from infer.answers.stop import first_match, repeats_an_object, undecided
 from tests.conftest import SIZES, deferred_branches, with_one_program
 
 
@@ -167,3 +169,61 @@ def test_every_engine(lm: LanguageModel, answers: Answers, deferred: bool) -> No
             asked = [replace(params, stop=stop) for stop in stops(whole.text, whole.structure, random)]
             for stopping, result in zip(asked, engine.generate(["Run"] * len(asked), asked), strict=True):
                 assert result.text == before(whole.text, stopping.stop), stopping.stop
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from([0.5, 1.0, "", "a", "}"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal: numbers by value, and no number is a Boolean."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+
+
+def spelled(value: Any, random: Random) -> str:
+    """Return JSON text of a value with any order of keys, white space, and spelling of numbers."""
+    blank = random.choice(["", " ", "\n  "])
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}:{blank}{spelled(item, random)}" for key, item in value.items()]
+        return "{" + blank + f",{blank}".join(random.sample(parts, len(parts))) + blank + "}"
+    if isinstance(value, list):
+        return "[" + f",{blank}".join(spelled(item, random) for item in value) + "]"
+    if type(value) is int:
+        return random.choice([f"{value}", f"{value}.0", f"{value}e0"])
+    return json.dumps(value)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("fg"), st.dictionaries(st.sampled_from("ab"), VALUES, max_size=2)), max_size=4),
+    st.randoms(use_true_random=False),
+)
+def test_repeated_objects(calls: list[tuple[str, dict[str, Any]]], random: Random) -> None:
+    text = "".join(f'<{name}> {spelled(value, random)}"' for name, value in calls)
+    pairs = [(one, other) for n, one in enumerate(calls) for other in calls[:n]]
+    repeats = any(one[0] == other[0] and equal(one[1], other[1]) for one, other in pairs)
+    assert repeats_an_object(text, re.compile("<(f|g)> ")) == repeats
+    for name, value in calls:
+        assert not repeats_an_object(f"<{name}> {spelled(value, random)} <{name}> " + "{", re.compile("<(f|g)> "))
+
+
+def test_an_answer_ends_after_a_repeated_object(lm: LanguageModel) -> None:
+    """Check the end beside a grammar that would permit more, and beside none."""
+    engine = Engine(lm, max_length=256, max_batch=2)
+    text = 'f={"a": 1} f={"a": 2} f={"a": 1} f={"a": 3}'
+    pieces = re.split(r"(?<=\})", text)
+    tokens = [*(token for piece in pieces for token in lm.codec.text.encode(piece)), *lm.end_ids[:1]]
+    grammar = r'start: /(f=\{"a": [0-9]\} ?){4}/'
+    for more in ({}, {"grammar": grammar}):
+        params = SamplingParams(script=(tokens,), max_new_tokens=80, end_at_repeat="(f)=", **more)  # type: ignore[arg-type]
+        for change, left in ((params, text[:32]), (replace(params, end_at_repeat="(g)="), text)):
+            result = engine.generate(["Run"], change, "serial")[0]
+            assert result.text[: len(left)] == left and result.finish_reason == "stop"
+            # The beginning of the fourth object is determined, so it was fed with the end of the third.
+            assert result.text in ((text,) if left == text else (left, f"{left} f", f"{left} f={{")), result.text

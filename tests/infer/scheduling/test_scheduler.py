@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -532,15 +533,23 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
         handle.cancel()
 
 
-def test_the_first_answer_compiles_nothing_after_a_warm_up_for_one(lm: LanguageModel) -> None:
+def test_the_first_answer_compiles_nothing_after_a_warm_up_for_one(
+    lm: LanguageModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Check that the log counts all programs up to the end, and that log probabilities are not among them."""
     own = Engine(lm, max_length=128, max_batch=2, max_branches=3, max_title_tokens=1)
+    caplog.set_level("INFO", logger="infer.scheduling.warm_up")
     own.warm_up(alone=True)
+    counts = [re.match(r"program (\d+) of (\d+): ", message) for message in caplog.messages]
+    numbers = [(int(count[1]), int(count[2])) for count in counts if count]
+    assert numbers == [(number, len(numbers)) for number in range(1, len(numbers) + 1)]
+    assert len(numbers) > len([bucket for bucket in own.buckets.buckets if bucket.rows == 1])
+    assert not any("log probabilities" in message for message in caplog.messages)
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     params = SamplingParams(temperature=9.0, seed=1, max_new_tokens=30)
     for size in (1, 30, 90):
-        (result,) = own.generate([[40 + n % 50 for n in range(size)]], params)
-        token_logprobs(own.lm, own.config, result, 2)
+        own.generate([[40 + n % 50 for n in range(size)]], params)
     assert not programs_compiled(compiled)
     own.generate([[40], [41]], params)
     assert programs_compiled(compiled), "negative control: two at a time have other programs"

@@ -22,10 +22,10 @@ import pytest
 
 import aspd
 import infer.server.app
+from aspd_jax.progress import programs_compiled
 from infer import Engine, SamplingParams
 from infer.answers.logprobs import token_logprobs
 from infer.scheduling.runner import Runner
-from infer.server.prometheus import programs_compiled
 from tests.conftest import ROOT
 from tests.helpers.browser import chromium
 from tests.helpers.serving import QUESTIONS, SERVE, Running, ask, serving, wait_for
@@ -241,6 +241,21 @@ def test_keys(engine: Engine) -> None:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status
         assert httpx.get(f"{server.url}/health").status_code == 200 and httpx.get(server.url).status_code == 200
+
+
+def test_probes_before_the_start_are_not_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Check that a refused request is logged, and that health checks during warm-up are not."""
+    caplog.set_level("INFO", logger="aspd.server")
+    with serving(engine) as server:
+        server.engine_thread.ready.clear()
+        try:
+            for path in ("health", "health", "live"):
+                httpx.get(f"{server.url}/{path}")
+            assert httpx.post(f"{server.url}/v1/chat/completions", json=ask()).status_code == 503
+        finally:
+            server.engine_thread.ready.set()
+    logged = [message for message in caplog.messages if "request id" in message]
+    assert len(logged) == 1 and "/v1/chat/completions" in logged[0]
 
 
 def test_a_poisoned_request_takes_no_other_with_it(engine: Engine, monkeypatch: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import HERMES, ID, ToolFormat, read_tool_format
 from infer import Engine
+from infer.answers.stop import repeats_an_object
 from infer.scheduling.filling import value_grammar
 from infer.server.tool_calls import CallReader, Function, Piece, ToolCalls, ToolChoice, check_schemas
 from infer.server.tool_requests import FunctionFields
@@ -149,6 +151,11 @@ def called(draw: Any) -> tuple[list[Function], list[tuple[str, Any]]]:
     return functions, calls
 
 
+def repeat(calls: list[Any]) -> int:
+    """Return the index of the first call that repeats an earlier one; without one, the number of calls."""
+    return next((n for n in range(len(calls)) if calls[n] in calls[:n]), len(calls))
+
+
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(sorted(FORMATS)), made=called(), before=st.sampled_from(["", "So:\n", "{"]), data=st.data())
 def test_any_calls_are_accepted_and_read(name: str, made: Any, before: str, data: Any) -> None:
@@ -168,7 +175,9 @@ def test_any_calls_are_accepted_and_read(name: str, made: Any, before: str, data
     cuts = sorted(data.draw(st.lists(st.integers(0, len(shown)), max_size=6)))
     pieces = [shown[a:b] for a, b in zip([0, *cuts], [*cuts, len(shown)], strict=True)]
     reader = auto.reader()
-    assert read(reader, pieces) == (before.rstrip(), texts) and reader.complete == reader.count == len(texts)
+    shortened = texts[: repeat(wanted)]
+    assert read(reader, pieces) == (before.rstrip(), shortened)
+    assert reader.complete == reader.count == len(shortened)
     spoilt = [(function, arguments.replace("}", "]")) for function, arguments in texts]
     assert read(auto.reader(), [codec.special.sub("", written(name, *spoilt))]) != (before.rstrip(), texts)
 
@@ -185,6 +194,119 @@ def test_text_without_calls_is_kept(name: str, text: str) -> None:
     if (trigger and trigger in text) or text.lstrip().startswith(calls.text.begin):
         return
     assert read(calls.reader(), list(text)) == (text, []) == read(calls.reader(), [text])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_white_space_after_calls(name: str) -> None:
+    """Check that answers may end after white space, and that calls on their own may be separated by any of it."""
+    one, more = written(name, GOOD), written(name, ("price_all", "{}"))
+    form = parts(name)[0]
+    assert form.separate == (name in ("token", "qwen", "plain"))
+    for calls in (tool_calls(name, AUTO), tool_calls(name, REQUIRED)):
+        for blank in ("", " ", "\n", "\n\n"):
+            assert accepts(name, calls, one + blank)
+            assert accepts(name, calls, one + blank + more) == form.separate
+            if form.separate:
+                assert read(calls.reader(), list(one + blank + more)) == ("", [GOOD, ("price_all", "{}")])
+        assert not accepts(name, calls, one + 9 * "\n"), "white space is bounded, so that an answer ends"
+        assert not accepts(name, calls, one + "\nx")
+
+
+def bare(draw: Any, calls: Sequence[tuple[str, str]]) -> str:
+    """Return calls as JSON without the tags of the format, in one of the ways in which models write them."""
+
+    def one(name: str, arguments: str) -> str:
+        blank, inner = draw(st.sampled_from(["", " ", "\n  "])), draw(st.sampled_from(["", " "]))
+        key = draw(st.sampled_from(["arguments", "parameters"]))
+        return f'{{{blank}"name":{inner}"{name}",{blank}"{key}":{inner}{arguments}{blank}}}'
+
+    objects = [one(*call) for call in calls]
+    text = draw(st.sampled_from([", ".join(objects).join("[]"), ",\n".join(objects), "\n".join(objects)]))
+    fence = draw(st.sampled_from(["", "```\n", "```json\n"]))
+    return f"{fence}{text}" + ("\n```" if fence else "") + str(draw(st.sampled_from(["", "\n"])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(["token", "qwen", "plain"]), made=called(), data=st.data())
+def test_bare_calls(name: str, made: Any, data: Any) -> None:
+    """Check answers that are calls without the tags of the format, in pieces of any size."""
+    functions, wanted = made
+    texts = [(function, json.dumps(arguments, ensure_ascii=False)) for function, arguments in wanted]
+    text = bare(data.draw, texts)
+    auto = tool_calls(name, AUTO, functions=functions)
+    if not any(parts(name)[1].split_markers(arguments) != [arguments] for _, arguments in texts):
+        assert accepts(name, auto, text), text
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(auto.reader(), pieces) == ("", texts[: repeat(wanted)])
+
+
+HEAD = '```json\n{"name": "price", "arguments": '
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_no_bare_call(name: str) -> None:
+    """Check the limits: known functions, valid arguments, nothing before and after, `auto`, and formats with tags."""
+    call = f"{HEAD}{GOOD[1]}}}\n```"
+    auto, tags = tool_calls(name, AUTO), name in ("token", "qwen", "plain")
+    assert read(auto.reader(), [call]) == (("", [GOOD]) if tags else (call, []))
+    others = (call.replace("price", "prize"), call.replace("arguments", "argument"), f"So:\n{call}", "```json\n{}\n```")
+    for text in others:
+        assert accepts(name, auto, text) and read(auto.reader(), list(text)) == (text, []), text
+    assert accepts(name, auto, f"{call} Yes.") == accepts(name, auto, call.replace("true", "1")) == (not tags)
+    assert accepts(name, tool_calls(name, ToolChoice(parallel=False)), call)
+    several = call.replace("}\n`", "}\n" + call[8:-4] + "\n`")
+    assert accepts(name, auto, several) and accepts(name, tool_calls(name, ToolChoice(parallel=False)), several) != tags
+    without = [tool_calls(name, REQUIRED)]
+    without += [] if name == "llama" else [tool_calls(name, AUTO, {"type": "object", "required": ["name"]})]
+    for calls in without:
+        assert not accepts(name, calls, call) and read(calls.reader(), [call]) == (call, [])
+
+
+PIECES = ["`", "```", "json", "\n", " ", "[", "{", '"name"', ":", '"price"', '"prize"', ",", '"arguments"', "}", "x"]
+BEGINNINGS = ("", HEAD, f"{HEAD}{GOOD[1]}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(head=st.sampled_from(BEGINNINGS), rest=st.lists(st.sampled_from(PIECES), max_size=10).map("".join))
+def test_streams_equal_whole_answers(name: str, head: str, rest: str) -> None:
+    """Check that nothing that was streamed as text becomes a call, whatever the text."""
+    calls = tool_calls(name, AUTO)
+    assert read(calls.reader(), list(head + rest)) == read(calls.reader(), [head + rest])
+
+
+def test_repeated_calls() -> None:
+    """Check which calls repeat an earlier one; that ends the answer, also while it is decoded."""
+    calls = tool_calls("qwen", REQUIRED)
+    assert calls.repeats is not None
+    pattern = re.compile(calls.repeats)
+    other = ("price", '{"good": true, "kind": "cup"}')
+    for texts, left in (
+        ([GOOD, other, ("price_all", "{}"), GOOD, other], 3),
+        ([GOOD, ("price", '{"kind" : "pen","good":true}')], 1),
+        ([("price_all", "{}"), GOOD, ("price_all", "{ }")], 2),
+        ([GOOD, ("price_all", GOOD[1]), other], 3),
+    ):
+        text, reader = written("qwen", *texts), calls.reader()
+        assert read(reader, list(text)) == ("", texts[:left]) and reader.count == reader.complete == left
+        assert repeats_an_object(text, pattern) == (left < len(texts))
+        if left < len(texts):
+            whole = text.index(texts[left][1], text.index(texts[left - 1][1])) + len(texts[left][1])
+            assert repeats_an_object(text[:whole], pattern) and not repeats_an_object(text[: whole - 1], pattern)
+    for single in (tool_calls("qwen", ToolChoice("required", parallel=False)), tool_calls("llama", AUTO)):
+        assert single.repeats is None
+    auto = tool_calls("qwen", AUTO)
+    assert auto.repeats is not None and repeats_an_object(f"{HEAD}{{}}}}\n{HEAD[8:]}{{}}", re.compile(auto.repeats))
+
+
+def test_a_repeated_call_is_held() -> None:
+    """Check that a call of a function that was called before is shown as soon as it differs, or is cut off."""
+    reader = tool_calls("qwen", AUTO).reader()
+    reader.read(written("qwen", GOOD) + "\n")
+    begun = written("qwen", ("price", '{"good": true'))
+    assert reader.read(begun[: begun.index("}")]) == [] and reader.count == 1
+    cut = reader.read("", final=True)
+    assert [piece.kind for piece in cut] == ["call", "arguments"] and (reader.count, reader.complete) == (2, 1)
 
 
 def test_a_call_that_is_cut() -> None:
