@@ -125,9 +125,11 @@ def run_compile_train(options: argparse.Namespace) -> None:
     from aspd.aot.aot_report import NOT_MEASURED, collective_table
     from aspd.aot.topology import open_topology
     from aspd.aot.train import compile_step, train_table
+    from train.plan import check_named_checkpoint
     from train.train_config import load_config
 
     config, target = load_config(options.config, options.overrides), open_topology(options.topology)
+    check_named_checkpoint(config, options.overrides)
     print(f"{options.config} for {target.name}; {NOT_MEASURED}; compiling", flush=True)
     figures, planned = compile_step(config, target)
     print(f"\n{train_table(figures, planned)}\n\n{collective_table(figures)}")
