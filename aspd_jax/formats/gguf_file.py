@@ -74,8 +74,8 @@ class GgufFile(NamedTuple):
     """Contents of a GGUF file.
 
     Attributes:
-        values: values by key: numbers, bools, bytes of strings, and lists of these. Float32 numbers are the shortest
-            decimals: 1e-06 instead of 9.999999974752427e-07.
+        values: values by key: numbers, bools, bytes of strings, and lists of these. A single float32 number is the
+            shortest decimal: 1e-06 instead of 9.999999974752427e-07.
         tensors: tensors by name.
     """
 
@@ -186,7 +186,8 @@ class _Reader:
         if kind == GGUFValueType.STRING:
             return self.text()
         if kind != GGUFValueType.ARRAY:
-            return self.numbers(kind, 1)[0]
+            (number,) = self.numbers(kind, 1)
+            return float(str(np.float32(number))) if kind == GGUFValueType.FLOAT32 else number
         kind, count = self.kind(key), self.number(U64)
         if kind == GGUFValueType.ARRAY:
             raise CheckpointError(f"{self.path}: {key}: expected a list of numbers or strings, got a list of lists")
@@ -198,8 +199,6 @@ class _Reader:
         numbers = np.frombuffer(self.data, form, count, self.take(count * form.itemsize))
         if kind == GGUFValueType.BOOL:
             return (numbers != 0).tolist()
-        if kind == GGUFValueType.FLOAT32 and count == 1:
-            return [float(str(numbers[0]))]
         return numbers.tolist()
 
     def texts(self, count: int) -> list[bytes]:
