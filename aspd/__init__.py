@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import aspd.environment  # noqa: F401 (first: it configures libraries that are imported later)
+from aspd_jax import __version__
 from aspd_jax.errors import AspdError
 from aspd_jax.files import refusal
 
@@ -44,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     from aspd.aot import command as compiling
 
     parser = argparse.ArgumentParser(prog="aspd", description="Adaptive serial-parallel decoding.")
+    parser.add_argument("--version", action="version", version=f"aspd-jax {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for group in (generation, serving, data, training, conversion, evaluation, benchmarks, compiling):
         group.add(commands)

@@ -27,8 +27,9 @@ def run_train(options: argparse.Namespace) -> None:
 
     config = load_config(options.config, options.overrides)
     if options.plan:
-        from train.plan import report
+        from train.plan import check_named_checkpoint, report
 
+        check_named_checkpoint(config, options.overrides)
         print(report(config))
         return
     import jax

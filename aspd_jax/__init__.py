@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from aspd_jax.template import Hole, Template
     from aspd_jax.tokens import Codec, SpecialTokens
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Branch",
     "Codec",

@@ -16,6 +16,8 @@ from aspd_jax.errors import ConfigError
 
 Config = TypeVar("Config")
 
+CONFIGS = Path(__file__).parent / "configs"  # a link to the project's configs/, copied into the package
+
 
 class _Loader(yaml.SafeLoader):
     """Loader that refuses a key that occurs twice, of which YAML would ignore the first."""
@@ -38,22 +40,31 @@ def at_least(name: str, value: float, least: float) -> None:
         raise ConfigError(f"{name}: expected at least {least}, got {value}")
 
 
+def find_config(path: str | Path) -> Path:
+    """Return a path, or the included file of a name such as `configs/lora_7b.yaml` that does not exist as a path."""
+    path = Path(path)
+    included = CONFIGS.joinpath(*path.parts[1:])
+    return included if path.parts[:1] == ("configs",) and not path.exists() and included.is_file() else path
+
+
 def read_config(kind: type[Config], path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `section.key=value` overrides.
 
     Args:
         kind: dataclass of the configuration; a section is a dataclass, or a dict of named dataclasses.
-        path: YAML file; None: the defaults.
+        path: YAML file, or the name of an included one (`find_config`); None: the defaults.
         overrides: `section.key=value` strings; values are YAML.
 
     Raises:
         ConfigError: a file or field is not valid; the message names it, and what was expected.
     """
     where = "the defaults" if path is None else str(path)
-    if path is not None and not Path(path).is_file():
-        raise ConfigError(f"{path}: expected a YAML file, got none")
+    path = None if path is None else find_config(path)
+    if path is not None and not path.is_file():
+        names = ", ".join(f"configs/{file.name}" for file in sorted(CONFIGS.glob("*.yaml")))
+        raise ConfigError(f"{path}: expected a YAML file, got none. Included are {names}.")
     try:
-        values = {} if path is None else yaml.load(Path(path).read_bytes(), _Loader) or {}
+        values = {} if path is None else yaml.load(path.read_bytes(), _Loader) or {}
     except (yaml.YAMLError, OSError) as error:
         raise ConfigError(f"{where}: {error}") from None
     if not isinstance(values, dict):

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from aspd_jax.chat import with_end_of_turn
+from aspd_jax.configuration import find_config
 from aspd_jax.errors import CheckpointError, ConfigError
 from aspd_jax.files import write_folder
 from aspd_jax.formats import find_model, open_checkpoint
@@ -117,7 +118,7 @@ def read_template(tokenizer: Any, path: str | os.PathLike[str], template: str | 
         raise CheckpointError(f"{path}: expected a tokenizer, got none. Put tokenizer.json into the folder.")
     if os.fspath(template):
         try:
-            tokenizer.chat_template = Path(template).read_text()
+            tokenizer.chat_template = find_config(os.fspath(template)).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template: {error}") from None
 

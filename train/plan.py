@@ -5,7 +5,8 @@ B: rows on a device at a time; S: tokens of a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.sharding import AbstractMesh, NamedSharding
 
-from aspd_jax.formats import NAMES, open_checkpoint
+from aspd_jax.formats import NAMES, find_model, open_checkpoint
 from aspd_jax.formats.hf_config import make_config, read_config
 from aspd_jax.model.attention import QUERY_CHUNK
 from aspd_jax.model.config import ModelConfig, from_hugging_face, padded
@@ -24,11 +25,13 @@ from aspd_jax.model.vocabulary import HEAD_AXES
 from aspd_jax.model.weights import abstract_parameters
 from aspd_jax.sharding import MESH_AXES, partition_spec
 from aspd_jax.tokens import TAGS
-from train.config import TrainConfig
+from train.config import ModelSection, TrainConfig
 from train.loss import CHUNK
 from train.setup import as_configured, scratch_shape
 from train.step import is_trained
 
+SHAPE = ("vocab_size", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "feed_forward")
+DEFAULTS = {item.name: item.default for item in fields(ModelSection)}
 MOMENTS = 2  # float32 moments of AdamW per parameter
 
 
@@ -63,16 +66,34 @@ class Plan:
 
 
 def planned_shape(config: TrainConfig) -> ModelConfig:
-    """Return the shape of the checkpoint, or that of the configuration if the checkpoint does not exist yet."""
+    """Return the shape of the checkpoint; of a checkpoint that does not exist, the shape in the configuration.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or it does not exist and the configuration has no shape.
+    """
     section = config.model
-    path = Path(section.checkpoint)
-    if section.checkpoint and (path.exists() or section.checkpoint in NAMES):
-        file = path / "config.json"  # a folder without weights suffices
+    if section.checkpoint and (is_present(config) or all(getattr(section, key) == DEFAULTS[key] for key in SHAPE)):
+        file = Path(section.checkpoint) / "config.json"  # a folder without weights suffices
         hf = make_config(read_config(file)[0], str(file)) if file.exists() else open_checkpoint(section.checkpoint).hf
         shape = padded(as_configured(from_hugging_face(hf, section.dtype), config))
     else:
         shape = scratch_shape(config)
     return replace(shape, new_tokens=tuple(range(len(TAGS))) if section.lora_rank else ())
+
+
+def is_present(config: TrainConfig) -> bool:
+    """Return whether the checkpoint of a configuration exists."""
+    return Path(config.model.checkpoint).exists() or config.model.checkpoint in NAMES
+
+
+def check_named_checkpoint(config: TrainConfig, overrides: Sequence[str]) -> None:
+    """Check that a checkpoint that an override names exists: the shape in the file is that of another one.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    if config.model.checkpoint and any(override.startswith("model.checkpoint=") for override in overrides):
+        find_model(config.model.checkpoint)
 
 
 def plan(config: TrainConfig) -> Plan:
@@ -151,7 +172,9 @@ def report(config: TrainConfig) -> str:
         ("activations in work", memory.working),
         ("total", memory.total),
     ]
+    absent = bool(config.model.checkpoint) and not is_present(config)
     lines = [
+        *([f"{config.model.checkpoint}: no such file or folder; this is the shape in the configuration"] * absent),
         f"{memory.parameters / 1e9:.3f} billion parameters, {memory.trained / 1e9:.3f} billion of them trained; "
         f"{shape.layers} layers of {shape.hidden_size}, {config.model.dtype}",
         f"mesh {mesh}; {config.data.rows} rows of {config.data.length} tokens a step ({tokens} tokens) "

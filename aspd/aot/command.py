@@ -107,8 +107,10 @@ def run_compile_train(options: argparse.Namespace) -> None:
     from aspd.aot.topology import open_topology
     from aspd.aot.train import compile_step, train_table
     from train.config import load_config
+    from train.plan import check_named_checkpoint
 
     config, target = load_config(options.config, options.overrides), open_topology(options.topology)
+    check_named_checkpoint(config, options.overrides)
     print(f"{options.config} for {target.name}; {NOT_MEASURED}; compiling", flush=True)
     compiled, planned = compile_step(config, target)
     print(f"\n{train_table(compiled, planned)}\n\n{collective_table(compiled)}")

@@ -1,4 +1,4 @@
-"""Reader of GGUF files: metadata to a Hugging Face configuration, tensors to Hugging Face tensors in float32.
+"""GGUF models: metadata to a Hugging Face configuration, tensors to Hugging Face tensors in float32.
 
 N: heads; H: head size; D: hidden size.
 """
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
+from gguf import TokenType
 
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats import Checkpoint, Tensors
+from aspd_jax.formats.gguf_file import GgufTensor, open_gguf_file
 from aspd_jax.formats.gguf_metadata import Metadata
 from aspd_jax.formats.gguf_tokenizer import read_end_ids, read_tokenizer
 from aspd_jax.formats.hf_config import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Kind, make_config
@@ -55,7 +56,6 @@ GEMMA_LAYERS = {
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies of Llama 3.1 and later
 LLAMA3_LENGTH = 8192
 PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")  # a part of a split file
-LFS_POINTER = b"version https://git-lfs"
 # Keys below the architecture's name that are read, first those of all architectures.
 HEAD_SIZES = (
     *("rope.dimension_count", "rope.dimension_count_swa"),
@@ -98,7 +98,7 @@ def open_gguf(path: Path) -> Checkpoint:
     family = metadata["general.architecture"]
     if family not in FAMILIES:
         raise CheckpointError(f"{path}: general.architecture: expected one of {', '.join(FAMILIES)}, got {family!r}")
-    tensors = {tensor.name: tensor for _, reader in parts for tensor in reader.tensors}
+    tensors = {name: tensor for _, of_part in parts for name, tensor in of_part.items()}
     expected = metadata.get("split.tensors.count", len(tensors))
     if len(tensors) != expected:
         raise CheckpointError(f"{path}: expected {expected} tensors in all parts, got {len(tensors)}")
@@ -110,32 +110,17 @@ def open_gguf(path: Path) -> Checkpoint:
         hf=make_config(hf_config, str(path)),
         tokenizer=tokenizer,
         end_ids=read_end_ids(metadata, hf_config["vocab_size"]),
-        tensors=lambda: _read(path, family, hf_config, tensors),
+        tensors=lambda: _read(family, hf_config, tensors),
     )
 
 
-def _open(path: Path) -> tuple[Metadata, GGUFReader]:
+def _open(path: Path) -> tuple[Metadata, dict[str, GgufTensor]]:
     """Read the metadata of one file."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(LFS_POINTER))
-        if start == LFS_POINTER:
-            raise CheckpointError(f"{path}: expected a GGUF file, got a Git LFS pointer. Run: git lfs pull")
-        reader = GGUFReader(path)
-    except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{path}: expected a GGUF file, got a truncated file or another format ({error})"
-        ) from None
-    if reader.byte_order == "S":
-        raise CheckpointError(
-            f"{path}: expected this machine's byte order, got the opposite. Convert it with gguf's convert_endian."
-        )
-    return Metadata(path, reader), reader
+    opened = open_gguf_file(path)
+    return Metadata(path, opened.values), opened.tensors
 
 
-def _open_parts(path: Path) -> list[tuple[Metadata, GGUFReader]]:
+def _open_parts(path: Path) -> list[tuple[Metadata, dict[str, GgufTensor]]]:
     """Read the metadata of a file, or of all parts of a split model.
 
     Raises:
@@ -197,7 +182,7 @@ def _value(metadata: Metadata, key: str, default: Any = None) -> Any:
     return _same_for_layers(metadata, key, metadata.get(key, default))
 
 
-def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -> dict[str, Any]:
+def _config(metadata: Metadata, family: str, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
     """Return the equivalent of config.json."""
 
     def optional(key: str, default: Any = None) -> Any:
@@ -219,7 +204,7 @@ def _config(metadata: Metadata, family: str, tensors: dict[str, ReaderTensor]) -
     config = {
         "architectures": [FAMILIES[family]],
         "model_type": family,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": needed("feed_forward_length"),
         "num_hidden_layers": needed("block_count"),
@@ -270,9 +255,7 @@ def _gemma(config: dict[str, Any], window: int, local_base: float) -> dict[str, 
     }
 
 
-def _rope_scaling(
-    metadata: Metadata, family: str, head: int, tensors: dict[str, ReaderTensor]
-) -> dict[str, Any] | None:
+def _rope_scaling(metadata: Metadata, family: str, head: int, tensors: dict[str, GgufTensor]) -> dict[str, Any] | None:
     def optional(key: str, default: Any = None) -> Any:
         return _value(metadata, f"{family}.rope.{key}", default)
 
@@ -281,7 +264,7 @@ def _rope_scaling(
     if ROPE_FACTORS in tensors:
         if kind != "none":
             raise CheckpointError(f"{metadata.path}: expected no rope scaling beside {ROPE_FACTORS}, got {kind!r}")
-        return _llama3_scaling(metadata, family, head, _values(metadata.path, tensors[ROPE_FACTORS]))
+        return _llama3_scaling(metadata, family, head, tensors[ROPE_FACTORS].values())
     if kind == "none":
         return None
     if kind == "linear":
@@ -311,11 +294,11 @@ def _llama3_scaling(metadata: Metadata, family: str, head: int, factors: np.ndar
     return LLAMA3 | {"factor": factor, "original_max_position_embeddings": LLAMA3_LENGTH}
 
 
-def _read(path: Path, family: str, hf_config: dict[str, Any], tensors: dict[str, ReaderTensor]) -> Tensors:
+def _read(family: str, hf_config: dict[str, Any], tensors: dict[str, GgufTensor]) -> Tensors:
     for name, tensor in tensors.items():
         if name == ROPE_FACTORS:
             continue
-        values = _values(path, tensor)
+        values = tensor.values()
         if family == "llama":
             for part, heads in (("attn_q", "num_attention_heads"), ("attn_k", "num_key_value_heads")):
                 if name.split(".")[-2] == part:
@@ -323,21 +306,6 @@ def _read(path: Path, family: str, hf_config: dict[str, Any], tensors: dict[str,
         if family == "gemma3" and name.endswith("norm.weight"):
             values = values - 1
         yield hugging_face_name(name, family), values
-
-
-def _values(path: Path, tensor: ReaderTensor) -> np.ndarray:
-    """Return the values of a tensor in float32.
-
-    Raises:
-        CheckpointError: the `gguf` library does not support the quantisation.
-    """
-    try:
-        return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32)
-    except NotImplementedError:
-        raise CheckpointError(
-            f"{path}: {tensor.name}: expected Q4_0 to Q8_0, Q2_K to Q6_K, IQ, F16, BF16 or F32, "
-            f"got {tensor.tensor_type.name}"
-        ) from None
 
 
 def hugging_face_name(name: str, family: str) -> str:

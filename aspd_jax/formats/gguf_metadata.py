@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from gguf import GGUFReader
-
 from aspd_jax.errors import CheckpointError
 from aspd_jax.formats.hf_config import FLAG, ID, IDS, SIZE, TEXT, Kind
 
@@ -28,17 +25,22 @@ TEMPLATE = "tokenizer.chat_template."  # prefix of keys with a named chat templa
 
 
 class Metadata:
-    """Values of a GGUF file by key."""
+    """Values of a GGUF file by key.
 
-    def __init__(self, path: Path, reader: GGUFReader) -> None:
+    Args:
+        path: path of the file, for messages.
+        values: values by key, with strings as bytes.
+    """
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path
-        self._fields = reader.fields
+        self._values = values
         self._read: dict[str, Any] = {}
 
     @property
     def keys(self) -> list[str]:
         """Keys of all values."""
-        return list(self._fields)
+        return list(self._values)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or a default.
@@ -46,15 +48,17 @@ class Metadata:
         Raises:
             CheckpointError: the value has the wrong kind.
         """
-        if key not in self._fields:
+        if key not in self._values:
             return default
         if key not in self._read:
+            value = self._values[key]
             try:
-                value = self._fields[key].contents()
-            except ValueError as error:
+                if isinstance(value, list):
+                    value = [item.decode() if isinstance(item, bytes) else item for item in value]
+                elif isinstance(value, bytes):
+                    value = value.decode()
+            except UnicodeDecodeError as error:
                 raise CheckpointError(f"{self.path}: {key}: expected text in UTF-8, got {error}") from None
-            # Convert float32 to the shortest decimal, 1e-06 instead of 9.999999974752427e-07.
-            value = float(str(np.float32(value))) if isinstance(value, float) else value
             kind = ID if key.endswith(TOKEN_ID) else TEXT if key.startswith(TEMPLATE) else KINDS.get(key)
             if kind is not None and not kind.accepts(value):
                 raise CheckpointError(f"{self.path}: {key}: expected {kind.expected}, got {str(value)[:80]}")

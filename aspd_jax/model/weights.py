@@ -214,7 +214,7 @@ def load_parameters(
             parameter, scale = quantise(parameter, input_axes(path))
             scale_path = (*path[:-1], "kernel_scale")
             loaded[scale_path] = _place(scale, places[scale_path])
-        loaded[path] = _place(parameter.astype(leaves[path].dtype), places[path])
+        loaded[path] = _place(parameter.astype(leaves[path].dtype, copy=False), places[path])
     if missing or unknown:
         problems = [
             f"{kind} {', '.join(problem_names[:6])}{' …' if len(problem_names) > 6 else ''}"
@@ -267,8 +267,9 @@ def _with_new_rows(tensor: np.ndarray, rows: int, new_rows: Mapping[int, int]) -
         return tensor
     grown = np.zeros((rows, tensor.shape[1]), tensor.dtype)
     grown[: tensor.shape[0]] = tensor
+    means = {old: tensor[:old].astype(np.float32, copy=False).mean(axis=0) for old in set(new_rows.values())}
     for row, old in new_rows.items():
-        grown[row] = tensor[:old].astype(np.float32).mean(axis=0).astype(tensor.dtype)
+        grown[row] = means[old].astype(tensor.dtype)
     return grown
 
 

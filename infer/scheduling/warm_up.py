@@ -86,10 +86,7 @@ def _programs(
             (f"log probabilities of {size} tokens", partial(score, size=size))
             for size in (powers(CHUNK, max(CHUNK, capacity)) if logprobs else ())
         ),
-        *(
-            (f"decisions for {size} segments", partial(guidance, size=size))
-            for size in (1, *powers(branches, batch * branches))
-        ),
+        *((f"decisions for {size} segments", partial(guidance, size=size)) for size in sizes),
         *((f"outputs of {rows} rows", partial(output, rows=rows)) for rows in powers(1, batch)),
         ("other operations", others),
     ]

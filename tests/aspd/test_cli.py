@@ -16,7 +16,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import aspd
+import aspd_jax
 from aspd_jax import LanguageModel, load_model, save_model
+from aspd_jax.configuration import CONFIGS, find_config
 from aspd_jax.formats import WHEELS
 from aspd_jax.model.attention import DECODE_BACK_ENDS
 from aspd_jax.structure import to_json
@@ -249,6 +251,37 @@ def test_plan_prints_and_allocates_nothing(capsys: Any, monkeypatch: Any) -> Non
     monkeypatch.chdir(ROOT)
     code, out, _ = run(capsys, "train", "configs/qwen_32b.yaml", "mesh.fsdp=8", "--plan")
     assert code == 0 and "fsdp 8 x tensor 2" in out and "| total |" in out
+
+
+@pytest.mark.parametrize("command", [("train", "--plan"), ("compile", "train", "--topology", "v5e:2x4")], ids=str)
+def test_another_checkpoint_that_does_not_exist_is_not_planned(
+    command: tuple[str, ...], capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("aspd.aot.topology.open_topology", lambda name: None)
+    kind = command[:2] if command[0] == "compile" else command[:1]
+    rest = command[len(kind) :]
+    code, out, err = run(capsys, *kind, "configs/lora_7b.yaml", "model.checkpoint=no/such/model", *rest)
+    assert code == 2 and not out and err.startswith("aspd: no/such/model: expected a Hugging Face folder")
+
+
+def test_included_configurations_have_names_everywhere(capsys: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, "train", "configs/lora_7b.yaml", "--plan")
+    assert code == 0 and out.startswith("checkpoints/vicuna-7b-v1.5: no such file or folder")
+    code, _, err = run(capsys, "train", "configs/none.yaml", "--plan")
+    assert code == 2 and "configs/none.yaml: expected a YAML file, got none. Included are configs/ablation.yaml," in err
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "lora_7b.yaml").write_text("stepps: 3")
+    code, _, err = run(capsys, "train", "configs/lora_7b.yaml", "--plan")
+    assert code == 2 and "unknown key 'stepps'" in err, "a file of one's own goes first"
+    assert find_config("configs/chat/vicuna.jinja") == CONFIGS / "chat" / "vicuna.jinja"
+    assert find_config("configs/../errors.py") == Path("configs/../errors.py")
+
+
+def test_the_version(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        aspd.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"aspd-jax {aspd_jax.__version__}\n"
 
 
 def test_train_export_and_generate(capsys: Any, tmp_path: Path) -> None:

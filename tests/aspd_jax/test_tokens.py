@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from aspd_jax.errors import StructureError, TokenizerError
 from aspd_jax.structure import Branch, Parallel, Serial, canonical
-from aspd_jax.tokens import SEPARATOR, TAGS, BlockIds, Codec, SpecialTokens, add_special_tokens, split
+from aspd_jax.tokens import SEPARATOR, TAGS, BlockIds, Codec, SpecialTokens, add_special_tokens, copy_backend, split
 from tests.conftest import SHARED
 
 TEXTS = [f"Some words, in a list: {n}. One two three.\n- four\n" for n in range(50)]
@@ -183,6 +183,17 @@ def test_linearisation_round_trip(codec: Codec, structure: list) -> None:
     linear = codec.linearise(structure)
     assert codec.parse(linear.tokens) == canonical(structure)
     assert linear.fed.shape == linear.tokens.shape
+
+
+@every_codec
+def test_a_copy_of_a_backend_is_equal_and_independent(codec: Codec) -> None:
+    backend = codec.text._backend
+    copy = copy_backend(backend)
+    assert copy.to_str() == backend.to_str()
+    added = len(backend.get_added_tokens_decoder())
+    copy.encode_special_tokens = False
+    copy.add_tokens(["<new>"])
+    assert backend.encode_special_tokens and len(backend.get_added_tokens_decoder()) == added
 
 
 def test_linearisation_follows_the_protocol(tokenizer: PreTrainedTokenizerFast) -> None:

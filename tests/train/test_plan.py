@@ -107,11 +107,23 @@ def test_the_checkpoint_is_read_where_it_is_there(tmp_path: Path) -> None:
     assert planned_shape(config).hidden_size == 32
     away = changed(SMALL, model__checkpoint=str(tmp_path / "none"), data__train=("x.jsonl",))
     assert planned_shape(away).hidden_size == 128
+    assert report(away).startswith(f"{tmp_path / 'none'}: no such file or folder; this is the shape in the config")
+    without_shape = changed(away, model__feed_forward=ModelSection().feed_forward)
+    with pytest.raises(CheckpointError, match=r"none: expected a Hugging Face folder, .*, got no such file"):
+        planned_shape(without_shape)
     named = changed(SMALL, model__checkpoint="demo", data__train=("x.jsonl",))
     assert planned_shape(named).hidden_size == open_checkpoint("demo").hf.hidden_size
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"expected config\.json"):
         planned_shape(changed(SMALL, model__checkpoint=str(tmp_path / "empty"), data__train=("x.jsonl",)))
+
+
+def test_full_training_of_7b_fits_the_devices_that_the_pages_name() -> None:
+    """Check that no page says 24 GB: leave 12 %, by which plans may be too low."""
+    needed = plan(load_config(ROOT / "configs" / "vicuna_7b.yaml")).total * 1.12
+    assert 24e9 < needed < 40e9 and plan(load_config(ROOT / "configs" / "lora_7b.yaml")).total * 1.12 < 24e9
+    assert "parameters on eight of 40 GB" in (ROOT / "README.md").read_text()
+    assert "8 accelerators of 40 GB" in (ROOT / "configs" / "vicuna_7b.yaml").read_text()
 
 
 def test_flops_by_hand() -> None:

@@ -9,7 +9,7 @@ name=$1 zone=$2 bucket=$3 config=$4 output=$5 python=${PYTHON:-python3}
 shift 5
 everywhere() { gcloud compute tpus tpu-vm ssh "$name" --zone "$zone" --worker=all --command "$1"; }
 gcloud compute tpus tpu-vm scp --recurse --zone "$zone" --worker=all . "$name":aspd-jax
-everywhere "cd aspd-jax && $python -m venv .venv && .venv/bin/pip install -q -r requirements.txt \
+everywhere "cd aspd-jax && $python -m venv .venv && .venv/bin/pip install -q -r requirements-runtime.txt \
   && .venv/bin/pip install -q 'jax[tpu]' && .venv/bin/pip install -q --no-deps -e ."
 everywhere "mkdir -p shared && (mountpoint -q shared || gcsfuse --implicit-dirs '$bucket' shared)"
 # On Cloud TPU, JAX finds the other hosts without options.
