@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import RequestError
+from aspd_jax.grammar_limits import LIMITS, first_line, limit_error
 from aspd_jax.json_schema import read_schema
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
@@ -17,7 +18,6 @@ from infer.answers.filled import END_TOKENS, Filled, FilledBlock, HoleText, hole
 from infer.proxy.answering import Proxied, merged
 from infer.proxy.upstream import Upstream, UpstreamError
 from infer.request import SamplingParams
-from infer.scheduling.structured import LIMITS, first_line, limit_error
 
 MAX_BLANKS = 16  # characters of white space before a JSON value
 

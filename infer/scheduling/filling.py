@@ -24,7 +24,6 @@ from infer.scheduling.structured import (
     Schemas,
     json_rule,
     known_limit,
-    limit_error,
     next_mask,
     only_token,
     permitted_drafts,

@@ -20,6 +20,7 @@ import numpy as np
 
 from aspd_jax.byte_tokens import GrammarTokens
 from aspd_jax.errors import CheckpointError, RequestError, TokenizerError
+from aspd_jax.grammar_limits import LIMITS, first_line, limit_error
 from aspd_jax.json_schema import BLANKS, json_grammar, read_schema
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import ItemIds, SerialIds, TextCodec
@@ -29,8 +30,6 @@ from infer.decode.state import LENGTH, STOP, EngineConfig
 from infer.request import SamplingParams
 
 MAX_READY = 256  # maximum matchers in memory that no answer has yet
-# Limits of llguidance for a step of an answer: 150 ms, and 50 MB, where the defaults are 15 ms and 5 MB.
-LIMITS = {"step_lexer_fuel": 2_000_000, "max_items_in_row": 20_000, "step_max_items": 500_000, "verbose_errors": False}
 MAX_KNOWN = 64  # known tokens that are fed with a pending one
 RESERVE = 4  # tokens reserved after known tokens, so that a budget ends the answer at the same token
 # Fields of a request, and the names of their formats in llguidance.
@@ -343,19 +342,6 @@ class Constraint:
             word, bit = divmod(self._config.special.branch_end, 32)
             bits[word] |= np.uint32(1 << bit)
         return bits
-
-
-def limit_error(where: str, schema: str, reason: str) -> str:
-    """Return the error of an answer whose grammar can be followed no further."""
-    return (
-        f"{where}: expected a schema within the limits of the grammar library, got {reason} for {schema[:200]!r}. "
-        "Use simpler patterns, or smaller limits of lengths and numbers."
-    )
-
-
-def first_line(text: str) -> str:
-    """Return the first line of an error of llguidance."""
-    return text.strip().partition("\n")[0]
 
 
 def after_space(grammar: str) -> str:

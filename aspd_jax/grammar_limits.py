@@ -1,0 +1,27 @@
+"""Limits of llguidance, which follows the grammars of answers, and errors of an answer that meets one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Above its defaults: a step may take 0.1 s, and an answer 250 MB.
+LIMITS: Mapping[str, Any] = {
+    "step_lexer_fuel": 1_000_000,
+    "max_items_in_row": 20_000,
+    "step_max_items": 500_000,
+    "verbose_errors": False,
+}
+
+
+def limit_error(where: str, schema: str, reason: str) -> str:
+    """Return the error of an answer whose grammar can be followed no further."""
+    return (
+        f"{where}: expected a schema within the limits of the grammar library, got {reason} for {schema[:200]!r}. "
+        "Use simpler patterns, or smaller limits of lengths and numbers."
+    )
+
+
+def first_line(text: str) -> str:
+    """Return the first line of an error of llguidance."""
+    return text.strip().partition("\n")[0]
