@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from aspd_jax.errors import RequestError, TokenizerError
+from aspd_jax.grammar_limits import limit_error
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import RequestOutput

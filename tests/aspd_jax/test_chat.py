@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from tokenizers.processors import TemplateProcessing
 from aspd_jax.chat import encode_history, encode_prompt, encode_turns, end_of_turn, with_end_of_turn
 from aspd_jax.errors import ConversationError
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
-from aspd_jax.model.config import ModelConfig
 from aspd_jax.sources import Conversation, conversation
 from aspd_jax.tokens import TAGS, Codec
 from infer.engine import Engine
@@ -249,14 +248,14 @@ def test_a_prompt_is_that_of_the_template(turns_of: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_an_answer_is_learned_with_the_end_of_its_turn(turns_of: Any, name: str) -> None:
+def test_an_answer_is_learned_with_the_end_of_its_turn(demo: LanguageModel, turns_of: Any, name: str) -> None:
     tokenizer, codec, end = turns_of(name)
     ends = with_end_of_turn(tokenizer, (tokenizer.eos_token_id,))
-    lm = SimpleNamespace(tokenizer=tokenizer, codec=codec, end_ids=ends, config=ModelConfig(1000, 8, 8, 1, 1, 1, 8))
+    lm = replace(demo, tokenizer=tokenizer, special_tokens=codec.special, end_ids=ends)
     said = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(SAID)]
     record = conversation({"messages": said[:4]}, 1)
     assert isinstance(record, Conversation)
-    examples, skipped = encode_conversation(lm, record, structured=True, fed_loss=False)  # type: ignore[arg-type]
+    examples, skipped = encode_conversation(lm, record, structured=True, fed_loss=False)
     assert not skipped
     learned = []
     for tokens, loss, _ in examples:
