@@ -158,13 +158,8 @@ def test_messages_from_standard_input(capsys: Any, monkeypatch: Any, answer: Res
         (["bench", "decode", "--shape", "70b"], "--shape: expected one of 27m, 1b, 7b"),
         (["bench", "decode", "--widths", "2", "4"], "--widths: expected powers of two that start with 1, got [2, 4]"),
         (["bench", "fields", "--limit", "0"], "--limit: expected at least 1, got 0"),
-        (["bench", "serve", "--max-waiting", "-1"], "--max-waiting: expected at least 0, got -1"),
-        (["bench", "serve", "--batch", "4", "0"], "--batch: expected at least 1, got 0"),
-        (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--batch", "4"], "Remove them or --url"),
-        (["bench", "serve", "--url", "http://127.0.0.1:9/v1", "--max-waiting", "0"], "Remove them or --url"),
         (["data", "tasks", "--count", "0", "--output", "x"], "--count: expected at least 1"),
         (["data", "tasks", "--long-every", "-1", "--output", "x"], "--long-every: expected at least 0"),
-        (["bench", "serve", "--questions", "x", "--long"], "expected none with --questions"),
     ],
 )
 def test_mistakes_get_one_line_and_no_traceback(capsys: Any, arguments: list[str], message: str) -> None:
