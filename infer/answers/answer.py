@@ -35,8 +35,10 @@ class Statistics:
         discarded_tokens: number of sampled tokens that are no part of the answer: titles that repeat another of their
             block, and leads without end; they took steps, too.
         drafted_tokens, accepted_tokens: number of draft tokens, and of accepted ones.
+        decisions: times that the sequence waited for a decision of the host at a tag.
         seconds: wall time since submission by phase: queued, prefill, serial, parallel (fork and merge included),
-            total, and first_token: time to the first token. A step of a batch counts in full for every sequence in it.
+            total; first_token: time to the first token; deciding: time of the decisions. A step of a batch counts in
+            full for every sequence in it.
     """
 
     prompt_tokens: int
@@ -50,6 +52,7 @@ class Statistics:
     discarded_tokens: int
     drafted_tokens: int
     accepted_tokens: int
+    decisions: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -380,6 +383,7 @@ def make_result(
     config: EngineConfig,
     reused: int,
     seconds: dict[str, float],
+    decisions: int,
 ) -> Result:
     """Return an answer as the user gets it; without a tokenizer, texts are empty."""
     items, token_ids = output.items, output.token_ids
@@ -412,6 +416,7 @@ def make_result(
         discarded_tokens=output.discarded,
         drafted_tokens=output.drafted,
         accepted_tokens=output.accepted,
+        decisions=decisions,
         seconds=dict(seconds),
     )
     tokens = [int(token) for token in token_ids]

@@ -47,6 +47,8 @@ class AnswerTime:
         first_token: seconds from request to first token.
         ideal: content tokens divided by the critical path.
         compile_seconds: time of the first run minus the median.
+        decisions: decisions of the host at tags, in one answer.
+        deciding: seconds of these decisions.
     """
 
     name: str
@@ -63,6 +65,8 @@ class AnswerTime:
     first_token: float
     ideal: float
     compile_seconds: float
+    decisions: int
+    deciding: float
 
 
 def scripted_answer(lm: LanguageModel, branches: int, length: int, text: int) -> list[list[int]]:
@@ -161,6 +165,8 @@ def answer_times(
                 first_token=median(s.seconds["first_token"] for s in stats),
                 ideal=stats[0].ideal_speedup,
                 compile_seconds=max(0.0, first - median(measured)),
+                decisions=stats[0].decisions,
+                deciding=median(s.seconds["deciding"] for s in stats),
             )
         )
     return times
@@ -216,13 +222,14 @@ def transformers_time(lm: LanguageModel, content: int, context: int, batch: int,
     middle = median(measured)
     return AnswerTime(
         "transformers", batch, 0, 0, content, content, content - 1, middle, min(measured), max(measured), middle,
-        float("nan"), 1.0, max(0.0, first - middle),
+        float("nan"), 1.0, max(0.0, first - middle), 0, 0.0,
     )  # fmt: skip
 
 
 ANSWER_HEAD = (
     "| batch | answer | content tokens | steps | s (median) | fastest - slowest | content tokens/s | raw tokens/s "
-    "| latency, ms | first token, ms | ideal | realised | efficiency | compiling, s |\n" + "|---" * 14 + "|"
+    "| latency, ms | first token, ms | ideal | realised | efficiency | decisions of the host | their share of the time "
+    "| compiling, s |\n" + "|---" * 16 + "|"
 )
 
 
@@ -247,6 +254,8 @@ def answer_rows(pair: Sequence[AnswerTime]) -> str:
             f"{r.ideal:.2f}x",
             f"{realised:.2f}x",
             f"{realised / r.ideal:.2f}",
+            str(r.decisions),
+            f"{100 * r.deciding / r.seconds:.1f} %",
             f"{r.compile_seconds:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

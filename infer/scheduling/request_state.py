@@ -31,6 +31,7 @@ class RequestState:
         steps: steps after prefill, int [2]: outside and inside blocks.
         count_time: time up to which `seconds` accounts.
         seconds: wall time by phase (`Statistics.seconds`).
+        decisions: see `Statistics`.
         events: events that the owner has not taken.
         result: the answer, once it has ended.
         cancelled: whether the owner cancelled the request.
@@ -48,6 +49,7 @@ class RequestState:
     steps: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
     count_time: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
+    decisions: int = 0
     events: deque[Event] = field(default_factory=deque)
     result: Result | None = None
     cancelled: bool = False
@@ -83,7 +85,7 @@ class RequestState:
         self.prompt, self.steps, self.count_time = None, np.asarray([serial_steps, 0]), now
         total = now - self.submitted
         self.seconds |= {"prefill": total - self.seconds["queued"], "serial": 0.0, "parallel": 0.0}
-        self.seconds |= {"first_token": total, "total": total}
+        self.seconds |= {"first_token": total, "total": total, "deciding": 0.0}
 
     def count(self, serial_steps: int, parallel_steps: int, seconds: float, now: float) -> None:
         """Account for steps of a chunk that took `seconds`; the arguments count all steps since prefill."""
@@ -94,6 +96,11 @@ class RequestState:
         self.seconds["serial"] += float(serial)
         self.seconds["parallel"] += float(parallel)
         self.seconds["total"] = now - self.submitted
+
+    def count_decision(self, seconds: float) -> None:
+        """Account for a decision of the host that took `seconds`."""
+        self.decisions += 1
+        self.seconds["deciding"] += seconds
 
     def update(self, output: RequestOutput, result: Result | None = None) -> None:
         """Collect the events of what was read of the answer; `result`: the answer, if it has ended."""

@@ -327,8 +327,11 @@ class Scheduler:
         if not states:
             return summary
         assert self._tags is not None
+        before = self.runner.clock()
         outputs = self._fetch(copy_outputs(self._state_now(), self._config, list(states)), states.values())
         self._guide({row: self._tags.follow(output) for row, output in zip(states, outputs, strict=True)})
+        for state in states.values():
+            state.count_decision(self.runner.clock() - before)
         return self._summary_now()
 
     def _start(self, summary: StepSummary, max_steps: int, join: bool) -> InFlightSteps:
@@ -455,7 +458,9 @@ class Scheduler:
         return RowMemory(*output.linearised_cache(), slots, adapter=request.adapter)
 
     def _result(self, state: RequestState, output: RequestOutput) -> Result:
-        result = make_result(output, state.request, self._codec, self._config, state.reused, state.seconds)
+        result = make_result(
+            output, state.request, self._codec, self._config, state.reused, state.seconds, state.decisions
+        )
         if state.cancelled:
             return replace(result, finish_reason="cancelled")
         error = state.constraint.error if state.constraint else ""

@@ -165,6 +165,9 @@ def test_text_is_lead_and_body_of_every_part(engine: Engine) -> None:
     )
     assert text == result.text
     encode = engine.lm.codec.text.encode
+    # The host decides at the first tag, behind each digit and title, and where a lead could repeat another.
+    assert 3 + len(LEADS) <= result.stats.decisions <= 3 + 3 * len(LEADS) and result.stats.seconds["deciding"] > 0
+    assert engine.generate([[1, 2]], SamplingParams(max_new_tokens=8), mode="serial")[0].stats.decisions == 0
     spans = timeline(engine.config, result)
     assert max(span.end for span in spans) == result.stats.critical_path
     assert sum(span.content for span in spans) == result.stats.content_tokens + 1, "with the end of text"
