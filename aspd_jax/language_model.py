@@ -118,7 +118,7 @@ def read_template(tokenizer: Any, path: str | os.PathLike[str], template: str | 
         raise CheckpointError(f"{path}: expected a tokenizer, got none. Put tokenizer.json into the folder.")
     if os.fspath(template):
         try:
-            tokenizer.chat_template = find_config(os.fspath(template)).read_text()
+            tokenizer.chat_template = find_config(Path(template)).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template: {error}") from None
 
