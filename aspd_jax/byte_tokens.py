@@ -63,10 +63,9 @@ class ByteTokens:
         encoder = Tokenizer(self._backend.model)
         encoder.normalizer, encoder.pre_tokenizer = _exact_parts(self._backend)
         added = sorted(self._backend.get_added_tokens_decoder().items())
-        texts = [token for id, token in added if id not in self._marker_ids]
-        encoder.add_tokens([AddedToken(token.content, normalized=token.normalized) for token in texts])
-        pairs = [(encoder.token_to_id(token.content), self._backend.token_to_id(token.content)) for token in texts]
-        return encoder, {own: id for own, id in pairs if own != id}
+        texts = {id: token for id, token in added if id not in self._marker_ids}
+        encoder.add_tokens([AddedToken(token.content, normalized=token.normalized) for token in texts.values()])
+        return encoder, {encoder.token_to_id(token.content) or 0: id for id, token in texts.items()}
 
 
 class GrammarTokens:

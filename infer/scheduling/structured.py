@@ -28,8 +28,13 @@ from infer.decode.state import LENGTH, STOP, EngineConfig
 from infer.request import SamplingParams
 
 MAX_READY = 256  # maximum matchers in memory that no answer has yet
-# Limits of llguidance for a step of an answer: 150 ms, and 50 MB, where the defaults are 15 ms and 5 MB.
-LIMITS = {"step_lexer_fuel": 2_000_000, "max_items_in_row": 20_000, "step_max_items": 500_000, "verbose_errors": False}
+# Limits of llguidance for a step of an answer, above its defaults: a step may take 0.1 s, and an answer 250 MB.
+LIMITS: Mapping[str, Any] = {
+    "step_lexer_fuel": 1_000_000,
+    "max_items_in_row": 20_000,
+    "step_max_items": 500_000,
+    "verbose_errors": False,
+}
 # White space between the parts of a value. With more, a small model at a high temperature may never stop repeating it.
 BLANKS = " ?"
 MAX_KNOWN = 64  # known tokens that are fed with a pending one
