@@ -331,7 +331,6 @@ def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> Non
         ({"template": "A:{a after b} B:{b after a}"}, "template: expected holes that do not depend on each other"),
         ({"template": "{a} {b}"}, "hole 'a': expected literal text before it"),
         ({"template": "A:{a}{b}"}, "hole 'b': expected literal text before it"),
-        ({"template": "x\ny <|para|> A:{a}"}, r"line 2, column 3: expected text, got the special token '<\|para\|>'"),
         ({"template": "A:{a}", "regex": "a"}, "regex and template: expected one of them"),
         ({"template": "A:{a}", "script": [[1]]}, "script: expected none with a template"),
         ({"template": "A:{a}", "max_new_tokens": 2}, "template: expected a budget"),

@@ -15,13 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import infer.decode.grammar
+import infer.scheduling.structured
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.structure import Parallel
+from aspd_jax.template import Hole, Template
 from aspd_jax.tokens import split
 from infer import Engine, SamplingParams
 from infer.answers.answer import RequestOutput
 from infer.decode.state import LENGTH, STOP
+from infer.scheduling.structured import json_rule
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
 from tests.conftest import SIZES, patched
@@ -118,13 +121,46 @@ def test_a_choice_is_one_of_the_texts_and_no_other(engine: Engine, texts: list[s
         assert (matcher.accepted(tokens) == len(tokens) and matcher.accepts(tokens)) == (text in texts)
 
 
-def test_an_answer_that_its_grammar_cannot_follow_says_so(engine: Engine) -> None:
-    """An answer ends where llguidance gives up: after the common beginning of 3,000 alternatives. So do branches."""
-    words = [f"word{number}" for number in range(3000)]
-    for count, reason in ((9, "stop"), (3000, "length")):
-        rules = "root ::= " + " | ".join(json.dumps(word) for word in words[:count])
-        result = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, grammar=rules))[0]
-        assert result.finish_reason == reason and (result.text in words) == (reason == "stop")
+LIMITED = record(words={"type": "string", "maxLength": 5000, "pattern": r"^(?:\S+\s+){0,499}\S+$"})
+
+
+def test_an_answer_that_exceeds_a_limit_says_so_and_its_neighbours_go_on(engine: Engine) -> None:
+    """Check that answers share nothing that one of them can break: one schema, side by side and one after another.
+
+    After the first letter of its text, this schema exceeds the limits of llguidance.
+    """
+    schema = {"anyOf": [LIMITED, record(ok={"type": "boolean"})]}
+    for kind in ({"json_schema": schema}, {"grammar": f"start: {json_rule(schema)}"}):
+        asked = [SamplingParams(seed=seed, temperature=1.0, max_new_tokens=40, **kind) for seed in range(8)]
+        results = engine.generate(["Hi"] * 8, asked)
+        failed = [result for result in results if result.finish_reason == "error"]
+        assert failed and all('"w' in result.text for result in failed)
+        for result in failed:
+            where = "json_schema: expected a schema within the limits" if "json_schema" in kind else "grammar: expected"
+            assert result.error.startswith(where) and "maxLength" in result.error and "too many" in result.error
+        others = [result for result in results if not result.error]
+        assert others and all(valid(result.text, schema) for result in others), others
+        assert [engine.generate(["Hi"], one)[0].text for one in asked] == [result.text for result in results]
+
+
+def test_a_hole_that_exceeds_a_limit_ends_its_answer_alone(engine: Engine) -> None:
+    words, yes = LIMITED["properties"]["words"], {"type": "boolean"}
+    schemas = record(a=words, b=yes), record(a=yes, b=yes)
+    asked = [SamplingParams(max_new_tokens=80, json_schema=schema, fields="parallel") for schema in schemas]
+    template = Template(["A: ", Hole("a", schema=json.dumps(words)), "\nB: ", Hole("b")])
+    asked.append(SamplingParams(max_new_tokens=80, max_branch_tokens=20, template=template))
+    hard, easy, filled = engine.generate(["Hi"] * 3, asked)
+    assert hard.finish_reason == filled.finish_reason == "error" and easy.finish_reason == "stop"
+    assert all(result.error.startswith("json_schema: a: expected a schema within") for result in (hard, filled))
+
+
+def test_a_branch_that_exceeds_a_limit_ends_the_answer(engine: Engine) -> None:
+    result = forking(engine, LIMITED)
+    assert result.finish_reason == "error" and result.error.startswith("branch_schema: expected a schema within")
+    assert not forking(engine, ADVICE).error
+
+
+def test_an_answer_whose_branch_is_cut_has_the_finish_reason_length(engine: Engine) -> None:
     schemas, config, encode = engine.debug_state().schemas, engine.config, engine.lm.codec.text.encode
     constraint = schemas.constraint(SamplingParams(branch_schema=SCHEMAS["choice"]), 100)
     for texts, finish in ((['{"winner": "A"}', '{"winner": "tie"}'], STOP), (['{"winner": "A"}', '{"winner"'], LENGTH)):
@@ -136,6 +172,13 @@ def test_an_answer_that_its_grammar_cannot_follow_says_so(engine: Engine) -> Non
             ids += [special.branch_start, *encode(name), *config.form.separator, *encode(text), special.branch_end]
         items = split(np.asarray([*ids, special.parallel_end], np.int32), special, config.form)
         assert constraint.read(RequestOutput(STOP, items=items)).finish == finish
+
+
+def test_a_grammar_may_have_thousands_of_alternatives(engine: Engine) -> None:
+    words = [f"word{number}" for number in range(3000)]
+    rules = "root ::= " + " | ".join(json.dumps(word) for word in words)
+    result = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, grammar=rules))[0]
+    assert result.finish_reason == "stop" and result.text in words
 
 
 def test_a_request_starts_while_a_grammar_is_compiled(engine: Engine, monkeypatch: Any) -> None:
@@ -164,23 +207,35 @@ def test_a_request_starts_while_a_grammar_is_compiled(engine: Engine, monkeypatc
     assert waited == [expected]
 
 
-def test_the_lexer_of_a_grammar_is_built_before_the_engine_needs_it(engine: Engine, monkeypatch: Any) -> None:
-    """Check that the first mask, which builds the lexer, is computed once, by the thread of the client."""
-    original, masks = llguidance.LLMatcher, []
+def test_the_matcher_of_an_answer_is_made_before_the_engine_needs_it(engine: Engine, monkeypatch: Any) -> None:
+    """Check that compiling takes place in the thread of the client, once for each answer."""
+    original, makers = llguidance.LLMatcher, []
 
-    class Recorder:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._matcher = original(*args, **kwargs)
+    def recorder(*args: Any, **kwargs: Any) -> Any:
+        makers.append(threading.current_thread())
+        return original(*args, **kwargs)
 
-        def __getattr__(self, name: str) -> Any:
-            if name == "compute_bitmask":
-                masks.append(threading.current_thread())
-            return getattr(self._matcher, name)
+    monkeypatch.setattr(llguidance, "LLMatcher", recorder)
+    requests: list[Any] = []
+    params = SamplingParams(max_new_tokens=40, regex="(early|late)r?")
+    client = threading.Thread(target=lambda: requests.extend(engine.check("Hi", params) for _ in range(2)))
+    client.start()
+    client.join()
+    results = [engine.submit_checked(request).wait() for request in requests]
+    assert makers == [client, client] and {result.finish_reason for result in results} == {"stop"}
+    engine.submit_checked(requests[0]).wait()  # without a check, the engine makes it
+    assert makers == [client, client, threading.current_thread()]
 
-    monkeypatch.setattr(llguidance, "LLMatcher", Recorder)
-    for _ in range(2):  # the second request finds the grammar
-        engine.check("Hi", SamplingParams(max_new_tokens=40, regex="(early|late)r?"))
-    assert masks == [threading.current_thread()]
+
+def test_matchers_of_requests_that_never_start_are_dropped(engine: Engine, monkeypatch: Any) -> None:
+    schemas = engine.debug_state().schemas
+    monkeypatch.setattr(infer.scheduling.structured, "MAX_READY", 3)
+    for number in range(6):
+        engine.check("Hi", SamplingParams(max_new_tokens=40, regex=f"number{number % 4}"))
+    assert sum(map(len, vars(schemas)["_ready"].values())) == 3
+    for number in range(4):
+        result = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, regex=f"number{number}"))[0]
+        assert result.text == f"number{number}"
 
 
 def test_without_the_permission_answers_are_not_json(lm: LanguageModel) -> None:
@@ -234,3 +289,19 @@ def test_the_interface_has_response_format(engine: Engine) -> None:
         assert unknown.status_code == 400 and "response_format" in unknown.text
         branches = ask(aspd={"branch_format": {"type": "json_schema", "json_schema": named}})
         assert branches.status_code == 200
+
+
+def test_the_interface_names_the_schema_that_exceeds_a_limit(engine: Engine) -> None:
+    app = make_app(engine, ServerConfig(name="m", max_new_tokens=200, warm_up="none"))
+    form = {"type": "json_schema", "json_schema": {"name": "limited", "schema": LIMITED}}
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "seed": 5, "response_format": form}
+    with TestClient(app) as client:
+        reply = client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(
+            "json_schema: expected a schema"
+        )
+        stream = client.post("/v1/chat/completions", json=body | {"stream": True}).text
+        assert '"error"' in stream and "json_schema: expected a schema within the limits" in stream
+        assert 'finish_reason":"' not in stream and "[DONE]" not in stream
+        again = body | {"response_format": {"type": "json_schema", "json_schema": {"name": "v", "schema": ADVICE}}}
+        assert client.post("/v1/chat/completions", json=again).json()["choices"][0]["finish_reason"] == "stop"

@@ -165,7 +165,6 @@ def test_a_field_without_values_is_left_out(client: TestClient) -> None:
         ({"aspd": {"template": "A:{a} B:{a}"}}, "hole 'a': expected different names"),
         ({"aspd": {"template": "A:{a after b} B:{b after a}"}}, "do not depend on each other, got a, b"),
         ({"aspd": {"template": "no hole"}}, "template: expected at least one hole"),
-        ({"aspd": {"template": "A:<|para|>{a}"}}, "line 1, column 3: expected text, got the special token"),
         ({"aspd": {"fields": "parallel"}, "response_format": wrong({"x-after": ["z"]})}, 'a: "x-after": unknown field'),
         ({"aspd": {"fields": "parallel"}, "response_format": wrong({"x-after": ["a"]})}, "do not depend on each other"),
         ({"aspd": {"fields": "parallel"}, "response_format": wrong({"x-after": 5})}, 'a: "x-after": expected a list'),
