@@ -102,23 +102,23 @@ class DecodingSection(SamplingSection):
     question has a seed of its own, so that results do not depend on the batch. `fork_bias` holds in adaptive mode.
 
     Attributes:
-        max_length: maximum tokens of a conversation; null: 4096, or the model's context length if that is less.
+        max_length: maximum tokens of a conversation; 0: 4096, or the model's context length if that is less.
         batch: number of conversations that are decoded together. Reported speed is measured separately, see
             `SpeedSection`.
     """
 
-    max_length: int | None = None
+    max_length: int = 0
     batch: int = 8
 
     def __post_init__(self) -> None:
         at_least("decoding.batch", self.batch, 1)
-        if self.max_length is not None:
+        if self.max_length:
             at_least("decoding.max_length", self.max_length, 2)
         self.params(None, 0, "adaptive")
 
     def length(self, context_length: int) -> int:
         """Return the maximum tokens of a conversation with a model of this context length."""
-        return min(MAX_LENGTH, context_length) if self.max_length is None else self.max_length
+        return self.max_length or min(MAX_LENGTH, context_length)
 
     def params(self, temperature: float | None, place: int, mode: Mode) -> SamplingParams:
         """Return the sampling parameters of a question.

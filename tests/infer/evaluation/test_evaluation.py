@@ -498,3 +498,8 @@ def test_mistakes_in_a_configuration(tmp_path: Path) -> None:
 
 def test_a_page_shows_text_as_text(tmp_path: Path) -> None:
     assert "<script>" not in report_page("| a |\n|---|\n| <script>alert(1)</script> |", tmp_path)
+
+
+def test_the_length_of_conversations_is_at_most_that_of_the_model() -> None:
+    assert DecodingSection().length(512) == 512 and DecodingSection().length(1 << 17) == 4096
+    assert DecodingSection(max_length=1024).length(512) == 1024, "the engine refuses it"
