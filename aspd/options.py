@@ -51,7 +51,10 @@ def model_options(parser: argparse.ArgumentParser) -> None:
         "smollm2, demo (default elsewhere)",
     )
     parser.add_argument("--adapter", metavar="DIR", help="folder of an adapter of the model, in PEFT's format")
-    dtype_option(parser)
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="dtype of parameters and activations; auto: float32 on CPU, else the checkpoint's",
+    )  # fmt: skip
     parser.add_argument(
         "--max-length",
         type=int,
@@ -60,11 +63,10 @@ def model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def dtype_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--dtype`."""
+    """Add the option `--dtype` of a benchmark."""
     parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-        help="dtype of parameters and activations; auto: float32 on CPU, else the checkpoint's",
-    )  # fmt: skip
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of parameters and activations"
+    )
 
 
 def layer_options(parser: argparse.ArgumentParser) -> None:

@@ -77,14 +77,14 @@ class Tags:
             return self._open(block, output)
         if block.last == self._special.parallel_start:
             return self._fork(block.titles)
-        if self._leads and not block.titles and block.current is not None and not block.number:
+        if block.current is None and self._leads and not block.titles:
+            return self._stated(block, output)
+        if block.current is None:
+            return self._closed(block, output)
+        if self._leads and not block.number:
             return self._count(block.current)
         if block.current:
             return self._within(block, output)
-        if not block.titles and self._leads:
-            return self._stated(block, output)
-        if block.last == self._special.title_end:
-            return self._closed(block, output)
         fits = len(block.titles) < 2 or output.tokens_left + 1 >= self._another + self._close_cost(block.titles)
         return self._next_title(block, output) if fits else RowGuidance(finish=LENGTH)
 

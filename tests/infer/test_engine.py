@@ -314,3 +314,24 @@ def test_rope_scaling_extends_the_context_length(scaling: dict[str, Any], expect
         scaling["original_max_position_embeddings"] = 64
     lm = load_model(write_checkpoint(tmp_path / "model", tiny_config(rope_scaling=scaling)))
     assert lm.context_length == Engine(lm, max_length=expected).max_length == expected
+
+
+@pytest.mark.parametrize(
+    ("serial", "branch"),
+    [
+        ([3, 19, 4], []),  # `<|para|>` without titles
+        ([3, 18, 4], []),  # `<|/title|>` without a title
+        ([17, 17, 3, 18], []),  # `<|title|>` in a title
+        ([17, 3, 18, 19], []),  # one title
+        ([17, 3, 18, 17, 3, 18, 19], []),  # equal titles
+        ([3, 20, 21, 22], []),  # tags that the engine feeds
+        ([3], [4, 17, 5]),  # a tag in a branch
+    ],
+)
+def test_a_malformed_script_is_refused_before_it_ends_other_requests(
+    engine: Engine, serial: list[int], branch: list[int]
+) -> None:
+    with pytest.raises(RequestError, match="script: "):
+        engine.generate([[1, 2]], SamplingParams(script=[serial, branch]))
+    fine = [[3, 17, 4, 18, 17, 5, 18, 19, 6, 0], [7, 22], [8, 22]]
+    assert engine.generate([[1, 2]], SamplingParams(script=fine))[0].stats.blocks == 1, "negative control"
