@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from aspd_jax.errors import RequestError, TokenizerError
+from aspd_jax.grammar_limits import limit_error
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import RequestOutput
@@ -24,7 +25,6 @@ from infer.scheduling.structured import (
     Schemas,
     json_rule,
     known_limit,
-    limit_error,
     next_mask,
     only_token,
     permitted_drafts,

@@ -20,6 +20,7 @@ import numpy as np
 
 from aspd_jax.byte_tokens import GrammarTokens
 from aspd_jax.errors import CheckpointError, RequestError, TokenizerError
+from aspd_jax.grammar_limits import LIMITS, first_line, limit_error
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import ItemIds, SerialIds, TextCodec
 from infer.answers.answer import RequestOutput
@@ -28,13 +29,6 @@ from infer.decode.state import LENGTH, STOP, EngineConfig
 from infer.request import SamplingParams
 
 MAX_READY = 256  # maximum matchers in memory that no answer has yet
-# Limits of llguidance for a step of an answer, above its defaults: a step may take 0.1 s, and an answer 250 MB.
-LIMITS: Mapping[str, Any] = {
-    "step_lexer_fuel": 1_000_000,
-    "max_items_in_row": 20_000,
-    "step_max_items": 500_000,
-    "verbose_errors": False,
-}
 # White space between the parts of a value. With more, a small model at a high temperature may never stop repeating it.
 BLANKS = " ?"
 MAX_KNOWN = 64  # known tokens that are fed with a pending one
@@ -351,19 +345,6 @@ class Constraint:
             word, bit = divmod(self._config.tags.branch_end, 32)
             bits[word] |= np.uint32(1 << bit)
         return bits
-
-
-def limit_error(where: str, schema: str, reason: str) -> str:
-    """Return the error of an answer whose grammar can be followed no further."""
-    return (
-        f"{where}: expected a schema within the limits of the grammar library, got {reason} for {schema[:200]!r}. "
-        "Use simpler patterns, or smaller limits of lengths and numbers."
-    )
-
-
-def first_line(text: str) -> str:
-    """Return the first line of an error of llguidance."""
-    return text.strip().partition("\n")[0]
 
 
 def after_space(grammar: str) -> str:

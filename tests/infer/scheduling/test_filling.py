@@ -343,7 +343,6 @@ def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> Non
           "fields": "parallel"}, "json_schema: a: "),
         ({"json_schema": {"properties": {"a": {"type": "integer", "const": "x"}, "b": WORD, "c": WORD}},
           "fields": "parallel"}, "json_schema: a: "),
-        ({"json_schema": record(**{"<|para|>": WORD, "b": WORD}), "fields": "parallel"}, r"special token '<\|para\|>'"),
     ],
 )  # fmt: skip
 def test_requests_that_are_refused(engine: Engine, changes: dict[str, Any], message: str) -> None:

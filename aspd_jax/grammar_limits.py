@@ -1,0 +1,28 @@
+"""Limits of llguidance for the grammar of an answer, and the error of an answer that exceeds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Limits of llguidance, above its defaults: a step of an answer may take 0.1 s, compiling 0.2 s more, an answer 250 MB.
+LIMITS: Mapping[str, Any] = {
+    "initial_lexer_fuel": 10_000_000,
+    "step_lexer_fuel": 1_000_000,
+    "max_items_in_row": 20_000,
+    "step_max_items": 500_000,
+    "verbose_errors": False,
+}
+
+
+def limit_error(where: str, schema: str, reason: str) -> str:
+    """Return the error of an answer whose grammar can be followed no further."""
+    return (
+        f"{where}: expected a schema within the limits of the grammar library, got {reason} for {schema[:200]!r}. "
+        "Use simpler patterns, or smaller limits of lengths and numbers."
+    )
+
+
+def first_line(text: str) -> str:
+    """Return the first line of an error of llguidance."""
+    return text.strip().partition("\n")[0]
