@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import RequestError
-from aspd_jax.grammar_limits import LIMITS, first_line, limit_error
+from aspd_jax.grammar_limits import LIMITS, first_line
 from aspd_jax.json_schema import read_schema
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
@@ -204,21 +204,14 @@ class ValueCheck:
 
     def __init__(self, schema: str | None) -> None:
         self._matcher = None if schema is None else _matcher(schema)
-        self._schema, self._size = schema, 0
+        self._size = 0
 
     def follow(self, value: str, complete: bool) -> bool:
-        """Return whether the value so far can become one of the schema, or is one if it is complete.
-
-        Raises:
-            RequestError: the schema exceeds the limits of llguidance.
-        """
+        """Return whether the value so far can become one of the schema, or is one if it is complete."""
         if self._matcher is None:
             return True
         new, self._size = value[self._size :], max(self._size, len(value))
-        tokens = list(new.encode(errors="replace"))
-        fits = self._matcher.try_consume_tokens(tokens) == len(tokens)
-        if self._matcher.is_error():
-            raise RequestError(limit_error("json_schema", str(self._schema), first_line(self._matcher.get_error())))
+        fits = not new or self._matcher.consume_tokens(list(new.encode(errors="replace")))
         return bool(fits and (not complete or self._matcher.is_accepting()))
 
 

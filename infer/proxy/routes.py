@@ -137,8 +137,6 @@ class _Proxy:
             await _exhaust(events, request)
         except UpstreamError as error:
             raise Refused(502, str(error), "upstream_error") from None
-        except RequestError as error:
-            raise Refused(400, str(error)) from None
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
         whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage(prompt, answer, self._codec)}
@@ -200,9 +198,6 @@ class _Proxy:
                         yield [chunk(_placed(delta)) for delta in deltas]
         except UpstreamError as error:
             yield [error_body(str(error), "upstream_error")]
-            return
-        except RequestError as error:
-            yield [error_body(str(error), INVALID)]
             return
         last = chunk({}, answer.finish_reason)
         yield [last | ({"aspd": self._statistics(answer)} if body.aspd.statistics else {})]

@@ -428,10 +428,15 @@ class Scheduler:
         states = list(states)
         limits = [state.request.params.max_content_tokens for state in states]
         outputs = fetch_outputs(copy, limits, self._config)
-        pairs = zip(states, outputs, strict=True)
-        # The grammar does not have to accept the text up to a stop string or a repeated object.
-        checked = (state.constraint if not state.reader.stopped else None for state in states)
-        return [c.read(output) if c else output for c, (_, output) in zip(checked, pairs, strict=True)]
+        return [self._read(state, output) for state, output in zip(states, outputs, strict=True)]
+
+    @staticmethod
+    def _read(state: RequestState, output: RequestOutput) -> RequestOutput:
+        """Return an output as its constraint or template reads it."""
+        # A grammar does not have to accept the text up to a stop string or a repeated object.
+        if state.constraint is None or (state.reader.stopped and not state.request.template):
+            return output
+        return state.constraint.read(output)
 
     def _end(self, state: RequestState, output: RequestOutput) -> None:
         """End a request with what was decoded of its answer, and free its row."""

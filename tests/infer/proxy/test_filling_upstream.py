@@ -408,6 +408,14 @@ def test_checkpoints_without_special_tokens(upstream: Scripted) -> None:
     assert not any(body["logit_bias"] for body in upstream.bodies)
 
 
+def test_checks_share_nothing() -> None:
+    """Check a schema that exceeds llguidance's default limits: one check may fail alone."""
+    schema = json.dumps({"type": "string", "maxLength": 5000, "pattern": r"^(?:\S+\s+){0,499}\S+$"})
+    first, second = ValueCheck(schema), ValueCheck(schema)
+    assert first.follow('"two words', False) and not first.follow('"two words\\', True)
+    assert second.follow('"two words"', True)
+
+
 @pytest.mark.parametrize(
     ("schema", "fitting", "others"),
     [

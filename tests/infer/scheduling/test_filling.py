@@ -339,7 +339,6 @@ def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> Non
         ({"json_schema": record(a={**WORD, "x-after": ["b"]}, b={**WORD, "x-after": ["a"]}), "fields": "parallel"},
          "depend on each other"),
         ({"json_schema": record(a=False, b=WORD, c=WORD), "fields": "parallel"}, "required property 'a'"),
-        ({"json_schema": record(**{"<|para|>": WORD, "b": WORD}), "fields": "parallel"}, r"special token '<\|para\|>'"),
     ],
 )  # fmt: skip
 def test_requests_that_are_refused(engine: Engine, changes: dict[str, Any], message: str) -> None:

@@ -13,7 +13,9 @@ from tokenizers import AddedToken, normalizers
 from aspd_jax import load_model
 from aspd_jax.errors import RequestError
 from aspd_jax.template import Hole, Template
+from aspd_jax.tool_format import ToolFormat
 from infer import Engine, SamplingParams
+from infer.server.tool_calls import Function, ToolCalls, ToolChoice
 from tests.aspd_jax.test_byte_tokens import gemma_like
 from tests.aspd_jax.test_tokens import byte_level, sentencepiece_like
 from tests.conftest import tiny_config, with_one_program, write_checkpoint
@@ -74,6 +76,16 @@ def test_names_and_constants(engine: Engine, fields: Any) -> None:
     value = json.loads(ask(engine, json_schema=schema, fields=fields))
     assert list(value) == [*SPELLED, "known", "last"] and value["known"] == {text: text for text in TEXTS}
     assert all(value[text] in (text, "x") for text in SPELLED)
+
+
+def test_arguments_of_tools(engine: Engine) -> None:
+    """Check a grammar with names, constants and tags in the arguments of a call, in a format with markers by id."""
+    codec = engine.lm.codec.text
+    arguments = record(**{text: {"const": text} for text in SPELLED})
+    form = ToolFormat("<think>call ", ": ", None, "</think>", "")
+    calls = ToolCalls([Function("f", "", arguments)], ToolChoice("required", "f", False), form, codec)
+    text = ask(engine, grammar=calls.grammar)
+    assert json.loads(text.split("f: ")[1].removesuffix("</think>")) == {text: text for text in SPELLED}
 
 
 def test_templates(engine: Engine) -> None:
