@@ -17,11 +17,15 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.sharding import make_mesh
 from aspd_jax.sizes import next_power
 from infer import Engine, SamplingParams
+from infer.answers.answer import copy_outputs, fetch_outputs
 from infer.decode.decode_step import summarise
+from infer.decode.guidance import guidance_arrays, guide
 from infer.decode.inputs import widest
-from infer.decode.state import PROMPT, RUNNING, DecodeState
+from infer.decode.state import PROMPT, RUNNING, WAIT, DecodeState
 from infer.request import Request
+from infer.scheduling.admission import classes_of
 from infer.scheduling.buckets import Buckets
+from infer.scheduling.tags import Tags
 from tests.conftest import (
     SIZES,
     after_prompts,
@@ -182,14 +186,20 @@ def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
 def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
     """Check that every slot keeps its keys and values, bit by bit, from the step that writes it to the end."""
     config, lm = engine.config, engine.lm
-    forks = 0
+    tags, forks = Tags(config, classes_of(lm, config)), 0
     for seed in range(8):
         job = Request((1, 2, 3, 4, 5, 6), SamplingParams(temperature=100.0), "adaptive", 100, seed)
         state = laid_out(lm, config, [job])
         history: list[tuple[int, np.ndarray]] = []
-        while (widest := int((summary := summarise(state, config).read()).tokens.max())) > 0:
-            forks += widest >= 7
-            size = 4 if summary.phase[0] == PROMPT else next_power(widest)
+        while (summary := summarise(state, config).read()).finish[0] == RUNNING:
+            if summary.phase[0] == WAIT:
+                (output,) = fetch_outputs(copy_outputs(state, config, [0]), [None], config)
+                decided = guidance_arrays({0: tags.follow(output)}, 1, state.token_mask.shape[3], config)
+                state, _ = guide(state, decided, config)
+                continue
+            due = int(summary.tokens.max())
+            forks += due >= 7
+            size = 4 if summary.phase[0] == PROMPT else next_power(due)
             state = one_step(lm.params, state, config, Bucket(1, size, size, 128))
             history.append((int(state.cache.length[0]), np.asarray(state.cache.layers[-1].key)[0]))
         lengths = [length for length, _ in history]
