@@ -17,18 +17,15 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.sharding import make_mesh
 from aspd_jax.sizes import next_power
 from infer import Engine, SamplingParams
-from infer.answers.answer import copy_outputs, fetch_outputs
 from infer.decode.decode_step import summarise
-from infer.decode.guidance import guidance_arrays, guide
 from infer.decode.inputs import widest
-from infer.decode.state import PROMPT, RUNNING, WAIT, DecodeState
+from infer.decode.state import PROMPT, RUNNING, DecodeState
 from infer.request import Request
-from infer.scheduling.admission import classes_of
 from infer.scheduling.buckets import Buckets
-from infer.scheduling.tags import Tags
 from tests.conftest import (
     SIZES,
     after_prompts,
+    decided,
     laid_out,
     one_step,
     shared,
@@ -88,7 +85,7 @@ def test_a_fork_beside_branches_is_one_step(bare_lm: LanguageModel) -> None:
     jobs = [Request((1, 2, 3), SamplingParams(temperature=100.0), "adaptive", 150, seed) for seed in range(22, 26)]
     state, whole = after_prompts(bare_lm, own.config, jobs), Bucket(4, 128, 32, 256)
     while [((summary := summarise(state, own.config).read()).tokens > few).sum() for few in (1, 16)] != [3, 1]:
-        state = one_step(bare_lm.params, state, own.config, whole)
+        state = decided(bare_lm, own.config, one_step(bare_lm.params, state, own.config, whole))
         assert (state.sequence.cursor.finish == RUNNING).any(), "there was no such step"
     best, _, _ = Buckets(own.config, 4, 256, widest(own.config)).select(summary, True)
     close = Bucket(
@@ -116,6 +113,7 @@ def test_tokens_that_do_not_fit_a_step_wait_and_no_answer_changes(bare_lm: Langu
         state, steps = laid_out(bare_lm, own.config, jobs), 0
         while summarise(state, own.config).read().tokens.any():
             state = one_step(bare_lm.params, state, own.config, ways[steps % len(ways)])
+            state = decided(bare_lm, own.config, state)
             steps += 1
             assert steps < 2000
         return state, steps
@@ -186,21 +184,16 @@ def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
 def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:
     """Check that every slot keeps its keys and values, bit by bit, from the step that writes it to the end."""
     config, lm = engine.config, engine.lm
-    tags, forks = Tags(config, classes_of(lm, config)), 0
+    forks = 0
     for seed in range(8):
         job = Request((1, 2, 3, 4, 5, 6), SamplingParams(temperature=100.0), "adaptive", 100, seed)
         state = laid_out(lm, config, [job])
         history: list[tuple[int, np.ndarray]] = []
         while (summary := summarise(state, config).read()).finish[0] == RUNNING:
-            if summary.phase[0] == WAIT:
-                (output,) = fetch_outputs(copy_outputs(state, config, [0]), [None], config)
-                decided = guidance_arrays({0: tags.follow(output)}, 1, state.token_mask.shape[3], config)
-                state, _ = guide(state, decided, config)
-                continue
             due = int(summary.tokens.max())
             forks += due >= 7
             size = 4 if summary.phase[0] == PROMPT else next_power(due)
-            state = one_step(lm.params, state, config, Bucket(1, size, size, 128))
+            state = decided(lm, config, one_step(lm.params, state, config, Bucket(1, size, size, 128)))
             history.append((int(state.cache.length[0]), np.asarray(state.cache.layers[-1].key)[0]))
         lengths = [length for length, _ in history]
         assert lengths == sorted(lengths) and lengths[:2] == [4, 6]
