@@ -307,7 +307,7 @@ def _definitions(schema: Any, root: Any) -> dict[str, dict[str, Any]]:
 
 @lru_cache(maxsize=MAX_VALUES)
 def _fits_no_value(schema: str) -> bool:
-    """Return whether no value satisfies the schema of a leaf; other errors are told when the leaf is compiled."""
+    """Return whether no value satisfies the schema of a leaf; other errors appear when the leaf is compiled."""
     value = json.loads(schema)
     return value is False or (isinstance(value, dict) and is_unsatisfiable(value))
 

@@ -29,6 +29,7 @@ from infer.scheduling.replay import Trace, replay
 from infer.scheduling.runner import DraftControl
 from infer.scheduling.scheduler import Scheduler, StepStats
 from infer.scheduling.structured import Schemas
+from infer.scheduling.tags import check_tags
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
@@ -487,34 +488,6 @@ class Engine:
             self._check_ids(segment, "script: ")
         if script and self.lm.special_tokens is not None:
             check_tags(script, self.config.special, self.config.form.leads)
-
-
-def check_tags(script: Sequence[Sequence[int]], special: SpecialTokens, leads: bool) -> None:
-    """Check that the tags of a script (`SamplingParams.script`) can be those of an answer.
-
-    Raises:
-        RequestError: a tag stands where no answer has it.
-    """
-    serial, *branches = script
-    before, title_start, opened = -1, -1, False
-    titles: list[Sequence[int]] = []
-    for place, token in enumerate(serial):
-        fits = token not in special.ids
-        if token == special.title_start:
-            fits, title_start, titles = before != token, place, titles if before == special.title_end else []
-            opened = True
-        elif token == special.title_end:
-            fits = opened and before not in (special.title_start, special.title_end)
-            titles = [*titles, serial[title_start + 1 : place]]
-            opened = leads
-        elif token == special.parallel_start:
-            fits = not leads and before == special.title_end and len(titles) >= 2
-        if not fits or (not leads and len(titles) == 2 and titles[0] == titles[1]):
-            raise RequestError(f"script: serial segment, token {place}: expected no such tag here, got {token}.")
-        before = token
-    for number, branch in enumerate(branches, 1):
-        if inside := [token for token in branch[:-1] if token in special.ids]:
-            raise RequestError(f"script: branch {number}: expected tags at its end only, got {inside[0]}.")
 
 
 def _draft_tokens(lm: LanguageModel, drafts: DraftSource, limit: int) -> int:

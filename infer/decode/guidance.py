@@ -37,7 +37,7 @@ from infer.decode.state import (
 
 
 class SerialRule(NamedTuple):
-    """What the serial segment samples until the host decides again: fields of `Cursor`, of one or of all rows."""
+    """Rule of the serial segment until the next decision of the host: fields of `Cursor`, of one or of all rows."""
 
     rule: Any
     later_rule: Any

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from aspd_jax.errors import RequestError
+from aspd_jax.tokens import SpecialTokens
 from infer.answers.answer import RequestOutput
 from infer.decode.guidance import RowGuidance, SerialRule
 from infer.decode.state import A_NUMBER, A_TITLE, LENGTH, NO_LIMIT, EngineConfig
@@ -26,6 +28,7 @@ from infer.decode.token_classes import (
     TITLE_START,
     TokenClasses,
 )
+from infer.scheduling.structured import only_token
 
 CLOSED = 1 << TITLE_END  # rule that permits `<|/title|>` only
 
@@ -133,7 +136,7 @@ class Tags:
         mask = _bits(number_tokens(number, self._config.max_branches, self._classes), self._words)
         closed = CLOSED if number > 1 else 0
         if closed:
-            mask |= _bits(np.arange(self._words * 32) == self._special.title_end, self._words)
+            mask |= only_token(self._special.title_end, self._words)
         rule = SerialRule(ANY_TEXT | closed, 0, 0, 1, A_NUMBER)
         return RowGuidance({0: [mask]}, serial=rule)
 
@@ -201,7 +204,7 @@ class Tags:
             distance = self._distance(block.current, block.titles)
             if distance == 1:
                 barred = self._name(block.titles[0])[-1]
-                mask = [_bits(np.arange(self._words * 32) != barred, self._words)]
+                mask = [~only_token(barred, self._words)]
             left = min(left, max(1, distance - 1))
         elif count >= 2 and self._leads:
             left = min(left, self._distance(block.current, block.titles) + 1)
@@ -276,6 +279,34 @@ class Tags:
         )
 
 
+def check_tags(script: Sequence[Sequence[int]], special: SpecialTokens, leads: bool) -> None:
+    """Check that the tags of a script (`SamplingParams.script`) can be those of an answer.
+
+    Raises:
+        RequestError: a tag stands where no answer has it.
+    """
+    serial, *branches = script
+    before, title_start, opened = -1, -1, False
+    titles: list[Sequence[int]] = []
+    for place, token in enumerate(serial):
+        fits = token not in special.ids
+        if token == special.title_start:
+            fits, title_start, titles = before != token, place, titles if before == special.title_end else []
+            opened = True
+        elif token == special.title_end:
+            fits = opened and before not in (special.title_start, special.title_end)
+            titles = [*titles, serial[title_start + 1 : place]]
+            opened = leads
+        elif token == special.parallel_start:
+            fits = not leads and before == special.title_end and len(titles) >= 2
+        if not fits or (not leads and len(titles) == 2 and titles[0] == titles[1]):
+            raise RequestError(f"script: serial segment, token {place}: expected no such tag here, got {token}.")
+        before = token
+    for number, branch in enumerate(branches, 1):
+        if inside := [token for token in branch[:-1] if token in special.ids]:
+            raise RequestError(f"script: branch {number}: expected tags at its end only, got {inside[0]}.")
+
+
 def number_tokens(number: int, limit: int, classes: TokenClasses) -> np.ndarray:
     """Return the tokens that continue the digits of a number of leads, bool [V]: to 2 or more, and at most `limit`."""
     extended = number * classes.scale.astype(np.int64) + classes.number
@@ -291,9 +322,8 @@ def completes_plan(title: Sequence[int], classes: TokenClasses) -> bool:
     numbers = [int(classes.number[token]) for token in title] + [NO_NUMBER] * (len(title) + 2)
     size = next(place for place, number in enumerate(numbers) if number < 0)
     same = numbers[:size] == numbers[size + 1 : 2 * size + 1]
-    return (
-        size > 0 and numbers[size] == SLASH and same and numbers[2 * size + 1] < 0
-    )  # 1/1 is not the beginning of 1/10
+    ends = numbers[2 * size + 1] < 0  # 1/1 is not the beginning of 1/10
+    return size > 0 and numbers[size] == SLASH and same and ends
 
 
 def _bits(tokens: np.ndarray, words: int) -> np.ndarray:
