@@ -18,18 +18,18 @@ from aspd_jax.tokens import NAMES, SpecialTokens
 from aspd_jax.tool_format import tool_conversation
 from infer.answers.answer import Result, TokenLogprob
 from infer.answers.logprobs import token_logprobs
+from infer.control.filling import check_template
+from infer.control.schemas import Schemas
+from infer.control.tags import check_tags
 from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig
 from infer.request import MAX_TITLE_TOKENS, Mode, PromptTooLong, Request, SamplingParams, Stream
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import Buckets, capacity_for
-from infer.scheduling.filling import check_template
 from infer.scheduling.handle import DebugState, Handle
 from infer.scheduling.replay import Trace, replay
 from infer.scheduling.runner import DraftControl
 from infer.scheduling.scheduler import Scheduler, StepStats
-from infer.scheduling.structured import Schemas
-from infer.scheduling.tags import check_tags
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 

@@ -449,16 +449,6 @@ class Request:
         return self.params.known_text
 
     @property
-    def constrained(self) -> bool:
-        """Return whether a schema, another grammar or a template restricts its tokens."""
-        return bool(self.params.answer_grammar or self.params.branch_schema or self.template)
-
-    @property
     def ends_by_text(self) -> bool:
         """Return whether the answer may end where its text holds a stop string or repeats an object."""
         return bool(self.params.stop or self.params.end_at_repeat)
-
-    @property
-    def stepwise(self) -> bool:
-        """Return whether the host has to read the tokens of every step: it finds ends and follows schemas."""
-        return self.ends_by_text or self.constrained

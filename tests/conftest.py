@@ -55,14 +55,14 @@ from aspd_jax.model.cache import Bucket
 from aspd_jax.sizes import next_power
 from infer import Engine
 from infer.answers.answer import copy_outputs, fetch_outputs
+from infer.control.tags import Tags
 from infer.decode.derived import BranchBudget
 from infer.decode.guidance import guidance_arrays, guide
 from infer.decode.inputs import plan_step
-from infer.decode.state import PROMPT, RUNNING, WAIT, DecodeState, EngineConfig, SequenceState
+from infer.decode.state import PROMPT, DecodeState, EngineConfig, SequenceState, waiting
 from infer.request import Request
 from infer.scheduling.admission import admit_request, classes_of, new_state
 from infer.scheduling.buckets import capacity_for
-from infer.scheduling.tags import Tags
 from train.byte_tokenizer import train_tokenizer
 from train.tasks import problem
 
@@ -221,10 +221,7 @@ def one_step(
 def decided(lm: LanguageModel, config: EngineConfig, state: DecodeState) -> DecodeState:
     """Return a state in which no sequence waits for a decision at a tag."""
     tags, words = Tags(config, classes_of(lm, config)), state.token_mask.shape[3]
-    while rows := np.flatnonzero(np.asarray(state.sequence.cursor.phase) == WAIT).tolist():
-        rows = [row for row in rows if state.sequence.cursor.finish[row] == RUNNING]
-        if not rows:
-            break
+    while rows := np.flatnonzero(waiting(state.sequence)).tolist():
         outputs = fetch_outputs(copy_outputs(state, config, rows), [None] * len(rows), config)
         decisions = {row: tags.follow(output) for row, output in zip(rows, outputs, strict=True)}
         batch = state.cache.tokens.shape[0]

@@ -16,7 +16,7 @@ from infer.answers.filled import Filled
 from infer.answers.stop import first_match
 from infer.decode.packed import Packed
 from infer.decode.slots import OutputSnapshot, snapshot
-from infer.decode.state import FORK, LENGTH, MERGE, PARALLEL, RUNNING, STOP, WAIT, DecodeState, EngineConfig
+from infer.decode.state import FORK, LENGTH, MERGE, PARALLEL, RUNNING, SERIAL, STOP, DecodeState, EngineConfig
 from infer.request import Request
 
 
@@ -259,7 +259,7 @@ def _output(shot: OutputSnapshot, index: int, limit: int | None, config: EngineC
         exhausted=frozenset((np.flatnonzero(s.budget.exhausted[index]) + 1).tolist()),
         branch_ids=branch_ids,
         drafts=np.asarray(s.draft[index]),
-        block_ready=phase == WAIT,
+        block_ready=phase == SERIAL and bool(s.cursor.templated[index]),
         opening=opening,
         tokens_left=int(s.budget.tokens[index]),
         content_left=int(s.budget.content[index]),

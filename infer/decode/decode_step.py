@@ -26,13 +26,13 @@ from infer.decode.state import (
     PARALLEL,
     PROMPT,
     RUNNING,
-    WAIT,
     DecodeState,
     EngineConfig,
     SequenceState,
     shard_state,
+    waiting,
 )
-from infer.decode.transition import advance, hold_templated
+from infer.decode.transition import advance, hold_masked, hold_templated
 
 
 def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
@@ -73,15 +73,16 @@ def step(
     if not drafting:
         tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
         state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.token, bool))
+        state = hold_masked(state, inputs.lanes)
         return state, plan_step(state, config, bucket)
     state, derived, count = _verify(state, derived, config, inputs, logits)
-    state = hide_rejected(state, inputs, count)
+    state = hold_masked(hide_rejected(state, inputs, count), inputs.lanes)
     if config.drafts == "heads":
         draft = drafts_from_heads(params, state, config, inputs, hidden, count)
     else:
         draft = drafts_from_text(state, derived, config, bucket.slots)
     state = state._replace(sequence=state.sequence._replace(draft=draft))
-    return state, plan_step(state, config, bucket, derived)
+    return state, plan_step(state, config, bucket)
 
 
 def sample_lanes(
@@ -168,6 +169,7 @@ class StepSummary(NamedTuple):
         tokens, lanes: `Widths` of the next step.
         steps_left: steps of `StopConditions.steps` that are left.
         phase, finish: see `Cursor`.
+        waits: whether a segment waits for the host.
         steps, parallel_steps, segments, accepted: see `Counters`.
         length: slots in use in the cache.
     """
@@ -177,6 +179,7 @@ class StepSummary(NamedTuple):
     steps_left: Int32[Array, ""]
     phase: Int32[Array, " B"]
     finish: Int32[Array, " B"]
+    waits: Bool[Array, " B"]
     steps: Int32[Array, " B"]
     parallel_steps: Int32[Array, " B"]
     segments: Int32[Array, " B"]
@@ -206,6 +209,7 @@ def _summary(state: DecodeState, need: Widths, steps_left: jax.Array | int) -> P
             steps_left=jnp.int32(steps_left),
             phase=cursor.phase,
             finish=cursor.finish,
+            waits=waiting(state.sequence),
             steps=counters.steps,
             parallel_steps=counters.parallel_steps,
             segments=counters.segments,
@@ -232,7 +236,7 @@ def run(
         state = state._replace(sequence=state.sequence._replace(draft=jnp.full_like(state.sequence.draft, -1)))
     running = jnp.sum(state.sequence.cursor.finish == RUNNING)
     prompts = jnp.sum(state.sequence.cursor.phase == PROMPT)
-    waiting = _waiting(state)
+    waited = jnp.sum(waiting(state.sequence))
 
     def more(carry: tuple[DecodeState, StepPlan, jax.Array]) -> jax.Array:
         state, plan, left = carry
@@ -249,7 +253,9 @@ def run(
         if bucket.rows > 1:
             fits &= jnp.all(plan.rows | (need.tokens == 0))
         finished = jnp.sum(cursor.finish == RUNNING) < running
-        changed = (jnp.sum(is_prompt) < prompts) | (_waiting(state) > waiting) | (conditions.join & finished)
+        changed = (
+            (jnp.sum(is_prompt) < prompts) | (jnp.sum(waiting(state.sequence)) > waited) | (conditions.join & finished)
+        )
         is_narrow = jnp.sum(tokens) <= conditions.smaller
         return (left > 0) & jnp.any(tokens > 0) & fits & ~changed & ~is_narrow
 
@@ -261,9 +267,3 @@ def run(
     start = state, plan_step(state, config, bucket), jnp.int32(conditions.steps)
     state, plan, left = jax.lax.while_loop(more, body, start)
     return state, _summary(state, plan.need, left)
-
-
-def _waiting(state: DecodeState) -> jax.Array:
-    """Return the number of sequences that wait for the host."""
-    cursor = state.sequence.cursor
-    return jnp.sum((cursor.phase == WAIT) & (cursor.finish == RUNNING) & ~cursor.templated)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, WAIT, EngineConfig, SequenceState
+from infer.decode.state import FORK, MERGE, PARALLEL, PROMPT, EngineConfig, SequenceState, waiting
 
 
 class BranchBudget(NamedTuple):
@@ -56,7 +56,7 @@ def derive(s: SequenceState, config: EngineConfig) -> Derived:
     serial = jnp.zeros_like(phase, bool)
     ready = jnp.concatenate([serial, ready_branches(s, budget)], axis=1)
     due = jnp.where((phase != PARALLEL) | ready, s.segments.queued, 0)
-    due = jnp.where((phase == PROMPT) | (phase == WAIT), 0, due)
+    due = jnp.where((phase == PROMPT) | waiting(s)[:, None], 0, due)
     is_branch = jnp.arange(due.shape[1])[None] > 0
     in_block = (phase == FORK) | (phase == PARALLEL)
     return Derived(

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32, UInt32
 
+from aspd_jax.errors import StructureError
 from aspd_jax.sizes import next_power
 from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.derived import merge_position
@@ -28,9 +29,9 @@ from infer.decode.state import (
     NO_LIMIT,
     RUNNING,
     SERIAL,
-    WAIT,
     DecodeState,
     EngineConfig,
+    Segments,
     SequenceState,
     shard_state,
 )
@@ -41,25 +42,27 @@ class SerialRule(NamedTuple):
 
     rule: Any
     later_rule: Any
-    stops: Any
-    left: Any = NO_LIMIT
     writes: Any = A_TEXT
 
 
 @dataclass(frozen=True)
 class RowGuidance:
-    """Decisions for one sequence.
+    """Decisions for one sequence. Segments that wait go on, without a limit where none is given.
 
     Attributes:
         masks: tokens that may come next, and after each draft token, uint32 [W] each, by segment: 0 is serial, k is
-            branch k. Empty: any.
+            branch k. Empty: any. A segment with masks waits again after the next step.
+        left: tokens after which segments wait again, by segment.
+        stops: classes of tokens after which segments wait, by segment; the others keep theirs, and new branches have
+            none.
         drafts: draft tokens of segments that have masks; the others keep theirs.
         known_tokens: tokens that follow the pending ones, by segment; they are fed together with these.
         counted: whether known tokens count as sampled, and are subtracted from both budgets.
         leads: tokens of the plain text in the heads of the branches of a block that begins.
         serial: rule of serial text, which goes on now, or after the block that begins; None: unchanged.
         branches: number of branches of a block that begins with `known_tokens` as heads; 0: none begins.
-        closed: numbers, from 1, of branches that end; their pending tokens are fed by the merge.
+        ending: numbers, from 1, of branches whose next token has to be the closing tag.
+        closed: numbers of branches that end; their pending tokens are fed by the merge.
         emptied: those of `closed` whose pending tokens are dropped.
         merges: whether the pending tokens of all branches are fed next.
         finish: STOP or LENGTH to end the answer; RUNNING: it continues.
@@ -70,12 +73,15 @@ class RowGuidance:
     """
 
     masks: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
+    left: Mapping[int, int] = field(default_factory=dict)
+    stops: Mapping[int, int] = field(default_factory=dict)
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     known_tokens: Mapping[int, Sequence[int]] = field(default_factory=dict)
     counted: bool = True
     leads: Sequence[int] = ()
     serial: SerialRule | None = None
     branches: int = 0
+    ending: frozenset[int] = frozenset()
     closed: frozenset[int] = frozenset()
     emptied: frozenset[int] = frozenset()
     merges: bool = False
@@ -84,10 +90,6 @@ class RowGuidance:
     spent: int = 0
     content: int = 0
     discarded: int = 0
-
-    def __bool__(self) -> bool:
-        decides = self.masks or self.known_tokens or self.serial or self.branches or self.closed
-        return bool(decides or self.merges or self.finish)
 
 
 class Guidance(NamedTuple):
@@ -98,6 +100,8 @@ class Guidance(NamedTuple):
         mask_row: `row` where the token mask changes; out of range elsewhere.
         masked: whether `bits` restrict the next tokens.
         bits: token masks.
+        left: see `Segments`; NO_LIMIT where none is given.
+        stops: see `Segments`; -1: unchanged.
         drafts: draft tokens; -1: none.
         drafted: branch, from 0, whose draft tokens are replaced; 0 also serves the serial segment; N: none are.
         known_tokens: known tokens.
@@ -106,8 +110,9 @@ class Guidance(NamedTuple):
         lead: tokens of plain text in the head of a branch.
         serial: rule of serial text; rows without `goes_on` keep theirs.
         goes_on: sequences whose serial text gets a rule.
+        decided: sequences with decisions.
         branches: branches of a block that begins.
-        closed, emptied: branches that end.
+        ending, closed, emptied: branches that end.
         merges: sequences that merge.
         finish: new values of `Cursor.finish`; RUNNING: unchanged.
         back, spent, content, discarded: see `RowGuidance`.
@@ -118,6 +123,8 @@ class Guidance(NamedTuple):
     mask_row: Int32[Array, " P"]
     masked: Bool[Array, " P"]
     bits: UInt32[Array, "P 1+D W"]
+    left: Int32[Array, " P"]
+    stops: Int32[Array, " P"]
     drafts: Int32[Array, "P D"]
     drafted: Int32[Array, " P"]
     known_tokens: Int32[Array, "P Q"]
@@ -126,7 +133,9 @@ class Guidance(NamedTuple):
     lead: Int32[Array, " P"]
     serial: SerialRule
     goes_on: Bool[Array, " B"]
+    decided: Bool[Array, " B"]
     branches: Int32[Array, " B"]
+    ending: Bool[Array, "B N"]
     closed: Bool[Array, "B N"]
     emptied: Bool[Array, "B N"]
     merges: Bool[Array, " B"]
@@ -148,11 +157,14 @@ def guidance_arrays(
         words: W.
         config: configuration of the engine.
         min_size: minimum P.
+
+    Raises:
+        StructureError: known tokens do not fit the queue of a segment.
     """
     entries = [
         (row, segment)
         for row, guidance in rows.items()
-        for segment in sorted({*guidance.masks, *guidance.known_tokens})
+        for segment in sorted({*guidance.masks, *guidance.known_tokens, *guidance.left, *guidance.stops})
     ]
     size = max(min_size, len(entries))
     size = 1 if size == 1 else next_power(max(size, 1 + config.max_branches))
@@ -164,6 +176,8 @@ def guidance_arrays(
         "mask_row": np.full(size, batch, np.int32),
         "masked": np.zeros(size, bool),
         "bits": np.zeros((size, 1 + config.draft_tokens, words), np.uint32),
+        "left": np.full(size, NO_LIMIT, np.int32),
+        "stops": np.full(size, -1, np.int32),
         "drafts": np.full((size, config.draft_tokens), -1, np.int32),
         "drafted": np.full(size, config.max_branches, np.int32),
         "known_tokens": np.zeros((size, config.max_queued), np.int32),
@@ -172,6 +186,8 @@ def guidance_arrays(
         "lead": np.zeros(size, np.int32),
         "serial": SerialRule(*(np.zeros(batch, np.int32) for _ in SerialRule._fields)),
         "goes_on": np.zeros(batch, bool),
+        "decided": np.zeros(batch, bool),
+        "ending": np.zeros((batch, config.max_branches), bool),
         "closed": np.zeros((batch, config.max_branches), bool),
         "emptied": np.zeros((batch, config.max_branches), bool),
         "merges": np.zeros(batch, bool),
@@ -185,21 +201,26 @@ def guidance_arrays(
         if masks is not None:
             made.mask_row[number], made.masked[number] = row, len(masks) > 0
             made.bits[number, : len(masks)] = np.reshape(masks, (-1, words))
+        made.left[number] = guidance.left.get(segment, NO_LIMIT)
+        made.stops[number] = guidance.stops.get(segment, -1)
         if drafts is not None:
             made.drafts[number, : len(drafts)], made.drafted[number] = drafts, max(segment - 1, 0)
+        if len(tokens) > config.max_queued:
+            raise StructureError(f"known tokens: expected at most {config.max_queued} in a segment, got {len(tokens)}.")
         made.known_tokens[number, : len(tokens)], made.size[number] = tokens, len(tokens)
         made.counted[number] = len(tokens) * guidance.counted
         if guidance.leads and segment:
             made.lead[number] = guidance.leads[segment - 1]
     for row, guidance in rows.items():
+        made.decided[row] = True
         for name in (*numbers, "merges"):
             getattr(made, name)[row] = getattr(guidance, name)
         if guidance.serial is not None:
             made.goes_on[row] = True
             for values, value in zip(made.serial, guidance.serial, strict=True):
                 values[row] = value
-        made.closed[row, [number - 1 for number in guidance.closed]] = True
-        made.emptied[row, [number - 1 for number in guidance.emptied]] = True
+        for name in ("ending", "closed", "emptied"):
+            getattr(made, name)[row, [number - 1 for number in getattr(guidance, name)]] = True
     result: Guidance = made
     return result
 
@@ -210,11 +231,10 @@ def guide(state: DecodeState, guidance: Guidance, config: EngineConfig) -> tuple
     at = guidance.mask_row, guidance.segment
     token_mask = state.token_mask.at[at].set(guidance.bits, mode="drop")
     draft = state.sequence.draft.at[guidance.row, guidance.drafted].set(guidance.drafts, mode="drop")
-    segments = state.sequence.segments
-    segments = segments._replace(masked=segments.masked.at[at].set(guidance.masked, mode="drop"))
     state = _take_back(state._replace(token_mask=token_mask), guidance)
-    sequence = state.sequence._replace(draft=draft, segments=state.sequence.segments._replace(masked=segments.masked))
+    sequence = state.sequence._replace(draft=draft)
     sequence = _open_blocks(_go_on(_close_branches(sequence, guidance), guidance), guidance)
+    sequence = sequence._replace(segments=_limited(sequence.segments, guidance))
     sequence = _begin_merges(_queue_known(sequence, guidance), guidance, config)
     cursor = sequence.cursor
     cursor = cursor._replace(finish=jnp.where(guidance.finish != RUNNING, guidance.finish, cursor.finish))
@@ -252,7 +272,10 @@ def _close_branches(s: SequenceState, guidance: Guidance) -> SequenceState:
     queued = s.segments.queued.at[:, 1:].set(jnp.where(guidance.emptied, 0, s.segments.queued[:, 1:]))
     return s._replace(
         segments=s.segments._replace(queued=queued),
-        branches=s.branches._replace(live=s.branches.live & ~guidance.closed),
+        branches=s.branches._replace(
+            live=s.branches.live & ~guidance.closed,
+            closing=s.branches.closing | (s.branches.live & guidance.ending),
+        ),
     )
 
 
@@ -274,6 +297,9 @@ def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
         segments=segments._replace(
             queued=segments.queued.at[:, 1:].set(cleared(segments.queued[:, 1:])),
             sampled=segments.sampled.at[:, 1:].set(cleared(segments.sampled[:, 1:])),
+            masked=segments.masked.at[:, 1:].set(cleared(segments.masked[:, 1:])),
+            stops=segments.stops.at[:, 1:].set(cleared(segments.stops[:, 1:])),
+            left=jnp.where(opens[:, None], NO_LIMIT, segments.left),
         ),
         branches=s.branches._replace(
             number=jnp.where(opens, guidance.branches, s.branches.number),
@@ -291,6 +317,18 @@ def _open_blocks(s: SequenceState, guidance: Guidance) -> SequenceState:
         counters=s.counters._replace(
             blocks=s.counters.blocks + opens, branches=s.counters.branches + guidance.branches
         ),
+    )
+
+
+def _limited(segments: Segments, guidance: Guidance) -> Segments:
+    """Return the segments with the limits of their next tokens."""
+    left = jnp.where(guidance.decided[:, None] & (segments.left <= 0), NO_LIMIT, segments.left)
+    at, masked_at = (guidance.row, guidance.segment), (guidance.mask_row, guidance.segment)
+    stops = jnp.where(guidance.stops < 0, segments.stops.at[at].get(mode="clip"), guidance.stops)
+    return segments._replace(
+        masked=segments.masked.at[masked_at].set(guidance.masked, mode="drop"),
+        left=left.at[at].set(guidance.left, mode="drop"),
+        stops=segments.stops.at[at].set(stops, mode="drop"),
     )
 
 
@@ -325,6 +363,7 @@ def _queue_known(s: SequenceState, guidance: Guidance) -> SequenceState:
 def _begin_merges(s: SequenceState, guidance: Guidance, config: EngineConfig) -> SequenceState:
     """Begin the merge of sequences that `merges` names; a merge without pending tokens is over."""
     merged = guidance.merges & (jnp.sum(s.segments.queued[:, 1:], axis=1) == 0)
-    phase = jnp.where(merged, WAIT, jnp.where(guidance.merges, MERGE, s.cursor.phase))
+    phase = jnp.where(merged, SERIAL, jnp.where(guidance.merges, MERGE, s.cursor.phase))
     position = jnp.where(merged, merge_position(s, config) - 1, s.cursor.position)
-    return s._replace(cursor=s.cursor._replace(phase=phase, position=position))
+    left = s.segments.left.at[:, 0].set(jnp.where(merged, 0, s.segments.left[:, 0]))
+    return s._replace(cursor=s.cursor._replace(phase=phase, position=position), segments=s.segments._replace(left=left))

@@ -112,16 +112,15 @@ class StepPlan(NamedTuple):
     rows: Bool[Array, " B"]
 
 
-def plan_step(state: DecodeState, config: EngineConfig, bucket: Bucket, derived: Derived | None = None) -> StepPlan:
+def plan_step(state: DecodeState, config: EngineConfig, bucket: Bucket) -> StepPlan:
     """Return the plan of the next step.
 
     Args:
         state: state before the step.
         config: configuration of the engine.
         bucket: sizes of the program.
-        derived: quantities derived from `state`; None: they are derived here.
     """
-    derived = derive(state.sequence, config) if derived is None else derived
+    derived = derive(state.sequence, config)
     need = widths(state, derived)
     is_prompt = state.sequence.cursor.phase == PROMPT
     return StepPlan(derived, need, rows_of_step(need.tokens, is_prompt, bucket))
@@ -315,7 +314,7 @@ def due_tokens(state: DecodeState, derived: Derived, config: EngineConfig, row: 
         ahead = jnp.clip((place - count) // jnp.maximum(count, 1), 0, config.draft_tokens - 1)
         draft = s.draft[row, jnp.maximum(segment - 1, 0), ahead]
         is_draft = ~is_due & derived.grows[row] & (place < count * (1 + config.draft_tokens)) & (draft >= 0)
-        is_draft &= (segment > 0) | (ahead + 2 <= s.cursor.left[row])  # the host looks after `left` tokens
+        is_draft &= ahead + 2 <= s.segments.left[row, segment]  # the segment waits after `left` tokens
         tokens, position = jnp.where(is_due, tokens, draft), jnp.where(is_due, position, position + 1 + ahead)
         is_due |= is_draft
     block = jnp.where(segment > 0, s.cursor.block[row], 0)

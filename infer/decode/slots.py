@@ -1,6 +1,7 @@
 """Operations of the host on rows of the state between steps: admission, copies, outputs, stops and limits.
 
-B rows, M rows that are read, N maximum branches, S tokens of a prompt, C cache slots, P segments, V vocabulary.
+B rows, M rows that are read, N maximum branches, S tokens of a prompt, C cache slots, V vocabulary,
+W words of 32 tokens of it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, UInt32
 
 from aspd_jax.layout import Array, Layout
 from aspd_jax.model.cache import OTHER
@@ -47,7 +48,9 @@ class Admission(NamedTuple):
         block: number of blocks in the prompt.
         budget: maximum tokens of the answer.
         content: maximum tokens of its plain text.
-        arrival, templated, rule, stops: see `Cursor`.
+        arrival, templated, rule: see `Cursor`.
+        stops: classes of tokens after which serial text waits (`Segments.stops`).
+        stop_tokens: see `DecodeState`, uint32 [W].
     """
 
     row: Int32[Array, ""]
@@ -63,6 +66,7 @@ class Admission(NamedTuple):
     arrival: Int32[Array, ""]
     rule: Int32[Array, ""]
     stops: Int32[Array, ""]
+    stop_tokens: UInt32[Array, " W"]
 
 
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -107,15 +111,19 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
             arrival=new.arrival,
             rule=new.rule,
             later_rule=new.rule,
-            stops=new.stops,
-            left=NO_LIMIT,
             templated=new.templated,
+        ),
+        segments=sequence.segments._replace(
+            stops=sequence.segments.stops.at[new.row, 0].set(new.stops, mode="drop"),
+            left=sequence.segments.left.at[new.row].set(NO_LIMIT, mode="drop"),
         ),
         budget=assigned(sequence.budget, tokens=new.budget, content=new.content),
         draft=sequence.draft.at[new.row].set(-1, mode="drop"),
     )
     request = jax.tree.map(lambda old, own: old.at[new.row].set(own, mode="drop"), state.request, new.request)
-    return shard_state(state._replace(request=request, sequence=sequence, cache=cache), config.mesh)
+    stop_tokens = state.stop_tokens.at[new.row].set(new.stop_tokens, mode="drop")
+    state = state._replace(request=request, sequence=sequence, cache=cache, stop_tokens=stop_tokens)
+    return shard_state(state, config.mesh)
 
 
 @partial(jax.jit, static_argnames=("config", "slots"), donate_argnames="state")
@@ -150,15 +158,6 @@ def snapshot(state: DecodeState, rows: jax.Array, config: EngineConfig) -> Packe
     return Packed.pack(jax.tree.map(lambda field: field[rows], read))
 
 
-@partial(jax.jit, donate_argnames="state")
-def stop_segments(state: DecodeState, answers: jax.Array, branches: jax.Array) -> DecodeState:
-    """End answers, bool [B], at once, and branches, bool [B, N], with their closing tag."""
-    cursor, alive = state.sequence.cursor, state.sequence.branches
-    cursor = cursor._replace(finish=jnp.where(answers & (cursor.finish == RUNNING), STOP, cursor.finish))
-    alive = alive._replace(closing=alive.closing | (branches & alive.live))
-    return state._replace(sequence=state.sequence._replace(cursor=cursor, branches=alive))
-
-
 @partial(jax.jit, static_argnames="config", donate_argnames="state")
 def put_bias(state: DecodeState, row: jax.Array, bias: jax.Array, config: EngineConfig) -> DecodeState:
     """Set the bias that is added to the logits of a row, float32 [V]; a row out of range means none."""
@@ -189,13 +188,14 @@ def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length
             block=jnp.ones_like(s.cursor.block),
             rule=jnp.full_like(s.cursor.rule, ANY_TEXT),
             later_rule=jnp.full_like(s.cursor.rule, ANY_TEXT),
-            left=jnp.full_like(s.cursor.left, NO_LIMIT),
         ),
         segments=s.segments._replace(
             queue=jnp.ones_like(s.segments.queue),
             queued=queued,
             sampled=jnp.zeros_like(s.segments.sampled),
             masked=jnp.zeros_like(s.segments.masked),
+            stops=jnp.zeros_like(s.segments.stops),
+            left=jnp.full_like(s.segments.left, NO_LIMIT),
         ),
         branches=branches,
         budget=s.budget._replace(tokens=plenty, content=plenty, block_tokens=plenty, block_content=plenty),

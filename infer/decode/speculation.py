@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from aspd_jax.layout import Layout
 from infer.decode.derived import Derived
 from infer.decode.inputs import Inputs, Lanes
-from infer.decode.state import PARALLEL, RUNNING, WAIT, DecodeState, EngineConfig
+from infer.decode.state import PARALLEL, RUNNING, DecodeState, EngineConfig
 
 
 def drafts_from_text(state: DecodeState, derived: Derived, config: EngineConfig, used: int) -> jax.Array:
@@ -126,8 +126,8 @@ def continues(state: DecodeState, derived: Derived, lanes: Lanes) -> jax.Array:
     s = state.sequence
     branch = (lanes.row, jnp.maximum(lanes.branch - 1, 0))
     in_block = (s.cursor.phase == PARALLEL)[lanes.row]
-    goes_on = (s.cursor.finish == RUNNING) & (s.cursor.phase != WAIT)
-    grows = (goes_on & derived.grows)[lanes.row]
+    goes_on = s.segments.left[lanes.row, lanes.branch] > 0
+    grows = goes_on & ((s.cursor.finish == RUNNING) & derived.grows)[lanes.row]
     may_go_on = in_block & s.branches.live[branch] & derived.budget.final[branch]
     return grows & jnp.where(lanes.branch == 0, ~in_block, may_go_on)
 

@@ -33,11 +33,10 @@ FORK = 1  # `<|para|>` and the heads of all branches
 PARALLEL = 2  # one token of every live branch
 MERGE = 3  # the closing tags of all branches, and `<|/para|>`
 PROMPT = 4  # the rest of the prompt; the next sample is the first of the answer
-WAIT = 5  # any, which are not due: the host decides what follows
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of `Cursor.finish`
 A_TEXT, A_TITLE, A_NUMBER = 0, 1, 2  # values of `Cursor.writes`
-NO_LIMIT = 1 << 30  # `Cursor.left` where the host does not have to look
+NO_LIMIT = 1 << 30  # `Segments.left` where the host does not have to look
 MAX_BRANCHES = 1 << 12  # limit of N; blocks and branches share one number in random streams
 
 
@@ -138,8 +137,6 @@ class Cursor(NamedTuple):
         block: number of blocks opened so far, those of the prompt included.
         rule: classes of tokens that may come next in serial text: bit c for class c (`infer.decode.token_classes`).
         later_rule: `rule` after the next token.
-        stops: classes of tokens after which the sequence waits for the host.
-        left: tokens of serial text after which it waits.
         writes: what serial text is: A_TEXT, A_TITLE or A_NUMBER (of leads).
         templated: whether the host opens and ends all blocks (a template): serial text and tags are not sampled.
     """
@@ -152,8 +149,6 @@ class Cursor(NamedTuple):
     block: Int32[Array, " B"]
     rule: Int32[Array, " B"]
     later_rule: Int32[Array, " B"]
-    stops: Int32[Array, " B"]
-    left: Int32[Array, " B"]
     writes: Int32[Array, " B"]
     templated: Bool[Array, " B"]
 
@@ -165,13 +160,17 @@ class Segments(NamedTuple):
         queue: pending tokens in the order in which they are fed. Those of a closed branch wait for the merge.
         queued: number of pending tokens.
         sampled: tokens sampled so far.
-        masked: whether `DecodeState.token_mask` restricts the next tokens.
+        masked: whether `DecodeState.token_mask` restricts the next tokens; the segment waits for the host after a step.
+        stops: classes of tokens after which the segment waits for the host: bit c for class c.
+        left: tokens after which it waits; 0: it waits. Meanwhile the sequence is not fed.
     """
 
     queue: Int32[Array, "B M Q"]
     queued: Int32[Array, "B M"]
     sampled: Int32[Array, "B M"]
     masked: Bool[Array, "B M"]
+    stops: Int32[Array, "B M"]
+    left: Int32[Array, "B M"]
 
 
 class Branches(NamedTuple):
@@ -262,6 +261,8 @@ class DecodeState(NamedTuple):
         request: parameters of the requests; changes when a row is assigned to another request.
         token_mask: tokens allowed in each segment that is `masked`, next and after each draft token, one bit each.
             Changes between steps, when the host decides.
+        stop_tokens: tokens after which every segment of a row waits for the host, one bit each. Changes as `request`
+            does.
         bias: bias of the logits in rows that are `biased`, of V tokens. Changes as `request` does.
         sequence: progress; changes in every step.
         cache: KV cache; every step appends to it.
@@ -270,6 +271,7 @@ class DecodeState(NamedTuple):
     classes: UInt8[Array, " V"]
     request: RequestArrays
     token_mask: UInt32[Array, "B M 1+D W"]
+    stop_tokens: UInt32[Array, "B W"]
     bias: Float32[Array, "B V"]
     sequence: SequenceState
     cache: Cache
@@ -287,10 +289,21 @@ def empty_state(config: EngineConfig, cache: Cache, classes: np.ndarray) -> Deco
     }
     sequence = zeros(SequenceState, sizes)
     sequence = sequence._replace(cursor=sequence.cursor._replace(finish=sequence.cursor.finish + STOP))
-    vocabulary = classes.size
-    token_mask = jnp.zeros((sizes["B"], sizes["M"], 1 + sizes["D"], -(-vocabulary // 32)), jnp.uint32)
+    vocabulary, words = classes.size, -(-classes.size // 32)
+    token_mask = jnp.zeros((sizes["B"], sizes["M"], 1 + sizes["D"], words), jnp.uint32)
+    stop_tokens = jnp.zeros((sizes["B"], words), jnp.uint32)
     bias = jnp.zeros((sizes["B"], vocabulary), jnp.float32)
-    return DecodeState(jnp.asarray(classes), zeros(RequestArrays, sizes), token_mask, bias, sequence, cache)
+    return DecodeState(
+        jnp.asarray(classes), zeros(RequestArrays, sizes), token_mask, stop_tokens, bias, sequence, cache
+    )
+
+
+def waiting(s: SequenceState) -> Bool[Array, " B"]:
+    """Return the sequences of which a segment waits for the host."""
+    phase, waits = s.cursor.phase, s.segments.left <= 0
+    serial = ((phase == SERIAL) | (phase == MERGE)) & waits[:, 0]
+    branches = (phase == PARALLEL) & jnp.any(s.branches.live & waits[:, 1:], axis=1)
+    return (s.cursor.finish == RUNNING) & (serial | branches)
 
 
 def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:

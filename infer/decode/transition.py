@@ -25,14 +25,13 @@ from infer.decode.state import (
     RUNNING,
     SERIAL,
     STOP,
-    WAIT,
     Budget,
     DecodeState,
     EngineConfig,
     Segments,
     SequenceState,
 )
-from infer.decode.token_classes import BRANCH_END, END
+from infer.decode.token_classes import BRANCH_END, END, TITLE_START
 
 
 class SegmentTokens(NamedTuple):
@@ -73,7 +72,19 @@ def advance(
         new = jnp.where(in_block.reshape(rank), block, serial)
         return jnp.where(moves.reshape(rank), new, old)
 
-    return state._replace(sequence=jax.tree.map(select, state.sequence, after_serial, after_block))
+    sequence = jax.tree.map(select, state.sequence, after_serial, after_block)
+    segments = sequence.segments._replace(left=_left_after(state, by_segment))
+    return state._replace(sequence=sequence._replace(segments=segments))
+
+
+def _left_after(state: DecodeState, tokens: SegmentTokens) -> Int32[Array, "B M"]:
+    """Return `Segments.left` after tokens, `tokens` [B, M] each."""
+    segments, token = state.sequence.segments, tokens.token
+    words = jnp.take_along_axis(state.stop_tokens, token // 32, axis=1)
+    in_set = (words >> (token % 32).astype(jnp.uint32)) & 1 > 0
+    stops = in_set | ((segments.stops >> tokens.kind) & 1 > 0)
+    fewer = jnp.where(segments.left < NO_LIMIT, segments.left - 1, NO_LIMIT)
+    return jnp.where(tokens.active, jnp.where(stops, 0, fewer), segments.left)
 
 
 def hold_templated(state: DecodeState, derived: Derived, fed: jax.Array) -> DecodeState:
@@ -85,20 +96,30 @@ def hold_templated(state: DecodeState, derived: Derived, fed: jax.Array) -> Deco
     is_prompt = (phase == PROMPT) & (state.cache.length >= s.cursor.prompt_length)
     held = s.cursor.templated & (fed > 0) & (is_prompt | (phase == MERGE))
     position = jnp.where(held & (phase == MERGE), derived.merge_position - 1, s.cursor.position)
-    cursor = s.cursor._replace(phase=jnp.where(held, WAIT, phase), position=position)
-    segments = s.segments._replace(queued=jnp.where(held[:, None], 0, s.segments.queued))
+    cursor = s.cursor._replace(phase=jnp.where(held, SERIAL, phase), position=position)
+    segments = s.segments._replace(
+        queued=jnp.where(held[:, None], 0, s.segments.queued), left=jnp.where(held[:, None], 0, s.segments.left)
+    )
     return state._replace(sequence=s._replace(cursor=cursor, segments=segments))
+
+
+def hold_masked(state: DecodeState, lanes: Lanes) -> DecodeState:
+    """Let segments with a token mask wait for the host, which makes the next one; `lanes` took tokens."""
+    segments, at = state.sequence.segments, (lanes.row, lanes.branch)
+    left = jnp.where(segments.masked.at[at].get(mode="clip"), 0, segments.left.at[at].get(mode="clip"))
+    segments = segments._replace(left=segments.left.at[at].set(left, mode="drop"))
+    return state._replace(sequence=state.sequence._replace(segments=segments))
 
 
 def _advance_serial(s: SequenceState, derived: Derived, tokens: SegmentTokens) -> SequenceState:
     """Return the progress after tokens of the serial segment, `tokens` [B] each: the token is pending.
 
-    The sequence waits for the host after a token of its `stops`, or when none is `left`.
+    A budget ends the sequence in plain text. Elsewhere the segment waits first, and the host knows what still fits.
     """
     cursor, budget, kind = s.cursor, s.budget, tokens.kind
-    ends, stops = kind == END, (cursor.stops >> kind) & 1 > 0
-    waits = stops | (cursor.left <= 1)
-    is_content = (cursor.writes == A_TEXT) & ~ends & ~stops
+    ends, is_tag = kind == END, (kind >= TITLE_START) & (kind <= BRANCH_END)
+    waits = is_tag | ((cursor.writes != A_TEXT) & (s.segments.left[:, 0] <= 1))
+    is_content = (cursor.writes == A_TEXT) & ~ends & ~is_tag
     budget = budget._replace(tokens=budget.tokens - 1, content=budget.content - is_content)
     spent = (budget.tokens <= 0) | (is_content & (budget.content <= 0))
     first = jnp.where(cursor.phase == MERGE, derived.merge_position, cursor.position)
@@ -106,11 +127,10 @@ def _advance_serial(s: SequenceState, derived: Derived, tokens: SegmentTokens) -
     branches = s.branches
     return s._replace(
         cursor=cursor._replace(
-            phase=jnp.where(waits, WAIT, SERIAL),
+            phase=jnp.full_like(cursor.phase, SERIAL),
             finish=jnp.select([ends, spent & ~waits], [STOP, LENGTH], RUNNING),
             position=first + jnp.where(cursor.phase == PROMPT, 1, derived.due[:, 0]),
             rule=cursor.later_rule,
-            left=jnp.where(cursor.left < NO_LIMIT, cursor.left - 1, NO_LIMIT),
         ),
         segments=s.segments._replace(
             queue=s.segments.queue.at[:, 0, 0].set(tokens.token),

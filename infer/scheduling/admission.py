@@ -15,11 +15,12 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import Layout, build_layout
 from aspd_jax.model.cache import empty_cache
 from aspd_jax.sizes import next_power
+from infer.control.tags import text_rule, text_stops
+from infer.control.text_end import stop_tokens
 from infer.decode.slots import Admission, admit, put_bias
 from infer.decode.state import DecodeState, EngineConfig, RequestArrays, empty_state, place_state
 from infer.decode.token_classes import TokenClasses, token_classes
 from infer.request import PARAMETERS, Request
-from infer.scheduling.tags import text_rule
 
 DTYPES: dict[type, Any] = {int: np.int32, float: np.float32}  # types of sampling parameters on the device
 MIN_PROMPT = 64  # tokens of the smallest program that admits a prompt
@@ -122,7 +123,9 @@ def admit_request(
         for name, parameter in PARAMETERS.items()
         if parameter.device
     }
-    rule = text_rule(forks=request.mode == "adaptive" and config.max_branches >= 2)
+    forks = request.mode == "adaptive" and config.max_branches >= 2
+    words = state.stop_tokens.shape[1]
+    ends = stop_tokens(params, lm.codec.text, words) if request.ends_by_text else np.zeros(words, np.uint32)
     numbers = {
         "row": row,
         "prefix_slots": prefix.slots,
@@ -131,14 +134,15 @@ def admit_request(
         "budget": request.budget,
         "content": params.max_content_tokens or request.budget,
         "arrival": arrival,
-        "rule": rule.rule,
-        "stops": rule.stops,
+        "rule": text_rule(forks).rule,
+        "stops": text_stops(forks),
     }
     new: Any = Admission(
         request=RequestArrays(**arrays),
         tokens=padded(request.prompt),
         layout=Layout(*map(padded, layout)),
         templated=np.bool_(request.template is not None),
+        stop_tokens=ends,
         **{name: np.int32(value) for name, value in numbers.items()},
     )
     if biases:

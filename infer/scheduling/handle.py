@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 
 from infer.answers.answer import RequestOutput, Result
 from infer.answers.events import Event
+from infer.control.schemas import Schemas
 from infer.decode.state import DecodeState
 from infer.request import Request, Stream
 from infer.scheduling.request_state import RequestState
 from infer.scheduling.step_cost import StepCost
-from infer.scheduling.structured import Schemas
 
 STREAM_STEPS = 4  # steps between the events of an owner who iterates without `max_steps`
 

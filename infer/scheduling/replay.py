@@ -22,7 +22,7 @@ from infer.decode.derived import Derived, derive
 from infer.decode.grammar import LaneTokens
 from infer.decode.guidance import RowGuidance, SerialRule, guidance_arrays, guide
 from infer.decode.inputs import Inputs, next_inputs, plan_step, widths
-from infer.decode.state import PROMPT, RUNNING, WAIT, DecodeState, EngineConfig
+from infer.decode.state import PROMPT, RUNNING, DecodeState, EngineConfig, waiting
 from infer.decode.token_classes import PARALLEL_START, TITLE_END, TITLE_START
 from infer.decode.transition import advance
 from infer.request import Request, SamplingParams
@@ -100,7 +100,7 @@ class _Script:
 def _goes_on(*known: int) -> RowGuidance:
     """Return the decision that serial text goes on to the next tag, behind known tokens."""
     stops = 1 << TITLE_START | 1 << TITLE_END | 1 << PARALLEL_START
-    return RowGuidance(known_tokens={0: known}, counted=False, serial=SerialRule(0, 0, stops))
+    return RowGuidance(stops={0: stops}, known_tokens={0: known}, counted=False, serial=SerialRule(0, 0))
 
 
 @partial(jax.jit, static_argnames=("config", "bucket"), donate_argnames="state")
@@ -108,7 +108,7 @@ def replay_step(
     params: Any, state: DecodeState, derived: Derived, config: EngineConfig, bucket: Bucket
 ) -> tuple[jax.Array, Inputs, DecodeState]:
     """Run a step without sampling; return the logits of all fed tokens, [T, V], the inputs and the state."""
-    inputs = next_inputs(state, plan_step(state, config, bucket, derived), config, bucket, drafting=False)
+    inputs = next_inputs(state, plan_step(state, config, bucket), config, bucket, drafting=False)
     every = inputs._replace(batch=inputs.batch._replace(logits_at=jnp.arange(bucket.tokens)))
     hidden, cache = forward(params, state, config, every, bucket)
     logits = logits_of(params, config, every, hidden)
@@ -168,7 +168,7 @@ def replay(lm: LanguageModel, config: EngineConfig, prompt: Sequence[int], answe
         lanes = np.where(used, np.asarray(inputs.lanes.branch), -1).tolist()
         sampled = np.asarray([script.next(block, lane) for lane in lanes], np.int32)
         state = replay_advance(state, derived, config, inputs, jnp.asarray(sampled))
-        if int(state.sequence.cursor.phase[0]) == WAIT:
+        if bool(waiting(state.sequence)[0]):
             decision = script.decide()
             block += decision.branches > 0
             state, _ = guide(state, guidance_arrays({0: decision}, 1, state.token_mask.shape[3], config), config)

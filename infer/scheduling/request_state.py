@@ -9,10 +9,9 @@ import numpy as np
 
 from infer.answers.answer import RequestOutput, Result
 from infer.answers.events import Event, EventReader, FilledReader
+from infer.control.controller import Controller
 from infer.request import Request, Stream
-from infer.scheduling.filling import Filling
 from infer.scheduling.prefix_cache import RowMemory
-from infer.scheduling.structured import Constraint
 
 
 @dataclass(eq=False)
@@ -27,7 +26,7 @@ class RequestState:
         row: index of the cache row; None: the request waits, or the engine failed.
         reused: number of prompt tokens that the cache held.
         prompt: contents of the row once the prompt has been fed; None: the prompt is not being fed.
-        constraint: follower of the schemas or the template, once the request has a row; None: there are none.
+        controller: decisions about the answer, since the request has a row.
         steps: steps after prefill, int [2]: outside and inside blocks.
         count_time: time up to which `seconds` accounts.
         seconds: wall time by phase (`Statistics.seconds`).
@@ -45,7 +44,7 @@ class RequestState:
     row: int | None = None
     reused: int = 0
     prompt: RowMemory | None = None
-    constraint: Constraint | Filling | None = None
+    controller: Controller = field(default_factory=Controller)
     steps: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
     count_time: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -60,11 +59,6 @@ class RequestState:
         """Return whether the request has a row and its prompt has been fed."""
         return self.row is not None and self.prompt is None
 
-    @property
-    def incremental(self) -> bool:
-        """Return whether the host reads the answer while it grows."""
-        return bool(self.stream) or self.request.stepwise
-
     def set_stream(self, stream: Stream) -> None:
         """Change the form of later events."""
         self.stream = stream
@@ -73,11 +67,9 @@ class RequestState:
         """Remove and return the first event that the owner has not taken; None: there is none."""
         return self.events.popleft() if self.events else None
 
-    def start(
-        self, row: int, reused: int, prompt: RowMemory, constraint: Constraint | Filling | None, now: float
-    ) -> None:
+    def start(self, row: int, reused: int, prompt: RowMemory, controller: Controller, now: float) -> None:
         """Record the assignment of a row; the prompt is fed next."""
-        self.row, self.reused, self.prompt, self.constraint = row, reused, prompt, constraint
+        self.row, self.reused, self.prompt, self.controller = row, reused, prompt, controller
         self.seconds = {"queued": now - self.submitted}
 
     def end_prefill(self, serial_steps: int, now: float) -> None:

@@ -127,7 +127,6 @@ class Runner:
         steps: int,
         join: bool,
         streamed: bool,
-        one_token: bool,
     ) -> InFlightSteps:
         """Start steps without waiting for them; `state` is donated.
 
@@ -137,10 +136,9 @@ class Runner:
             steps: maximum number of steps. Fewer are run if the next one needs another program.
             join: whether the steps end when a sequence finishes.
             streamed: see `Buckets.need`.
-            one_token: whether each step takes one token per segment; needed for stop strings.
         """
         since = self.clock()
-        drafting = self.drafts.active and not one_token
+        drafting = self.drafts.active
         steps = min(steps, self.drafts.steps)
         bucket, smaller, larger = self.buckets.select(summary, streamed)
         # The number of draft tokens varies by step, so a smaller program would alternate with this one.

@@ -21,24 +21,27 @@ from aspd_jax.language_model import LanguageModel
 from aspd_jax.sizes import next_power
 from infer.answers.answer import RequestOutput, Result, copy_outputs, fetch_outputs, make_result
 from infer.answers.events import EventReader, FilledReader
+from infer.control.constraint import Constraint
+from infer.control.controller import Controller
+from infer.control.filling import Filling
+from infer.control.schemas import Schemas
+from infer.control.tags import Tags
+from infer.control.text_end import TextEnd
 from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.guidance import RowGuidance, guidance_arrays, guide
 from infer.decode.packed import Packed
-from infer.decode.slots import OutputSnapshot, copy_slots, stop_segments
-from infer.decode.state import LENGTH, PROMPT, RUNNING, WAIT, DecodeState, EngineConfig
+from infer.decode.slots import OutputSnapshot, copy_slots
+from infer.decode.state import LENGTH, PROMPT, RUNNING, STOP, DecodeState, EngineConfig
 from infer.decode.token_classes import TokenClasses
 from infer.request import Request
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import admit_request, classes_of, new_state
 from infer.scheduling.buckets import MIN_CAPACITY
-from infer.scheduling.filling import Filling
 from infer.scheduling.handle import DebugState, Handle
 from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory
 from infer.scheduling.request_state import RequestState
 from infer.scheduling.runner import NO_LIMIT, DraftControl, InFlightSteps, Runner
 from infer.scheduling.step_cost import StepCost, measure_cost
-from infer.scheduling.structured import Constraint, Schemas
-from infer.scheduling.tags import Tags
 from infer.scheduling.warm_up import compile_all
 
 MIN_SLOTS_COPIED = 64
@@ -88,7 +91,6 @@ class Scheduler:
         self._codec = None if lm.tokenizer is None else lm.codec
         self._rows: list[RequestState | None] = [None] * rows
         self._classes: TokenClasses | None = None
-        self._tags: Tags | None = None  # made with the state
         self._prefixes = PrefixCache(rows, reuse)
         self._waiting: deque[RequestState] = deque()
         self._arrivals = 0  # requests that got a row
@@ -133,9 +135,7 @@ class Scheduler:
                 self._end(state, RequestOutput(RUNNING))
                 return
             output = self._output(state)
-            mask = np.arange(len(self._rows)) == state.row
-            branches = np.zeros((mask.size, self._config.max_branches), bool)
-            self._change(stop_segments(self._state_now(), mask, branches))
+            self._guide({state.row: RowGuidance(finish=STOP)})
             self._end(state, output)
             if not self._decoding:
                 self._in_flight = None
@@ -217,16 +217,14 @@ class Scheduler:
         return {row: state for row, state in self._running.items() if state.decoding}
 
     @property
-    def _stepwise(self) -> bool:
-        """Return whether the host has to read every token."""
-        return any(state.request.stepwise for state in self._running.values())
+    def _token_classes(self) -> TokenClasses:
+        if self._classes is None:
+            self._classes = classes_of(self._lm, self._config)
+        return self._classes
 
     def _state_now(self) -> DecodeState:
         if self._state is None:
-            if self._classes is None:
-                self._classes = classes_of(self._lm, self._config)
-                self._tags = Tags(self._config, self._classes)
-            self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, self._classes)
+            self._state = new_state(self._lm, self._config, len(self._rows), self._capacity, self._token_classes)
             judged = self.runner.drafts.active and not self.runner.drafts.always
             if judged and self._cost is None:
                 self._state, self._cost = measure_cost(self._lm, self._config, self._state, self.runner.buckets)
@@ -265,20 +263,26 @@ class Scheduler:
             size = min(self._capacity, max(MIN_SLOTS_COPIED, next_power(copies.slots)))
             self._change(copy_slots(self._state_now(), copies.sources, copies.targets, self._config, size))
         fed = self._prefixes.begin(target, request, match)
-        constraint = self._constraint(request)
-        state.start(target, match.prefix.tokens, fed, constraint, self.runner.clock())
+        controller = self._controller(state)
+        state.start(target, match.prefix.tokens, fed, controller, self.runner.clock())
         slot, now = self._adapters.slot(request.adapter), self._state_now()
         self._arrivals += 1
         arrival = self._arrivals
         self._change(admit_request(self._lm, self._config, now, request, target, match.prefix, slot, arrival))
-        if constraint is not None:
-            self._guide({target: constraint.start()})
+        if (guidance := controller.start()) is not None:
+            self._guide({target: guidance})
 
-    def _constraint(self, request: Request) -> Constraint | Filling | None:
-        """Return the constraint of the schemas or the template of a request; None: it has neither."""
+    def _controller(self, state: RequestState) -> Controller:
+        """Return the controller of a request's answer at its beginning."""
+        request = state.request
+        controller = Tags(self._config, self._token_classes) if request.mode == "adaptive" else Controller()
         if request.template is not None:
-            return Filling(request, self._schemas, self._lm.codec.text, self._config)
-        return self._schemas.constraint(request.params, request.budget) if request.constrained else None
+            controller = Filling(request, self._schemas, self._lm.codec.text, self._config)
+        elif request.params.answer_grammar or request.params.branch_schema:
+            controller = Constraint(controller, request, self._schemas, self._config)
+        if request.ends_by_text:
+            controller = TextEnd(controller, state.reader, filled=request.template is not None)
+        return controller
 
     def _end_prefills(self, summary: StepSummary) -> bool:
         """Record prompts that have been fed.
@@ -297,48 +301,48 @@ class Scheduler:
 
     def _decode(self, max_steps: int, return_on_end: bool) -> None:
         """Run a chunk; it also ends with a request if `return_on_end`, or if others wait."""
-        rows, stepwise = list(self._running), self._stepwise
-        if stepwise:
-            max_steps = min(max_steps, 1)
-        before = self.runner.clock()
+        rows, before = list(self._running), self.runner.clock()
         done, summary, join = 0, self._summary_now(), return_on_end or bool(self._waiting)
         left = max_steps - self.last_chunk.steps  # steps that are not in flight
         ends_chunk = self._end_prefills(summary)
         while True:
-            summary = self._decide(summary)
-            if done >= left or not summary.tokens.any() or ends_chunk:
+            ended = join and bool((summary.finish[rows] != RUNNING).any())
+            steps_left = 0 if ends_chunk or ended or not summary.tokens.any() else left - done
+            waiting = {row: state for row, state in self._decoding.items() if summary.waits[row]}
+            if not waiting and steps_left <= 0:
                 break
-            if join and (summary.finish[rows] != RUNNING).any():
-                break
-            steps, summary = self.runner.end(self._start(summary, left - done, join), self._cost)
-            self._summary = summary
-            done += steps
+            # A step of the other sequences runs while the host decides.
+            copy = copy_outputs(self._state_now(), self._config, list(waiting)) if waiting else None
+            started = self._start(summary, 1 if waiting else steps_left, join) if steps_left > 0 else None
+            decisions = {} if copy is None else self._decide(waiting, copy)
+            if started is not None:
+                steps, self._summary = self.runner.end(started, self._cost)
+                done += steps
+            if decisions:
+                self._guide(decisions)
+            summary = self._summary_now()
             ends_chunk = self._end_prefills(summary)
         self._count(summary, done, self.runner.clock() - before)
-        # Start the next steps before reading, unless outputs may change them.
+        # Start the next steps before reading.
         feeding = any(state.prompt is not None for state in self._running.values())
-        known = not (stepwise or feeding) and bool((summary.finish[rows] == RUNNING).all())
+        known = not feeding and bool((summary.finish[rows] == RUNNING).all())
         self._process_outputs(summary, max_steps if join and known and summary.tokens.any() else 0)
 
-    def _decide(self, summary: StepSummary) -> StepSummary:
-        """Decide for the sequences that wait at a tag; return the summary after the decisions."""
-        waits = (summary.phase == WAIT) & (summary.finish == RUNNING)
-        states = {row: state for row, state in self._decoding.items() if waits[row] and not state.request.template}
-        if not states:
-            return summary
-        assert self._tags is not None
-        before = self.runner.clock()
-        outputs = self._fetch(copy_outputs(self._state_now(), self._config, list(states)), states.values())
-        self._guide({row: self._tags.follow(output) for row, output in zip(states, outputs, strict=True)})
+    def _decide(self, states: dict[int, RequestState], copy: Packed[OutputSnapshot]) -> dict[int, RowGuidance]:
+        """Return the decisions for sequences that wait, by row, from a copy of these rows."""
+        before, decisions = self.runner.clock(), {}
+        for (row, state), output in zip(states.items(), self._fetch(copy, states.values()), strict=True):
+            if state.request.ends_by_text:
+                state.update(output)
+            decisions[row] = state.controller.follow(output)
         for state in states.values():
             state.count_decision(self.runner.clock() - before)
-        return self._summary_now()
+        return decisions
 
     def _start(self, summary: StepSummary, max_steps: int, join: bool) -> InFlightSteps:
         """Start steps in the program that the summary selects."""
         streamed = any(state.stream for state in self._decoding.values())
-        one_token = any(state.request.params.stop for state in self._running.values())
-        started = self.runner.start(self._state_now(), summary, max_steps, join, streamed, one_token)
+        started = self.runner.start(self._state_now(), summary, max_steps, join, streamed)
         self._state, self._summary, self._changed = started.state, None, False
         return started
 
@@ -353,9 +357,7 @@ class Scheduler:
         self._count(summary, steps, self.runner.clock() - started.start)
 
     def _guide(self, rows: dict[int, RowGuidance]) -> None:
-        """Apply decisions for constrained rows, by row."""
-        if not any(rows.values()):
-            return
+        """Apply decisions for sequences, by row."""
         arrays = guidance_arrays(rows, len(self._rows), self._schemas.words, self._config)
         state, summary = guide(self._state_now(), arrays, self._config)
         self._change(state)
@@ -375,7 +377,7 @@ class Scheduler:
         return self._summary
 
     def _process_outputs(self, summary: StepSummary, next_steps: int) -> None:
-        """Read the answers that have ended, have stop strings, a schema or a template, or are streamed.
+        """Read the answers that have ended or are streamed.
 
         Args:
             summary: summary of `_state`.
@@ -383,40 +385,17 @@ class Scheduler:
         """
         self._prefixes.tick()
         finish = summary.finish
-        states = {row: s for row, s in self._decoding.items() if s.incremental or finish[row] != RUNNING}
+        states = {row: s for row, s in self._decoding.items() if s.stream or finish[row] != RUNNING}
         if not states:
             return
         copy = copy_outputs(self._state_now(), self._config, list(states))
         if next_steps:
             self._in_flight = self._start(summary, next_steps, join=True)
-        outputs = dict(zip(states, self._fetch(copy, states.values()), strict=True))
-        for row, output in outputs.items():
+        for (row, state), output in zip(states.items(), self._fetch(copy, states.values()), strict=True):
             if finish[row] == RUNNING:
-                states[row].update(output)
-        if stopped := self._close_at_ends(outputs, states):
-            finish = self._summary_now().finish
-            outputs |= {row: self._output(states[row]) for row in stopped}
-        followed = {row: c for row, state in states.items() if (c := state.constraint) and finish[row] == RUNNING}
-        decisions = {row: constraint.follow(outputs[row]) for row, constraint in followed.items()}
-        self._guide(decisions)
-        for row, output in outputs.items():
-            if finish[row] != RUNNING:
-                self._end(states[row], output)
-            elif row in decisions and decisions[row].finish != RUNNING:
-                self._end(states[row], self._output(states[row]))
-
-    def _close_at_ends(self, outputs: dict[int, RequestOutput], states: dict[int, RequestState]) -> list[int]:
-        """End answers at stop strings and repeated objects, and branches after them; return these rows."""
-        answers = np.zeros(len(self._rows), bool)
-        branches = np.zeros((len(self._rows), self._config.max_branches), bool)
-        for row, output in outputs.items():
-            if states[row].request.ends_by_text and output.finish == RUNNING:
-                answers[row] = states[row].reader.stopped
-                late = states[row].reader.branches_past_stop(output)
-                branches[row, np.asarray(late, int) - 1] = True
-        if (answers | branches.any(axis=1)).any():
-            self._change(stop_segments(self._state_now(), answers, branches))
-        return [int(row) for row in np.flatnonzero(answers)]
+                state.update(output)
+            else:
+                self._end(state, output)
 
     def _output(self, state: RequestState) -> RequestOutput:
         """Return an answer as far as it is decoded."""
@@ -428,15 +407,7 @@ class Scheduler:
         states = list(states)
         limits = [state.request.params.max_content_tokens for state in states]
         outputs = fetch_outputs(copy, limits, self._config)
-        return [self._read(state, output) for state, output in zip(states, outputs, strict=True)]
-
-    @staticmethod
-    def _read(state: RequestState, output: RequestOutput) -> RequestOutput:
-        """Return an output as its constraint or template reads it."""
-        # A grammar does not have to accept the text up to a stop string or a repeated object.
-        if state.constraint is None or (state.reader.stopped and not state.request.template):
-            return output
-        return state.constraint.read(output)
+        return [state.controller.read(output) for state, output in zip(states, outputs, strict=True)]
 
     def _end(self, state: RequestState, output: RequestOutput) -> None:
         """End a request with what was decoded of its answer, and free its row."""
@@ -468,5 +439,5 @@ class Scheduler:
         )
         if state.cancelled:
             return replace(result, finish_reason="cancelled")
-        error = state.constraint.error if state.constraint else ""
+        error = state.controller.error
         return replace(result, finish_reason="error", error=error) if error else result

@@ -20,7 +20,7 @@ from infer.answers.answer import copy_outputs, fetch_outputs
 from infer.answers.logprobs import CHUNK, likeliest
 from infer.decode.decode_step import StopConditions, run, summarise
 from infer.decode.guidance import guidance_arrays, guide
-from infer.decode.slots import copy_slots, put_bias, stop_segments
+from infer.decode.slots import copy_slots, put_bias
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import MIN_PROMPT, admit_request
@@ -76,7 +76,7 @@ def _programs(
     def others(state: DecodeState) -> DecodeState:
         state = put_bias(state, np.int32(batch), np.zeros(state.bias.shape[1], np.float32), config)
         jax.block_until_ready(summarise(state, config))
-        return stop_segments(state, np.zeros(batch, bool), np.zeros((batch, config.max_branches), bool))
+        return state
 
     drafts, sizes = sorted({False, config.draft_tokens > 0}), (1, *powers(branches, batch * branches))
     return [

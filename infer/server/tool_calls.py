@@ -16,7 +16,7 @@ from aspd_jax.template import Template
 from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import ID, ToolFormat
 from infer.answers.stop import canonical
-from infer.scheduling.structured import json_rule
+from infer.control.schemas import json_rule
 
 ID_CHARACTERS, MAX_ID = "A-Za-z0-9_-", 64  # pattern of call ids in the model's text; responses have other ids
 # White space after a call, and inside of bare calls. With more, a small model may never stop repeating it.

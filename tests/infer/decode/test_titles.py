@@ -17,10 +17,10 @@ from aspd_jax import LanguageModel
 from aspd_jax.errors import StructureError
 from aspd_jax.structure import Parallel
 from infer import Engine, SamplingParams
+from infer.control.tags import completes_plan
 from infer.decode.guidance import Guidance, _take_back
 from infer.decode.state import A_TITLE, DecodeState
 from infer.decode.token_classes import LINE, TEXT, TokenClasses, number_of, token_classes
-from infer.scheduling.tags import completes_plan
 from tests.conftest import SIZES, patched, with_one_program
 from tests.helpers.answers import SEPARATOR, critical_path, linearise
 from tests.infer.decode.test_speculation import knowing

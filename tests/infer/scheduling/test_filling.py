@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-import infer.scheduling.structured
+import infer.control.masks
 from aspd_jax import LanguageModel
 from aspd_jax.errors import AspdError, RequestError
 from aspd_jax.fields import fields_template
@@ -22,7 +22,7 @@ from aspd_jax.template import Template
 from infer import Engine, SamplingParams
 from infer.answers.events import Event
 from infer.answers.filled import Filled
-from infer.scheduling.filling import VALUE_GRAMMAR, value_grammar
+from infer.control.filling import VALUE_GRAMMAR, value_grammar
 from tests.conftest import SIZES
 from tests.infer.scheduling.test_structured_output import record, valid
 
@@ -132,7 +132,7 @@ def test_known_tokens_cost_no_steps_and_change_nothing(
 ) -> None:
     asked = [params(json_schema=schema, fields=fields, temperature=temperature) for schema in (SCHEMA, LATER)]
     fast = engine.generate([PROMPT] * 2, asked)
-    monkeypatch.setattr(infer.scheduling.structured, "MAX_KNOWN", 0)
+    monkeypatch.setattr(infer.control.masks, "MAX_KNOWN", 0)
     slow = engine.generate([PROMPT] * 2, asked)
     for one, other in zip(fast, slow, strict=True):
         assert one.text == other.text and one.token_ids == other.token_ids

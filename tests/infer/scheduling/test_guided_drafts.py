@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import infer.scheduling.filling
-import infer.scheduling.structured
+import infer.control.filling
+import infer.control.schemas
 from aspd_jax import LanguageModel
 from aspd_jax.template import Template
 from infer import Engine, Result, SamplingParams
 from infer.answers.answer import RequestOutput
+from infer.control.filling import Filling
 from infer.decode.derived import Derived
 from infer.decode.state import PARALLEL, DecodeState, EngineConfig
-from infer.scheduling.filling import Filling
 from tests.conftest import SIZES, patched
 from tests.helpers.draft_heads import with_draft_heads
 from tests.infer.scheduling.test_filling import LATER, SCHEMA
@@ -78,7 +78,7 @@ def recorded(engine: Engine, params: SamplingParams, monkeypatch: pytest.MonkeyP
         return read(self, output)
 
     with monkeypatch.context() as patch:
-        patch.setattr(infer.scheduling.filling.Filling, "read", watched)
+        patch.setattr(infer.control.filling.Filling, "read", watched)
         (result,) = engine.generate([PROMPT], params)
     branches = next((output.branch_ids for output in reversed(seen) if output.branch_ids), ())
     return result, [result.token_ids, *[ids.tolist() for ids in branches]]
@@ -138,7 +138,7 @@ def test_drafts_that_the_host_does_not_check_change_answers(plain: Engine, monke
     params = SamplingParams(max_new_tokens=300, temperature=1.0, seed=4, json_schema=SCHEMA, fields="parallel")
     expected, segments = recorded(plain, params, monkeypatch)
     longer = [[*segment, *segment] for segment in segments]
-    monkeypatch.setattr(infer.scheduling.filling.HoleState, "completes", lambda self, tokens: False)
+    monkeypatch.setattr(infer.control.filling.HoleState, "completes", lambda self, tokens: False)
     own = looking_up(plain.lm, DRAFT)
     with patched(drafts_from_text=knowing(longer)):
         (result,) = own.generate([PROMPT], params)

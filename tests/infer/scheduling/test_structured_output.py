@@ -14,8 +14,8 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
+import infer.control.schemas
 import infer.decode.grammar
-import infer.scheduling.structured
 from aspd_jax import LanguageModel
 from aspd_jax.errors import RequestError
 from aspd_jax.structure import Parallel
@@ -23,8 +23,8 @@ from aspd_jax.template import Hole, Template
 from aspd_jax.tokens import split
 from infer import Engine, SamplingParams
 from infer.answers.answer import RequestOutput
+from infer.control.schemas import json_rule
 from infer.decode.state import LENGTH, STOP
-from infer.scheduling.structured import json_rule
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
 from tests.conftest import SIZES, patched
@@ -229,7 +229,7 @@ def test_the_matcher_of_an_answer_is_made_before_the_engine_needs_it(engine: Eng
 
 def test_matchers_of_requests_that_never_start_are_dropped(engine: Engine, monkeypatch: Any) -> None:
     schemas = engine.debug_state().schemas
-    monkeypatch.setattr(infer.scheduling.structured, "MAX_READY", 3)
+    monkeypatch.setattr(infer.control.schemas, "MAX_READY", 3)
     for number in range(6):
         engine.check("Hi", SamplingParams(max_new_tokens=40, regex=f"number{number % 4}"))
     assert sum(map(len, vars(schemas)["_ready"].values())) == 3

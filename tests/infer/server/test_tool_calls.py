@@ -21,7 +21,7 @@ from aspd_jax.tokens import TextCodec
 from aspd_jax.tool_format import HERMES, ID, ToolFormat, read_tool_format
 from infer import Engine
 from infer.answers.stop import repeats_an_object
-from infer.scheduling.filling import value_grammar
+from infer.control.filling import value_grammar
 from infer.server.tool_calls import CallReader, Function, Piece, ToolCalls, ToolChoice, check_schemas
 from infer.server.tool_requests import FunctionFields
 from tests.aspd_jax.test_tokens import byte_level

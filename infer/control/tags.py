@@ -14,6 +14,8 @@ import numpy as np
 from aspd_jax.errors import RequestError
 from aspd_jax.tokens import SpecialTokens
 from infer.answers.answer import RequestOutput
+from infer.control.controller import Controller
+from infer.control.masks import only_token
 from infer.decode.guidance import RowGuidance, SerialRule
 from infer.decode.state import A_NUMBER, A_TITLE, LENGTH, NO_LIMIT, EngineConfig
 from infer.decode.token_classes import (
@@ -28,16 +30,19 @@ from infer.decode.token_classes import (
     TITLE_START,
     TokenClasses,
 )
-from infer.scheduling.structured import only_token
 
 CLOSED = 1 << TITLE_END  # rule that permits `<|/title|>` only
 
 
 def text_rule(forks: bool) -> SerialRule:
     """Return the rule of plain serial text, which may open a block or not."""
-    opens = 1 << TITLE_START if forks else 0
-    rule = ANY_TEXT | 1 << OTHER | 1 << END | opens
-    return SerialRule(rule, rule, opens)
+    rule = ANY_TEXT | 1 << OTHER | 1 << END | text_stops(forks)
+    return SerialRule(rule, rule)
+
+
+def text_stops(forks: bool) -> int:
+    """Return the classes of tokens after which plain serial text waits."""
+    return 1 << TITLE_START if forks else 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class OpenBlock:
     size: int
 
 
-class Tags:
+class Tags(Controller):
     """Decisions for requests in adaptive mode.
 
     Args:
@@ -75,6 +80,8 @@ class Tags:
 
     def follow(self, output: RequestOutput) -> RowGuidance:
         """Return what follows the last token of a sequence that waits (`RequestOutput.opening`)."""
+        if not output.opening.size:
+            return RowGuidance()
         block = self._read(output.opening.tolist())
         if block.size == 1:
             return self._open(block, output)
@@ -137,8 +144,8 @@ class Tags:
         closed = CLOSED if number > 1 else 0
         if closed:
             mask |= only_token(self._special.title_end, self._words)
-        rule = SerialRule(ANY_TEXT | closed, 0, 0, 1, A_NUMBER)
-        return RowGuidance({0: [mask]}, serial=rule)
+        rule = SerialRule(ANY_TEXT | closed, 0, A_NUMBER)
+        return RowGuidance({0: [mask]}, stops={0: 0}, serial=rule)
 
     def _number(self, digits: Sequence[int]) -> int:
         number = 0
@@ -165,7 +172,7 @@ class Tags:
             return self._next_title(block, output)
         more = count < self._config.max_branches and (count < 2 or not completes_plan(title, self._classes))
         rule = (1 << TITLE_START if more else 0) | (1 << PARALLEL_START if count >= 2 else 0)
-        return RowGuidance({0: ()}, serial=SerialRule(rule, 0, 0, 1, A_NUMBER))
+        return RowGuidance({0: ()}, {0: 1}, {0: 0}, serial=SerialRule(rule, 0, A_NUMBER))
 
     def _next_title(self, block: OpenBlock, output: RequestOutput) -> RowGuidance:
         """Return the beginning of a title; with leads, its `<|title|>` is known."""
@@ -212,8 +219,15 @@ class Tags:
         rule = later if size else self._title
         if not self._leads and size >= limit:
             rule, left = CLOSED, 1
-        serial = SerialRule(rule, later, CLOSED, max(1, left), A_TITLE)
-        return RowGuidance({0: mask}, known_tokens={0: known}, counted=False, serial=serial, spent=len(known))
+        return RowGuidance(
+            {0: mask},
+            {0: max(1, left)},
+            {0: CLOSED},
+            known_tokens={0: known},
+            counted=False,
+            serial=SerialRule(rule, later, A_TITLE),
+            spent=len(known),
+        )
 
     def _name(self, title: Sequence[int]) -> list[int]:
         """Return a title without leading markers; one that consists of markers keeps them."""
@@ -245,6 +259,8 @@ class Tags:
         """Take the block back: its first lead becomes serial text, and the answer does not fork again."""
         spent = min(output.tokens_left, output.content_left) <= len(lead)
         return RowGuidance(
+            {0: ()},
+            stops={0: text_stops(forks=False)},
             known_tokens={0: lead},
             counted=False,
             serial=text_rule(forks=False),
@@ -268,6 +284,7 @@ class Tags:
         heads = {number: [special.branch_start, *title, *form.separator] for number, title in enumerate(titles, 1)}
         return RowGuidance(
             {0: ()},
+            stops={0: text_stops(forks=True)},
             known_tokens={0: serial, **heads},
             counted=False,
             leads=[len(title) * self._leads for title in titles],

@@ -18,17 +18,12 @@ from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
 from infer.answers.answer import RequestOutput
 from infer.answers.filled import END_TOKENS, Filled, FilledBlock, HoleText, hole_text
+from infer.control.controller import Controller
+from infer.control.masks import known_limit, next_mask, only_token, permitted_drafts
+from infer.control.schemas import Schemas, json_rule
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
 from infer.request import Request
-from infer.scheduling.structured import (
-    Schemas,
-    json_rule,
-    known_limit,
-    next_mask,
-    only_token,
-    permitted_drafts,
-)
 
 # After a value, the model continues as in a JSON object. The token that ends the value may contain the text after it,
 # which is not part of the answer.
@@ -167,7 +162,7 @@ class HoleState:
         self.growing = not (self.complete or final)
 
 
-class Filling:
+class Filling(Controller):
     """A template that is being filled, block by block (protocol, section 5).
 
     Args:
@@ -190,10 +185,6 @@ class Filling:
     def error(self) -> str:
         """Return why a value cannot follow its schema, which is named; empty: all can."""
         return next((state.error for block in self._begun for state in block if state.error), "")
-
-    def start(self) -> RowGuidance:
-        """Return no decisions; the prompt has not been fed."""
-        return RowGuidance()
 
     def read(self, output: RequestOutput) -> RequestOutput:
         """Take the tokens of an answer; return it with the template as far as it is filled."""
@@ -234,7 +225,15 @@ class Filling:
         finish = self._finish(output) if len(closed) == len(states) else RUNNING
         merges = len(closed) == len(states) and finish == RUNNING
         self._merges += merges and not all(state.emptied for state in self._begun[-1])
-        return RowGuidance(masks, drafts, known, closed=closed, emptied=emptied, merges=merges, finish=finish)
+        return RowGuidance(
+            masks,
+            drafts=drafts,
+            known_tokens=known,
+            closed=closed,
+            emptied=emptied,
+            merges=merges,
+            finish=finish,
+        )
 
     def _begin_block(self) -> RowGuidance:
         limit = self._request.params.max_branch_tokens
@@ -243,7 +242,7 @@ class Filling:
         self._begun.append(states)
         known = {number: state.queue(self._config.longest_head) for number, state in enumerate(states, 1)}
         masks = {number: [state.mask(self._schemas.words)] for number, state in enumerate(states, 1)}
-        return RowGuidance(masks, {}, known, branches=len(states))
+        return RowGuidance(masks, known_tokens=known, branches=len(states))
 
     def _finish(self, output: RequestOutput) -> int:
         """Return STOP or LENGTH if the answer ends after the current block, else RUNNING."""

@@ -1,0 +1,1 @@
+"""Control of decoding on the host: tags, templates, grammars and texts that end answers."""

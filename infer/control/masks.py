@@ -1,0 +1,69 @@
+"""Token masks: the tokens that may come next in a segment.
+
+W words of 32 tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from infer.control.schemas import Matcher
+from infer.decode.state import EngineConfig
+
+MAX_KNOWN = 64  # known tokens that are fed with a pending one
+
+
+def known_limit(tokens_left: int, config: EngineConfig) -> int:
+    """Return how many known tokens are fed with a pending one; `tokens_left`: tokens that the budgets leave."""
+    return max(0, min(tokens_left, config.longest_head - 1, MAX_KNOWN))
+
+
+def permits(mask: np.ndarray, token: int) -> bool:
+    """Return whether a token mask, uint32 [W], has a token."""
+    return bool(mask[token // 32] >> np.uint32(token % 32) & 1)
+
+
+def permitted_drafts(
+    matcher: Matcher | None,
+    drafts: Sequence[int],
+    mask: Callable[[Matcher | None], np.ndarray],
+    ends: Callable[[Sequence[int]], bool],
+) -> tuple[list[int], list[np.ndarray]]:
+    """Return the draft tokens that may follow, and the token masks before and after each, uint32 [W].
+
+    Args:
+        matcher: position before the draft tokens; None: any token may follow.
+        drafts: draft tokens.
+        mask: function from a position to the tokens that may come next.
+        ends: whether the last of these draft tokens ends the segment; it is not among those that follow.
+    """
+    permitted, masks = list[int](), [mask(matcher)]
+    matcher = matcher.copy() if matcher and drafts else matcher
+    for token in drafts:
+        if not permits(masks[-1], token) or ends([*permitted, token]):
+            break
+        permitted.append(token)
+        if matcher is not None:
+            matcher.take([token])
+        masks.append(mask(matcher))
+    return permitted, masks
+
+
+def only_token(token: int, words: int) -> np.ndarray:
+    """Return a token mask with one token, uint32 [W]."""
+    bits = np.zeros(words, np.uint32)
+    bits[token // 32] = np.uint32(1 << token % 32)
+    return bits
+
+
+def next_mask(matcher: Matcher | None, words: int) -> np.ndarray:
+    """Return the tokens that may come next, uint32 [W]: the next known token, if there is one.
+
+    None: any token may.
+    """
+    if matcher is None:
+        return np.full(words, ~np.uint32(0))
+    known = matcher.known_tokens()
+    return only_token(known[0], words) if known else matcher.mask()
