@@ -449,6 +449,11 @@ class Request:
         return self.params.known_text
 
     @property
+    def untagged(self) -> bool:
+        """Return whether no tags mark the blocks of the answer."""
+        return self.template is not None
+
+    @property
     def ends_by_text(self) -> bool:
         """Return whether the answer may end where its text holds a stop string or repeats an object."""
         return bool(self.params.stop or self.params.end_at_repeat)

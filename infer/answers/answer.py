@@ -138,11 +138,13 @@ class RequestOutput:
         discarded: `Statistics.discarded_tokens`.
         cut: whether `max_branch_tokens` ended a branch.
         exhausted: numbers, from 1, of the branches of the current or last block that the budget of the answer ended.
-        branch_ids: tokens of each branch of the current block, leads included (templates only).
+        serial_ids: tokens of the serial text (answers without tags only).
+        branch_ids: tokens of each branch of the current block, leads included (answers without tags only).
         drafts: draft tokens of each branch, [N, D]; the first are those of the serial segment outside blocks; -1: none.
         block_ready: whether the next block may begin (templates only).
         opening: tokens of a block whose titles are under way, from its first `<|title|>` on; none outside one.
         tokens_left, content_left: what is left of the budgets of all tokens and of plain text, outside of blocks.
+        position: position of the next serial token to be fed, as `Cursor.position`.
         template: state of the filled template; None: none.
     """
 
@@ -159,12 +161,14 @@ class RequestOutput:
     discarded: int = 0
     cut: bool = False
     exhausted: frozenset[int] = frozenset()
+    serial_ids: np.ndarray = field(default_factory=lambda: EMPTY_IDS)
     branch_ids: tuple[np.ndarray, ...] = ()
     drafts: np.ndarray = field(default_factory=lambda: NO_DRAFTS)
     block_ready: bool = False
     opening: np.ndarray = field(default_factory=lambda: EMPTY_IDS)
     tokens_left: int = 0
     content_left: int = 0
+    position: int = 0
     template: Filled | None = None
 
     def drafts_of(self, segment: int) -> list[int]:
@@ -206,20 +210,20 @@ def copy_outputs(state: DecodeState, config: EngineConfig, rows: Sequence[int]) 
 
 def fetch_outputs(
     copy: Packed[OutputSnapshot],
-    limits: Sequence[int | None],
+    requests: Sequence[Request | None],
     config: EngineConfig,
 ) -> list[RequestOutput]:
-    """Return the outputs of the first rows of a copy, one for each limit, from fed and pending tokens.
+    """Return the outputs of the first rows of a copy, one for each request, from fed and pending tokens.
 
     Args:
         copy: rows that `copy_outputs` copied.
-        limits: maximum tokens of the plain text of each row; None: no limit.
+        requests: request of each row; None: one without limits.
     """
     host = copy.read()
-    return [_output(host, index, limit, config) for index, limit in enumerate(limits)]
+    return [_output(host, index, request, config) for index, request in enumerate(requests)]
 
 
-def _output(shot: OutputSnapshot, index: int, limit: int | None, config: EngineConfig) -> RequestOutput:
+def _output(shot: OutputSnapshot, index: int, request: Request | None, config: EngineConfig) -> RequestOutput:
     s, due, slots = shot.sequence, shot.pending, int(shot.length[index])
     phase, start = int(s.cursor.phase[index]), int(s.cursor.prompt_length[index])
     tokens = np.asarray(shot.tokens)[index, :slots]
@@ -237,8 +241,10 @@ def _output(shot: OutputSnapshot, index: int, limit: int | None, config: EngineC
     token_ids = opening = ids
     items: tuple[ItemIds, ...] = ()
     branch_ids: tuple[np.ndarray, ...] = ()
-    if s.cursor.templated[index]:
+    serial_ids = ids[:0]
+    if request is not None and request.untagged:
         current = own.block == s.cursor.block[index]
+        serial_ids = ids[own.branch == 0]
         branch_ids = tuple(ids[current & (own.branch == k)] for k in range(1, 1 + int(s.branches.number[index])))
     else:
         token_ids, items, opening = _items(ids, own.branch, phase, finish, config)
@@ -257,14 +263,16 @@ def _output(shot: OutputSnapshot, index: int, limit: int | None, config: EngineC
         discarded=int(s.counters.discarded[index]),
         cut=bool(s.budget.cut[index]),
         exhausted=frozenset((np.flatnonzero(s.budget.exhausted[index]) + 1).tolist()),
+        serial_ids=serial_ids,
         branch_ids=branch_ids,
         drafts=np.asarray(s.draft[index]),
-        block_ready=phase == SERIAL and bool(s.cursor.templated[index]),
+        block_ready=phase == SERIAL and not s.cursor.rule[index],
         opening=opening,
         tokens_left=int(s.budget.tokens[index]),
         content_left=int(s.budget.content[index]),
+        position=int(s.cursor.position[index]),
     )
-    return _limited_output(output, config, limit)
+    return _limited_output(output, config, None if request is None else request.params.max_content_tokens)
 
 
 def _items(

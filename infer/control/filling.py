@@ -23,6 +23,7 @@ from infer.control.masks import known_limit, next_mask, only_token, permitted_dr
 from infer.control.schemas import Schemas, json_rule
 from infer.decode.guidance import RowGuidance
 from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
+from infer.decode.token_classes import END
 from infer.request import Request
 
 # After a value, the model continues as in a JSON object. The token that ends the value may contain the text after it,
@@ -242,7 +243,8 @@ class Filling(Controller):
         self._begun.append(states)
         known = {number: state.queue(self._config.longest_head) for number, state in enumerate(states, 1)}
         masks = {number: [state.mask(self._schemas.words)] for number, state in enumerate(states, 1)}
-        return RowGuidance(masks, known_tokens=known, branches=len(states))
+        stops = dict.fromkeys(masks, 1 << END)
+        return RowGuidance(masks, stops=stops, known_tokens=known, branches=len(states))
 
     def _finish(self, output: RequestOutput) -> int:
         """Return STOP or LENGTH if the answer ends after the current block, else RUNNING."""

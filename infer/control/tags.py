@@ -164,7 +164,7 @@ class Tags(Controller):
         """Return what follows the `<|/title|>` of a title."""
         *earlier, title = block.titles
         if len(earlier) >= 2 and self._repeats(title, earlier):
-            return self._discard(earlier, len(title))
+            return self._discard(earlier, len(title), output)
         count = len(block.titles)
         if self._leads:
             if count >= self._number(block.number):
@@ -185,7 +185,7 @@ class Tags(Controller):
         before, count = block.current[:-1], len(block.titles)
         endless = self._leads and len(before) >= self._config.max_title_tokens
         if count >= 2 and self._leads and (endless or self._repeats(before, block.titles)):
-            return self._discard(block.titles, len(before))
+            return self._discard(block.titles, len(before), output)
         if endless:
             return self._take_back([*block.titles, before][0], block, output)
         if before and output.tokens_left + 1 < self._token_cost(block, len(before)):
@@ -250,10 +250,10 @@ class Tags(Controller):
                 distance = min(distance, len(other) - len(name))
         return distance
 
-    def _discard(self, titles: Sequence[list[int]], length: int) -> RowGuidance:
+    def _discard(self, titles: Sequence[list[int]], length: int, output: RequestOutput) -> RowGuidance:
         """End the list: `<|para|>` stands where the title of this length began, and hides it."""
         sampled = length + (not self._leads)
-        return self._fork(titles, back=length + 2, discarded=sampled)
+        return self._fork(titles, resume_at=output.position - 1 - length, discarded=sampled)
 
     def _take_back(self, lead: Sequence[int], block: OpenBlock, output: RequestOutput) -> RowGuidance:
         """Take the block back: its first lead becomes serial text, and the answer does not fork again."""
@@ -264,23 +264,25 @@ class Tags(Controller):
             known_tokens={0: lead},
             counted=False,
             serial=text_rule(forks=False),
-            back=block.size,
+            resume_at=output.position + 1 - block.size,
             spent=len(lead),
             content=len(lead),
             discarded=block.size - 1 - len(block.titles) - len(lead),
             finish=LENGTH if spent else 0,
         )
 
-    def _fork(self, titles: Sequence[list[int]], known: bool = False, back: int = 0, discarded: int = 0) -> RowGuidance:
+    def _fork(
+        self, titles: Sequence[list[int]], known: bool = False, resume_at: int = -1, discarded: int = 0
+    ) -> RowGuidance:
         """Open the block.
 
         Args:
             titles: titles of the branches.
             known: whether `<|para|>` follows the pending token.
-            back, discarded: see `RowGuidance`; `<|para|>` replaces what is taken back.
+            resume_at, discarded: see `RowGuidance`; `<|para|>` replaces what is taken back.
         """
         form, special = self._config.form, self._special
-        serial = [special.parallel_start] if known or back else []
+        serial = [special.parallel_start] if known or resume_at >= 0 else []
         heads = {number: [special.branch_start, *title, *form.separator] for number, title in enumerate(titles, 1)}
         return RowGuidance(
             {0: ()},
@@ -291,7 +293,7 @@ class Tags(Controller):
             serial=text_rule(forks=True),
             branches=len(titles),
             spent=known + self._fed_cost(len(titles), sum(map(len, titles))),
-            back=back,
+            resume_at=resume_at,
             discarded=discarded,
         )
 

@@ -32,7 +32,7 @@ from infer.decode.state import (
     shard_state,
     waiting,
 )
-from infer.decode.transition import advance, hold_masked, hold_templated
+from infer.decode.transition import advance, hold_masked, hold_silent
 
 
 def forward(params: Any, state: DecodeState, config: EngineConfig, inputs: Inputs, bucket: Bucket) -> tuple[Any, Any]:
@@ -69,7 +69,7 @@ def step(
     hidden, cache = forward(params, state, config, inputs, bucket)
     logits = logits_of(params, config, inputs, hidden)
     state = state._replace(cache=cache, sequence=count_step(state.sequence, inputs.fed))
-    state = hold_templated(state, derived, inputs.fed)
+    state = hold_silent(state, derived, inputs.fed)
     if not drafting:
         tokens = sample_lanes(logits, state, derived, config, inputs.lanes)
         state = advance(state, derived, config, inputs.lanes, tokens, jnp.ones_like(tokens.token, bool))
@@ -136,8 +136,8 @@ def _verify(
 
 def count_step(s: SequenceState, fed: jax.Array) -> SequenceState:
     """Count a step for every sequence that feeds tokens of its answer, int32 [B]."""
-    phase = s.cursor.phase
-    answers = (fed > 0) & (phase != PROMPT)
+    phase, appended = s.cursor.phase, s.cursor.known_length > s.cursor.prompt_length
+    answers = (fed > 0) & ((phase != PROMPT) | appended)
     in_block = (phase == FORK) | (phase == PARALLEL) | (phase == MERGE)
     return s._replace(
         counters=s.counters._replace(

@@ -61,7 +61,7 @@ def derive(s: SequenceState, config: EngineConfig) -> Derived:
     in_block = (phase == FORK) | (phase == PARALLEL)
     return Derived(
         due=due,
-        samples=(due > 0) & (is_branch == in_block) & (in_block | ~s.cursor.templated[:, None]),
+        samples=(due > 0) & (is_branch == in_block) & (in_block | (s.cursor.rule != 0)[:, None]),
         grows=((phase != FORK) & (phase != MERGE) & (phase != PROMPT))[:, 0] & jnp.all(due <= 1, axis=1),
         budget=budget,
         merge_position=merge_position(s, config),

@@ -18,7 +18,7 @@ from jaxtyping import Int32
 from infer.decode.derived import Derived
 from infer.decode.inputs import Lanes
 from infer.decode.state import DecodeState, EngineConfig
-from infer.decode.token_classes import ANY_TEXT, BRANCH_END, END, TEXT
+from infer.decode.token_classes import ANY_TEXT, BRANCH_END, END
 
 
 def legal_tokens(state: DecodeState, derived: Derived, config: EngineConfig, lanes: Lanes) -> jax.Array:
@@ -57,13 +57,13 @@ class LaneTokens(NamedTuple):
 def read_tokens(state: DecodeState, config: EngineConfig, lanes: Lanes, token: jax.Array) -> LaneTokens:
     """Return the classes of next tokens; end of text in a branch becomes its closing tag.
 
-    In templated sequences every token is text: the host reads where a branch ends.
+    Where the host ends the branches (`Segments.stops`), it stays the end of text, and so does a closing tag.
     """
-    templated = state.sequence.cursor.templated[lanes.row]
     kind = state.classes[token].astype(jnp.int32)
-    closes = (lanes.branch > 0) & (kind == END) & ~templated
+    by_host = (state.sequence.segments.stops[lanes.row, lanes.branch] >> END) & 1 > 0
+    closes = (lanes.branch > 0) & (kind == END) & ~by_host
     token, kind = jnp.where(closes, config.special.branch_end, token), jnp.where(closes, BRANCH_END, kind)
-    return LaneTokens(token, jnp.where(templated, TEXT, kind))
+    return LaneTokens(token, jnp.where(by_host & (kind == BRANCH_END), END, kind))
 
 
 def _branch_rule(state: DecodeState, derived: Derived, lanes: Lanes) -> jax.Array:

@@ -66,7 +66,9 @@ class RowGuidance:
         emptied: those of `closed` whose pending tokens are dropped.
         merges: whether the pending tokens of all branches are fed next.
         finish: STOP or LENGTH to end the answer; RUNNING: it continues.
-        back: number of last serial tokens, the pending one included, that are hidden and dropped.
+        resume_at: position from which on all tokens are hidden, and pending ones dropped; serial text goes on there,
+            outside of a block. -1: none are.
+        text: known serial tokens of any number that are fed next; pending ones were dropped.
         spent: tokens of the budget of all tokens that are fed now, or in the block that begins without being sampled.
         content: tokens of the budget of plain text that `known_tokens` of the serial segment take.
         discarded: sampled tokens that are no part of the answer.
@@ -86,7 +88,8 @@ class RowGuidance:
     emptied: frozenset[int] = frozenset()
     merges: bool = False
     finish: int = RUNNING
-    back: int = 0
+    resume_at: int = -1
+    text: Sequence[int] = ()
     spent: int = 0
     content: int = 0
     discarded: int = 0
@@ -115,7 +118,7 @@ class Guidance(NamedTuple):
         ending, closed, emptied: branches that end.
         merges: sequences that merge.
         finish: new values of `Cursor.finish`; RUNNING: unchanged.
-        back, spent, content, discarded: see `RowGuidance`.
+        resume_at, spent, content, discarded: see `RowGuidance`.
     """
 
     row: Int32[Array, " P"]
@@ -140,7 +143,7 @@ class Guidance(NamedTuple):
     emptied: Bool[Array, "B N"]
     merges: Bool[Array, " B"]
     finish: Int32[Array, " B"]
-    back: Int32[Array, " B"]
+    resume_at: Int32[Array, " B"]
     spent: Int32[Array, " B"]
     content: Int32[Array, " B"]
     discarded: Int32[Array, " B"]
@@ -168,8 +171,8 @@ def guidance_arrays(
     ]
     size = max(min_size, len(entries))
     size = 1 if size == 1 else next_power(max(size, 1 + config.max_branches))
-    numbers = ("branches", "finish", "back", "spent", "content", "discarded")
-    arrays: dict[str, Any] = {name: np.zeros(batch, np.int32) for name in numbers}
+    numbers = ("branches", "finish", "resume_at", "spent", "content", "discarded")
+    arrays: dict[str, Any] = {name: np.zeros(batch, np.int32) - (name == "resume_at") for name in numbers}
     arrays |= {
         "row": np.full(size, batch, np.int32),
         "segment": np.zeros(size, np.int32),
@@ -243,14 +246,21 @@ def guide(state: DecodeState, guidance: Guidance, config: EngineConfig) -> tuple
 
 
 def _take_back(state: DecodeState, guidance: Guidance) -> DecodeState:
-    """Hide the last serial tokens in the cache, and drop the pending one."""
-    s, layout, takes = state.sequence, state.cache.layout, guidance.back > 0
-    position = s.cursor.position - jnp.maximum(guidance.back - 1, 0)
-    hidden = takes[:, None] & (layout.position >= position[:, None])
-    layout = layout._replace(sequence=jnp.where(hidden, 0, layout.sequence))
-    queued = jnp.where(takes[:, None], 0, s.segments.queued)
-    s = s._replace(cursor=s.cursor._replace(position=position), segments=s.segments._replace(queued=queued))
-    return state._replace(sequence=s, cache=state.cache._replace(layout=layout))
+    """Hide the last tokens in the cache, whose slots later tokens take, and drop pending ones."""
+    s, cache, takes = state.sequence, state.cache, guidance.resume_at >= 0
+    hidden = takes[:, None] & (cache.layout.position >= guidance.resume_at[:, None])
+    layout = cache.layout._replace(sequence=jnp.where(hidden, 0, cache.layout.sequence))
+    ends = jnp.where(layout.sequence > 0, 1 + jnp.arange(layout.sequence.shape[1]), 0)
+    length = jnp.where(takes, jnp.max(ends, axis=1), cache.length)
+    s = s._replace(
+        cursor=s.cursor._replace(
+            position=jnp.where(takes, guidance.resume_at, s.cursor.position),
+            phase=jnp.where(takes, SERIAL, s.cursor.phase),
+        ),
+        segments=s.segments._replace(queued=jnp.where(takes[:, None], 0, s.segments.queued)),
+        branches=s.branches._replace(live=s.branches.live & ~takes[:, None]),
+    )
+    return state._replace(sequence=s, cache=cache._replace(layout=layout, length=length))
 
 
 def _go_on(s: SequenceState, guidance: Guidance) -> SequenceState:
@@ -345,7 +355,7 @@ def _queue_known(s: SequenceState, guidance: Guidance) -> SequenceState:
         guidance.known_tokens, mode="drop"
     )
     queued, budget = segments.queued.at[index].add(guidance.size, mode="drop"), s.budget
-    before = jnp.where(guidance.branches > 0, jnp.maximum(queued[:, 0] - 1, 0), 0)
+    before = jnp.where(guidance.branches > 0, queued[:, 0] - 1, 0)
     return s._replace(
         cursor=s.cursor._replace(position=s.cursor.position + before),
         segments=segments._replace(
@@ -364,6 +374,6 @@ def _begin_merges(s: SequenceState, guidance: Guidance, config: EngineConfig) ->
     """Begin the merge of sequences that `merges` names; a merge without pending tokens is over."""
     merged = guidance.merges & (jnp.sum(s.segments.queued[:, 1:], axis=1) == 0)
     phase = jnp.where(merged, SERIAL, jnp.where(guidance.merges, MERGE, s.cursor.phase))
-    position = jnp.where(merged, merge_position(s, config) - 1, s.cursor.position)
+    position = jnp.where(merged, merge_position(s, config), s.cursor.position)
     left = s.segments.left.at[:, 0].set(jnp.where(merged, 0, s.segments.left[:, 0]))
     return s._replace(cursor=s.cursor._replace(phase=phase, position=position), segments=s.segments._replace(left=left))

@@ -133,8 +133,8 @@ def widths(state: DecodeState, derived: Derived) -> Widths:
     has_draft = jnp.concatenate([first[:, :1], first], axis=1) >= 0
     follows = jnp.any(has_draft & derived.samples[..., None], axis=(1, 2)) & derived.grows
     due = jnp.sum(derived.due, axis=1) * (1 + follows * s.draft.shape[2])
-    tokens = jnp.where(is_prompt, s.cursor.prompt_length - state.cache.length, due)
-    lanes = jnp.where(is_prompt, ~s.cursor.templated, jnp.sum(derived.samples, axis=1))
+    tokens = jnp.where(is_prompt, s.cursor.known_length - state.cache.length, due)
+    lanes = jnp.where(is_prompt, s.cursor.rule != 0, jnp.sum(derived.samples, axis=1))
     running = s.cursor.finish == RUNNING
     return Widths(jnp.where(running, tokens, 0), jnp.where(running & (tokens > 0), lanes, 0))
 
@@ -185,7 +185,7 @@ def next_inputs(state: DecodeState, plan: StepPlan, config: EngineConfig, bucket
         layout=Layout(*(jnp.where(real, field, 0) for field in pending.layout)),
         row=row,
         slot=jnp.where(real, slot, capacity),
-        kind=_kinds(state, own, pending, config),
+        kind=_kinds(state, own, slot, pending, config),
         adapter=state.request.adapter[own],
         logits_at=flat,
     )
@@ -273,12 +273,13 @@ def _empty_slots(state: DecodeState, slots: int) -> jax.Array:
     return jax.vmap(lambda row: jnp.nonzero(row, size=slots, fill_value=slots)[0])(is_empty)
 
 
-def _kinds(state: DecodeState, row: jax.Array, pending: Pending, config: EngineConfig) -> jax.Array:
-    """Return the kinds of tokens of rows, as `Cache.kind` has them."""
+def _kinds(state: DecodeState, row: jax.Array, slot: jax.Array, pending: Pending, config: EngineConfig) -> jax.Array:
+    """Return the kinds of tokens in slots of rows, as `Cache.kind` has them."""
     phase, writes = state.sequence.cursor.phase[row], state.sequence.cursor.writes[row]
     text = jnp.where((writes == A_TITLE) & (not config.form.leads), TITLE_TEXT, PLAIN_TEXT)
     serial = jnp.where(writes == A_NUMBER, OTHER, text)
-    kind = jnp.select([phase == SERIAL, phase == PARALLEL], [serial, PLAIN_TEXT], OTHER)
+    appended = (phase == PROMPT) & (slot >= state.sequence.cursor.prompt_length[row])
+    kind = jnp.select([phase == SERIAL, (phase == PARALLEL) | appended], [serial, PLAIN_TEXT], OTHER)
     tags = (pending.tokens == config.special.title_start) | (pending.tokens == config.special.title_end)
     return jnp.where(tags, OTHER, kind)
 
@@ -339,8 +340,8 @@ def _segment_at(due: jax.Array, row: jax.Array, place: jax.Array) -> tuple[jax.A
 def _positions(state: DecodeState, derived: Derived, row: jax.Array, segment: jax.Array, index: jax.Array) -> jax.Array:
     """Return the positions of pending tokens."""
     s, branch = state.sequence, jnp.maximum(segment - 1, 0)
-    # In a fork, the position of the cursor is that of `<|para|>`, which may follow the tag of the last lead.
-    before = jnp.where(s.cursor.phase == FORK, jnp.maximum(s.segments.queued[:, 0] - 1, 0), 0)
+    # In a fork, the position of the cursor is that of the last serial token.
+    before = jnp.where(s.cursor.phase == FORK, s.segments.queued[:, 0] - 1, 0)
     first = jnp.where(s.cursor.phase == MERGE, derived.merge_position, s.cursor.position - before)
     in_branch = s.cursor.position[row] + 1 + s.branches.offset[row, branch]
     return jnp.where(segment > 0, in_branch, first[row]) + index
@@ -351,9 +352,9 @@ def with_prompt(state: DecodeState, row: jax.Array, place: jax.Array, pending: P
     cursor, cache = state.sequence.cursor, state.cache
     is_prompt, slot = cursor.phase[row] == PROMPT, cache.length[row] + place
     index = row, jnp.minimum(slot, cache.tokens.shape[1] - 1)
-    left = is_prompt & (slot < cursor.prompt_length[row])
+    left = is_prompt & (slot < cursor.known_length[row])
     layout = Layout(*(field[index] for field in cache.layout))._replace(sequence=left.astype(jnp.int32))
-    samples = (slot == cursor.prompt_length[row] - 1) & ~cursor.templated[row]
+    samples = (slot == cursor.known_length[row] - 1) & (cursor.rule[row] != 0)
     prompt = Pending(cache.tokens[index], layout, jnp.where(samples, 0, -1))
     chosen: Pending = jax.tree.map(lambda own, other: jnp.where(is_prompt, own, other), prompt, pending)
     return chosen

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Int32, UInt32
+from jaxtyping import Int32, UInt32
 
 from aspd_jax.layout import Array, Layout
 from aspd_jax.model.cache import OTHER
@@ -48,7 +48,7 @@ class Admission(NamedTuple):
         block: number of blocks in the prompt.
         budget: maximum tokens of the answer.
         content: maximum tokens of its plain text.
-        arrival, templated, rule: see `Cursor`.
+        arrival, rule: see `Cursor`.
         stops: classes of tokens after which serial text waits (`Segments.stops`).
         stop_tokens: see `DecodeState`, uint32 [W].
     """
@@ -62,7 +62,6 @@ class Admission(NamedTuple):
     block: Int32[Array, ""]
     budget: Int32[Array, ""]
     content: Int32[Array, ""]
-    templated: Bool[Array, ""]
     arrival: Int32[Array, ""]
     rule: Int32[Array, ""]
     stops: Int32[Array, ""]
@@ -90,6 +89,8 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
         length=cache.length.at[new.row].set(new.prefix_slots, mode="drop"),
     )
 
+    length = new.prefix_slots + jnp.sum(new.layout.sequence > 0)
+
     def cleared(old: jax.Array) -> jax.Array:
         return old.at[new.row].set(jnp.zeros((), old.dtype), mode="drop")
 
@@ -104,14 +105,14 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
     sequence = sequence._replace(
         cursor=assigned(
             sequence.cursor,
-            prompt_length=new.prefix_slots + jnp.sum(new.layout.sequence > 0),
+            prompt_length=length,
+            known_length=length,
             phase=PROMPT,
             position=new.position,
             block=new.block,
             arrival=new.arrival,
             rule=new.rule,
             later_rule=new.rule,
-            templated=new.templated,
         ),
         segments=sequence.segments._replace(
             stops=sequence.segments.stops.at[new.row, 0].set(new.stops, mode="drop"),
@@ -123,6 +124,39 @@ def admit(state: DecodeState, new: Admission, config: EngineConfig) -> DecodeSta
     request = jax.tree.map(lambda old, own: old.at[new.row].set(own, mode="drop"), state.request, new.request)
     stop_tokens = state.stop_tokens.at[new.row].set(new.stop_tokens, mode="drop")
     state = state._replace(request=request, sequence=sequence, cache=cache, stop_tokens=stop_tokens)
+    return shard_state(state, config.mesh)
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="state")
+def append_text(
+    state: DecodeState, row: jax.Array, tokens: jax.Array, size: jax.Array, config: EngineConfig
+) -> DecodeState:
+    """Append known serial text to a row that has no pending tokens; the next steps feed it as they feed a prompt.
+
+    Args:
+        row: index of the cache row; out of range means none.
+        tokens: token ids, int32 [S].
+        size: number of tokens; the rest is padding.
+    """
+    cache, cursor, number = state.cache, state.sequence.cursor, jnp.arange(tokens.size)
+    start, position = cache.length.at[row].get(mode="clip"), cursor.position.at[row].get(mode="clip")
+    slot = jnp.where(number < size, start + number, cache.tokens.shape[1])
+    one, none = jnp.ones_like(tokens), jnp.zeros_like(tokens)
+
+    def put(old: jax.Array, values: jax.Array) -> jax.Array:
+        return old.at[row, slot].set(values, mode="drop")
+
+    def assigned(old: jax.Array, value: jax.Array) -> jax.Array:
+        return old.at[row].set(value, mode="drop")
+
+    layout = Layout(*map(put, cache.layout, Layout(position + number, one, none, none)))
+    cursor = cursor._replace(
+        phase=assigned(cursor.phase, jnp.int32(PROMPT)),
+        position=assigned(cursor.position, position + size - 1),
+        known_length=assigned(cursor.known_length, start + size),
+    )
+    cache = cache._replace(tokens=put(cache.tokens, tokens), layout=layout)
+    state = state._replace(sequence=state.sequence._replace(cursor=cursor), cache=cache)
     return shard_state(state, config.mesh)
 
 
@@ -184,6 +218,7 @@ def fill_for_timing(state: DecodeState, config: EngineConfig, width: int, length
             phase=jnp.full_like(s.cursor.phase, PARALLEL if width > 1 else SERIAL),
             finish=jnp.full_like(s.cursor.finish, RUNNING if width else STOP),
             prompt_length=jnp.full_like(s.cursor.prompt_length, length),
+            known_length=jnp.full_like(s.cursor.known_length, length),
             position=jnp.full_like(s.cursor.position, length),
             block=jnp.ones_like(s.cursor.block),
             rule=jnp.full_like(s.cursor.rule, ANY_TEXT),

@@ -32,7 +32,7 @@ SERIAL = 0  # a token of the serial segment
 FORK = 1  # `<|para|>` and the heads of all branches
 PARALLEL = 2  # one token of every live branch
 MERGE = 3  # the closing tags of all branches, and `<|/para|>`
-PROMPT = 4  # the rest of the prompt; the next sample is the first of the answer
+PROMPT = 4  # the rest of the prompt, or of text that the host appended; the next sample follows it
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # values of `Cursor.finish`
 A_TEXT, A_TITLE, A_NUMBER = 0, 1, 2  # values of `Cursor.writes`
@@ -130,19 +130,21 @@ class Cursor(NamedTuple):
     Attributes:
         arrival: number of the request, in the order of admission.
         prompt_length: cache slots of the prompt.
+        known_length: cache slots of the prompt, or of text that the host appended; in PROMPT they are fed up to this.
         phase: phase, one of the constants above.
         finish: RUNNING, STOP or LENGTH. Rows without a request are finished.
-        position: position of the first pending serial token; in PARALLEL and MERGE: of `<|para|>`; in PROMPT: of the
-            last prompt token.
+        position: position of the next serial token to be fed; in FORK, PARALLEL and MERGE: of the last one before the
+            branches; in PROMPT: of the last known one.
         block: number of blocks opened so far, those of the prompt included.
-        rule: classes of tokens that may come next in serial text: bit c for class c (`infer.decode.token_classes`).
+        rule: classes of tokens that may come next in serial text: bit c for class c (`infer.decode.token_classes`); 0:
+            no serial text is sampled, and the sequence waits for the host after its prompt and after each merge.
         later_rule: `rule` after the next token.
         writes: what serial text is: A_TEXT, A_TITLE or A_NUMBER (of leads).
-        templated: whether the host opens and ends all blocks (a template): serial text and tags are not sampled.
     """
 
     arrival: Int32[Array, " B"]
     prompt_length: Int32[Array, " B"]
+    known_length: Int32[Array, " B"]
     phase: Int32[Array, " B"]
     finish: Int32[Array, " B"]
     position: Int32[Array, " B"]
@@ -150,7 +152,6 @@ class Cursor(NamedTuple):
     rule: Int32[Array, " B"]
     later_rule: Int32[Array, " B"]
     writes: Int32[Array, " B"]
-    templated: Bool[Array, " B"]
 
 
 class Segments(NamedTuple):
@@ -161,7 +162,8 @@ class Segments(NamedTuple):
         queued: number of pending tokens.
         sampled: tokens sampled so far.
         masked: whether `DecodeState.token_mask` restricts the next tokens; the segment waits for the host after a step.
-        stops: classes of tokens after which the segment waits for the host: bit c for class c.
+        stops: classes of tokens after which the segment waits for the host: bit c for class c. END: the host ends the
+            branch, also at a closing tag.
         left: tokens after which it waits; 0: it waits. Meanwhile the sequence is not fed.
     """
 

@@ -87,15 +87,17 @@ def _left_after(state: DecodeState, tokens: SegmentTokens) -> Int32[Array, "B M"
     return jnp.where(tokens.active, jnp.where(stops, 0, fewer), segments.left)
 
 
-def hold_templated(state: DecodeState, derived: Derived, fed: jax.Array) -> DecodeState:
-    """Let templated sequences that have fed their prompt or a merge wait for the host; int32 [B] tokens fed.
+def hold_silent(state: DecodeState, derived: Derived, fed: jax.Array) -> DecodeState:
+    """Let sequences without serial text wait for the host when they have fed their prompt or a merge.
 
-    `Cursor.position` becomes the position of the last token before the next block.
+    Args:
+        fed: tokens that each sequence fed, int32 [B].
     """
     s, phase = state.sequence, state.sequence.cursor.phase
-    is_prompt = (phase == PROMPT) & (state.cache.length >= s.cursor.prompt_length)
-    held = s.cursor.templated & (fed > 0) & (is_prompt | (phase == MERGE))
-    position = jnp.where(held & (phase == MERGE), derived.merge_position - 1, s.cursor.position)
+    is_prompt = (phase == PROMPT) & (state.cache.length >= s.cursor.known_length)
+    held = (s.cursor.rule == 0) & (fed > 0) & (is_prompt | (phase == MERGE))
+    position = jnp.where(phase == MERGE, derived.merge_position, s.cursor.position + 1)
+    position = jnp.where(held, position, s.cursor.position)
     cursor = s.cursor._replace(phase=jnp.where(held, SERIAL, phase), position=position)
     segments = s.segments._replace(
         queued=jnp.where(held[:, None], 0, s.segments.queued), left=jnp.where(held[:, None], 0, s.segments.left)

@@ -134,14 +134,13 @@ def admit_request(
         "budget": request.budget,
         "content": params.max_content_tokens or request.budget,
         "arrival": arrival,
-        "rule": text_rule(forks).rule,
+        "rule": 0 if request.template else text_rule(forks).rule,
         "stops": text_stops(forks),
     }
     new: Any = Admission(
         request=RequestArrays(**arrays),
         tokens=padded(request.prompt),
         layout=Layout(*map(padded, layout)),
-        templated=np.bool_(request.template is not None),
         stop_tokens=ends,
         **{name: np.int32(value) for name, value in numbers.items()},
     )

@@ -23,7 +23,7 @@ from infer.decode.grammar import LaneTokens
 from infer.decode.guidance import RowGuidance, SerialRule, guidance_arrays, guide
 from infer.decode.inputs import Inputs, next_inputs, plan_step, widths
 from infer.decode.state import PROMPT, RUNNING, DecodeState, EngineConfig, waiting
-from infer.decode.token_classes import PARALLEL_START, TITLE_END, TITLE_START
+from infer.decode.token_classes import ANY_TEXT, PARALLEL_START, TITLE_END, TITLE_START
 from infer.decode.transition import advance
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import admit_request, new_state
@@ -100,7 +100,7 @@ class _Script:
 def _goes_on(*known: int) -> RowGuidance:
     """Return the decision that serial text goes on to the next tag, behind known tokens."""
     stops = 1 << TITLE_START | 1 << TITLE_END | 1 << PARALLEL_START
-    return RowGuidance(stops={0: stops}, known_tokens={0: known}, counted=False, serial=SerialRule(0, 0))
+    return RowGuidance(stops={0: stops}, known_tokens={0: known}, counted=False, serial=SerialRule(ANY_TEXT, ANY_TEXT))
 
 
 @partial(jax.jit, static_argnames=("config", "bucket"), donate_argnames="state")

@@ -30,12 +30,12 @@ from infer.control.text_end import TextEnd
 from infer.decode.decode_step import StepSummary, summarise
 from infer.decode.guidance import RowGuidance, guidance_arrays, guide
 from infer.decode.packed import Packed
-from infer.decode.slots import OutputSnapshot, copy_slots
+from infer.decode.slots import OutputSnapshot, append_text, copy_slots
 from infer.decode.state import LENGTH, PROMPT, RUNNING, STOP, DecodeState, EngineConfig
 from infer.decode.token_classes import TokenClasses
 from infer.request import Request
 from infer.scheduling.adapter_slots import AdapterSlots
-from infer.scheduling.admission import admit_request, classes_of, new_state
+from infer.scheduling.admission import MIN_PROMPT, admit_request, classes_of, new_state
 from infer.scheduling.buckets import MIN_CAPACITY
 from infer.scheduling.handle import DebugState, Handle
 from infer.scheduling.prefix_cache import Match, PrefixCache, RowMemory
@@ -361,7 +361,12 @@ class Scheduler:
         arrays = guidance_arrays(rows, len(self._rows), self._schemas.words, self._config)
         state, summary = guide(self._state_now(), arrays, self._config)
         self._change(state)
-        self._summary = summary.read()
+        texts = {row: guidance.text for row, guidance in rows.items() if guidance.text}
+        for row, text in texts.items():
+            size = max(MIN_PROMPT, next_power(len(text)))
+            tokens = np.pad(np.asarray(text, np.int32), (0, size - len(text)))
+            self._change(append_text(self._state_now(), np.int32(row), tokens, np.int32(len(text)), self._config))
+        self._summary = self._summary if texts else summary.read()
 
     def _count(self, summary: StepSummary, steps: int, seconds: float) -> None:
         """Add steps and their time to the statistics of the chunk and of every request."""
@@ -405,8 +410,7 @@ class Scheduler:
 
     def _fetch(self, copy: Packed[OutputSnapshot], states: Iterable[RequestState]) -> list[RequestOutput]:
         states = list(states)
-        limits = [state.request.params.max_content_tokens for state in states]
-        outputs = fetch_outputs(copy, limits, self._config)
+        outputs = fetch_outputs(copy, [state.request for state in states], self._config)
         return [state.controller.read(output) for state, output in zip(states, outputs, strict=True)]
 
     def _end(self, state: RequestState, output: RequestOutput) -> None:

@@ -23,8 +23,11 @@ from aspd_jax.template import Hole, Template
 from aspd_jax.tokens import split
 from infer import Engine, SamplingParams
 from infer.answers.answer import RequestOutput
+from infer.control.constraint import Constraint
+from infer.control.controller import Controller
 from infer.control.schemas import json_rule
 from infer.decode.state import LENGTH, STOP
+from infer.request import Request
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
 from tests.conftest import SIZES, patched
@@ -162,7 +165,8 @@ def test_a_branch_that_exceeds_a_limit_ends_the_answer(engine: Engine) -> None:
 
 def test_an_answer_whose_branch_is_cut_has_the_finish_reason_length(engine: Engine) -> None:
     schemas, config, encode = engine.debug_state().schemas, engine.config, engine.lm.codec.text.encode
-    constraint = schemas.constraint(SamplingParams(branch_schema=SCHEMAS["choice"]), 100)
+    request = Request((1,), SamplingParams(branch_schema=SCHEMAS["choice"]), "adaptive", 100, 0)
+    constraint = Constraint(Controller(), request, schemas, config)
     for texts, finish in ((['{"winner": "A"}', '{"winner": "tie"}'], STOP), (['{"winner": "A"}', '{"winner"'], LENGTH)):
         special, ids = config.special, list[int]()
         for name in ("sun", "rain"):
