@@ -99,6 +99,10 @@ COUNTERPARTS = {
         "infer/test_decoding.py::test_answers_equal_transformers",
     ),
     # Published questions, answers and prompts of judges.
+    "aspd_jax/test_lists.py::test_real_answers": (
+        "aspd_jax/test_lists.py::test_decisions_on_further_items_are_final",
+        "aspd_jax/test_lists.py::test_questions_for_items_fork",
+    ),
     "aspd_jax/blocks/test_extract.py::test_real_answers_are_kept_and_their_lists_found": (
         "aspd_jax/blocks/test_extract.py::test_forms",
         "aspd_jax/blocks/test_extract.py::test_any_text_is_kept",

@@ -89,7 +89,7 @@ _COURSES = {
 _TIME = re.compile(
     r"[*_\s]*\d{1,2}(?:[:.]\d\d)?\s*(?:-\s*\d{1,2}(?:[:.]\d\d)?\s*)?(?:[ap]\.?m\b|o'clock|h\b)", re.IGNORECASE
 )
-_WORDS = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+")
+_WORDS = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+[+#]*")  # C++ and C# are different words
 COUNTS = {*NUMBERS[1:], *map(str, range(2, 21))}
 
 
@@ -294,11 +294,16 @@ def _blank(answer: str, start: int) -> int:
 
 
 def _alike(titles: Sequence[str]) -> Iterator[str]:
-    words = [{word.casefold().removesuffix("s") for word in _WORDS.findall(title)} for title in titles]
-    for number, own in enumerate(words):
-        for other in range(number):
-            if len(own & words[other]) > MAX_ALIKE * len(own | words[other]):
-                yield f"similar titles: {titles[other]!r} and {titles[number]!r}"
+    for number, title in enumerate(titles):
+        for other in titles[:number]:
+            if similar(title, other):
+                yield f"similar titles: {other!r} and {title!r}"
+
+
+def similar(title: str, other: str) -> bool:
+    """Return whether two titles or leads have most of their words in common."""
+    own, words = ({word.casefold().removesuffix("s") for word in _WORDS.findall(text)} for text in (title, other))
+    return len(own & words) > MAX_ALIKE * len(own | words)
 
 
 def _shared_words(texts: Sequence[str]) -> Iterator[str]:

@@ -31,7 +31,7 @@ CONCLUSIONS = re.compile(
     rf"[-#*_\s\d.)]*(?:[ivx]+[.)]\s)?[*_\s]*({_CONCLUDING}|closing\b|outro\b|final remarks|结论)", re.IGNORECASE
 )
 # Beginnings of text that follows a list and does not belong to its last part.
-_CLOSERS = re.compile(
+CLOSERS = re.compile(
     rf"[#*_\s\d.]*({_CONCLUDING}|in (short|general|addition|the end)|final note|remember|"
     r"these (are|\w+ (are|can|will))|this (is|will)|"
     r"by (following|doing|using|implementing|taking|practi|incorporating)|"
@@ -333,7 +333,7 @@ def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | 
         for atom in following:
             if atom.kind == "heading" and atom.level <= level:
                 break
-            if atom.kind == "text" and end > heads[-1] + 1 and _CLOSERS.match(lines.text(atom.start)):
+            if atom.kind == "text" and end > heads[-1] + 1 and CLOSERS.match(lines.text(atom.start)):
                 break
             end += 1
         return _Run(tuple(heads), end)
@@ -343,7 +343,7 @@ def _run(lines: _Lines, atoms: Sequence[_Atom], heads: Sequence[int]) -> _Run | 
         allowed = max(allowed, 1)
     taken: set[int] = set()
     for atom in following:
-        if atom.kind == "heading" or (atom.kind == "text" and _CLOSERS.match(lines.text(atom.start))):
+        if atom.kind == "heading" or (atom.kind == "text" and CLOSERS.match(lines.text(atom.start))):
             break
         if atom.node != atoms[heads[-1]].node and len(taken | {atom.node}) > allowed:
             break

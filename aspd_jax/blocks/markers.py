@@ -83,7 +83,7 @@ def marker_of(line: str) -> Marker | None:
     for name, pattern in _COUNTED_LINES if _ANY_COUNTED.match(line) else ():
         if (found := pattern.match(line)) and (name not in _CASED or found["n"].isupper() == name[0].isupper()):
             word = found.groupdict().get("word")
-            number = _number(found["n"], name == "I.")
+            number = number_of(found["n"], name == "I.")
             return Marker(f"{name} {word.lower()}" if word else name, number, found.end())
     if found := _BULLET.match(line):
         return Marker(f"bullet {line[0]}", None, found.end())
@@ -99,7 +99,8 @@ def marker_of(line: str) -> Marker | None:
     return None
 
 
-def _number(text: str, roman: bool) -> int:
+def number_of(text: str, roman: bool = False) -> int:
+    """Return the number of a numeral or an ordinal."""
     low = text.lower()
     if roman:
         return ROMAN.index(text) + 1 if text in ROMAN else 0

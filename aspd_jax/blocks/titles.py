@@ -11,7 +11,8 @@ from aspd_jax.blocks.markers import BOLD, SPACELESS, marker_of
 MAX_WORDS = 7  # maximum words of a lead that is a title
 FIRST_WORDS = 5  # words of a title without a lead
 LAST_WORDS = 16  # maximum words if fewer do not distinguish the parts
-_TRAILING = re.compile(
+# Words at the end of a title that a noun or a clause would follow.
+TRAILING = re.compile(
     r"(?:[ \t,]+(?:an?|the|of|and|or|to|that|which|from|by|for|with|in|on|at|as|is|are|your|its|their|also|can))+$",
     re.I,
 )
@@ -81,7 +82,7 @@ def _title(part: str, words: int) -> str:
 def _first_words(text: str, words: int) -> str:
     line = next((line for line in text.splitlines() if _bare(line)), "")
     found = list(_WORD.finditer(line))[:words]
-    return _bare(_TRAILING.sub("", line[: found[-1].end()])) if found else ""
+    return _bare(TRAILING.sub("", line[: found[-1].end()])) if found else ""
 
 
 def _bare(text: str) -> str:
