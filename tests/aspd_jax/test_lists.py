@@ -151,6 +151,8 @@ BODIES = [
     (BULLETS, " Two:\n1. a\n2. b", "\n- ", "item"),
     (BULLETS, " Two:\n* a\n* b", "\n- ", "item"),
     (BULLETS, " One.", "\n\n2. Eat", "prose"),
+    (ListForm("clause", "- "), "", "\n\nThat is all.", "prose"),
+    (ListForm("clause", "Part ", "1", ": "), "\n\nOne.\n\nTwo.", "\n\nPart 2: ", "item"),
     (SECTIONS, "\n\nOne.\n\nTwo.\n\n### Deep\n\n1. a", "\n\n## ", "item"),
     (SECTIONS, "\n\nOne.", "\n\n# ", "heading"),
     (SECTIONS, "\n\nOne.", "\n\nIn conclusion, sleep is all that one needs.", "prose"),
