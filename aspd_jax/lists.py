@@ -304,8 +304,8 @@ def fork_refusal(
 ) -> str | None:
     """Return the first reason why the items of a list should be written one after the other, or None.
 
-    Reasons are requests for a program, a derivation, a course of events or one connected text, and the dependence that
-    the data pipeline detects (`aspd_jax.blocks.checks`).
+    Reasons are requests for a program, a derivation, a course of events or one connected text, the dependence that the
+    data pipeline detects (`aspd_jax.blocks.checks`), and items that are a lead alone.
 
     Args:
         messages: the messages before the answer; the last one is what it answers.
@@ -314,6 +314,8 @@ def fork_refusal(
         first_item: text of the first item as far as it is known.
         before: text of the answer before the list.
     """
+    if form.kind == "clause" and re.fullmatch(r"[.!?。！？]?\s*\n", first_item[len(form.item(0, leads[0])) :]):
+        return f"no body: the first item is {first_item.strip()!r}"
     texts = [form.item(index, lead) + "\n" for index, lead in enumerate(leads)]
     texts[0] = max(texts[0], first_item + "\n", key=len)
     first = texts[0][len(form.marker(0)) :]

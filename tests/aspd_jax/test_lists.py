@@ -308,6 +308,14 @@ def test_questions_for_items_fork(question: str) -> None:
     )
 
 
+def test_items_without_a_body_are_refused() -> None:
+    form = ListForm("clause", "- ")
+    assert (fork_refusal(["Name fruit."], form, ["Red apples"], "- Red apples.\n") or "").startswith("no body")
+    for item in ("- Red apples", "- Red apples, such as Gala\n", "- Red apples. They are sweet.\n"):
+        assert fork_refusal(["Name fruit."], form, ["Red apples"], item) is None
+    assert fork_refusal(["Name fruit."], BULLETS, ["Red apples"], "- Red apples:\n") is None
+
+
 @pytest.mark.parametrize(
     "leads, before, kind",
     [
