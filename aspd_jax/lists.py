@@ -48,7 +48,7 @@ _BOLD = re.compile(
     rf"(?P<text>(?:(?!\*\*)[^\n]){{1,{MAX_BOLD}}}?)(?P<closing>[:：.]?\*\*(?:[ \t]?[:：]|[ \t][-–—](?=[ \t]))?)"
 )
 _BOLD_TAIL = re.compile(r"[ \t]?[-–—]?")  # behind bold words, it may still become part of their closing
-_LABEL = re.compile(r"(?P<text>[^\n:：]{2,78}?)(?P<closing>:(?=[\s*])|：|[ \t][-–—](?=[ \t]))")
+_LABEL = re.compile(r"(?P<text>[^\n:：]{1,78}?)(?P<closing>:(?=[\s*])|：|[ \t][-–—](?=[ \t]))")
 _SENTENCE = re.compile(r"[.!?](?=\s)|[。！？\n]")
 _COMMA = re.compile(r"[,;:](?=\s)|[，；：、]|[ \t][(—–-]|（")
 _LEAD_ENDS = {
@@ -208,17 +208,20 @@ def concludes(lead: str) -> bool:
 def body_of(form: ListForm, text: str) -> Body:
     """Return the body at the beginning of a text, which begins behind a lead.
 
-    The body ends before a line with the next marker, a heading, a rule, or a paragraph at the margin. Below headings
-    and bold lines, paragraphs belong to the body, unless they conclude the answer. Nested items, code, tables, quotes
-    and formulas always do. A line feed at the end of the text completes its last line.
+    The body ends before a line with the next marker, a heading, a rule, or a paragraph at the margin. Below headings,
+    bold lines and lines such as "Part 1: Sleep", paragraphs belong to the body, unless they conclude the answer. Nested
+    items, code, tables, quotes and formulas always do. A line feed at the end of the text completes its last line.
     """
-    section = form.kind == "heading" or (form.marker(0).startswith("**") and text.startswith("\n"))
+    titled = form.marker(0).startswith("**") or any(map(str.isalpha, form.before))  # such as "Part 1: "
+    section = form.kind == "heading" or (titled and text.startswith("\n"))
     end, blank = 0, False
     for start, line, protected in _lines(text):
         if not line.strip():
             blank = True
             continue
-        kind = "body" if protected or start == 0 else _kind(form, line, section, blank, end == 0)
+        kind = (
+            "body" if protected or start == 0 else _kind(form, line, section, blank, end == 0 and form.kind != "clause")
+        )
         if kind == "body":
             end, blank = start + len(line.rstrip()), False
         else:
@@ -236,7 +239,7 @@ def _kind(
         line: the line, with its line feed if it is complete.
         section: whether paragraphs belong to the body.
         blank: whether the line before is blank.
-        empty: whether the body has no text before the line.
+        empty: whether the item has no text but a closed lead before the line.
     """
     if line[0] in " \t":
         return "body"
@@ -273,21 +276,27 @@ def lists_of(text: str) -> Iterator[TextList]:
 
 
 def _read_list(text: str, start: int) -> TextList:
-    items, leads, numbers, gaps, place = [], [], [], [], start
-    form = None
+    parts: list[tuple[str, Lead | None, int | None]] = []
+    gaps: list[str] = []
+    form, place, end = None, start, start
     while True:
         line = text[place : text.index("\n", place) + 1]
         numbered, lead = _numbered(line), _any_lead(line)
+        number = number_of(numbered["number"]) if numbered else None
+        if number == 1 and parts and parts[-1][2] != 1:  # another list
+            gaps.pop()
+            break
         form = form or lead.form  # type: ignore[union-attr]  # the first item has one
         behind = place + (lead.end if lead else len(line) - 1)
         body = body_of(form, text[behind:])
-        items.append(text[place : behind + body.end])
-        leads.append(lead)
-        numbers.append(number_of(numbered["number"]) if numbered else None)
+        end = behind + body.end
+        parts.append((text[place:end], lead, number))
         if body.next != "item":
-            return TextList(start, behind + body.end, form, *map(tuple, (items, leads, numbers, gaps)))
+            break
         gaps.append(body.gap)
-        place = behind + body.end + len(body.gap)
+        place = end + len(body.gap)
+    items, leads, numbers = zip(*parts, strict=True)
+    return TextList(start, end, form, items, leads, numbers, tuple(gaps))
 
 
 def fork_refusal(
@@ -295,8 +304,8 @@ def fork_refusal(
 ) -> str | None:
     """Return the first reason why the items of a list should be written one after the other, or None.
 
-    Reasons are requests for a program, a derivation, a course of events or one connected text, and the dependence that
-    the data pipeline detects (`aspd_jax.blocks.checks`).
+    Reasons are requests for a program, a derivation, a course of events or one connected text, the dependence that the
+    data pipeline detects (`aspd_jax.blocks.checks`), and items that are a lead alone.
 
     Args:
         messages: the messages before the answer; the last one is what it answers.
@@ -305,6 +314,8 @@ def fork_refusal(
         first_item: text of the first item as far as it is known.
         before: text of the answer before the list.
     """
+    if form.kind == "clause" and re.fullmatch(r"[.!?。！？]?\s*\n", first_item[len(form.item(0, leads[0])) :]):
+        return f"no body: the first item is {first_item.strip()!r}"
     texts = [form.item(index, lead) + "\n" for index, lead in enumerate(leads)]
     texts[0] = max(texts[0], first_item + "\n", key=len)
     first = texts[0][len(form.marker(0)) :]

@@ -151,6 +151,8 @@ BODIES = [
     (BULLETS, " Two:\n1. a\n2. b", "\n- ", "item"),
     (BULLETS, " Two:\n* a\n* b", "\n- ", "item"),
     (BULLETS, " One.", "\n\n2. Eat", "prose"),
+    (ListForm("clause", "- "), "", "\n\nThat is all.", "prose"),
+    (ListForm("clause", "Part ", "1", ": "), "\n\nOne.\n\nTwo.", "\n\nPart 2: ", "item"),
     (SECTIONS, "\n\nOne.\n\nTwo.\n\n### Deep\n\n1. a", "\n\n## ", "item"),
     (SECTIONS, "\n\nOne.", "\n\n# ", "heading"),
     (SECTIONS, "\n\nOne.", "\n\nIn conclusion, sleep is all that one needs.", "prose"),
@@ -304,6 +306,14 @@ def test_questions_for_items_fork(question: str) -> None:
     assert (
         fork_refusal([question], NUMBERS, ["Sleep", "Eat", "Walk"], "1. **Sleep**: Eight hours.", "Tips:\n\n") is None
     )
+
+
+def test_items_without_a_body_are_refused() -> None:
+    form = ListForm("clause", "- ")
+    assert (fork_refusal(["Name fruit."], form, ["Red apples"], "- Red apples.\n") or "").startswith("no body")
+    for item in ("- Red apples", "- Red apples, such as Gala\n", "- Red apples. They are sweet.\n"):
+        assert fork_refusal(["Name fruit."], form, ["Red apples"], item) is None
+    assert fork_refusal(["Name fruit."], BULLETS, ["Red apples"], "- Red apples:\n") is None
 
 
 @pytest.mark.parametrize(
