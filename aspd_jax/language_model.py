@@ -58,6 +58,8 @@ class LanguageModel:
         context_length: context length of the checkpoint in positions, as its RoPE scaling extends it.
         mesh: mesh that the parameters are distributed over, or None.
         generation: contents of generation_config.json, for export.
+        tagged: whether the model was trained with the special tokens; its config.json or its adapter has settings of
+            this project.
     """
 
     model: Transformer
@@ -70,6 +72,7 @@ class LanguageModel:
     context_length: int
     mesh: Mesh | None = None
     generation: dict[str, Any] = field(default_factory=dict)
+    tagged: bool = True
 
     def __repr__(self) -> str:
         c = self.config
@@ -239,6 +242,7 @@ def load_model(
         context_length=context_length(checkpoint.hf),
         mesh=mesh,
         generation=checkpoint.generation,
+        tagged=adapter is not None or "positions" in (checkpoint.hf_config.get("aspd") or {}),
     )
 
 
@@ -298,7 +302,7 @@ def save_model(lm: LanguageModel, path: str | os.PathLike[str], dtype: str | Non
         raise CheckpointError(
             "save: expected at most one adapter, got several. Load the model with the adapter to merge."
         )
-    aspd: dict[str, Any] = _settings(lm)
+    aspd: dict[str, Any] = _settings(lm) if lm.tagged else {}
     hf_config = {**lm.hf_config, "vocab_size": lm.config.vocab_size, "aspd": aspd}
     target, kept = Path(path), dtype or lm.config.dtype
     params = {name: value for name, value in lm.params.items() if name != DRAFT_HEADS}

@@ -13,6 +13,7 @@ import numpy as np
 from aspd_jax.chat import encode_history, encode_prompt
 from aspd_jax.errors import RequestError, StructureError
 from aspd_jax.language_model import LanguageModel
+from aspd_jax.layout import check_choice
 from aspd_jax.structure import plain_text
 from aspd_jax.tokens import NAMES, SpecialTokens
 from aspd_jax.tool_format import tool_conversation
@@ -22,7 +23,7 @@ from infer.control.filling import check_template
 from infer.control.schemas import Schemas
 from infer.control.tags import check_tags
 from infer.decode.state import MAX_BRANCHES, DraftSource, EngineConfig
-from infer.request import MAX_TITLE_TOKENS, Mode, PromptTooLong, Request, SamplingParams, Stream
+from infer.request import MAX_TITLE_TOKENS, ListMode, Mode, PromptTooLong, Request, SamplingParams, Stream
 from infer.scheduling.adapter_slots import AdapterSlots
 from infer.scheduling.admission import prompt_layout
 from infer.scheduling.buckets import Buckets, capacity_for
@@ -52,6 +53,8 @@ class Engine:
             than they save: `heads` (draft heads of the model), `lookup` (the text so far) or `none`.
         draft_tokens: maximum draft tokens of a segment in a step; of draft heads, at most as many as there are.
         force_drafts: whether every step feeds draft tokens, whatever they cost.
+        lists: `parallel`: lists that a model without tags begins are decoded in parallel in adaptive mode (protocol,
+            section 5); `serial`: its adaptive mode is serial mode.
 
     Attributes:
         adapters: adapters of a model that was loaded with slots for them: `adapters.put(name, folder)`,
@@ -70,6 +73,7 @@ class Engine:
         drafts: DraftSource = "none",
         draft_tokens: int = 4,
         force_drafts: bool = False,
+        lists: ListMode = "parallel",
     ) -> None:
         max_length = min(MAX_LENGTH, lm.context_length) if max_length is None else max_length
         for name, value, least in (
@@ -89,7 +93,8 @@ class Engine:
         if max_branches >= MAX_BRANCHES:
             raise RequestError(f"max_branches: expected less than {MAX_BRANCHES}, got {max_branches}.")
         draft_tokens = _draft_tokens(lm, drafts, draft_tokens)
-        self.lm = lm
+        check_choice("lists", lists, ListMode)
+        self.lm, self._lists = lm, lists
         self.max_length = max_length
         self.max_batch = max_batch
         special = lm.special_tokens or NO_TOKENS
@@ -341,7 +346,7 @@ class Engine:
         Raises:
             RequestError: the request breaks a limit.
         """
-        params = SamplingParams() if params is None else params
+        params, texts = SamplingParams() if params is None else params, message_texts(prompt)
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"params: expected SamplingParams, got {params!r:.80}. Write SamplingParams(name=value)."
@@ -352,9 +357,13 @@ class Engine:
             raise RequestError("template: expected a model with a tokenizer, got one without.")
         if continue_final_message or chat_template_kwargs or tools:
             prompt = self.encode(prompt, continue_final_message, chat_template_kwargs, tools)
-        if mode == "adaptive" and self.lm.special_tokens is None:
+        tagged = self.lm.special_tokens is not None and (self.lm.tagged or bool(adapter))
+        lists = mode == "adaptive" and not tagged
+        if lists and (self._lists == "serial" or params.script):
+            mode, lists = "serial", False
+        if lists and self.lm.tokenizer is None:
             raise RequestError(
-                "mode: expected serial, got adaptive; this model has no special tokens. Use mode='serial'."
+                "mode: expected serial, got adaptive; this model has neither tags nor a tokenizer. Use mode='serial'."
             )
         if params.stop and self.lm.tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer, got one without.")
@@ -383,7 +392,9 @@ class Engine:
         self._check_ids(tuple(params.logit_bias), "logit_bias: ")
         seed = secrets.randbits(32) if params.seed is None else params.seed
         number = self.adapters.number(adapter)
-        return Request(tuple(ids), params, mode, budget, seed, number, alternatives=params.logprobs)
+        return Request(
+            tuple(ids), params, mode, budget, seed, number, alternatives=params.logprobs, messages=texts, lists=lists
+        )
 
     def step(self, max_steps: int | None = None) -> bool:
         """Run a chunk of steps for all submitted requests; return False if there was nothing to do.
@@ -488,6 +499,19 @@ class Engine:
             self._check_ids(segment, "script: ")
         if script and self.lm.special_tokens is not None:
             check_tags(script, self.config.special, self.config.form.leads)
+
+
+def message_texts(prompt: Prompt) -> tuple[str, ...]:
+    """Return the texts of a prompt's messages; of token ids, none."""
+    if isinstance(prompt, str):
+        return (prompt,)
+    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    return tuple(
+        content
+        if isinstance(content, str)
+        else "".join(part.get("text", "") for part in content or () if isinstance(part, Mapping))
+        for content in contents
+    )
 
 
 def _draft_tokens(lm: LanguageModel, drafts: DraftSource, limit: int) -> int:

@@ -26,6 +26,7 @@ from aspd_jax.layout import check_choice
 from aspd_jax.template import Hole, Template
 
 Mode = Literal["adaptive", "serial"]
+ListMode = Literal["parallel", "serial"]  # how lists of models without tags are decoded in adaptive mode
 Fields = Literal["serial", "parallel"]
 Stream: TypeAlias = Literal["text", "branches"] | None
 GRAMMARS = ("json_schema", "regex", "choices", "grammar")  # fields that constrain a whole answer
@@ -427,6 +428,8 @@ class Request:
         max_steps: maximum steps of a chunk, when the owner iterates over the events; None: no limit.
         alternatives: number of likeliest tokens that log probabilities come with; None: no log probabilities.
         echo: log probabilities include those of the prompt.
+        messages: texts of the messages of the prompt, the last of which the answer is for.
+        lists: whether lists of the answer are decoded in parallel (adaptive mode of a model without tags).
     """
 
     prompt: tuple[int, ...]
@@ -439,6 +442,8 @@ class Request:
     max_steps: int | None = None
     alternatives: int | None = None
     echo: bool = False
+    messages: tuple[str, ...] = ()
+    lists: bool = False
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, Mode)
@@ -451,7 +456,7 @@ class Request:
     @property
     def untagged(self) -> bool:
         """Return whether no tags mark the blocks of the answer."""
-        return self.template is not None
+        return self.template is not None or self.lists
 
     @property
     def ends_by_text(self) -> bool:

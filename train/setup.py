@@ -67,7 +67,7 @@ class Setup:
         params = jax.tree.map(_to_host, join(state.params, self.frozen))
         if self.model.scan:
             params = unstack_layers(params, self.lm.config.layers)
-        return replace(self.lm, params=params)
+        return replace(self.lm, params=params, tagged=True)
 
 
 def _to_host(leaf: jax.Array) -> np.ndarray:

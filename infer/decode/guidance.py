@@ -27,6 +27,7 @@ from infer.decode.state import (
     FORK,
     MERGE,
     NO_LIMIT,
+    PARALLEL,
     RUNNING,
     SERIAL,
     DecodeState,
@@ -250,6 +251,7 @@ def _take_back(state: DecodeState, guidance: Guidance) -> DecodeState:
     s, cache, takes = state.sequence, state.cache, guidance.resume_at >= 0
     hidden = takes[:, None] & (cache.layout.position >= guidance.resume_at[:, None])
     layout = cache.layout._replace(sequence=jnp.where(hidden, 0, cache.layout.sequence))
+    longest = jnp.where(takes & (s.cursor.phase == PARALLEL), jnp.max(s.segments.sampled[:, 1:], axis=1), 0)
     ends = jnp.where(layout.sequence > 0, 1 + jnp.arange(layout.sequence.shape[1]), 0)
     length = jnp.where(takes, jnp.max(ends, axis=1), cache.length)
     s = s._replace(
@@ -259,6 +261,7 @@ def _take_back(state: DecodeState, guidance: Guidance) -> DecodeState:
         ),
         segments=s.segments._replace(queued=jnp.where(takes[:, None], 0, s.segments.queued)),
         branches=s.branches._replace(live=s.branches.live & ~takes[:, None]),
+        counters=s.counters._replace(critical_path=s.counters.critical_path + longest),
     )
     return state._replace(sequence=s, cache=cache._replace(layout=layout, length=length))
 

@@ -123,7 +123,7 @@ def admit_request(
         for name, parameter in PARAMETERS.items()
         if parameter.device
     }
-    forks = request.mode == "adaptive" and config.max_branches >= 2
+    forks = request.mode == "adaptive" and not request.lists and config.max_branches >= 2
     words = state.stop_tokens.shape[1]
     ends = stop_tokens(params, lm.codec.text, words) if request.ends_by_text else np.zeros(words, np.uint32)
     numbers = {

@@ -24,6 +24,7 @@ from infer.answers.events import EventReader, FilledReader
 from infer.control.constraint import Constraint
 from infer.control.controller import Controller
 from infer.control.filling import Filling
+from infer.control.lists import Lists
 from infer.control.schemas import Schemas
 from infer.control.tags import Tags
 from infer.control.text_end import TextEnd
@@ -275,7 +276,11 @@ class Scheduler:
     def _controller(self, state: RequestState) -> Controller:
         """Return the controller of a request's answer at its beginning."""
         request = state.request
-        controller = Tags(self._config, self._token_classes) if request.mode == "adaptive" else Controller()
+        controller = Controller()
+        if request.lists:
+            controller = Lists(request, self._lm.codec.text, self._token_classes, self._config)
+        elif request.mode == "adaptive":
+            controller = Tags(self._config, self._token_classes)
         if request.template is not None:
             controller = Filling(request, self._schemas, self._lm.codec.text, self._config)
         elif request.params.answer_grammar or request.params.branch_schema:

@@ -1,0 +1,401 @@
+"""Controller of lists that a model writes by itself: leads first, then all bodies in parallel (protocol, section 5).
+
+Where serial text begins a list, the model writes the leads of the further items on a scratch line, which is hidden
+afterwards. Every item is a branch that sees its own lead only. The finished items are fed in reading order, one after
+the other. Behind each of them the model chooses whether the list goes on; where it does not, the list ends there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from aspd_jax.blocks.checks import asked_for, similar
+from aspd_jax.lists import Lead, ListForm, begins_item, body_of, concludes, fork_refusal, lead_of, next_lead, open_line
+from aspd_jax.tokens import BlockIds, ItemIds, SerialIds, TextCodec
+from infer.answers.answer import RequestOutput
+from infer.control.controller import Controller
+from infer.control.tags import text_rule
+from infer.decode.guidance import RowGuidance, SerialRule
+from infer.decode.state import LENGTH, RUNNING, STOP, EngineConfig
+from infer.decode.token_classes import ANY_TEXT, END, LINE, TEXT, TokenClasses
+from infer.request import Request
+
+MAX_ITEMS = 10  # items of a list whose number nobody asked for
+MIN_ITEMS = 3  # items of a list that forks
+MAX_LEAD_TOKENS = 24
+MAX_TRIES = 3  # first tokens of a lead that are barred, one after the other, because they began a repetition
+UNDECIDED = 40  # characters of a line in a branch that may still end the body before them
+RESERVE = 16  # tokens of the budget that each item of a list should have
+LINES = 1 << LINE
+SCRATCH = SerialRule(ANY_TEXT, ANY_TEXT)  # leads end neither the answer nor the sequence
+
+
+@dataclass
+class Item:
+    """An item of a list that is decoded in parallel.
+
+    Attributes:
+        lead: its lead.
+        head: tokens of its marker and lead.
+        body: text behind the lead, as far as later tokens cannot change it.
+        shown: tokens of head and body, as far as they are in `body`.
+        gap: white space that followed the body.
+        growing: whether further tokens belong to the body.
+        final: tokens in the finished list, with the separator behind the item; empty: they are not known.
+    """
+
+    lead: str
+    head: list[int] = field(default_factory=list)
+    body: str = ""
+    shown: list[int] = field(default_factory=list)
+    gap: str = ""
+    growing: bool = True
+    final: list[int] = field(default_factory=list)
+
+
+@dataclass
+class OpenList:
+    """A list under way.
+
+    Attributes:
+        form: form of its items.
+        before: tokens of serial text before it.
+        first: tokens that the model wrote of the first item.
+        items: its items.
+        start: number of serial tokens before the lead or item under way.
+        barred: first tokens that the lead under way may not have.
+        separator: text between items, once all bodies have ended.
+        checked: number of items that have been fed in reading order.
+    """
+
+    form: ListForm
+    before: list[int]
+    first: list[int]
+    items: list[Item]
+    start: int = 0
+    barred: list[int] = field(default_factory=list)
+    separator: str = ""
+    checked: int = 0
+
+
+class Lists(Controller):
+    """Decisions for answers whose lists are decoded in parallel.
+
+    Args:
+        request: request in adaptive mode, of a model without tags.
+        codec: codec of the tokenizer, whose tokens have bytes of their own.
+        classes: classes and properties of the tokens.
+        config: configuration of the engine.
+    """
+
+    def __init__(self, request: Request, codec: TextCodec, classes: TokenClasses, config: EngineConfig) -> None:
+        self._request, self._codec, self._classes, self._config = request, codec, classes, config
+        self._asked = asked_for(request.messages)
+        self._items: list[ItemIds] = []  # finished serial texts and lists
+        self._after = 0  # serial tokens that `_items` hold
+        self._list: OpenList | None = None
+        self._line: int | None = None  # serial tokens before a line that may begin a list
+        self._refused: ListForm | None = None  # form of a list that is written serially
+        self._hidden = 0  # sampled tokens that are no part of the answer
+        self._base = 0  # position of the first token of the answer
+
+    def start(self) -> RowGuidance:
+        """Return the decision to look at the first token."""
+        self._line = 0
+        return RowGuidance(left={0: 1}, stops={0: LINES})
+
+    def read(self, output: RequestOutput) -> RequestOutput:
+        """Return an output with its lists as blocks."""
+        serial, end = output.serial_ids, output.serial_ids[:0]
+        if output.finish == STOP and serial.size and int(serial[-1]) in self._config.end:
+            serial, end = serial[:-1], serial[-1:]
+        if output.finish != RUNNING and self._list is not None and self._list.checked:
+            self._end_list(self._list, complete=True)
+        if self._list is None:
+            shown = serial if self._line is None or output.finish != RUNNING else serial[: self._line]
+            items, growing = [*self._items, SerialIds(shown[self._after :])], frozenset[int]()
+        else:
+            items, growing = self._with_list(self._list)
+        texts = [text.ids for item in items for text in ([item] if isinstance(item, SerialIds) else item.texts)]
+        read = replace(
+            output,
+            items=tuple(items),
+            token_ids=np.concatenate([*texts, end]),
+            open_branches=growing,
+            discarded=self._hidden,
+        )
+        return read
+
+    def follow(self, output: RequestOutput) -> RowGuidance:
+        """Return what follows the last tokens of a sequence that waits."""
+        serial = output.serial_ids.tolist()
+        if self._list is None:
+            return self._follow_text(serial, output)
+        if self._list.checked:
+            return self._follow_joint(self._list, serial, output)
+        if self._list.items[-1].head:
+            return self._follow_bodies(self._list, output)
+        return self._follow_lead(self._list, serial, output)
+
+    # Serial text
+
+    def _follow_text(self, serial: list[int], output: RequestOutput) -> RowGuidance:
+        """Look for the beginning of a list."""
+        self._base = output.position + 1 - len(serial)
+        text = self._codec.decode(serial)
+        place = open_line(text)
+        self._line = None
+        if place is None:
+            return self._text()
+        line = text[place:]
+        begins = self._begins_list(line)
+        if begins is False:
+            return self._text()
+        lead = lead_of(line) if begins else None
+        if lead is None:
+            size = self._tokens_before(serial, place)
+            if len(serial) - size > MAX_LEAD_TOKENS or "\n" in line:
+                return self._text()
+            self._line = size
+            return RowGuidance(left={0: 1}, stops={0: LINES})
+        is_short = lead.form.kind in ("label", "clause") and line[lead.end :].strip(" .") == "\n"
+        refusal = fork_refusal(self._request.messages, lead.form, [lead.text], line, text[:place])
+        if is_short or not lead.text or refusal:
+            self._refused = lead.form
+            return self._text()
+        return self._begin_list(serial, text, place, lead, output)
+
+    def _text(self) -> RowGuidance:
+        """Let serial text go on to the next end of a line."""
+        return RowGuidance({0: ()}, stops={0: LINES}, serial=text_rule(forks=False))
+
+    def _begins_list(self, line: str) -> bool | None:
+        """Return whether a line begins a list that may fork; None: this depends on its continuation."""
+        begins = begins_item(line)
+        if self._refused is None or not line.strip():
+            return begins
+        further = self._refused.begins_item(line)
+        if further is not False:
+            return None if further is None else False
+        if not line.startswith((" ", "\t")) and begins is False:
+            self._refused = None  # other text
+        return begins
+
+    def _tokens_before(self, serial: Sequence[int], place: int) -> int:
+        """Return the number of tokens that end in the first `place` characters of serial text."""
+        size = len(serial)
+        while size and len(self._codec.decode(serial[:size])) > place:
+            size -= 1
+        return size
+
+    # Leads
+
+    def _begin_list(self, serial: list[int], text: str, place: int, lead: Lead, output: RequestOutput) -> RowGuidance:
+        """Begin a list on a scratch line: its first lead with an ellipsis, and the marker of the next item."""
+        size = self._tokens_before(serial, place)
+        rest = self._encode(text[len(self._codec.decode(serial[:size])) : place])
+        before = [*serial[:size], *rest]
+        opened = OpenList(lead.form, before, serial[size:], [Item(lead.text)])
+        if self._left(before) < MIN_ITEMS * RESERVE + MAX_LEAD_TOKENS:
+            return self._text()
+        self._list, self._hidden = opened, self._hidden + len(serial) - size
+        scratch = self._encode(lead.form.shown(0, lead.text)) + self._next_marker(opened)
+        opened.start = len(before) + len(scratch)
+        return self._scratch(opened, size, [*rest, *scratch], output)
+
+    def _follow_lead(self, opened: OpenList, serial: list[int], output: RequestOutput) -> RowGuidance:
+        """Let the model write a lead, and begin the next one behind it."""
+        written = serial[opened.start :]
+        text = self._codec.decode(serial)[len(self._codec.decode(serial[: opened.start])) :]
+        lead = next_lead(opened.form, text)
+        if lead is None and len(written) < MAX_LEAD_TOKENS and self._left(serial) > 1:
+            return RowGuidance({0: ()}, {0: 1}, serial=SCRATCH)
+        self._hidden += len(written)
+        leads = [item.lead for item in opened.items]
+        if lead is not None and any(similar(lead.text, other) for other in leads) and len(opened.barred) < MAX_TRIES:
+            opened.barred.append(written[0])
+            return self._scratch(opened, opened.start, [], output)
+        ended = lead is None or not lead.text or concludes(lead.text) or any(similar(lead.text, o) for o in leads)
+        if not ended:
+            assert lead is not None
+            opened.items.append(Item(lead.text))
+            opened.barred = []
+            if len(opened.items) < self._most:
+                marker = opened.form.marker(len(leads)).rstrip(" ")
+                rest = opened.form.shown(len(leads), lead.text)[len(marker) :]
+                known = self._encode(rest) + self._next_marker(opened)
+                begin, opened.start = opened.start, opened.start + len(known)
+                if self._left(serial[:begin]) > len(known) + MAX_LEAD_TOKENS:
+                    return self._scratch(opened, begin, known, output)
+        return self._fork(opened, output)
+
+    @property
+    def _most(self) -> int:
+        """Return the maximum items of a list."""
+        return min(self._asked or MAX_ITEMS, self._config.max_branches)
+
+    def _next_marker(self, opened: OpenList) -> list[int]:
+        """Return the tokens between two leads: a space at the end of the marker belongs to the lead."""
+        return self._encode(opened.form.separator + opened.form.marker(len(opened.items)).rstrip(" "))
+
+    def _scratch(self, opened: OpenList, size: int, known: Sequence[int], output: RequestOutput) -> RowGuidance:
+        """Feed known text behind the first `size` serial tokens, and sample a token that may begin a lead."""
+        allowed = (self._classes.kind == TEXT) & ~self._classes.marker
+        allowed[opened.barred] = False
+        mask = np.packbits(np.pad(allowed, (0, -allowed.size % 32)), bitorder="little").view(np.uint32)
+        guidance = RowGuidance({0: [mask]}, {0: 1}, {0: 0}, serial=SCRATCH)
+        return self._resumed(guidance, size, output, known)
+
+    # Bodies
+
+    def _fork(self, opened: OpenList, output: RequestOutput) -> RowGuidance:
+        """Begin a branch for each item; a list that should not fork goes on serially."""
+        form, before = opened.form, self._codec.decode(opened.before)
+        del opened.items[max(self._left(opened.before) // RESERVE, 1) :]
+        leads = [item.lead for item in opened.items]
+        for number, item in enumerate(opened.items):
+            item.head = self._encode(form.item(number, item.lead))
+            item.shown = item.head
+        too_long = any(len(item.head) > self._config.longest_head for item in opened.items)
+        few = len(opened.items) < min(MIN_ITEMS, self._most)
+        if few or too_long or fork_refusal(self._request.messages, form, leads, before=before):
+            self._list, self._refused = None, form
+            return self._resumed(replace(self._text(), left={}), len(opened.before), output, opened.first)
+        heads = {number: item.head for number, item in enumerate(opened.items, 1)}
+        sizes = [len(head) for head in heads.values()]
+        guidance = RowGuidance(
+            {0: ()},
+            stops=dict.fromkeys(heads, LINES | 1 << END),
+            known_tokens=heads,
+            counted=False,
+            leads=sizes,
+            serial=text_rule(forks=False),
+            branches=len(heads),
+        )
+        guidance = self._resumed(guidance, len(opened.before), output)
+        return replace(guidance, spent=guidance.spent + sum(sizes))
+
+    def _follow_bodies(self, opened: OpenList, output: RequestOutput) -> RowGuidance:
+        """Let bodies go on, and end those that are complete; behind the last one, begin the check."""
+        left: dict[int, int] = {}
+        closed = set[int]()
+        for number, item in enumerate(opened.items, 1):
+            if not item.growing:
+                continue
+            left[number] = self._read_body(opened, item, output.branch_ids[number - 1].tolist())
+            if not item.growing:
+                closed.add(number)
+        if any(item.growing for item in opened.items):
+            lefts = {number: limit for number, limit in left.items() if limit}
+            return RowGuidance(left=lefts, closed=frozenset(closed), emptied=frozenset(closed))
+        gaps = Counter("\n" * min(item.gap.count("\n"), 2) for item in opened.items if "\n" in item.gap)
+        opened.separator = gaps.most_common(1)[0][0] if gaps else opened.form.separator
+        return self._feed_item(opened, len(opened.before), output)
+
+    def _read_body(self, opened: OpenList, item: Item, ids: list[int]) -> int:
+        """Take the tokens of a branch; return the tokens after which to look again, 0: at the end of a line."""
+        ended = bool(ids) and int(self._classes.kind[ids[-1]]) == END
+        whole = ids[:-1] if ended else ids
+        head = self._codec.decode(item.head)
+        text = self._codec.decode(whole)[len(head) :]
+        body = body_of(opened.form, text + "\n" * ended)
+        item.body = text[: body.end]
+        item.gap = body.gap if body.next else ""
+        size = len(whole)
+        while size > len(item.head) and len(self._codec.decode(whole[:size])) > len(head) + body.end:
+            size -= 1
+        item.shown = whole[:size]
+        limit = self._request.params.max_branch_tokens
+        item.growing = not (ended or body.next or len(ids) >= limit)
+        self._hidden += 0 if item.growing else len(ids) - size
+        line = text.rpartition("\n")[2]
+        return 1 if "\n" in text and len(line) < UNDECIDED else 0
+
+    # The check
+
+    def _feed_item(self, opened: OpenList, size: int, output: RequestOutput) -> RowGuidance:
+        """Feed the next item behind the first `size` serial tokens, and let the model choose what follows."""
+        number, last = opened.checked, opened.checked + 1 == len(opened.items)
+        item = opened.items[number]
+        item.final = self._encode(opened.form.item(number, item.lead) + item.body + opened.separator * (not last))
+        opened.checked += 1
+        left = self._request.budget - size
+        if len(item.final) >= left:  # the budget ends the answer inside of the list
+            item.final = item.final[:left]
+            finish = replace(self._text(), finish=LENGTH)
+            return self._resumed(finish, size, output, item.final)
+        if last:
+            self._end_list(opened)
+            return self._resumed(self._text(), size, output, item.final)
+        return self._resumed(replace(self._text(), left={0: 1}), size, output, item.final)
+
+    def _follow_joint(self, opened: OpenList, serial: list[int], output: RequestOutput) -> RowGuidance:
+        """Go on with the next item if the model begins one, too; otherwise end the list."""
+        piece = self._codec.decode(serial)[len(self._codec.decode(serial[:-1])) :].lstrip(" ")
+        marker = opened.form.marker(opened.checked)
+        if piece and (marker.startswith(piece) or piece.startswith(marker.rstrip())):
+            self._hidden += 1
+            return self._feed_item(opened, len(serial) - 1, output)
+        self._end_list(opened)
+        return self._follow_text(serial, output)
+
+    def _end_list(self, opened: OpenList, complete: bool = False) -> None:
+        """Record a list with the items that have been fed; one item is serial text.
+
+        Args:
+            opened: the list.
+            complete: whether the answer ends behind it, so that nothing is separated from the last item.
+        """
+        kept = opened.items[: opened.checked]
+        self._hidden += sum(len(item.shown) for item in opened.items[opened.checked :])
+        ids = [np.asarray(item.final, np.int32) for item in kept]
+        if complete:
+            last = kept[-1]
+            ids[-1] = np.asarray(self._encode(opened.form.item(len(kept) - 1, last.lead) + last.body), np.int32)
+        before = np.asarray(opened.before[self._after :], np.int32)
+        if len(kept) > 1:
+            self._items += [SerialIds(before), self._block(kept, ids)]
+        else:
+            self._items.append(SerialIds(np.concatenate([before, *ids])))
+        self._after = len(opened.before) + sum(len(item.final) for item in kept)
+        self._list, self._line, self._refused = None, None, opened.form
+
+    def _with_list(self, opened: OpenList) -> tuple[list[ItemIds], frozenset[int]]:
+        """Return the items of an answer whose last one is a list under way, and the numbers of unchecked branches."""
+        before = SerialIds(np.asarray(opened.before[self._after :], np.int32))
+        if not opened.items[-1].head:
+            return [*self._items, before], frozenset()
+        ids = [np.asarray(item.final or item.shown, np.int32) for item in opened.items]
+        growing = frozenset(range(opened.checked + 1, len(opened.items) + 1))
+        return [*self._items, before, self._block(opened.items, ids)], growing
+
+    def _block(self, items: Sequence[Item], ids: Sequence[np.ndarray]) -> BlockIds:
+        titles = tuple(np.asarray(self._codec.byte_tokens.encode(item.lead), np.int32) for item in items)
+        return BlockIds(titles, tuple(ids), tuple(map(SerialIds, ids)))
+
+    # Tokens, positions and budgets
+
+    def _encode(self, text: str) -> list[int]:
+        return self._codec.byte_tokens.encode(text) if text else []
+
+    def _left(self, serial: Sequence[int]) -> int:
+        """Return the tokens of the budget behind serial text."""
+        return min(self._request.budget, self._request.params.max_content_tokens or self._request.budget) - len(serial)
+
+    def _resumed(
+        self, guidance: RowGuidance, size: int, output: RequestOutput, text: Sequence[int] = ()
+    ) -> RowGuidance:
+        """Return decisions that go on behind the first `size` serial tokens, with known text."""
+        budget, params = self._request.budget, self._request.params
+        used = size + len(text)
+        return replace(
+            guidance,
+            resume_at=self._base + size,
+            text=text,
+            spent=output.tokens_left - (budget - used),
+            content=output.content_left - ((params.max_content_tokens or budget) - used),
+        )
