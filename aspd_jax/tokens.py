@@ -202,6 +202,14 @@ class TextCodec:
         return ByteTokens(self._backend)
 
     @cached_property
+    def has_byte_spellings(self) -> bool:
+        """Return whether every token stands for bytes of its own (`ByteTokens`)."""
+        try:
+            return bool(self.byte_tokens.tokens)
+        except TokenizerError:
+            return False
+
+    @cached_property
     def drops_space(self) -> bool:
         """Return whether decoding drops a space at the beginning of a segment."""
         return self.decode(self.byte_tokens.encode(" a")) == "a"

@@ -357,14 +357,11 @@ class Engine:
             raise RequestError("template: expected a model with a tokenizer, got one without.")
         if continue_final_message or chat_template_kwargs or tools:
             prompt = self.encode(prompt, continue_final_message, chat_template_kwargs, tools)
-        tagged = self.lm.special_tokens is not None and (self.lm.tagged or bool(adapter))
-        lists = mode == "adaptive" and not tagged
-        if lists and (self._lists == "serial" or params.script):
-            mode, lists = "serial", False
-        if lists and self.lm.tokenizer is None:
+        if mode == "adaptive" and self.lm.special_tokens is None:
             raise RequestError(
-                "mode: expected serial, got adaptive; this model has neither tags nor a tokenizer. Use mode='serial'."
+                "mode: expected serial, got adaptive; this model has no special tokens. Use mode='serial'."
             )
+        lists = mode == "adaptive" and self._writes_lists(params, adapter)
         if params.stop and self.lm.tokenizer is None:
             raise RequestError("stop: expected a model with a tokenizer, got one without.")
         if params.fork_bias and self.config.special.title_start < 0:
@@ -395,6 +392,12 @@ class Engine:
         return Request(
             tuple(ids), params, mode, budget, seed, number, alternatives=params.logprobs, messages=texts, lists=lists
         )
+
+    def _writes_lists(self, params: SamplingParams, adapter: str) -> bool:
+        """Return whether lists are decoded in parallel without tags: of a chat model that was not trained with them."""
+        is_chat = self.lm.tokenizer is not None and bool(self.lm.tokenizer.chat_template)
+        plain = is_chat and not (self.lm.tagged or adapter) and not (params.script or params.branch_schema)
+        return plain and self._lists == "parallel" and self.lm.codec.text.has_byte_spellings
 
     def step(self, max_steps: int | None = None) -> bool:
         """Run a chunk of steps for all submitted requests; return False if there was nothing to do.

@@ -252,8 +252,13 @@ def sample(logits: jax.Array, state: DecodeState, config: EngineConfig, lanes: L
 
 
 def scripted(token: jax.Array, state: DecodeState, lanes: Lanes) -> jax.Array:
-    """Return the sampled tokens, int32 [L], or those that the request's script has in their place."""
+    """Return the sampled tokens, int32 [L], or those that the request's script has in their place.
+
+    A branch that has to close does.
+    """
     request, row, segment = state.request, lanes.row, lanes.branch
+    closes = (segment > 0) & state.sequence.branches.closing[row, jnp.maximum(segment - 1, 0)]
     start = jnp.where(segment > 0, request.script_end[row, jnp.maximum(segment - 1, 0)], 0)
     place = start + state.sequence.segments.sampled[row, segment]
-    return jnp.where(place < request.script_end[row, segment], request.script[row, place], token)
+    follows = (place < request.script_end[row, segment]) & ~closes
+    return jnp.where(follows, request.script[row, place], token)

@@ -20,7 +20,7 @@ from infer.answers.answer import copy_outputs, fetch_outputs
 from infer.answers.logprobs import CHUNK, likeliest
 from infer.decode.decode_step import StopConditions, run, summarise
 from infer.decode.guidance import guidance_arrays, guide
-from infer.decode.slots import copy_slots, put_bias
+from infer.decode.slots import append_text, copy_slots, put_bias
 from infer.decode.state import DecodeState, EngineConfig
 from infer.request import Request, SamplingParams
 from infer.scheduling.admission import MIN_PROMPT, admit_request
@@ -59,6 +59,7 @@ def _programs(
     def prompt(state: DecodeState, size: int) -> DecodeState:
         request = Request((0,) * min(size, capacity - 1), SamplingParams(), "serial", 1, 0)
         state = admit_request(lm, config, state, request, batch)
+        state = append_text(state, np.int32(batch), np.zeros(size, np.int32), np.int32(0), config)
         return copy_slots(state, np.zeros(2, np.int32), nobody, config, min(size, capacity))
 
     def score(state: DecodeState, size: int) -> DecodeState:

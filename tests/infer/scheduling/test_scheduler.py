@@ -476,7 +476,7 @@ def test_a_state_is_asked_once_what_it_needs(engine: Engine, monkeypatch: Any) -
         assert len(asked) == 1, chunk
     handles[0].cancel()
     assert handles[1].wait().finish_reason is not None
-    assert len(asked) == 2
+    assert len(asked) == 1, "decisions return the summary, too"
 
 
 def programs_compiled(names: list[str]) -> int:
