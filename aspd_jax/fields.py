@@ -65,7 +65,9 @@ class Node:
 
 
 def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
-    """Return the template of the objects of a JSON schema; None if its values cannot be divided.
+    """Return the template of the objects of a JSON schema; None if its values have to be decoded serially.
+
+    They have to where they cannot be divided, are more than `MAX_VALUES`, or have equal dotted paths.
 
     Every property that a value fits is written, in the order of the schema, optional ones included. A property with
     `"x-after": [names]` sees the values of these properties: siblings, or dotted paths from the root.
@@ -74,15 +76,13 @@ def fields_template(schema: str | Mapping[str, Any]) -> Template | None:
         schema: JSON schema, as text or as a mapping, read by `aspd_jax.json_schema`.
 
     Raises:
-        RequestError: `x-after` that is no list of known names, or has a cycle; or too many values.
+        RequestError: `x-after` that is no list of known names, or has a cycle.
     """
     root = json.loads(schema) if isinstance(schema, str) else schema
     tree = _tree(root)
     leaves = [leaf.name for leaf in tree.leaves]
-    if tree.members is None or not leaves:
+    if tree.members is None or not leaves or len(set(leaves)) < len(leaves):
         return None
-    if repeated := next((name for name in leaves if leaves.count(name) > 1), None):
-        raise RequestError(f"json_schema: expected fields with different paths, got two with {repeated!r}")
     parts = list(_parts(tree, "", _dependencies(tree), root))
     try:  # a schema with one leaf is decoded serially, and checked, too
         template = Template(parts)
@@ -111,8 +111,15 @@ def complete_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tree(root: Any) -> Node:
-    """Return the node of a whole schema."""
-    return _node(root, root, (), (), count()) if _is_self_contained(root) else Node((), schema=root)
+    """Return the node of a whole schema; a leaf if it has to stay whole."""
+    try:
+        return _node(root, root, (), (), count()) if _is_self_contained(root) else Node((), schema=root)
+    except _TooManyValues:
+        return Node((), schema=root)
+
+
+class _TooManyValues(Exception):
+    """A schema has more than `MAX_VALUES` values."""
 
 
 def _is_self_contained(root: Any) -> bool:
@@ -141,7 +148,7 @@ def _references(value: Any) -> Iterator[str]:
 def _node(schema: Any, root: Any, path: tuple[str, ...], refs: tuple[str, ...], numbers: Iterator[int]) -> Node:
     """Return the node of a value; `numbers` counts the values of the whole schema."""
     if next(numbers) >= MAX_VALUES:
-        raise RequestError(f"json_schema: {'.'.join(path)}: expected at most {MAX_VALUES} values, got more")
+        raise _TooManyValues
     resolved, refs, after = _resolved(schema, root, path, refs)
     if resolved is None or not isinstance(resolved, dict):
         return Node(path, schema=schema, after=after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from aspd_jax.errors import CheckpointError, OutputError
+from aspd_jax.progress import waiting
 
 # Error numbers that mean that a file cannot be written. Other system errors are not translated.
 REFUSALS = (
@@ -63,21 +65,62 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def exclusive(path: Path, folder: bool = False) -> Iterator[Path]:
+    """Yield an empty temporary file or folder beside `path`, and delete it at the end unless it was renamed.
+
+    Only one process at a time holds it; others wait. The lock of a killed process ends with it, and its temporary file
+    is deleted by the next process.
+
+    Args:
+        path: file or folder that is written.
+        folder: whether to create a folder.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    delete = shutil.rmtree if folder else os.unlink
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        partial.mkdir(exist_ok=True) if folder else partial.touch()
+        try:
+            descriptor = os.open(partial, os.O_RDONLY)
+        except FileNotFoundError:  # another process has renamed it since
+            continue
+        try:
+            with waiting(f"waiting for another process that writes {path}"), suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)  # where the file system has no locks, nothing is waited for
+            if not _is_open(partial, descriptor):
+                continue
+            if any(partial.iterdir()) if folder else partial.stat().st_size:  # of a killed process
+                delete(partial)
+                continue
+            try:
+                yield partial
+            finally:
+                if _is_open(partial, descriptor):
+                    with suppress(OSError):
+                        delete(partial)
+            return
+        finally:
+            os.close(descriptor)
+
+
+def _is_open(path: Path, descriptor: int) -> bool:
+    """Return whether a path leads to an open file or folder."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
 def partial_file(file: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces `file` on success; on failure, `file` is not changed.
+    """Yield a temporary path that replaces `file` on success; on failure, `file` is not changed; see `exclusive`.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    partial = file.with_name(f".{file.name}.partial")
-    with writing(file):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            yield partial
-            partial.replace(file)
-        finally:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
+    with writing(file), exclusive(file) as partial:
+        yield partial
+        partial.replace(file)
 
 
 @contextmanager
@@ -133,24 +176,18 @@ class Log:
 
 @contextmanager
 def write_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `folder` on success; for checkpoints.
+    """Yield a temporary folder that becomes `folder` on success; for checkpoints; see `exclusive`.
 
     Raises:
         CheckpointError: `folder` exists and is not an empty folder.
         OutputError: the folder cannot be written.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
-    with writing(folder):
+    with writing(folder), exclusive(folder, folder=True) as partial:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise CheckpointError(f"{folder}: expected a new or empty folder, got files in it. Choose another folder.")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            yield partial
-            for file in partial.iterdir():
-                file.chmod(0o644)  # safetensors creates files that only their owner can read
-            if folder.exists():
-                folder.rmdir()
-            partial.rename(folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        yield partial
+        for file in partial.iterdir():
+            file.chmod(0o644)  # safetensors creates files that only their owner can read
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)

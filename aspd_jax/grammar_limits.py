@@ -15,11 +15,18 @@ LIMITS: Mapping[str, Any] = {
 }
 
 
+def parser_limits() -> Any:
+    """Return `LIMITS` in the form of llguidance (`LLParserLimits`)."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**LIMITS)
+
+
 def limit_error(where: str, schema: str, reason: str) -> str:
-    """Return the error of an answer whose grammar can be followed no further."""
+    """Return the error of an answer whose schema or grammar, quoted by its first line, can be followed no further."""
     return (
-        f"{where}: expected a schema within the limits of the grammar library, got {reason} for {schema[:200]!r}. "
-        "Use simpler patterns, or smaller limits of lengths and numbers."
+        f"{where}: expected a schema within the limits of the grammar library, got {reason} for "
+        f"{first_line(schema)[:200]!r}. Use simpler patterns, or smaller limits of lengths and numbers."
     )
 
 

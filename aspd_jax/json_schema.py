@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import RequestError
+from aspd_jax.grammar_limits import parser_limits
 from aspd_jax.schema_formats import PATTERNS
 from aspd_jax.schema_logic import UNSUPPORTED, Inexpressible, SchemaLogic, all_of, any_of
 
@@ -132,7 +133,7 @@ def compile_error(schema: Mapping[str, Any]) -> str | None:
     from llguidance import LLMatcher
 
     try:
-        work = _pool().submit(LLMatcher.validate_grammar, json_grammar(schema))
+        work = _pool().submit(LLMatcher.validate_grammar, json_grammar(schema), limits=parser_limits())
         return work.result(SECONDS) or None
     except TimeoutError:
         work.cancel()

@@ -49,8 +49,8 @@ class Engine:
         max_title_tokens: maximum tokens of a title. A longer lead is text: it begins no branch (protocol, section 5).
         separator_ids: token ids between the title and the text of a branch; default: the tokenizer's ids of `": "`.
         reuse: reuse the part of a prompt that the cache holds: an earlier turn, or a shared prefix.
-        drafts: source of draft tokens, which are verified, change no token, and are left out where they cost more time
-            than they save: `heads` (draft heads of the model), `lookup` (the text so far) or `none`.
+        drafts: source of draft tokens, which are verified, change no token in float32, and are left out where they cost
+            more time than they save: `heads` (draft heads of the model), `lookup` (the text so far) or `none`.
         draft_tokens: maximum draft tokens of a segment in a step; of draft heads, at most as many as there are.
         force_drafts: whether every step feeds draft tokens, whatever they cost.
         lists: `parallel`: lists that a model without tags begins are decoded in parallel in adaptive mode (protocol,
@@ -256,7 +256,7 @@ class Engine:
         mode: Mode | Sequence[Mode] = "adaptive",
         adapter: str | Sequence[str] = "",
     ) -> list[Result]:
-        """Answer prompts; return the results in their order. A result does not depend on the batch.
+        """Answer prompts; return the results in their order. In float32, a result does not depend on the batch.
 
         With `SamplingParams(n=…)`, a result is the first answer, and `Result.outputs` has all.
 

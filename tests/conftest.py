@@ -345,7 +345,7 @@ def lm(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerF
     config = tiny_config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     folder = write_checkpoint(tmp_path_factory.mktemp("model"), config, seed=1)
     tokenizer.save_pretrained(folder)
-    return load_model(folder)
+    return replace(load_model(folder), tagged=True)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from aspd_jax.chat import Chat, end_of_turn
 from aspd_jax.errors import AspdError, ConfigError, DataError
+from aspd_jax.files import exclusive
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.layout import build_layout
 from aspd_jax.progress import Bar
@@ -264,14 +265,14 @@ def _tokenised(lm: LanguageModel, file: Path, data: DataSection, cache: Path) ->
     key.update(lm.tokenizer.backend_tokenizer.to_str().encode())
     cached = cache / f"{file.stem}-{key.hexdigest()[:20]}.arrow"
     if not cached.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = cached.with_name(f".{cached.name}.partial")
-        with ArrowWriter(path=str(partial), features=FEATURES) as writer:
-            for record in Bar(read_records(str(file)), desc=f"tokenising {file.name}", unit="record"):
-                for row in _rows(lm, record, data):
-                    writer.write(row)
-            writer.finalize()
-        partial.replace(cached)
+        with exclusive(cached) as partial:
+            if not cached.exists():  # another run may have written it while this one waited
+                with ArrowWriter(path=str(partial), features=FEATURES) as writer:
+                    for record in Bar(read_records(str(file)), desc=f"tokenising {file.name}", unit="record"):
+                        for row in _rows(lm, record, data):
+                            writer.write(row)
+                    writer.finalize()
+                partial.replace(cached)
     return datasets.Dataset.from_file(str(cached))
 
 

@@ -381,13 +381,15 @@ class Transformer(nn.Module):
         shared = self.ropes(batch.layout.position), OverCache(batch, rows, views), self.ranks(adapter)
         ropes, context, ranks = materialise(shared, cache.length[0] >= 0)
         batch = context.batch
-        x = self.embedded(batch.tokens, adapter)
+        # The sum of all layers is float32, so that answers in bfloat16 depend less on the shape of a step.
+        x = self.embedded(batch.tokens, adapter).astype(jnp.float32)
         layers = []
         for number, layer in enumerate(cache.layers):
             rope, window = ropes[c.layer_rope(number)], c.layer_window(number)
             x, layer = self._layer(number)(x, LayerInputs(rope, context, window, layer, ranks))
             layers.append(layer)
-        adapter, x = None if adapter is None else adapter[batch.logits_at], self.norm(x[batch.logits_at])
+        x = self.norm(x[batch.logits_at]).astype(c.dtype)
+        adapter = None if adapter is None else adapter[batch.logits_at]
         return self.logits(x, adapter) if head else x, cache._replace(layers=tuple(layers))
 
     def draft_states(self, x: jax.Array, tokens: jax.Array) -> list[jax.Array]:

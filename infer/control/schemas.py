@@ -19,7 +19,7 @@ import numpy as np
 
 from aspd_jax.byte_tokens import GrammarTokens
 from aspd_jax.errors import CheckpointError, RequestError, TokenizerError
-from aspd_jax.grammar_limits import LIMITS, first_line
+from aspd_jax.grammar_limits import first_line, parser_limits
 from aspd_jax.json_schema import BLANKS, json_grammar, read_schema
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.tokens import TextCodec
@@ -115,7 +115,7 @@ class Schemas:
 
     def _compile(self, name: str, text: str) -> Any:
         """Return a new `LLMatcher`. Nothing waits for it: it may take seconds."""
-        from llguidance import LLMatcher, LLParserLimits, grammar_from
+        from llguidance import LLMatcher, grammar_from
 
         try:
             if FORMATS[name] == "json_schema":
@@ -130,7 +130,7 @@ class Schemas:
             raise RequestError(f"{name}: {error}") from None
         if drops_space and FORMATS[name] != "grammar":
             grammar = after_space(grammar)
-        made = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        made = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         if not made.is_error():
             made.compute_bitmask()  # builds the lexer
         if made.is_error():

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float32, Int32, UInt8, UInt32
 from aspd_jax.errors import RequestError
 from aspd_jax.model.cache import Cache, layer_sharding
 from aspd_jax.model.transformer import Transformer
+from aspd_jax.sharding import named_sharding
 from aspd_jax.tokens import SpecialTokens, TitleForm
 from aspd_jax.trees import zeros
 
@@ -309,13 +310,17 @@ def waiting(s: SequenceState) -> Bool[Array, " B"]:
 
 
 def shard_state(state: DecodeState, mesh: Mesh | None) -> DecodeState:
-    """Shard the cache over the mesh and replicate the rest, so that every process can read it."""
+    """Shard cache, token masks and bias over the mesh, and replicate the rest, so that every process can read it."""
     if mesh is None:
         return state
     everywhere = NamedSharding(mesh, PartitionSpec())
     places = jax.tree.map(lambda _: everywhere, state)
     layers = jax.tree.map(lambda array: layer_sharding(array.shape, mesh), state.cache.layers)
-    places = places._replace(cache=places.cache._replace(layers=layers))
+    places = places._replace(
+        cache=places.cache._replace(layers=layers),
+        token_mask=named_sharding(("batch", None, None, "vocabulary"), state.token_mask.shape, mesh),
+        bias=named_sharding(("batch", "vocabulary"), state.bias.shape, mesh),
+    )
     placed: DecodeState = jax.lax.with_sharding_constraint(state, places)
     return placed
 

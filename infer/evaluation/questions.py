@@ -14,10 +14,15 @@ from typing import Any
 
 from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
+from aspd_jax.record_fields import ANSWERS, check_record
 from infer.evaluation.config import BenchmarkSection, Kind
 
 MATHS = "\n\nThink step by step, and put your final answer within \\boxed{}."
 CHOICE = "\n\nEnd your answer with a line that says: Answer: LETTER"
+READ = (
+    "turns", "question", "problem", "prompt", "documents", "context", "choices", "options", "required_temperature",
+    "reference", *ANSWERS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,7 @@ def _question(
     if not isinstance(id, (str, int)):
         raise DataError(f'"question_id": expected a string or a number, got {id!r:.60}.')
     turns = _turns(record)
+    check_record(record, READ, turns)
     documents = _first(record, "documents", "context")
     if documents is not None:
         turns = (f"{_documents(documents)}\n\n{turns[0]}", *turns[1:])

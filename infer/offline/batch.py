@@ -20,6 +20,7 @@ from aspd_jax.jsonl import Line, read_lines
 from aspd_jax.partitions import digest
 from aspd_jax.progress import Bar, waiting
 from aspd_jax.ray_pool import Task, run_here
+from aspd_jax.record_fields import ANSWERS, check_record
 from aspd_jax.sources import parse_messages, read_rows
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
@@ -29,6 +30,7 @@ from infer.request import Mode, SamplingParams
 from infer.scheduling.handle import Handle
 
 SAMPLE_SEEDS = 1_000_003  # difference between the seeds of two samples of a line
+READ = ("prompt", "messages", "structure", *ANSWERS)  # fields of a line that are read, and those of its answer
 STEPS = 256  # engine steps between two checks for finished answers
 
 
@@ -63,7 +65,8 @@ class Outcome(NamedTuple):
 def read_prompts(file: Path | str, chat: bool, instruction: str = "") -> list[Item]:
     """Read records of `{"prompt": "..."}` or `{"messages": [...]}`, from JSONL or Parquet.
 
-    Optional fields are `id`, and `kind`, which the record of the answer repeats.
+    Optional fields are `id`, and `kind`, which the record of the answer repeats. Answers and neutral fields
+    (`aspd_jax.record_fields`) are ignored; a line with another field is invalid.
 
     Args:
         file: path, glob or URL; Parquet if its name ends with `.parquet`.
@@ -91,17 +94,20 @@ def _item(line: Line, chat: bool, instruction: str) -> Item:
     prompt, messages = record.get("prompt"), record.get("messages")
     kind = {"kind": record["kind"]} if "kind" in record else {}
     more = f" {instruction}" if instruction else ""
-    if isinstance(prompt, str) and messages is None:
-        asked = prompt + more
-        whole: Prompt = [{"role": "user", "content": asked}] if chat else asked
-        return Item(number, name, whole, kind | {"prompt": prompt})
-    if messages is None or messages == [] or prompt is not None:
+    is_text = isinstance(prompt, str) and messages is None
+    if not is_text and (messages is None or messages == [] or prompt is not None):
         reason = 'expected "prompt", a string, or "messages", a list of messages'
         return Item(number, name, None, {}, reason)
     try:
-        parsed = [{"role": role, "content": content} for role, content, _ in parse_messages(messages, "messages")]
+        found = [("user", str(prompt), None)] if is_text else parse_messages(messages, "messages")
+        parsed = [{"role": role, "content": content} for role, content, _ in found]
+        check_record(record, READ, [message["content"] for message in parsed])
     except AspdError as error:
         return Item(number, name, None, {}, str(error))
+    if is_text:
+        asked = f"{prompt}{more}"
+        whole: Prompt = [{"role": "user", "content": asked}] if chat else asked
+        return Item(number, name, whole, kind | {"prompt": prompt})
     asked_last = parsed[-1] | {"content": parsed[-1]["content"] + more}
     return Item(number, name, [*parsed[:-1], asked_last], kind | {"messages": parsed})
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import RequestError
-from aspd_jax.grammar_limits import LIMITS, first_line
+from aspd_jax.grammar_limits import first_line, parser_limits
 from aspd_jax.json_schema import read_schema
 from aspd_jax.template import Hole, Template, check_literals
 from aspd_jax.tokens import TextCodec
@@ -221,12 +221,11 @@ def _matcher(schema: str) -> Any:
     Raises:
         RequestError: the schema is malformed, or a keyword is not supported.
     """
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
-    limits = LLParserLimits(**LIMITS)
     try:
         grammar = LLMatcher.grammar_from_json_schema(read_schema(schema).text)
-        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=parser_limits())
     except ValueError as error:
         raise RequestError(str(error)) from None
     if matcher.is_error():

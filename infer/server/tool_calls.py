@@ -187,7 +187,7 @@ class ToolCalls:
 
     @cached_property
     def grammar(self) -> str:
-        """Return the grammar of the answer in Lark's syntax.
+        """Return the grammar of the answer in Lark's syntax; its first line, which errors quote, names the functions.
 
         In mode `auto` an answer is text up to the trigger of a call, which has to be completed.
         """
@@ -207,7 +207,8 @@ class ToolCalls:
             # The text between calls may begin as the end does, so that the grammar decides only after the common part.
             lines.append(f"calls: function ({self._literal(form.between or '')} function)* {end} AFTER")
         lines.append(f"AFTER: /{AFTER}/")
-        return "\n".join([*self._start(), *lines])
+        names = ", ".join(function.name for function in functions)
+        return "\n".join([f"// tools: {names}", *self._start(), *lines])
 
     @property
     def repeats(self) -> str | None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aspd_jax.errors import RequestError
-from aspd_jax.fields import complete_schema, fields_template, value_length
+from aspd_jax.fields import MAX_VALUES, complete_schema, fields_template, value_length
 from aspd_jax.json_schema import read_schema
 from aspd_jax.template import Hole, Template
 
@@ -212,8 +212,8 @@ def test_definitions_within_a_leaf_hide_none_of_the_schema() -> None:
         assert jsonschema.Draft202012Validator(own).is_valid(value) == fits
 
 
-def test_definitions_that_multiply_are_refused() -> None:
-    """Check that 40 definitions with 2 ** 40 leaves are refused at once; a few are divided."""
+def test_definitions_that_multiply_are_decoded_serially() -> None:
+    """Check that 30 definitions with 2 ** 30 leaves are not divided, which is known at once; a few are divided."""
 
     def doubled(levels: int) -> dict[str, Any]:
         two = {
@@ -224,8 +224,20 @@ def test_definitions_that_multiply_are_refused() -> None:
 
     template = fields_template(doubled(5))
     assert template is not None and len(template.holes) == 32
-    with pytest.raises(RequestError, match=r"^json_schema: (a\.)+a.*: expected at most 2048 values, got more"):
-        fields_template(doubled(30))
+    assert fields_template(doubled(30)) is None and complete_schema(doubled(30)) == doubled(30)
+
+
+@pytest.mark.parametrize("count", [MAX_VALUES - 1, MAX_VALUES])
+def test_many_values_are_decoded_serially(count: int) -> None:
+    """Check the largest schema that is divided (its object is a value, too), and a larger one."""
+    template = fields_template({"properties": {f"v{number}": {"type": "null"} for number in range(count)}})
+    assert (template is None) == (count == MAX_VALUES)
+
+
+def test_equal_dotted_paths_are_decoded_serially() -> None:
+    inner = {"properties": {"b": {"type": "integer"}}}
+    assert fields_template({"properties": {"a": inner, "a.b": {"type": "integer"}}}) is None
+    assert fields_template({"properties": {"a": inner, "a.c": {"type": "integer"}}}) is not None
 
 
 def test_a_complete_schema_requires_what_fields_write() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import resource
+import selectors
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -67,6 +68,51 @@ def test_so_does_a_process_that_is_killed(tmp_path: Path) -> None:
     assert file.read_text() == "old"
     write_whole(file, "new")
     assert file.read_text() == "new" and list(tmp_path.iterdir()) == [file], "and the next one clears up"
+
+
+SLOW = """
+import sys
+from pathlib import Path
+from aspd_jax.files import replacing, write_folder
+path, text = Path(sys.argv[1]), sys.argv[3]
+with (replacing if sys.argv[2] == "file" else write_folder)(path) as made:
+    out = made if sys.argv[2] == "file" else (made / text).open("w")
+    print(text * 100_000, file=out, flush=True)
+    print("writing", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_of_two_processes_one_waits(kind: str, tmp_path: Path) -> None:
+    """Check that neither process changes or deletes what the other one writes."""
+    path = tmp_path / "path"
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    first, second = (
+        subprocess.Popen([sys.executable, "-c", SLOW, str(path), kind, text], cwd=ROOT, text=True, **pipes)
+        for text in "ab"
+    )
+    for line in (first.stdout, second.stdout):
+        assert line is not None
+    with selectors.DefaultSelector() as ready:
+        for process in (first, second):
+            ready.register(process.stdout, selectors.EVENT_READ, process)
+        ((key, _),) = ready.select()
+        ready.unregister(key.fileobj)
+        assert not ready.select(timeout=1), "the other one waits"
+    writer = key.data
+    waiter = second if writer is first else first
+    whole = {first: "a", second: "b"}
+    assert writer.communicate("\n") == ("writing\n", "") and writer.returncode == 0
+    out, error = waiter.communicate("\n")
+    if kind == "file":
+        assert out == "writing\n" and waiter.returncode == 0
+        assert path.read_text() == whole[waiter] * 100_000 + "\n"
+    else:
+        assert not out and "expected a new or empty folder" in error
+        assert (path / whole[writer]).read_text() == whole[writer] * 100_000 + "\n"
+        assert len(list(path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from aspd_jax import json_schema
+from aspd_jax import grammar_limits, json_schema
 from aspd_jax.errors import RequestError
 from aspd_jax.json_schema import json_grammar, read_schema
 
@@ -226,6 +226,16 @@ def test_earlier_drafts_ignore_later_keywords() -> None:
     assert not accepts(later, 1)
     assert accepts({**later, "$schema": "http://json-schema.org/draft-04/schema#"}, 1)
     assert accepts({"$schema": "https://example.com/own", "type": "integer", "exclusiveMinimum": True, "minimum": 1}, 2)
+
+
+def test_a_schema_is_checked_with_the_limits_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = closed(words={"type": "string", "pattern": r"^(\S+ ){3}$"})
+    assert json_schema.compile_error(schema) is None
+    monkeypatch.setattr(grammar_limits, "LIMITS", {**grammar_limits.LIMITS, "initial_lexer_fuel": 10})
+    assert (
+        json_schema.compile_error(schema)
+        == "initial lexer configuration (grammar) too big (limit for this grammar: 10)"
+    )
 
 
 def test_the_time_to_check_a_schema_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,7 @@ def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
         [replace(p, temperature=0.0, repetition_penalty=1.0, max_new_tokens=40) for p in params[1:3]],
         modes[1:3],
     )
+    params[1] = replace(params[1], logit_bias={5: 1.0, 11: -1.0})
     results, logits = [], []
     for mesh in (None, make_mesh({"data": 2, "tensor": 4})):
         lm = load_model(folder, mesh=mesh)
@@ -179,6 +180,7 @@ def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
     jobs = [Request((1, 2), SamplingParams(), "serial", 10, 0)]
     state = laid_out(lm, own.config, jobs)
     assert state.cache.layers[0].key.sharding.spec[2] == "tensor", "the cache is split by kv heads"
+    assert state.bias.sharding.spec[1] == "tensor", "and the bias by the vocabulary"
 
 
 def test_the_cache_is_never_moved_or_recomputed(engine: Engine) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from aspd_jax.layout import Layout, build_layout
 from aspd_jax.sources import Conversation, conversation
 from aspd_jax.structure import from_json, plain_text, to_json
 from aspd_jax.tokens import add_special_tokens
-from tests.conftest import shared
+from tests.conftest import ROOT, shared
 from train.batches import RecordBatches, pack, record_held_out, record_steps
 from train.config import DataSection, TrainConfig
 from train.records import Example, Records, encode_conversation, reread
@@ -219,6 +221,39 @@ def test_tokenised_once(lm: LanguageModel, tmp_path: Path, monkeypatch: Any) -> 
         np.testing.assert_array_equal(before[index].tokens, after[index].tokens)
     with pytest.raises(pytest.fail.Exception):
         Records(lm, [file], replace(DATA, structured=False), tmp_path / "cache")
+
+
+TOKENISE = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import train.records
+from aspd_jax import load_model
+read = train.records.read_records
+def slowly(file):
+    print("tokenising", flush=True)
+    sys.stdin.readline()
+    return read(file)
+train.records.read_records = slowly
+lm, data = load_model("demo"), train.records.DataSection()
+print("begun", flush=True)
+print(len(train.records.Records(lm, [sys.argv[1]], data, Path(sys.argv[2]))))
+"""
+
+
+def test_of_two_runs_one_tokenises(tmp_path: Path) -> None:
+    """Check that a run waits for another one that fills the same cache, and reads what that one has written."""
+    command = [sys.executable, "-c", TOKENISE, write(tmp_path / "data.jsonl", synthetic(8)), str(tmp_path / "cache")]
+    first, second = (
+        subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
+    )
+    for process in (first, second):
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    for process in (first, second):
+        print(file=process.stdin, flush=True)
+    outputs = sorted(process.stdout.read() for process in (first, second) if process.stdout is not None)
+    assert outputs == ["8\n", "tokenising\n8\n"]
+    assert not [file for file in (tmp_path / "cache").iterdir() if file.suffix != ".arrow"]
 
 
 def test_runs_with_another_form_of_titles_share_no_tokens(lm: LanguageModel, tmp_path: Path) -> None:

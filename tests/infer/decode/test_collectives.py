@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from aspd_jax.language_model import LanguageModel, random_model
@@ -19,6 +20,8 @@ from aspd_jax.sharding import make_mesh, shardings
 from aspd_jax.tokens import SpecialTokens
 from infer import Engine
 from infer.decode.decode_step import run
+from infer.decode.slots import put_bias
+from infer.decode.state import DecodeState, EngineConfig, place_state
 from infer.scheduling.admission import new_state
 from infer.scheduling.warm_up import NO_STEP
 
@@ -35,12 +38,22 @@ def model() -> LanguageModel:
     return lm
 
 
-def program(lm: LanguageModel, mesh: Any, bucket: Bucket) -> str:
-    """Return the optimised HLO of steps over a mesh."""
+def over(lm: LanguageModel, mesh: Any) -> tuple[LanguageModel, EngineConfig, DecodeState]:
+    """Return a model over a mesh, the configuration of its engine, and a state of 4 rows."""
     split = replace(lm, model=lm.model.clone(mesh=mesh), mesh=mesh)
     split.params = jax.device_put(lm.params, shardings(abstract_parameters(lm.model), mesh))
     config = Engine(split, max_batch=4, max_length=SLOTS, max_branches=4, separator_ids=(1,)).config
-    state = new_state(split, config, 4, SLOTS)
+    return split, config, new_state(split, config, 4, SLOTS)
+
+
+def shard_shape(array: jax.Array) -> tuple[int, ...]:
+    """Return the shape of the part of an array that a device holds."""
+    return tuple(array.sharding.shard_shape(array.shape))
+
+
+def program(lm: LanguageModel, mesh: Any, bucket: Bucket) -> str:
+    """Return the optimised HLO of steps over a mesh."""
+    split, config, state = over(lm, mesh)
     return run.lower(split.params, state, NO_STEP, config, bucket, False).compile().as_text()
 
 
@@ -58,6 +71,19 @@ def test_no_collective_on_keys_and_values(
     said = collectives(program(model, make_mesh({"data": 2, "tensor": 4}), bucket))
     assert said, "layers split over tensor have to be added up"
     assert not [shape for shape in said if KEYS.search(shape)]
+
+
+def test_masks_and_biases_are_split(model: LanguageModel) -> None:
+    """Check the sizes on a device: rows are divided as in the cache, the vocabulary as in the head where it can be."""
+    mesh = make_mesh({"data": 2, "tensor": 4})
+    _, config, state = over(model, mesh)
+    for _ in range(2):
+        held = {name: shard_shape(getattr(state, name)) for name in ("token_mask", "bias", "classes")}
+        assert held == {"token_mask": (2, 5, 1, 2), "bias": (2, 16), "classes": (64,)}, "two words are not divided by 4"
+        state = put_bias(state, np.int32(1), np.arange(64, dtype=np.float32), config)
+    assert np.asarray(state.bias).sum(axis=1).tolist() == [0, 63 * 32, 0, 0]
+    wide = state._replace(token_mask=jnp.zeros((4, 5, 1, 8), jnp.uint32))
+    assert shard_shape(place_state(wide, mesh).token_mask) == (2, 5, 1, 2)
 
 
 def test_gathered_rows_are_heard_of() -> None:

@@ -119,8 +119,9 @@ def test_gold() -> None:
 
 def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
     file = written(
-        tmp_path, {"turns": ["ok"]}, "{broken", {"turns": []}, [1], {"id": 5, "prompt": "a"}, {"id": 5, "prompt": "b"}
-    )
+        tmp_path, {"turns": ["ok"]}, "{broken", {"turns": []}, [1], {"id": 5, "prompt": "a"}, {"id": 5, "prompt": "b"},
+        {"prompt": "c", "article": "A text"},
+    )  # fmt: skip
     left_out: list[str] = []
     assert [q.id for q in read_questions(BenchmarkSection(file=file), left_out)] == [1, 5]
     reasons = (
@@ -128,6 +129,7 @@ def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
         'line 3: "turns": expected',
         "line 4: not a JSON object",
         "line 6: id: expected different ids, got 5 twice",
+        'line 7: "article": expected no content beside the conversation',
     )
     assert all(line.startswith(f"{file}, {reason}") for line, reason in zip(left_out, reasons, strict=True))
     with pytest.raises(DataError, match='line 1: "choices": expected'):

@@ -196,19 +196,20 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
         json.dumps({"messages": [{"role": "user", "content": parts}]}).encode(),
         json.dumps({"messages": [{"role": "alien", "content": "x"}]}).encode(),
         json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}).encode(),
-        b'{"prompt": "c"}\r',
+        b'{"prompt": "Who?", "context": "The text of a document"}',
+        b'{"prompt": "c", "source": "a", "answer": "d"}\r',
     ]  # fmt: skip
     file.write_bytes(b"\n".join(lines))
-    assert generate_file(own, job(file, tmp_path / "out.jsonl")) == (13, 0, 11)
+    assert generate_file(own, job(file, tmp_path / "out.jsonl")) == (14, 0, 12)
     found = records(tmp_path / "out.jsonl")
-    assert [record["id"] for record in found] == [1, "one", *range(4, 15)]
+    assert [record["id"] for record in found] == [1, "one", *range(4, 16)]
     assert found[0]["prompt"] == "a\u2028b" and found[-1]["prompt"] == "c" and "text" in found[-1]
     reasons = [
         'expected "prompt"', "not JSON", "not a JSON object", "not JSON", "not UTF-8: byte 12", "recursion limit",
         "not JSON", "number out of range", "messages[0].content[0].text: expected a string, got null",
-        'got "alien"', "expected a last message of the user",
+        'got "alien"', "expected a last message of the user", '"context": expected no content beside the conversation',
     ]  # fmt: skip
-    numbers = [2, *range(4, 14)]
+    numbers = [2, *range(4, 15)]
     for number, record, reason in zip(numbers, found[1:-1], reasons, strict=True):
         assert record["error"].startswith(f"{file}, line {number}: ") and reason in record["error"]
     file.write_text("\n")

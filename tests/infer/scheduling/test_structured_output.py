@@ -21,6 +21,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.structure import Parallel
 from aspd_jax.template import Hole, Template
 from aspd_jax.tokens import split
+from aspd_jax.tool_format import HERMES
 from infer import Engine, SamplingParams
 from infer.answers.answer import RequestOutput
 from infer.control.constraint import Constraint
@@ -30,6 +31,7 @@ from infer.decode.state import LENGTH, STOP
 from infer.request import Request
 from infer.server.app import make_app
 from infer.server.config import ServerConfig
+from infer.server.tool_calls import Function, ToolCalls, ToolChoice
 from tests.conftest import SIZES, patched
 
 
@@ -161,6 +163,13 @@ def test_a_branch_that_exceeds_a_limit_ends_the_answer(engine: Engine) -> None:
     result = forking(engine, LIMITED)
     assert result.finish_reason == "error" and result.error.startswith("branch_schema: expected a schema within")
     assert not forking(engine, ADVICE).error
+
+
+def test_a_call_that_exceeds_a_limit_names_its_function(engine: Engine) -> None:
+    function = Function("count_words", "", LIMITED)
+    calls = ToolCalls([function], ToolChoice("required"), HERMES, engine.lm.codec.text)
+    result = engine.generate(["Hi"], SamplingParams(max_new_tokens=100, grammar=calls.grammar))[0]
+    assert result.finish_reason == "error" and "for '// tools: count_words'. Use simpler" in result.error
 
 
 def test_an_answer_whose_branch_is_cut_has_the_finish_reason_length(engine: Engine) -> None:
