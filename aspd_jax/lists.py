@@ -270,15 +270,15 @@ def lists_of(text: str) -> Iterator[TextList]:
     """Yield the lists of a whole text in order. Nested lists belong to their items."""
     text, end = text.rstrip("\n") + "\n", 0
     for start, line, protected in _lines(text):
-        if start >= end and not protected and lead_of(line):
-            yield (found := _read_list(text, start))
+        if start >= end and not protected and (lead := lead_of(line)):
+            yield (found := _read_list(text, start, lead.form))
             end = found.end
 
 
-def _read_list(text: str, start: int) -> TextList:
+def _read_list(text: str, start: int, form: ListForm) -> TextList:
     parts: list[tuple[str, Lead | None, int | None]] = []
     gaps: list[str] = []
-    form, place, end = None, start, start
+    place = end = start
     while True:
         line = text[place : text.index("\n", place) + 1]
         numbered, lead = _numbered(line), _any_lead(line)
@@ -286,7 +286,6 @@ def _read_list(text: str, start: int) -> TextList:
         if number == 1 and parts and parts[-1][2] != 1:  # another list
             gaps.pop()
             break
-        form = form or lead.form  # type: ignore[union-attr]  # the first item has one
         behind = place + (lead.end if lead else len(line) - 1)
         body = body_of(form, text[behind:])
         end = behind + body.end
