@@ -22,10 +22,10 @@ from infer.scheduling.buckets import MAX_TOKENS, PROMPT_BESIDE, SPACING, Buckets
 
 
 def config_for(branches: int, title_tokens: int = 24) -> EngineConfig:
-    """Return the configuration of an engine whose model is not used."""
-    no_model: Any = None
+    """Return the configuration of an engine of which only the layout is used."""
+    layout: Any = SimpleNamespace(config=SimpleNamespace(positions="sequential", siblings="invisible"))
     form = TitleForm(separator=(7, 8))
-    return EngineConfig(no_model, SpecialTokens(1, 2, 3, 4, 5, 6), form, (0,), (), branches, title_tokens)
+    return EngineConfig(layout, SpecialTokens(1, 2, 3, 4, 5, 6), form, (0,), (), branches, title_tokens)
 
 
 def buckets_for(rows: int, capacity: int, config: EngineConfig) -> Buckets:
