@@ -116,6 +116,7 @@ def free_port() -> int:
         return int(some.getsockname()[1])
 
 
+@pytest.mark.further
 def test_two_processes_serve_together(tmp_path: Path) -> None:
     """Tensor-parallel, with decisions that depend on clocks: draft tokens have to pay. Clients come and go."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")

@@ -44,6 +44,7 @@ def test_where_not_all_rows_fit_a_step_the_oldest_request_goes_on(
     assert len(set(ends)) > 2, "negative control: they do not end together"
 
 
+@pytest.mark.further
 def test_rows_with_draft_tokens_share_steps(bare_lm: LanguageModel) -> None:
     """Fourteen branches with four draft tokens each are 70 tokens of a row; four rows go on together."""
     engine = Engine(
@@ -55,6 +56,7 @@ def test_rows_with_draft_tokens_share_steps(bare_lm: LanguageModel) -> None:
     assert max(ends) - min(ends) <= 2
 
 
+@pytest.mark.further
 def test_draft_tokens_are_found_in_a_branch_beside_its_siblings(bare_lm: LanguageModel) -> None:
     """Each branch repeats its own text, whose tokens lie between those of its siblings in the cache."""
     engine = Engine(
