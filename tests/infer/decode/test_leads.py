@@ -235,7 +235,7 @@ def begun(engine: Engine, leads: Sequence[Sequence[int]], stated: int = 3) -> li
     return [*serial, *leads[0], *(token for lead in leads[1:] for token in (special.title_end, *lead))]
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("before", "draft_tokens"),
     [(0, 0), (1, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((0, 3), (1, 0)))],

@@ -351,6 +351,7 @@ def test_answers_follow_the_definitions(bare_lm: LanguageModel, engine: Engine) 
     assert len({tuple(tokens) for tokens in said}) == len(said), "negative control: every parameter changes the answer"
 
 
+@pytest.mark.further
 def test_a_bias_chooses_the_structure(engine: Engine) -> None:
     """Check a bias on the id of a tag: a block wherever the grammar permits one, or none at all."""
     start = engine.config.special.title_start

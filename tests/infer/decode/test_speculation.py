@@ -87,7 +87,7 @@ def knowing(wrong: int = 0) -> Callable[..., jax.Array]:
     return source
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("wrong", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_right_draft_tokens_save_steps_in_every_phase(bare_lm: LanguageModel, wrong: int) -> None:
     """Check a scripted answer with titles, forks, unequal branches and merges, which the draft tokens know."""
@@ -145,6 +145,7 @@ def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine
         assert a.stats.critical_path == b.stats.critical_path and a.stats.steps <= b.stats.steps
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("scale", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_answers_are_the_same_with_draft_heads(bare_lm: LanguageModel, engine: Engine, scale: float) -> None:
     """Check equality token by token, greedy and sampled, whatever the heads propose."""

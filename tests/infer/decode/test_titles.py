@@ -47,7 +47,7 @@ def serial_tokens(engine: Engine, titles: list[list[int]], after: list[int]) -> 
     return [3, 4, *marked, *after]
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("draft_tokens", [0, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("again", [[5], [9, 2]])
 def test_a_repeated_title_ends_the_list(again: list[int], draft_tokens: int, bare_lm: LanguageModel) -> None:
