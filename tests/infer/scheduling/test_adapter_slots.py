@@ -179,6 +179,7 @@ def test_a_place_is_free_whoever_has_none(made: Made) -> None:
     assert engine.generate([PROMPT], GREEDY, adapter="first")[0].token_ids != handle.wait().token_ids
 
 
+@pytest.mark.further
 @untied
 def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -> None:
     engine = made.together()
@@ -240,6 +241,7 @@ def post(running: Running, path: str, **body: str) -> httpx.Response:
     return httpx.post(f"{running.url}/v1/{path}", json=body)
 
 
+@pytest.mark.further
 def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, LanguageModel]) -> None:
     running, folder, _ = served
     client = running.client()

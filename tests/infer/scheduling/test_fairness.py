@@ -10,6 +10,8 @@ from infer import Engine, Result, SamplingParams
 from infer.scheduling.handle import Handle
 from tests.helpers.answers import SEPARATOR
 
+pytestmark = pytest.mark.further
+
 
 def block(engine: Engine, branches: int, text: list[int]) -> SamplingParams:
     """Return parameters of an answer that is one block of equal branches."""
@@ -44,7 +46,6 @@ def test_where_not_all_rows_fit_a_step_the_oldest_request_goes_on(
     assert len(set(ends)) > 2, "negative control: they do not end together"
 
 
-@pytest.mark.further
 def test_rows_with_draft_tokens_share_steps(bare_lm: LanguageModel) -> None:
     """Fourteen branches with four draft tokens each are 70 tokens of a row; four rows go on together."""
     engine = Engine(
@@ -56,7 +57,6 @@ def test_rows_with_draft_tokens_share_steps(bare_lm: LanguageModel) -> None:
     assert max(ends) - min(ends) <= 2
 
 
-@pytest.mark.further
 def test_draft_tokens_are_found_in_a_branch_beside_its_siblings(bare_lm: LanguageModel) -> None:
     """Each branch repeats its own text, whose tokens lie between those of its siblings in the cache."""
     engine = Engine(
