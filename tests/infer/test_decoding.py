@@ -85,13 +85,14 @@ def one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Buckets, "prefill_chunk", lambda self, left: 64)
 
 
+@pytest.mark.default_cases(len(FAMILY_CASES))
 @pytest.mark.usefixtures("one_program")
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", dict.fromkeys([*FAMILY_CASES.values(), *VARIANTS]))
 def test_answers_equal_transformers(name: str, tmp_path: Path) -> None:
     assert_equal(answers(engine_for(loaded(tmp_path, name)), VECTORS[name]), VECTORS[name])
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @families
 def test_batches_equal_transformers(family: str, tmp_path: Path) -> None:
     """In the programs of an ordinary engine: prompts, forks and merges beside serial rows."""

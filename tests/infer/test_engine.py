@@ -159,6 +159,7 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
         assert same(result, alone.generate([prompt], each)[0])
 
 
+@pytest.mark.further
 @pytest.mark.several
 def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64}

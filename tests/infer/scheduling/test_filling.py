@@ -126,7 +126,7 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
     assert checked > 8
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("fields", ["serial", "parallel"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_known_tokens_cost_no_steps_and_change_nothing(

@@ -331,7 +331,7 @@ def test_who_is_kept_where() -> None:
     assert row_to_keep_in(memories([(long, 0, 0, 1), (long, 0, 0, 0)]), [0], 0) is None, "none else is free"
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.further
 @pytest.mark.parametrize("count", [1, 2])
 def test_branches_held_back_change_no_answer(bare_lm: LanguageModel, engine: Engine, count: int) -> None:
     """Check also budgets that end inside a block: they are spent as if no branch had waited."""
