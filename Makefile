@@ -25,7 +25,7 @@ $(VENV)/.installed: requirements.txt requirements-runtime.txt pyproject.toml con
 demo: $(VENV)/.installed
 	$(BIN)/aspd demo
 
-# Test every guarantee of README.md once, in at most 8 minutes and 6 GB on two cores.
+# Test every guarantee of README.md once. Limits: 8 minutes and 6 GB on two cores (CONTRIBUTING.md).
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 

@@ -37,6 +37,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         # Workers share compiled programs, which are removed at the end.
         PROGRAMS = TemporaryDirectory(prefix="aspd-jax-programs-")
         os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # each arena of the many threads would keep memory of compilations
     os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = "-1"  # a size limit would scan all files for each new program
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.6"  # storing smaller ones costs more than it saves
 import jax

@@ -250,6 +250,7 @@ def test_sampling_params_name_the_bad_field(field: dict[str, Any]) -> None:
         SamplingParams(**field)
 
 
+@pytest.mark.further
 def test_a_full_cache_ends_with_length(bare_lm: LanguageModel) -> None:
     own = Engine(bare_lm, max_length=40, separator_ids=SEPARATOR)
     results = [

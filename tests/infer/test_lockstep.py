@@ -69,6 +69,7 @@ def test_turns_arrive_as_they_were(turn: StepCommand) -> None:
     assert StepCommand.from_bytes(turn.to_bytes()) == turn
 
 
+@pytest.mark.further
 def test_what_follows_is_in_the_same_state() -> None:
     """Two engines that do the same turns, through bytes, have the same answers and logits after each."""
     lm = load_model("demo")

@@ -90,6 +90,7 @@ def test_other_titles_than_those_of_the_records_are_refused(fine_tuning: TrainCo
         run_training(config, tmp_path / "run", progress=False)
 
 
+@pytest.mark.further
 def test_epochs_end_by_themselves(fine_tuning: TrainConfig, tmp_path: Path) -> None:
     run_training(changed(fine_tuning, steps=0, epochs=1, evaluate_batches=0), tmp_path / "run", progress=False)
     once = len(losses(tmp_path / "run"))
