@@ -60,7 +60,7 @@ def test_its_logits_are_theirs(lm: LanguageModel, theirs: dict[str, np.ndarray])
         np.testing.assert_allclose(ours[: size : size // PLACES], logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("questions", [4, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("questions", [2, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
 def test_its_answers_are_theirs(questions: int, lm: LanguageModel, theirs: dict[str, np.ndarray]) -> None:
     """Check 128 greedy tokens of all questions in one batch."""
     engine = Engine(lm, max_length=256, max_batch=questions)
