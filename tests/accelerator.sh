@@ -46,7 +46,7 @@ decode() { # name, options…
   for name in "${steps[@]}"; do
     case $name in
       kernels) step kernels env JAX_PLATFORMS="$platform" XLA_PYTHON_CLIENT_PREALLOCATE=false \
-        "$python" -m pytest -q --numprocesses="$workers" tests/aspd_jax/model/test_kernels_on_device.py ;;
+        "$python" -m pytest -q --numprocesses="$workers" -m "" tests/aspd_jax/model/test_kernels_on_device.py ;;
       # Exact comparisons require exact products. Tests that need several devices or start processes are omitted.
       tests) step tests env JAX_PLATFORMS="$platform" JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false \
         "$python" -m pytest -q --numprocesses="$workers" -m "not slow and not several" tests/aspd_jax/model/test_model.py tests/infer/scheduling/test_replay.py \

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
+import resource
+import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +38,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         # Workers share compiled programs, which are removed at the end.
         PROGRAMS = TemporaryDirectory(prefix="aspd-jax-programs-")
         os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")  # each arena of the many threads would keep memory of compilations
     os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = "-1"  # a size limit would scan all files for each new program
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.6"  # storing smaller ones costs more than it saves
 import jax
@@ -135,16 +141,19 @@ def shared(*parts: str) -> Path:
     return SHARED.joinpath(*parts)
 
 
-# The machine may be busy, so no test has a deadline.
-settings.register_profile("project", deadline=None)
-settings.load_profile("project")
+# The machine may be busy, so no test has a deadline. `make test` draws fewer examples, and `make test-all` as many.
+settings.register_profile("few", deadline=None, max_examples=25)
+settings.register_profile("many", deadline=None, max_examples=100)
+settings.load_profile("few")
 
 
 # Engines of these sizes over `lm` share their compiled programs.
 SIZES: dict[str, int] = {"max_length": 512, "max_batch": 4, "max_branches": 8}
 
+CASES = 3  # cases of a parametrised test that `make test` runs, without the marker `default_cases`
+END = float(os.environ.get("FURTHER_TESTS_END", "inf"))  # seconds since 1970, after which no further test begins
 TESTS = count(1)
-GROWTH = 3 << 30  # bytes of memory that compiled programs may take before they are dropped
+GROWTH = 1 << 30  # bytes of memory that compiled programs may take before they are dropped
 resident_after_drop = 0
 
 
@@ -153,18 +162,73 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.fixture(autouse=True)
-def few_programs() -> Iterator[None]:
-    """Drop compiled programs when they take many memory maps or much memory; counting is slow, so every fourth test."""
+def drop_programs() -> None:
+    """Drop compiled programs, and return their memory to the system."""
     global resident_after_drop
-    yield
-    if next(TESTS) % 4 == 0 and Path("/proc/self/maps").exists():
+    jax.clear_caches()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    resident_after_drop = resident()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Drop compiled programs when they take much memory or many memory maps; counting is slow, so every fourth test."""
+    if sys.platform == "linux" and next(TESTS) % 4 == 0:
         most = int(Path("/proc/sys/vm/max_map_count").read_text())
         maps = Path("/proc/self/maps").read_bytes().count(b"\n")
         if maps > 2 / 3 * most or resident() > resident_after_drop + GROWTH:
-            jax.clear_caches()
-            gc.collect()
-            resident_after_drop = resident()
+            drop_programs()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of a test after the first ones as further tests."""
+    numbers = Counter[str]()
+    for item in items:
+        name, _, case = item.nodeid.partition("[")
+        if case and not item.get_closest_marker("slow") and not item.get_closest_marker("further"):
+            marker = item.get_closest_marker("default_cases")
+            if numbers[name] >= (marker.args[0] if marker else CASES):
+                item.add_marker("further")
+            numbers[name] += 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Skip tests for which no time is left."""
+    if time.time() > END:
+        pytest.skip("no time is left")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the controller the largest memory of this worker and of a process that it started."""
+    if hasattr(session.config, "workeroutput"):
+        sizes = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        session.config.workeroutput["peak"] = [size / 1e6 for size in sizes]  # ru_maxrss is in KB
+
+
+PEAKS: list[list[float]] = []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep what a worker told."""
+    PEAKS.append(node.workeroutput["peak"])
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Report memory, and modules with tests for which no time was left."""
+    peaks = "; ".join(f"{own:.1f} GB, a process that it started {other:.1f} GB" for own, other in PEAKS)
+    if PEAKS:
+        terminalreporter.line(f"largest memory of each worker: {peaks}")
+    late = Counter(
+        report.nodeid.partition("::")[0]
+        for report in terminalreporter.stats.get("skipped", [])
+        if "no time is left" in str(report.longrepr)
+    )
+    for module, tests in late.items():
+        terminalreporter.line(f"not run, no time was left: {module}, {tests} tests")
 
 
 def pytest_collection_finish() -> None:

@@ -51,6 +51,7 @@ def test_generate_prints_the_answer(capsys: Any, answer: Result) -> None:
     assert answer.text == PROBLEM.answer
 
 
+@pytest.mark.further
 def test_the_decoding_kernel_is_an_option(
     capsys: Any, lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +220,7 @@ def test_the_record_of_the_demo_has_both_clocks(capsys: Any, monkeypatch: Any) -
     assert all(seconds > 0 for _, seconds in found.values())
 
 
+@pytest.mark.further
 def test_data_fields(capsys: Any, tmp_path: Path) -> None:
     """Check the table of the command, and that mistakes name the file."""
     schema, file = tmp_path / "schema.json", tmp_path / "in.jsonl"
@@ -359,6 +361,7 @@ def test_real_checkpoint_from_the_command_line(capsys: Any) -> None:
     assert (value["prompt_token_ids"] + value["token_ids"])[: len(expected)] == expected
 
 
+@pytest.mark.further
 def test_compiled_programs_stay_on_disk(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Check that the second command compiles only the program that a killed one left incomplete."""
     settings = tiny_config(num_hidden_layers=1, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
@@ -407,6 +410,7 @@ def test_values_may_be_changed_before_and_behind_options(capsys: Any, tmp_path: 
         assert "unrecognized arguments" in capsys.readouterr().err
 
 
+@pytest.mark.further
 def test_bench_fields_compares_both_modes_of_the_same_tasks(
     capsys: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -85,12 +85,14 @@ def one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Buckets, "prefill_chunk", lambda self, left: 64)
 
 
+@pytest.mark.default_cases(len(FAMILY_CASES))
 @pytest.mark.usefixtures("one_program")
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", dict.fromkeys([*FAMILY_CASES.values(), *VARIANTS]))
 def test_answers_equal_transformers(name: str, tmp_path: Path) -> None:
     assert_equal(answers(engine_for(loaded(tmp_path, name)), VECTORS[name]), VECTORS[name])
 
 
+@pytest.mark.further
 @families
 def test_batches_equal_transformers(family: str, tmp_path: Path) -> None:
     """In the programs of an ordinary engine: prompts, forks and merges beside serial rows."""
@@ -98,6 +100,7 @@ def test_batches_equal_transformers(family: str, tmp_path: Path) -> None:
     assert_equal(answers(engine_for(loaded(tmp_path, name), max_batch=2), VECTORS[name]), VECTORS[name])
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.usefixtures("one_program")
 @families
 def test_int8_equals_transformers_with_rounded_weights(family: str, tmp_path: Path) -> None:
@@ -111,6 +114,7 @@ def test_rounding_to_int8_changes_answers() -> None:
     assert sum(rounded != plain for rounded, plain in pairs if rounded["seed"] == plain["seed"]) >= 3
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.usefixtures("one_program")
 @families
 def test_drafts_change_no_answer(family: str, tmp_path: Path) -> None:
@@ -121,6 +125,7 @@ def test_drafts_change_no_answer(family: str, tmp_path: Path) -> None:
     assert drafted.stats.drafted_tokens > 0
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.several
 @pytest.mark.usefixtures("one_program")
 @pytest.mark.parametrize("name", [*FAMILY_CASES.values(), "llama_one_kv_head"])
@@ -142,6 +147,7 @@ BROKEN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.usefixtures("one_program")
 @pytest.mark.parametrize(
     "broken",
@@ -162,6 +168,7 @@ def test_a_model_that_is_wrong_gives_other_answers(broken: str, tmp_path: Path) 
     assert found != {key: VECTORS[name][key] for key in found}
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name", ["mistral_window", "gemma3"])
 def test_max_positions_with_a_window(name: str, tmp_path: Path) -> None:
     """Stepwise logits equal those of a full pass, as training computes them."""

@@ -79,6 +79,7 @@ def assert_same_state(state: DecodeState, expected: DecodeState) -> None:
         np.testing.assert_allclose(one.value, other.value, atol=1e-4)
 
 
+@pytest.mark.further
 def test_a_fork_beside_branches_is_one_step(bare_lm: LanguageModel) -> None:
     """Check that sequences feed long heads in a step in which others feed tokens of branches."""
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
@@ -102,6 +103,7 @@ def test_a_fork_beside_branches_is_one_step(bare_lm: LanguageModel) -> None:
     np.testing.assert_array_equal(few.cache.length, [*plain.cache.length[:2], *state.cache.length[2:]])
 
 
+@pytest.mark.further
 def test_tokens_that_do_not_fit_a_step_wait_and_no_answer_changes(bare_lm: LanguageModel) -> None:
     """Check prompts in pieces and alone, branches, forks and merges, in steps that are too small for some of them."""
     own = Engine(bare_lm, max_length=256, max_branches=3, max_title_tokens=6, separator_ids=SEPARATOR)
@@ -130,6 +132,7 @@ def test_tokens_that_do_not_fit_a_step_wait_and_no_answer_changes(bare_lm: Langu
     assert not (waiting.sequence.cursor.phase == PROMPT).any()
 
 
+@pytest.mark.further
 def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
     """Check requests that come while others decode: every answer equals that of a new engine."""
     random = np.random.default_rng(7)
@@ -156,6 +159,7 @@ def test_prompts_of_all_lengths_beside_branches(bare_lm: LanguageModel) -> None:
         assert same(result, alone.generate([prompt], each)[0])
 
 
+@pytest.mark.further
 @pytest.mark.several
 def test_output_is_the_same_on_eight_devices(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 64}
@@ -226,6 +230,7 @@ def test_budgets_and_limits_have_errors_that_name_them(engine: Engine) -> None:
         engine.generate([[1, engine.config.special.branch_start, 2]])
 
 
+@pytest.mark.default_cases(100)
 @pytest.mark.parametrize(
     "field",
     [
@@ -247,6 +252,7 @@ def test_sampling_params_name_the_bad_field(field: dict[str, Any]) -> None:
         SamplingParams(**field)
 
 
+@pytest.mark.further
 def test_a_full_cache_ends_with_length(bare_lm: LanguageModel) -> None:
     own = Engine(bare_lm, max_length=40, separator_ids=SEPARATOR)
     results = [
@@ -271,6 +277,7 @@ def test_stream_ends_with_the_result(lm: LanguageModel) -> None:
     assert len(lengths) > 5
 
 
+@pytest.mark.further
 def test_stop_strings_end_the_answer(lm: LanguageModel) -> None:
     own = Engine(lm, **SIZES)
     stopped_answers = 0
@@ -321,6 +328,7 @@ def test_rope_scaling_extends_the_context_length(scaling: dict[str, Any], expect
     assert lm.context_length == Engine(lm, max_length=expected).max_length == expected
 
 
+@pytest.mark.default_cases(100)
 @pytest.mark.parametrize(
     ("serial", "branch"),
     [

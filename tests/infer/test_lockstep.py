@@ -69,6 +69,7 @@ def test_turns_arrive_as_they_were(turn: StepCommand) -> None:
     assert StepCommand.from_bytes(turn.to_bytes()) == turn
 
 
+@pytest.mark.further
 def test_what_follows_is_in_the_same_state() -> None:
     """Two engines that do the same turns, through bytes, have the same answers and logits after each."""
     lm = load_model("demo")
@@ -116,6 +117,7 @@ def free_port() -> int:
         return int(some.getsockname()[1])
 
 
+@pytest.mark.further
 def test_two_processes_serve_together(tmp_path: Path) -> None:
     """Tensor-parallel, with decisions that depend on clocks: draft tokens have to pay. Clients come and go."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")

@@ -105,6 +105,7 @@ def missing_tests(text: str) -> list[str]:
     ]
 
 
+@pytest.mark.default_cases(100)
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "ARCHITECTURE.md"], ids=lambda page: page.name)
 def test_links_and_cited_tests_exist(page: Path) -> None:
     text = page.read_text()
@@ -119,6 +120,7 @@ def test_missing_links_and_tests_are_found() -> None:
     assert (ROOT / "docs" / "support.md").read_text().count("::test_") > 40
 
 
+@pytest.mark.default_cases(100)
 @pytest.mark.parametrize("command", sorted({command for _, command in COMMANDS}))
 def test_commands_are_taken(command: str) -> None:
     options = aspd.build_parser().parse_args(shlex.split(command)[1:])
@@ -146,6 +148,7 @@ def place(tmp_path_factory: Any) -> Path:
     return folder
 
 
+@pytest.mark.further
 def test_commands_work(place: Path, monkeypatch: Any, capsys: Any) -> None:
     """Run the commands in the order of the pages, each with its own output folder."""
     monkeypatch.chdir(place)

@@ -55,6 +55,7 @@ def whole() -> Any:
     return [pytest.param(file, id=file.stem, marks=marks) for file, marks in zip(NOTEBOOKS, slow, strict=True)]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("file", whole())
 def test_it_runs(file: Path, runner: Any) -> None:
     kept = nbformat.read(file, as_version=4)
@@ -70,6 +71,7 @@ def test_it_runs(file: Path, runner: Any) -> None:
         assert now[place] == texts(kept)[place], "and are those of today"
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name", SMALLER)
 def test_it_runs_in_small(name: str, runner: Any) -> None:
     kept = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)

@@ -67,6 +67,7 @@ def test_the_sdist(built: Path) -> None:
     assert {"pyproject.toml", "README.md", "LICENSE", "infer/server/page.html"} <= names
 
 
+@pytest.mark.further
 def test_the_wheel_works_where_it_is_installed(built: Path, tmp_path: Path) -> None:
     """Run the wheel in a separate folder with the libraries of this environment."""
     (wheel,) = built.glob("*.whl")

@@ -60,7 +60,7 @@ def test_its_logits_are_theirs(lm: LanguageModel, theirs: dict[str, np.ndarray])
         np.testing.assert_allclose(ours[: size : size // PLACES], logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("questions", [4, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("questions", [2, pytest.param(len(QUESTIONS), marks=pytest.mark.slow)])
 def test_its_answers_are_theirs(questions: int, lm: LanguageModel, theirs: dict[str, np.ndarray]) -> None:
     """Check 128 greedy tokens of all questions in one batch."""
     engine = Engine(lm, max_length=256, max_batch=questions)
@@ -75,8 +75,11 @@ LISTS = ("How can I make my home office more comfortable?", "Give me five tips f
 OTHERS = ("Why is the sky blue?", "Write a Python function that reverses a string.")
 
 
-@pytest.mark.parametrize("questions", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_shipped_adapter_and_its_draft_heads(questions: int) -> None:
+@pytest.mark.parametrize(
+    ("lists", "others"),
+    [(1, 0), pytest.param(1, 1, marks=pytest.mark.further), pytest.param(2, 2, marks=pytest.mark.slow)],
+)
+def test_the_shipped_adapter_and_its_draft_heads(lists: int, others: int) -> None:
     """Check greedy answers, except where rounding of another machine may change a token."""
     try:
         lm = load_model("smollm2-aspd")
@@ -84,13 +87,13 @@ def test_the_shipped_adapter_and_its_draft_heads(questions: int) -> None:
         pytest.skip(str(error))
     engine = Engine(lm, max_length=512, max_batch=1, drafts="heads", force_drafts=True)
     params = SamplingParams(repetition_penalty=1.1, max_new_tokens=448, max_content_tokens=160)
-    asked = LISTS[:questions] + OTHERS[:questions]
+    asked = LISTS[:lists] + OTHERS[:others]
     prompts = [[{"role": "user", "content": question}] for question in asked]
     results = engine.generate(prompts, params)
     steps, path = (sum(getattr(result.stats, name) for result in results) for name in ("steps", "critical_path"))
     assert steps < 0.85 * path, "without draft tokens, there is a step for each token of the path"
     blocks = [[item for item in result.structure if isinstance(item, Parallel)] for result in results]
-    assert any(blocks[:questions]) and not any(blocks[questions:])
+    assert any(blocks[:lists]) and not any(blocks[lists:])
     stored = stored_answer()
     parts = [branch.text for branch in blocks[0][0].branches[:3]]  # the budget cuts off later ones
     assert all(part and part in stored for part in parts), "notebook 2 shows the answer of today's adapter"

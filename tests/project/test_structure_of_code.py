@@ -37,6 +37,7 @@ def below(names: set[str], package: str) -> set[str]:
     return {name for name in names if f"{name}.".startswith(f"{package}.")}
 
 
+@pytest.mark.default_cases(1000)
 @pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports_run_one_way(file: Path) -> None:
     names, path = own_imports(file.read_text()), file.relative_to(ROOT)

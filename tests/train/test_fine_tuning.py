@@ -62,6 +62,7 @@ def leads_file(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("rank", [0, 4])
 def test_titles_are_stored_with_what_was_trained(rank: int, fine_tuning: TrainConfig, tmp_path: Path) -> None:
     file = str(leads_file(tmp_path))
@@ -89,6 +90,7 @@ def test_other_titles_than_those_of_the_records_are_refused(fine_tuning: TrainCo
         run_training(config, tmp_path / "run", progress=False)
 
 
+@pytest.mark.further
 def test_epochs_end_by_themselves(fine_tuning: TrainConfig, tmp_path: Path) -> None:
     run_training(changed(fine_tuning, steps=0, epochs=1, evaluate_batches=0), tmp_path / "run", progress=False)
     once = len(losses(tmp_path / "run"))
@@ -96,6 +98,7 @@ def test_epochs_end_by_themselves(fine_tuning: TrainConfig, tmp_path: Path) -> N
     assert 2 * once < len(losses(tmp_path / "more")) <= 3 * once + 3
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("weights", ["float", "int8"])
 def test_adapters(weights: Any, fine_tuning: TrainConfig, tmp_path: Path) -> None:
     config = changed(fine_tuning, model__lora_rank=4, model__weights=weights, model__scan=weights == "int8")
@@ -125,6 +128,7 @@ def test_adapters(weights: Any, fine_tuning: TrainConfig, tmp_path: Path) -> Non
         np.testing.assert_allclose(exported[path], leaf, atol=2e-2)  # the adapter is kept in bfloat16
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("scan", [False, True])
 def test_draft_heads(scan: bool, fine_tuning: TrainConfig, tmp_path: Path) -> None:
     """Check that only heads are trained, with the loss of a full pass, and that a resumed run is equal."""

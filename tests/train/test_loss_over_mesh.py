@@ -85,6 +85,7 @@ def loss(new: tuple[int, ...], mesh: Mesh | None, padding: int = 0) -> Any:
 MESHES = [{"fsdp": 8}, {"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("new", [(), NEW], ids=["whole", "new tokens"])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, VOCABULARY + 1], ids=["split", "indivisible"])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -104,6 +105,7 @@ def test_loss_and_gradients_are_those_of_one_device(
     )
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("new", [(), NEW], ids=["whole", "new tokens"])
 def test_padding_adds_nothing_to_the_loss(new: tuple[int, ...]) -> None:
     """Check a vocabulary padded from 40 to 48 for eight devices against 40 on one."""
@@ -145,6 +147,7 @@ def of_head(program: str, tensor: int) -> list[str]:
     return [shape for shape in collectives(program) if re.search(rf"\b{VOCABULARY // tensor}\b", shape)]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_no_collective_on_the_head_in_the_loop(sizes: dict[str, int]) -> None:
     mesh, tensor = make_mesh(sizes), sizes.get("tensor", 1)

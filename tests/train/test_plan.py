@@ -38,6 +38,7 @@ SMALL = TrainConfig(
 )
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("sizes", [{}, {"data": 8}, {"fsdp": 8}, {"fsdp": 2, "tensor": 4}], ids=str)
 def test_state_is_counted_to_the_byte(sizes: dict[str, int]) -> None:
     config = changed(SMALL, **{f"mesh__{axis}": size for axis, size in sizes.items()})
@@ -54,6 +55,7 @@ def test_state_is_counted_to_the_byte(sizes: dict[str, int]) -> None:
     assert made.parameters == made.trained == sum(leaf.size for leaf in jax.tree.leaves(setup.state.params))
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("change", [{}, {"model__remat": False}, {"data__length": 1024}], ids=str)
 def test_activations_are_near_what_the_compiler_says(change: dict[str, object]) -> None:
     config = changed(SMALL, **change)
@@ -67,6 +69,7 @@ def test_activations_are_near_what_the_compiler_says(change: dict[str, object]) 
     assert 0.5 * planned < temporary < 2.0 * planned
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("change", "share", "item"),
     [

@@ -165,6 +165,7 @@ def test_aspd_and_seq_see_the_same_problems(small_lm: LanguageModel) -> None:
     assert batches[0].layout.branch.any() and not batches[1].layout.branch.any()
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("chunk", [1, 3, 256])
 def test_loss_against_a_loop(chunk: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(train.loss, "CHUNK", chunk)

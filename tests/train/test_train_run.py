@@ -179,6 +179,7 @@ def test_several_processes_need_a_mesh_of_all_devices(tmp_path: Path, monkeypatc
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.further
 def test_two_processes_train_together(tmp_path: Path) -> None:
     config = changed(WIDE, steps=2, save_every=2, mesh__data=2, mesh__fsdp=2)
     run_training(changed(config, mesh__data=1, mesh__fsdp=1), tmp_path / "one", progress=False)

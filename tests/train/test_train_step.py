@@ -43,6 +43,7 @@ WAYS: list[Any] = [
 WAYS += [pytest.param(change, marks=pytest.mark.slow) for change in ({"model__scan": True}, {"model__remat": True})]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("change", WAYS, ids=str)
 def test_the_same_step_in_another_way(change: dict[str, Any]) -> None:
     """Check that accumulated, scanned and rematerialised steps equal the plain step."""
@@ -82,6 +83,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted() -> None:
     assert max(moved) > 0
 
 
+@pytest.mark.further
 @pytest.mark.several
 def test_a_step_keeps_the_shardings_of_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = prepared(changed(WIDE, mesh__data=2, mesh__fsdp=2, mesh__tensor=2))
@@ -114,6 +116,7 @@ def test_bfloat16_parameters_move_on_average() -> None:
     assert {leaf.dtype.name for leaf in jax.tree.leaves(setup.state.optimiser[1][0].nu)} == {"float32"}
 
 
+@pytest.mark.further
 def test_memory_of_attention_grows_with_the_length() -> None:
     """Check that a row of 8k tokens needs at most twice the gradient memory of 4k tokens."""
     shape = ModelConfig(vocab_size=64, hidden_size=64, feed_forward=64, layers=1, heads=2, kv_heads=1, head_dim=32)

@@ -66,6 +66,7 @@ def test_what_does_not_fit_says_by_how_much(here: Topology, monkeypatch: pytest.
     assert found.fit == "no, 6.20 missing"
 
 
+@pytest.mark.further
 def test_the_commands(here: Topology, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "decode.json"
     words = "compile decode --topology v6e:1x1 --shape tiny --widths 1 --slots 128 --mesh tensor=8"

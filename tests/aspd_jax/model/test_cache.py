@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -77,6 +78,7 @@ FULL = Fed([0, 0], [[0, 1], [0]], 0, Bucket(2, 3, 2, 2), 2)
 WITH_A_GAP = Fed([3, 1], [[3, -1], [1]], 1, Bucket(2, 4, 2, 8), 8)
 
 
+@pytest.mark.further
 @given(passes())
 @example(WITH_A_GAP).via("a guess that there is none of is not written")
 def test_what_is_fed_is_recorded_where_it_stands(fed: Fed) -> None:
@@ -111,6 +113,7 @@ def test_keys_and_values_are_written_where_tokens_stand(fed: Fed, dtype: type) -
         np.testing.assert_array_equal(np.asarray(now, np.float32), wanted)
 
 
+@pytest.mark.further
 @given(passes())
 @example(WITH_A_GAP).via("a guess that there is none of is seen by nothing")
 @example(FULL).via("the last row has fewer tokens than others, and there is no padding behind it")

@@ -123,6 +123,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_gives_the_same_logits_over_a_cache(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, random = replace(BASE, **CHANGES[name]), np.random.default_rng(0)

@@ -80,6 +80,7 @@ def computed(
     return (out, *pull(slope))
 
 
+@pytest.mark.default_cases(1)
 @kernels
 @pytest.mark.parametrize(("siblings", "windowed"), [("invisible", False), ("shared", False), ("invisible", True)])
 def test_result_and_gradients_equal_the_reference(siblings: Any, windowed: bool, name: str) -> None:
@@ -96,6 +97,7 @@ def test_result_and_gradients_equal_the_reference(siblings: Any, windowed: bool,
     check()
 
 
+@pytest.mark.further
 def test_tiles_of_keys_may_be_smaller_than_those_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the tile sizes of a GPU."""
     monkeypatch.setattr(flash_gpu, "MAX_BY_KEY", TILE)
@@ -137,6 +139,7 @@ def by_tile(mask: np.ndarray, tile: int) -> np.ndarray:
     return mask.reshape(B, S // tile, tile, S // tile, tile).swapaxes(2, 3)
 
 
+@pytest.mark.further
 @settings(max_examples=100)
 @given(layouts(), st.sampled_from(["invisible", "shared"]), st.one_of(st.none(), st.integers(1, 30)))
 def test_visited_are_the_tiles_with_a_visible_pair(layout: Layout, siblings: Any, window: int | None) -> None:
@@ -196,6 +199,7 @@ def test_other_platforms_get_the_chunks() -> None:
         jax.tree.map(np.testing.assert_array_equal, *results)
 
 
+@pytest.mark.further
 @kernels
 @pytest.mark.several
 def test_devices_of_a_mesh_run_kernels_for_their_rows_and_heads(name: str) -> None:

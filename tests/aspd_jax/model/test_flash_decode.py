@@ -88,6 +88,7 @@ def compare(args: tuple[Any, ...], window: int | None, name: str) -> float:
     return float(np.abs(np.asarray(got) - np.asarray(expected))[real].max())
 
 
+@pytest.mark.default_cases(1)
 @kernels
 @pytest.mark.parametrize("window", [None, 9])
 def test_equal_to_the_definition(window: int | None, name: str) -> None:
@@ -101,6 +102,7 @@ def test_equal_to_the_definition(window: int | None, name: str) -> None:
     holds()
 
 
+@pytest.mark.default_cases(1)
 @kernels
 def test_a_wrong_mask_changes_the_result(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Negative control: check that a mask with visible siblings gives another result."""
@@ -112,6 +114,7 @@ def test_a_wrong_mask_changes_the_result(monkeypatch: pytest.MonkeyPatch, name: 
     assert compare(args, None, name) > 1e-2
 
 
+@pytest.mark.further
 @kernels
 def test_many_queries_are_several_tiles(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Check that each tile of queries reads only visible slots; with a window, not from the first slot."""
@@ -126,6 +129,7 @@ def test_many_queries_are_several_tiles(monkeypatch: pytest.MonkeyPatch, name: s
         assert compare(args, window, name) < 1e-5
 
 
+@pytest.mark.further
 def test_same_tokens_from_an_engine(bare_lm: LanguageModel) -> None:
     """Check that a replay with the kernel takes equal steps, and predicts equal tokens."""
     engines = []
@@ -140,6 +144,7 @@ def test_same_tokens_from_an_engine(bare_lm: LanguageModel) -> None:
     assert (kernel.logits.argmax(1) == plain.logits.argmax(1)).all()
 
 
+@pytest.mark.further
 @given(st.integers(0, 600), st.integers(0, 600), st.integers(1, 132))
 def test_every_tile_is_of_one_part(first: int, more: int, parts: int) -> None:
     """Check the form for GPUs."""
@@ -165,6 +170,7 @@ def test_queries_of_a_row_read_the_cache_together(queries: int, times: int) -> N
     assert call.params["grid_mapping"].grid == (times, 8 * max(1, 16 // times), 1)
 
 
+@pytest.mark.further
 @kernels
 @pytest.mark.several
 def test_heads_and_rows_of_a_mesh(name: str) -> None:

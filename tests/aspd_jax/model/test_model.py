@@ -35,6 +35,7 @@ def logits_of(lm: LanguageModel, tokens: np.ndarray | None = None) -> np.ndarray
     return np.asarray(lm.model.apply({"params": lm.params}, tokens, layout))
 
 
+@pytest.mark.default_cases(100)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     lm = load_model(write_checkpoint(tmp_path, CASES[name]))
@@ -216,6 +217,7 @@ def test_chunked_gradients_equal_the_reference(monkeypatch: Any) -> None:
         assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(x)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("windows", "window_rope"),
     [((), None), ((True, True), None), ((False, True), None), ((False, True), RopeConfig(theta=3.0))],
@@ -338,6 +340,7 @@ def fed(
     return got
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("back_end", DECODE_BACK_ENDS)
 @pytest.mark.parametrize("case", ["llama", "gemma3"])
 def test_cached_pass_equals_full_pass_in_any_order(

@@ -88,6 +88,7 @@ def test_a_block_that_does_not_fit_is_not_opened(own: Engine) -> None:
     assert len(starts) > 5
 
 
+@pytest.mark.further
 def test_without_the_limit_of_the_reader_later_branches_show(own: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that answers on the device contain fragments of later branches (negative control)."""
     limits: list[int | None] = [int(n) for n in np.random.default_rng(0).integers(1, 40, WAVE)]
@@ -97,6 +98,7 @@ def test_without_the_limit_of_the_reader_later_branches_show(own: Engine, monkey
     assert any(content(own, a) != content(own, b)[: a.stats.content_tokens] for a, b in zip(bound, free, strict=True))
 
 
+@pytest.mark.further
 def test_it_is_spent_alike_whatever_waits(bare_lm: LanguageModel, own: Engine) -> None:
     """Check that branches that wait end where they end side by side."""
     limits: list[int | None] = [int(n) for n in np.random.default_rng(1).integers(2, 40, WAVE)]

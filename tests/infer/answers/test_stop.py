@@ -161,6 +161,7 @@ def with_drafts(lm: LanguageModel) -> Engine:
     return with_one_program(Engine(lm, **(SIZES | {"max_batch": 1}), drafts="lookup", draft_tokens=2))
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("deferred", [False, True])
 def test_every_engine(lm: LanguageModel, answers: Answers, deferred: bool) -> None:
     engine, random = Engine(lm, **SIZES) if deferred else with_drafts(lm), Random(1)

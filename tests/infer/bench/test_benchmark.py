@@ -23,6 +23,8 @@ from tests.conftest import tiny_config, write_checkpoint
 from train.throughput import step_times
 from train.throughput import table as steps_table
 
+pytestmark = pytest.mark.further
+
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> LanguageModel:

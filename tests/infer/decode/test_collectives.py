@@ -62,6 +62,7 @@ def collectives(text: str) -> list[str]:
     return [match[1] for match in COLLECTIVE.finditer(text)]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("bucket", [Bucket(4, 4, 1, SLOTS), Bucket(4, 16, 8, SLOTS)], ids=["serial", "branches"])
 def test_no_collective_on_keys_and_values(
     model: LanguageModel, bucket: Bucket, monkeypatch: pytest.MonkeyPatch

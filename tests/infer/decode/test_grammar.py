@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from aspd_jax import LanguageModel
 from aspd_jax.errors import StructureError
@@ -136,6 +137,7 @@ def test_serial_mode_never_forks(engine: Engine) -> None:
     assert any(result.stats.blocks for result in adaptive), "negative control"
 
 
+@pytest.mark.further
 def test_end_of_text_in_a_branch_is_its_closing_tag(bare_lm: LanguageModel, engine: Engine) -> None:
     """With half of the vocabulary ending the text, branches end by their tag and hold none of it."""
     ends = set(TEXT[1:])

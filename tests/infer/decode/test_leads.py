@@ -57,6 +57,7 @@ def path_of(engine: Engine, ids: Sequence[int]) -> int:
     return path + ended
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("after_block", [False, True])
 def test_stepwise_logits_equal_the_full_pass(engine: Engine, after_block: bool) -> None:
     special, codec = engine.config.special, engine.lm.codec
@@ -68,6 +69,7 @@ def test_stepwise_logits_equal_the_full_pass(engine: Engine, after_block: bool) 
     assert sum(trace.widths) == len(answer) - 1, "every token is fed once"
 
 
+@pytest.mark.further
 def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
     random = np.random.default_rng(0)
     special, codec = engine.config.special, engine.lm.codec
@@ -119,6 +121,7 @@ def test_random_answers_are_well_formed_and_in_budget(engine: Engine) -> None:
     assert taken_back, "a block was taken back"
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("limit", [3, 9, 12, 150])
 def test_numbers_of_leads_are_those_that_the_engine_can_decode(engine: Engine, limit: int) -> None:
     """Compare with all strings of digits: none begins with 0, none exceeds the limit, and 1 has to continue."""
@@ -177,6 +180,7 @@ def test_text_is_lead_and_body_of_every_part(engine: Engine) -> None:
     assert result.stats.content_tokens == content
 
 
+@pytest.mark.further
 def test_budget_of_text_counts_leads_in_reading_order(engine: Engine) -> None:
     asked = written(engine, EXAMPLE[:3])
     whole = engine.generate([[1, 2]], asked)[0]
@@ -190,6 +194,7 @@ def test_budget_of_text_counts_leads_in_reading_order(engine: Engine) -> None:
     assert sizes == sorted(sizes) and sizes[-1] == len(whole.text)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("stop", ["1. O", "One: so", "text.\n", ":\n\n1", "\n3", "\n\nAnd"])
 def test_stop_strings_are_found_in_leads_and_across_them(engine: Engine, stop: str) -> None:
     asked = replace(written(engine, EXAMPLE[:3]), stop=[stop])
@@ -200,6 +205,7 @@ def test_stop_strings_are_found_in_leads_and_across_them(engine: Engine, stop: s
         assert result is not None and result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_repeated_lead_ends_the_list(engine: Engine, goes_on: bool) -> None:
     """The number said more; the hidden lead is no part of the answer, and changes nothing behind it.
@@ -229,6 +235,7 @@ def begun(engine: Engine, leads: Sequence[Sequence[int]], stated: int = 3) -> li
     return [*serial, *leads[0], *(token for lead in leads[1:] for token in (special.title_end, *lead))]
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     ("before", "draft_tokens"),
     [(0, 0), (1, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((0, 3), (1, 0)))],
@@ -267,6 +274,7 @@ def test_a_block_with_a_lead_without_end_is_taken_back(
     assert wide.generate([[1, 2]], SamplingParams(max_new_tokens=200, script=[script]))[0].stats.blocks == 1
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_block_is_taken_back_within_every_budget(before: int, engine: Engine) -> None:
     encode, endless = engine.lm.codec.text.encode, [*range(100, 121)]
@@ -288,6 +296,7 @@ def test_a_block_is_taken_back_within_every_budget(before: int, engine: Engine) 
     assert min(sizes) == len(encode("Well:")) and max(sizes) > len(text)
 
 
+@pytest.mark.further
 def test_a_later_lead_without_end_ends_the_list(engine: Engine) -> None:
     two = (EXAMPLE[0], Parallel(EXAMPLE[1].branches[:2]), EXAMPLE[2])  # type: ignore[union-attr]
     asked = written(engine, two, number=4)
@@ -299,6 +308,7 @@ def test_a_later_lead_without_end_ends_the_list(engine: Engine) -> None:
     assert result.stats.steps == result.stats.critical_path + result.stats.discarded_tokens - 1
 
 
+@pytest.mark.further
 def test_penalties_take_leads_for_text(engine: Engine) -> None:
     """Check that penalties count each lead once, as in serial text, and not its copy in the head."""
     codec, special, end = engine.lm.codec, engine.config.special, engine.config.end

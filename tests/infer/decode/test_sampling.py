@@ -176,6 +176,7 @@ def test_restrict_keeps_what_sorting_keeps(logits: list[float], top_k: int, top_
     np.testing.assert_array_equal(out, np.where(most, values, -np.inf))
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("plain", [False, True], ids=["cpu", "plain"])
 def test_limits_of_a_large_vocabulary(plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check lanes that need few logits, many logits, equal logits or no limit; a lane by itself keeps the same."""
@@ -193,6 +194,7 @@ def test_limits_of_a_large_vocabulary(plain: bool, monkeypatch: pytest.MonkeyPat
     assert (sizes[[0, 1]] < LARGEST).all() and (sizes[[2, 3]] > LARGEST).all() and sizes[4] > 10 and sizes[6] == 1000
 
 
+@pytest.mark.further
 @settings(max_examples=60)
 @given(
     slots=st.lists(st.tuples(st.integers(0, 299), st.booleans()), min_size=6, max_size=6),
@@ -208,6 +210,7 @@ def test_tokens_are_counted_as_they_are_scattered(slots: list[tuple[int, bool]],
         np.testing.assert_array_equal(jax.jit(form, static_argnums=0)(size, tokens, seen), expected)
 
 
+@pytest.mark.further
 def test_nothing_is_sorted(bare_lm: LanguageModel, config: EngineConfig) -> None:
     """Check that programs for TPU and GPU have no sort, and those for TPU no scatter, whose indices XLA sorts."""
     asked = SamplingParams(
@@ -285,6 +288,7 @@ def test_penalties_see_what_the_row_sees(
         np.testing.assert_array_equal(out, logits, "bit for bit")
 
 
+@pytest.mark.further
 def test_bias_and_least_length_keep_to_the_grammar(bare_lm: LanguageModel, config: EngineConfig) -> None:
     """Check logits in which token 0 ends the text; a lane without bias keeps its logits."""
     asked = SamplingParams(logit_bias={5: 100, 6: 100, 9: -100}, min_tokens=6)
@@ -347,6 +351,7 @@ def test_answers_follow_the_definitions(bare_lm: LanguageModel, engine: Engine) 
     assert len({tuple(tokens) for tokens in said}) == len(said), "negative control: every parameter changes the answer"
 
 
+@pytest.mark.further
 def test_a_bias_chooses_the_structure(engine: Engine) -> None:
     """Check a bias on the id of a tag: a block wherever the grammar permits one, or none at all."""
     start = engine.config.special.title_start
@@ -406,6 +411,7 @@ def test_samples_follow_the_distribution(bare_lm: LanguageModel, config: EngineC
     assert float(((counts - 20_000 * flat) ** 2 / (20_000 * flat)).sum()) > 1000, "negative control"
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("size", [3, GROUP, 5 * GROUP + 7])
 def test_tokens_are_drawn_by_their_share(size: int) -> None:
     """Check small and large vocabularies by the chi-square test; excluded tokens are never drawn."""
@@ -427,6 +433,7 @@ def test_tokens_are_drawn_by_their_share(size: int) -> None:
     assert chi_square(np.full(size, count / size)) > limit, "negative control"
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-24])
 def test_excluded_tokens_are_not_drawn_at_the_limits(number: float) -> None:
     """Check random numbers at which rounding decides: no weight at both ends, and weights that sums lose."""
@@ -438,6 +445,7 @@ def test_excluded_tokens_are_not_drawn_at_the_limits(number: float) -> None:
     assert (np.take_along_axis(weight, picked[:, None], 1) > 0).all()
 
 
+@pytest.mark.further
 def test_temperature_zero_takes_the_likeliest_beside_sampled_neighbours(
     bare_lm: LanguageModel, config: EngineConfig
 ) -> None:

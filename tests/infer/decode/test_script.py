@@ -41,6 +41,7 @@ def test_every_request_has_its_own(engine: Engine) -> None:
     assert begun == [3, 3, 3, *said.token_ids]
 
 
+@pytest.mark.further
 def test_serial_mode_says_what_branches_said(engine: Engine) -> None:
     told = SamplingParams(max_new_tokens=100, script=script_of(engine, ONE))
     adaptive = engine.generate([[1, 2]], told)[0]

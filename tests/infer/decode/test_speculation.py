@@ -87,6 +87,7 @@ def knowing(wrong: int = 0) -> Callable[..., jax.Array]:
     return source
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("wrong", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_right_draft_tokens_save_steps_in_every_phase(bare_lm: LanguageModel, wrong: int) -> None:
     """Check a scripted answer with titles, forks, unequal branches and merges, which the draft tokens know."""
@@ -144,6 +145,7 @@ def test_answers_are_the_same_with_drafts(bare_lm: LanguageModel, engine: Engine
         assert a.stats.critical_path == b.stats.critical_path and a.stats.steps <= b.stats.steps
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("scale", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_answers_are_the_same_with_draft_heads(bare_lm: LanguageModel, engine: Engine, scale: float) -> None:
     """Check equality token by token, greedy and sampled, whatever the heads propose."""
@@ -156,6 +158,7 @@ def test_answers_are_the_same_with_draft_heads(bare_lm: LanguageModel, engine: E
         assert a.stats.critical_path == b.stats.critical_path and a.stats.steps <= b.stats.steps
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("draft_tokens", [1, DRAFT, DRAFT + 5])
 def test_heads_without_effect_propose_repetition(bare_lm: LanguageModel, draft_tokens: int) -> None:
     """Check greedy serial answers: heads without effect repeat the likeliest next token; counted by hand."""
@@ -268,6 +271,7 @@ def state_after(state: DecodeState, prompt: tuple[int, ...], pending: int) -> De
     return state._replace(cache=cache, sequence=sequence)
 
 
+@pytest.mark.further
 def test_guesses_that_do_not_pay_are_left_out() -> None:
     cost = StepCost(base=1.0, per_token=0.25, per_slot=0.0)  # 1.25 ms with one token, 2.0 ms with four: 1.6 times
     looking = StepCost(base=1.0, per_token=0.25, per_slot=0.0, per_drafting_row=0.25)  # 2.25 ms: 1.8 times

@@ -47,6 +47,7 @@ def serial_tokens(engine: Engine, titles: list[list[int]], after: list[int]) -> 
     return [3, 4, *marked, *after]
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("draft_tokens", [0, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("again", [[5], [9, 2]])
 def test_a_repeated_title_ends_the_list(again: list[int], draft_tokens: int, bare_lm: LanguageModel) -> None:
@@ -65,6 +66,7 @@ def test_a_repeated_title_ends_the_list(again: list[int], draft_tokens: int, bar
             assert result.stats.steps == result.stats.critical_path - 1 + discarded
 
 
+@pytest.mark.further
 def test_what_follows_never_saw_it(bare_lm: LanguageModel) -> None:
     """Check that greedy tokens after the block equal those after a list that ended by itself, whatever the prompt."""
     engine = engine_of(bare_lm)
@@ -92,6 +94,7 @@ def without_hiding(state: DecodeState, guidance: Guidance) -> DecodeState:
     return _take_back(state, guidance)._replace(cache=state.cache)
 
 
+@pytest.mark.further
 def test_a_title_has_no_line_break(lm: LanguageModel, monkeypatch: Any) -> None:
     """Check titles sampled nearly evenly; negative controls: without the table, and in serial text."""
     codec = lm.codec.text
@@ -119,6 +122,7 @@ def test_a_title_has_no_line_break(lm: LanguageModel, monkeypatch: Any) -> None:
     assert any("\n" in title for title in titles), "negative control"
 
 
+@pytest.mark.further
 def test_markers_do_not_tell_titles_apart(lm: LanguageModel) -> None:
     codec = lm.codec.text
     table = token_classes(lm.config.vocab_size, lm.special_tokens.ids, lm.end_ids, (), codec)  # type: ignore[union-attr]
@@ -142,6 +146,7 @@ def test_markers_do_not_tell_titles_apart(lm: LanguageModel) -> None:
         assert [branch.title for branch in block.branches] == titles[:kept]
 
 
+@pytest.mark.further
 def test_the_second_title_differs_from_the_first(lm: LanguageModel) -> None:
     """A script may not repeat it: the token that would is never chosen by the grammar. Here: with equal logits."""
     engine = with_one_program(Engine(lm, max_length=256, max_batch=1))
@@ -193,6 +198,7 @@ def test_a_plan_ends_where_its_numbers_are_equal(titles: list[list[int]]) -> Non
     assert completes_plan(titles[-1], classes) == says_it_is_last(titles[-1])
 
 
+@pytest.mark.further
 def test_a_complete_plan_is_the_end_of_the_list(lm: LanguageModel) -> None:
     """Check a model that always prefers another title."""
     encode = lm.codec.text.encode

@@ -260,6 +260,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "run", config
 
 
+@pytest.mark.further
 def test_a_run_leaves_a_report(finished: tuple[Path, Path]) -> None:
     folder, _ = finished
     report = json.loads((folder / "report.json").read_text())
@@ -292,6 +293,7 @@ def test_a_run_leaves_a_report(finished: tuple[Path, Path]) -> None:
     assert line["question_id"] == 1 and line["model_id"] == "ours" and len(line["choices"][0]["turns"]) == 2
 
 
+@pytest.mark.further
 def test_nothing_is_done_twice_and_other_settings_are_refused(finished: tuple[Path, Path], capsys: Any) -> None:
     folder, config = finished
     before = {file: file.read_bytes() for file in folder.rglob("*.jsonl")}
@@ -309,6 +311,7 @@ def single(score: float) -> str:
     return f"Fine, but [[1]] would be harsh.\nRating: [[{score}]]"
 
 
+@pytest.mark.further
 def test_judging(finished: tuple[Path, Path], capsys: Any) -> None:
     """Faults of all kinds; then everything is there, asked once; prompts show references to maths only."""
     folder, _ = finished

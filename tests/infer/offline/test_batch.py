@@ -79,6 +79,7 @@ def test_an_instruction_is_asked_and_not_recorded(own: Engine, tmp_path: Path, l
     assert read_prompts(source, True, "fast")[0].prompt == [{"role": "user", "content": "Run fast"}]
 
 
+@pytest.mark.further
 def test_samples_of_a_question_differ_and_are_resumed(
     own: Engine, source: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -135,6 +136,7 @@ def test_an_interrupted_job_goes_on(own: Engine, source: Path, tmp_path: Path, m
     assert records(cut) == records(tmp_path / "whole.jsonl")
 
 
+@pytest.mark.further
 def test_answers_of_another_model_are_not_resumed(
     lm: LanguageModel, source: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
@@ -219,6 +221,7 @@ def test_a_bad_line_gets_an_error_and_the_others_an_answer(own: Engine, tmp_path
         read_prompts(tmp_path / "none.jsonl", chat=False)
 
 
+@pytest.mark.further
 def test_a_conversation_goes_on_with_the_tokens_of_its_answers() -> None:
     """Check that nothing is fed twice if the client sends the tokens back. By text alone, the answer enters as plain
     text, in every process.

@@ -89,6 +89,7 @@ def forbidden(server: Running) -> dict[str, int]:
     return {str(tag): -100 for tag in server.engine.lm.codec.special.ids}
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["pair", "numbers", "nested", "kinds"])
 def test_a_field_is_what_it_is_alone(name: str, real: str, server: Running) -> None:
     """Check that each value equals the beginning of a free completion after prompt and lead, or the constrained one."""
@@ -212,6 +213,7 @@ def proxy(upstream: Scripted) -> Iterator[str]:
             yield before.url
 
 
+@pytest.mark.further
 def test_values_end_in_tokens_that_go_on(proxy: str, upstream: Scripted) -> None:
     """Check tokens that end a value and contain a comma; the text after it is not decoded."""
     upstream.delay = 0.02
@@ -416,6 +418,7 @@ def test_checks_share_nothing() -> None:
     assert second.follow('"two words"', True)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     ("schema", "fitting", "others"),
     [

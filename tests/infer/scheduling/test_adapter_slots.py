@@ -99,6 +99,7 @@ GREEDY = SamplingParams(max_new_tokens=40, max_branch_tokens=6)
 NAMES = ["first", "", "second", "without rows"]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("made", ["untied", "qwen2", "gemma3"], indirect=True)
 def test_a_mixed_batch_is_as_merged_models_are(made: Made) -> None:
     found = made.together().generate([PROMPT] * 4, GREEDY, adapter=NAMES)
@@ -107,6 +108,7 @@ def test_a_mixed_batch_is_as_merged_models_are(made: Made) -> None:
     assert len({tuple(result.token_ids) for result in found}) == 4  # or nothing is shown
 
 
+@pytest.mark.further
 def test_full_passes_too(made: Made) -> None:
     engine = made.together()
     for name, result in zip(NAMES, engine.generate([PROMPT] * 4, GREEDY, adapter=NAMES), strict=True):
@@ -116,6 +118,7 @@ def test_full_passes_too(made: Made) -> None:
         np.testing.assert_allclose([t.logprob for t in ours], [t.logprob for t in theirs], atol=1e-4)
 
 
+@pytest.mark.further
 @untied
 def test_programs_are_those_of_before(made: Made) -> None:
     """Check that no program is compiled again; arrays committed to a device would have their own."""
@@ -127,6 +130,7 @@ def test_programs_are_those_of_before(made: Made) -> None:
     assert jax.tree.map(lambda leaf: (leaf.committed, leaf.sharding, leaf.aval), tied) != before, "negative control"
 
 
+@pytest.mark.further
 @untied
 def test_nothing_is_reused_of_another_adapter(made: Made) -> None:
     """Check one prompt with one adapter after another in one row: answers equal those of new engines."""
@@ -142,6 +146,7 @@ def test_nothing_is_reused_of_another_adapter(made: Made) -> None:
     assert again.stats.reused_tokens > 0  # of its own
 
 
+@pytest.mark.further
 @untied
 def test_places_are_given_away_when_nobody_uses_them(made: Made) -> None:
     engine = made.together()
@@ -164,6 +169,7 @@ def test_places_are_given_away_when_nobody_uses_them(made: Made) -> None:
     assert now.token_ids == engine.generate([PROMPT], GREEDY, adapter="second")[0].token_ids != expected
 
 
+@pytest.mark.further
 @untied
 def test_a_place_is_free_whoever_has_none(made: Made) -> None:
     engine = with_one_program(Engine(load_model(made.base, adapters=1, lora_rank=RANK), max_batch=1, max_length=128))
@@ -173,6 +179,7 @@ def test_a_place_is_free_whoever_has_none(made: Made) -> None:
     assert engine.generate([PROMPT], GREEDY, adapter="first")[0].token_ids != handle.wait().token_ids
 
 
+@pytest.mark.further
 @untied
 def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -> None:
     engine = made.together()
@@ -205,6 +212,7 @@ def test_bad_adapters_are_named_and_change_nothing(made: Made, tmp_path: Path) -
         save_model(engine.lm, tmp_path / "saved")
 
 
+@pytest.mark.further
 @untied
 def test_a_model_without_room_says_so(made: Made) -> None:
     with pytest.raises(CheckpointError, match="expected a base model without an adapter"):
@@ -233,6 +241,7 @@ def post(running: Running, path: str, **body: str) -> httpx.Response:
     return httpx.post(f"{running.url}/v1/{path}", json=body)
 
 
+@pytest.mark.further
 def test_clients_ask_for_adapters_as_models(served: tuple[Running, Path, LanguageModel]) -> None:
     running, folder, _ = served
     client = running.client()

@@ -10,6 +10,8 @@ from infer import Engine, Result, SamplingParams
 from infer.scheduling.handle import Handle
 from tests.helpers.answers import SEPARATOR
 
+pytestmark = pytest.mark.further
+
 
 def block(engine: Engine, branches: int, text: list[int]) -> SamplingParams:
     """Return parameters of an answer that is one block of equal branches."""

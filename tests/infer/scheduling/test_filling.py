@@ -49,6 +49,7 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_new_tokens": 300, "temperature": 1.0, "seed": 1} | changes)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_field_is_what_it_is_alone(engine: Engine, seed: int) -> None:
     """Check that each field of the first block equals a serial answer after prompt and lead, under its grammar."""
@@ -125,6 +126,7 @@ def test_tokens_equal_a_full_pass(engine: Engine) -> None:
     assert checked > 8
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("fields", ["serial", "parallel"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_known_tokens_cost_no_steps_and_change_nothing(
@@ -139,6 +141,7 @@ def test_known_tokens_cost_no_steps_and_change_nothing(
         assert one.stats.steps < other.stats.steps or fields == "parallel"
 
 
+@pytest.mark.further
 def test_long_leads_are_fed_in_parts(engine: Engine) -> None:
     """Check that a lead longer than the queue of a segment is fed in several steps, without other changes."""
     long = "The following is a long heading that has far more tokens than a title may have, " * 3
@@ -171,6 +174,7 @@ def test_the_batch_changes_no_field(engine: Engine) -> None:
         assert engine.generate([PROMPT], one)[0].token_ids == result.token_ids
 
 
+@pytest.mark.further
 def test_a_template_leaves_no_blocks_for_later_prompts(engine: Engine) -> None:
     """Check that a prompt with the tokens of an answer is fed as text: the row keeps the prompt alone."""
     engine.reset_cache()
@@ -182,12 +186,14 @@ def test_a_template_leaves_no_blocks_for_later_prompts(engine: Engine) -> None:
     assert again.token_ids == fresh.token_ids
 
 
+@pytest.mark.further
 def test_more_fields_than_branches(lm: LanguageModel) -> None:
     engine = Engine(lm, max_length=512, max_batch=1, max_branches=2)
     result = engine.generate([PROMPT], params(json_schema=SCHEMA, fields="parallel"))[0]
     assert valid(result.text, SCHEMA) and result.stats.blocks == 4 and result.stats.branches == 7
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
 def test_any_schema_gives_valid_json(count: int, engine: Engine) -> None:
     """Check random schemas with nested objects, optional properties and dependencies."""
@@ -247,6 +253,7 @@ def test_events_begin_with_the_literal_text_before_the_first_block(engine: Engin
     assert result is not None and result.text == texts[0][0] + "".join(texts[1] + texts[2]) + texts[0][1]
 
 
+@pytest.mark.further
 def test_stop_strings_end_a_template_in_reading_order(engine: Engine) -> None:
     asked = params(json_schema=SCHEMA, fields="parallel")
     whole = engine.generate([PROMPT], asked)[0].text
@@ -255,6 +262,7 @@ def test_stop_strings_end_a_template_in_reading_order(engine: Engine) -> None:
         assert result.text == whole[: whole.index(stop)] and result.finish_reason == "stop"
 
 
+@pytest.mark.further
 def test_budgets_cut_and_say_so(engine: Engine) -> None:
     """Check that the text is a beginning of the whole, or the request is refused, whatever the budget."""
     asked = params(json_schema=LATER, fields="parallel")
@@ -279,6 +287,7 @@ def test_budgets_cut_and_say_so(engine: Engine) -> None:
 NUMBERS = record(a={"type": "integer", "minimum": 0}, b={"type": "number", "x-after": ["a"]}, c={"type": "integer"})
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_content_tokens", "max_branch_tokens"])
 @pytest.mark.parametrize(
     "asked",
@@ -312,6 +321,7 @@ def test_a_schema_that_refers_to_itself_is_decoded_as_a_whole(engine: Engine) ->
     assert not valid('{"value": 1, "name": "", "below": [[]]}', tree)
 
 
+@pytest.mark.further
 def test_free_text_ends_before_the_literal_text_behind_it(engine: Engine) -> None:
     result = engine.generate(["Hi"], params(template="A:{a}\nB: {b}.", max_branch_tokens=30, temperature=0.0))[0]
     (block, end) = result.structure
@@ -347,6 +357,7 @@ def test_requests_that_are_refused(engine: Engine, changes: dict[str, Any], mess
     assert not engine.step(1)
 
 
+@pytest.mark.further
 def test_the_end_of_a_value_is_free(engine: Engine) -> None:
     """Check that the grammar permits every continuation after a value (negative control)."""
     assert "TAIL" in VALUE_GRAMMAR and "[,}" in VALUE_GRAMMAR

@@ -23,6 +23,8 @@ from tests.helpers.draft_heads import with_draft_heads
 from tests.infer.scheduling.test_filling import LATER, SCHEMA
 from tests.infer.scheduling.test_structured_output import ADVICE, SCHEMAS, valid
 
+pytestmark = pytest.mark.further
+
 PROMPT = "Say it in JSON:"
 DRAFT = 3
 

@@ -21,6 +21,8 @@ from tests.aspd_jax.test_tokens import byte_level, sentencepiece_like
 from tests.conftest import tiny_config, with_one_program, write_checkpoint
 from tests.infer.scheduling.test_structured_output import record
 
+pytestmark = pytest.mark.further
+
 # An end of text, our own tag, an added token, NFC changes these three, and spaces that decoders drop.
 OHM, HINDI, CAFE = "10 k\u2126", "\u092c\u095c\u093e", "cafe\u0301"
 TEXTS = ("<|end|>", "</s>", "<|title|>", "<think>", OHM, HINDI, CAFE, " a", "▁b", "<0x0A>")

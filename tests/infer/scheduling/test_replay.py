@@ -36,6 +36,7 @@ def test_stepwise_logits_equal_the_full_pass(engine: Engine, parts: list, prompt
     assert trace.steps == critical_path(special, parts) - 1
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("scheme", ["sequential", "max"])
 def test_stepwise_logits_for_every_position_scheme(bare_lm: LanguageModel, scheme: Any) -> None:
     config = replace(bare_lm.config, positions=scheme)
@@ -86,6 +87,7 @@ def authors_lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     return load_authors_model(tmp_path_factory.mktemp("authors"))
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("file", sorted((GOLDEN / "engine").glob("*.npz")), ids=lambda file: file.stem)
 def test_authors_engine(file: Path, authors_lm: LanguageModel) -> None:
     """Stepwise decoding and the full pass both give the logits that the authors' engine computed, token by token."""
@@ -126,6 +128,7 @@ def branch_rows(special: SpecialTokens, answer: list[int], order: list[int]) -> 
     return [rows[order.index(number)] for number in range(len(order))]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("scheme", ["sequential", "max"])
 def test_permuting_branches_permutes_their_logits(bare_lm: LanguageModel, scheme: Any) -> None:
     config = replace(bare_lm.config, positions=scheme)

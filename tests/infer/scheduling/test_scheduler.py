@@ -60,6 +60,7 @@ def text_of(events: list[Event], blocks: int) -> list[Any]:
     return parts
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("steps", [1, pytest.param(3, marks=pytest.mark.slow), 1000])
 def test_events_tell_the_whole_answer(engine: Engine, steps: int) -> None:
     for params in seeds_that_fork(engine, 3):
@@ -102,6 +103,7 @@ def test_events_have_text_and_stop_strings_never_show(lm: LanguageModel) -> None
         assert not any(stop in text for text in (serial, *told) for stop in params.stop)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("heard", [False, True], ids=["unheard", "heard"])
 def test_requests_join_and_leave_without_a_trace(engine: Engine, heard: bool) -> None:
     """Check that each answer equals the one alone, whoever joins, leaves or is cancelled; requests start in order."""
@@ -172,6 +174,7 @@ def first_turns(fresh: Engine, prompt: list[int]) -> list[SamplingParams]:
     return with_end[:3]
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("rows", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, fed: list[int], rows: int) -> None:
     """The second turn goes on where the first ended, branches included, and gives what a fresh engine gives. Others
@@ -200,6 +203,7 @@ def test_a_follow_up_turn_feeds_nothing_again(bare_lm: LanguageModel, fed: list[
     assert sum(fed) == len(follow), "negative control: without reuse, all of it is fed"
 
 
+@pytest.mark.further
 def test_two_conversations_take_turns(bare_lm: LanguageModel) -> None:
     """A turn of one does not cost the other what the cache holds of it, though both get the first row."""
     own, fresh = engines(bare_lm, 2)
@@ -216,6 +220,7 @@ def test_two_conversations_take_turns(bare_lm: LanguageModel) -> None:
             talks[number] = [*talk, *result.token_ids, 6]
 
 
+@pytest.mark.further
 def test_in_an_engine_of_one_row_the_last_to_come_is_kept(bare_lm: LanguageModel) -> None:
     own, _ = engines(bare_lm, 1)
     params = replace(HOT, seed=1, max_new_tokens=40)
@@ -245,6 +250,7 @@ def test_a_shared_beginning_is_copied(bare_lm: LanguageModel, monkeypatch: pytes
     assert changed.stats.reused_tokens == 0, "negative control: another beginning"
 
 
+@pytest.mark.further
 def test_the_first_rows_are_used_first(bare_lm: LanguageModel) -> None:
     """Check that steps read no later rows."""
     own, _ = engines(bare_lm, 3)
@@ -325,6 +331,7 @@ def test_who_is_kept_where() -> None:
     assert row_to_keep_in(memories([(long, 0, 0, 1), (long, 0, 0, 0)]), [0], 0) is None, "none else is free"
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("count", [1, 2])
 def test_branches_held_back_change_no_answer(bare_lm: LanguageModel, engine: Engine, count: int) -> None:
     """Check also budgets that end inside a block: they are spent as if no branch had waited."""
@@ -361,6 +368,7 @@ def test_without_the_lockstep_rule_held_back_branches_change_answers(
     assert any(a.token_ids != b.token_ids for a, b in zip(free, held, strict=True))
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("streamed", [True, False])
 def test_long_prompts_go_in_pieces_beside_an_answer_that_is_streamed(bare_lm: LanguageModel, streamed: bool) -> None:
     def engine() -> Engine:
@@ -397,6 +405,7 @@ def test_long_prompts_go_in_pieces_beside_an_answer_that_is_streamed(bare_lm: La
     assert same(first.wait(), expected[0]) and same(second.wait(), expected[1])
 
 
+@pytest.mark.further
 def test_a_prompt_given_up_half_way_leaves_nothing(bare_lm: LanguageModel) -> None:
     own, fresh = engines(bare_lm, 1)
     prompt = np.random.default_rng(3).integers(1, 15, 200).tolist()
@@ -420,6 +429,7 @@ def test_costs_of_steps_are_fitted() -> None:
     assert fit([Sample(t, 100, 5.0 - t / 100) for t in (1, 8, 64)]).per_token == 0.0, "no part is negative"
 
 
+@pytest.mark.further
 def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
     """Check that a chunk ends with the first token of a stream or an ended request; without either, it runs on."""
     params = [replace(HOT, max_new_tokens=40, seed=seed) for seed in range(8)]
@@ -439,6 +449,7 @@ def test_first_tokens_and_ends_are_told_at_once(engine: Engine) -> None:
     assert engine.last_chunk.seconds > 0
 
 
+@pytest.mark.further
 def test_steps_run_while_answers_are_read(bare_lm: LanguageModel) -> None:
     """Check that 4 steps have been started beyond each chunk of 4 whose tokens are in events."""
     asked = SamplingParams(max_new_tokens=24, seed=5)
@@ -453,6 +464,7 @@ def test_steps_run_while_answers_are_read(bare_lm: LanguageModel) -> None:
     assert seen == [(1, 4), (5, 8), (9, 12), (13, 16), (17, 20), (21, 23), (24, 23)]
 
 
+@pytest.mark.further
 def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine) -> None:
     handle = engine.submit([1, 2], replace(HOT, seed=3), "serial")
     handle.set_stream("branches")
@@ -466,6 +478,7 @@ def test_what_was_started_for_a_request_that_is_gone_is_forgotten(engine: Engine
     assert same(other.wait(), engine.generate([[1, 2]], replace(HOT, seed=4), "serial")[0])
 
 
+@pytest.mark.further
 def test_a_state_is_asked_once_what_it_needs(engine: Engine, monkeypatch: Any) -> None:
     """Check that steps return the summary of their state; it is computed again only after other changes."""
     asked = []
@@ -483,6 +496,7 @@ def programs_compiled(names: list[str]) -> int:
     return sum("backend_compile" in name for name in names)
 
 
+@pytest.mark.further
 def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
     """Check every kind of request, alone and beside others."""
     own = Engine(lm, max_length=128, max_batch=2, max_branches=2, max_title_tokens=1)
@@ -533,6 +547,7 @@ def test_warm_up_leaves_nothing_to_compile(lm: LanguageModel) -> None:
         handle.cancel()
 
 
+@pytest.mark.further
 def test_the_first_answer_compiles_nothing_after_a_warm_up_for_one(
     lm: LanguageModel, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -555,6 +570,7 @@ def test_the_first_answer_compiles_nothing_after_a_warm_up_for_one(
     assert programs_compiled(compiled), "negative control: two at a time have other programs"
 
 
+@pytest.mark.further
 def test_warm_up_forgets_what_rows_held(bare_lm: LanguageModel) -> None:
     """Check that no later prompt reuses a cache that timed steps have overwritten."""
     own = Engine(bare_lm, max_length=128, max_batch=2, max_branches=2, max_title_tokens=2, separator_ids=SEPARATOR)
@@ -566,6 +582,7 @@ def test_warm_up_forgets_what_rows_held(bare_lm: LanguageModel) -> None:
     assert after.stats.reused_tokens == 0 and same(after, first)
 
 
+@pytest.mark.further
 def test_interrupted_calls_leave_no_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check an interrupt of `generate` between and within chunks, and a stream that its reader leaves."""
 

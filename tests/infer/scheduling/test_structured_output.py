@@ -64,6 +64,7 @@ def engine(lm: LanguageModel) -> Engine:
     return Engine(lm, **SIZES)
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 30.0])
 def test_answers_are_json_of_their_schema(engine: Engine, temperature: float) -> None:
     """Six schemas in one batch, beside requests without one, whose answers are what they are without them."""
@@ -110,12 +111,14 @@ def test_a_value_that_the_budget_cuts_says_so(engine: Engine) -> None:
     assert engine.generate(["Hi"], short)[0].finish_reason == "length"
 
 
+@pytest.mark.further
 def test_a_choice_may_have_thousands_of_texts(engine: Engine) -> None:
     words = [f"word{number}" for number in range(3000)]
     result = engine.generate(["Hi"], SamplingParams(max_new_tokens=40, choices=words))[0]
     assert result.finish_reason == "stop" and result.text in words
 
 
+@pytest.mark.further
 @given(texts=st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=6), other=st.text(max_size=6))
 def test_a_choice_is_one_of_the_texts_and_no_other(engine: Engine, texts: list[str], other: str) -> None:
     """Texts have marks of regular expressions, line breaks and other scripts; Python's `in` decides."""
@@ -148,6 +151,7 @@ def test_an_answer_that_exceeds_a_limit_says_so_and_its_neighbours_go_on(engine:
         assert [engine.generate(["Hi"], one)[0].text for one in asked] == [result.text for result in results]
 
 
+@pytest.mark.further
 def test_a_hole_that_exceeds_a_limit_ends_its_answer_alone(engine: Engine) -> None:
     words, yes = LIMITED["properties"]["words"], {"type": "boolean"}
     schemas = record(a=words, b=yes), record(a=yes, b=yes)
@@ -159,6 +163,7 @@ def test_a_hole_that_exceeds_a_limit_ends_its_answer_alone(engine: Engine) -> No
     assert all(result.error.startswith("json_schema: a: expected a schema within") for result in (hard, filled))
 
 
+@pytest.mark.further
 def test_a_branch_that_exceeds_a_limit_ends_the_answer(engine: Engine) -> None:
     result = forking(engine, LIMITED)
     assert result.finish_reason == "error" and result.error.startswith("branch_schema: expected a schema within")
@@ -172,6 +177,7 @@ def test_a_call_that_exceeds_a_limit_names_its_function(engine: Engine) -> None:
     assert result.finish_reason == "error" and "for '// tools: count_words'. Use simpler" in result.error
 
 
+@pytest.mark.further
 def test_an_answer_whose_branch_is_cut_has_the_finish_reason_length(engine: Engine) -> None:
     schemas, config, encode = engine.debug_state().schemas, engine.config, engine.lm.codec.text.encode
     request = Request((1,), SamplingParams(branch_schema=SCHEMAS["choice"]), "adaptive", 100, 0)
@@ -187,6 +193,7 @@ def test_an_answer_whose_branch_is_cut_has_the_finish_reason_length(engine: Engi
         assert constraint.read(RequestOutput(STOP, items=items)).finish == finish
 
 
+@pytest.mark.further
 def test_a_grammar_may_have_thousands_of_alternatives(engine: Engine) -> None:
     words = [f"word{number}" for number in range(3000)]
     rules = "root ::= " + " | ".join(json.dumps(word) for word in words)
@@ -194,6 +201,7 @@ def test_a_grammar_may_have_thousands_of_alternatives(engine: Engine) -> None:
     assert result.finish_reason == "stop" and result.text in words
 
 
+@pytest.mark.further
 def test_a_request_starts_while_a_grammar_is_compiled(engine: Engine, monkeypatch: Any) -> None:
     """Check that compiling does not hold a lock for which the engine's thread would wait."""
     compile_grammar, compiling, started = llguidance.grammar_from, threading.Event(), threading.Event()
@@ -220,6 +228,7 @@ def test_a_request_starts_while_a_grammar_is_compiled(engine: Engine, monkeypatc
     assert waited == [expected]
 
 
+@pytest.mark.further
 def test_the_matcher_of_an_answer_is_made_before_the_engine_needs_it(engine: Engine, monkeypatch: Any) -> None:
     """Check that compiling takes place in the thread of the client, once for each answer."""
     original, makers = llguidance.LLMatcher, []
@@ -240,6 +249,7 @@ def test_the_matcher_of_an_answer_is_made_before_the_engine_needs_it(engine: Eng
     assert makers == [client, client, threading.current_thread()]
 
 
+@pytest.mark.further
 def test_matchers_of_requests_that_never_start_are_dropped(engine: Engine, monkeypatch: Any) -> None:
     schemas = engine.debug_state().schemas
     monkeypatch.setattr(infer.control.schemas, "MAX_READY", 3)
@@ -304,6 +314,7 @@ def test_the_interface_has_response_format(engine: Engine) -> None:
         assert branches.status_code == 200
 
 
+@pytest.mark.further
 def test_the_interface_names_the_schema_that_exceeds_a_limit(engine: Engine) -> None:
     app = make_app(engine, ServerConfig(name="m", max_new_tokens=200, warm_up="none"))
     form = {"type": "json_schema", "json_schema": {"name": "limited", "schema": LIMITED}}

@@ -37,6 +37,7 @@ def full_pass(engine: Engine, ids: list[int]) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(jnp.asarray(logits)[0]), np.float64)
 
 
+@pytest.mark.further
 def test_prompts_come_in_four_forms(server: Running) -> None:
     """Check that choices follow the order of the prompts, n for each; usage counts every prompt once."""
     ids = [server.engine.encode(prompt) for prompt in PROMPTS]
@@ -62,6 +63,7 @@ def test_a_completion_has_sixteen_tokens_where_nothing_else_is_asked_for(server:
     assert post(server, prompt="x", max_tokens=20, **held)["usage"]["completion_tokens"] == 20
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_echo_gives_the_log_probabilities_of_a_full_pass(server: Running, max_tokens: int) -> None:
     ids = [server.engine.encode(prompt) for prompt in PROMPTS]
@@ -87,6 +89,7 @@ def test_echo_gives_the_log_probabilities_of_a_full_pass(server: Running, max_to
     assert abs(wrong[0, ids[0][-2]] - answer["choices"][0]["logprobs"]["token_logprobs"][1]) > 1e-3, "negative control"
 
 
+@pytest.mark.further
 def test_echo_has_the_end_of_text_that_was_sampled(server: Running) -> None:
     """Check that echo returns one token more than the prompt has, whatever the model samples first."""
     end = server.engine.config.end[0]
@@ -114,6 +117,7 @@ def test_a_stream_begins_with_the_echo(server: Running) -> None:
     assert [of.model_dump() for of in logprobs if of] == [choice["logprobs"] for choice in whole["choices"]]
 
 
+@pytest.mark.further
 def test_the_best_answers_are_the_likeliest(server: Running) -> None:
     sampled = {"prompt": PROMPTS[0], "temperature": 2, "seed": 3, "max_tokens": 8, "logprobs": 0}
     every = post(server, n=4, **sampled)["choices"]

@@ -20,6 +20,8 @@ from aspd_jax import load_model
 from infer import Engine
 from tests.helpers.serving import serving
 
+pytestmark = pytest.mark.further
+
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 

@@ -15,6 +15,8 @@ import infer.server
 from infer.server.app import POLICY
 from tests.helpers.browser import chromium
 
+pytestmark = pytest.mark.further
+
 HTML = (Path(infer.server.__file__).parent / "page.html").read_text().replace("{{model}}", "scripted")
 URL = "http://page.test/"
 # Replaces the network: answers requests with `script`, one entry each, and keeps the bodies in `sent`.
