@@ -37,15 +37,6 @@ def add(commands: Any) -> None:
     add_ray_options(build, "read, apply rules and select")
     build.add_argument("--dry-run", action="store_true", help="print the estimated calls and tokens, and stop")
 
-    imports = command(
-        kinds, "import", run_import, "Convert records with parallel answers of other projects to structured records."
-    )
-    imports.add_argument(
-        "source", metavar="FILE", help="JSONL, JSON, CSV or Parquet file, folder, or name of a dataset"
-    )
-    imports.add_argument("--from", dest="format", metavar="NAME", help="format; default: recognised by its tags")
-    imports.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSONL, for `aspd train`")
-
     show = command(kinds, "show", run_show, "Print structured records.")
     show.add_argument("file", type=Path, help="structured.jsonl")
     show.add_argument("--id", help="id of the record to show; default: the first records")
@@ -145,17 +136,6 @@ def run_build(options: argparse.Namespace) -> None:
             f"teacher: expected a reply for every answer, got none for {outcome.unanswered}. "
             "Run the same command again to request them."
         )
-
-
-def run_import(options: argparse.Namespace) -> None:
-    """Run `aspd data import`."""
-    from aspd_jax.pipeline.imports import import_records, left_out_file
-
-    report = import_records(options.source, options.output, options.format)
-    print_left_out(report.left_out)
-    print(report.text())
-    if report.left_out:
-        print(f"list of left-out records: {left_out_file(options.output)}")
 
 
 def run_show(options: argparse.Namespace) -> None:

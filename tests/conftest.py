@@ -103,10 +103,6 @@ COUNTERPARTS = {
         "aspd_jax/blocks/test_extract.py::test_forms",
         "aspd_jax/blocks/test_extract.py::test_any_text_is_kept",
     ),
-    "aspd_jax/pipeline/test_imports.py::test_real_records_of_parallel_r1": (
-        "aspd_jax/pipeline/test_imports.py::test_round_trip",
-        "aspd_jax/pipeline/test_imports.py::test_columns",
-    ),
     "aspd_jax/pipeline/test_compose.py::test_fingerprints_are_those_of_the_benchmarks": (
         "aspd_jax/pipeline/test_compose.py::test_our_own_are_enough_and_in_no_benchmark",
     ),

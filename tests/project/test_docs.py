@@ -20,7 +20,6 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 # Too long for a test, even in small; they are taken apart here, and run small by tests of their own.
 ELSEWHERE = {
     "aspd data build answers.jsonl --config configs/smollm2": "test_pipeline.py",
-    "aspd data import": "test_imports.py",
     "aspd convert": "test_gguf.py",
     "aspd generate --model DIR --adapter": "test_peft_adapters.py",
     "aspd generate --model smollm2": "test_batch.py",
