@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from aspd.options import add_ray_options, command, model_name, model_options, positive, print_left_out, ray_options
+from aspd.options import command, model_name, model_options, positive, print_left_out
 from aspd_jax.errors import DataError, RequestError
 
 
@@ -34,7 +34,6 @@ def add(commands: Any) -> None:
         metavar="N",
         help="processes for reading, rules and selection; the output is the same. Calls and models stay in one process",
     )
-    add_ray_options(build, "read, apply rules and select")
     build.add_argument("--dry-run", action="store_true", help="print the estimated calls and tokens, and stop")
 
     show = command(kinds, "show", run_show, "Print structured records.")
@@ -118,14 +117,11 @@ def run_build(options: argparse.Namespace) -> None:
 
     config = read_config(DataConfig, options.config, options.overrides)
     positive(options, "workers")
-    ray = ray_options(options)
-    if ray is not None and options.workers > 1:
-        raise RequestError("--workers: expected --ray-workers with --ray")
     shard = Shard.parse(options.shard)
     if options.dry_run:
         print(estimate(config, options.source, shard))
         return
-    outcome = build(config, options.source, options.output, shard, workers=options.workers, ray=ray)
+    outcome = build(config, options.source, options.output, shard, workers=options.workers)
     left_out = outcome.report.unreadable
     if len(left_out) == outcome.report.records and (left_out or shard.total == 1):
         raise no_record(options.source, left_out)

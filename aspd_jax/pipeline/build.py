@@ -27,7 +27,6 @@ from aspd_jax.pipeline.teacher import Teacher
 from aspd_jax.pipeline.work import WHOLE, Answer, Candidate, Shard, Work
 from aspd_jax.pipeline.worker_pool import Processed, process_all
 from aspd_jax.progress import Bar
-from aspd_jax.ray_pool import RayOptions
 from aspd_jax.sizes import next_power
 from aspd_jax.store import Store
 
@@ -54,7 +53,6 @@ def build(
     shard: Shard = WHOLE,
     progress: bool = True,
     workers: int = 1,
-    ray: RayOptions | None = None,
 ) -> Outcome:
     """Run all stages and write `structured.jsonl`, `plain.jsonl`, `rejected.jsonl`, `report.md` and `report.json`.
 
@@ -67,7 +65,6 @@ def build(
         workers: processes for reading, rules and selection; results do not depend on it. Calls of a teacher and a
             likelihood model stay in this process. Processes are spawned, so a script with more than one worker needs
             `if __name__ == "__main__":`.
-        ray: cluster whose actors take the place of the processes; None: none.
 
     Raises:
         AspdError: the source cannot be read, the endpoint refuses, a worker was killed, or a setting is not valid.
@@ -80,7 +77,7 @@ def build(
             asyncio.run(_Run(work, teacher, progress).run())
         report = Report(Account(*store.account(), config.teacher.input_price, config.teacher.output_price))
         with _spool(output) as spool:
-            survey = _process(work, store, process_all(work, store, workers, ray), output, spool, progress)
+            survey = _process(work, store, process_all(work, store, workers), output, spool, progress)
             return Outcome(write(work, output, report, survey, _entries(spool)), len(work.unanswered))
     finally:
         store.close()

@@ -13,10 +13,9 @@ import pickle
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,8 +25,7 @@ from aspd_jax.errors import RequestError
 from aspd_jax.jsonl import Line
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.entries import Sample, entry_of
-from aspd_jax.pipeline.work import WHOLE, Shard, Work
-from aspd_jax.ray_pool import RayOptions, Task, cluster, run_on_ray
+from aspd_jax.pipeline.work import Shard, Work
 from aspd_jax.sources import record_of
 from aspd_jax.store import Results, Row, Store
 
@@ -79,22 +77,18 @@ def process(work: Work, part: Part) -> Processed:
     return Processed(len(entries), samples, pickle.dumps(entries, pickle.HIGHEST_PROTOCOL), results.added)
 
 
-def process_all(work: Work, store: Store, workers: int, ray: RayOptions | None = None) -> Generator[Processed]:
+def process_all(work: Work, store: Store, workers: int) -> Generator[Processed]:
     """Yield all parts of a run in the order of the source.
 
     Args:
         work: configuration and source.
         store: store of the run.
         workers: number of processes; 1: this one.
-        ray: cluster whose actors process the parts instead; None: none.
 
     Raises:
         RequestError: a worker process was killed.
     """
     parts = parts_of(work, store)
-    if ray is not None:
-        yield from _process_on_ray(work, parts, ray)
-        return
     if workers == 1:
         yield from (process(work, part) for part in parts)
         return
@@ -121,33 +115,6 @@ def process_all(work: Work, store: Store, workers: int, ray: RayOptions | None =
     finally:
         pool.shutdown(cancel_futures=True)
         results.cleanup()
-
-
-class PartWorker:
-    """Worker that processes parts, as an actor of a cluster (`aspd_jax.ray_pool.Worker`)."""
-
-    capacity = AHEAD
-
-    def __init__(self, config: DataConfig, prompts: Mapping[str, str], unanswered: dict[str, str]) -> None:
-        self._work = Work(config, "", WHOLE, Results(), prompts)
-        self._work.unanswered = unanswered
-
-    def advance(self, new: Sequence[Task]) -> list[Task]:
-        """Process parts."""
-        return [(number, process(self._work, part)) for number, part in new]
-
-
-def _process_on_ray(work: Work, parts: Iterator[Part], ray: RayOptions) -> Iterator[Processed]:
-    """Yield parts in order. Parts of a dead actor are repeated first, so that few others wait for them in memory."""
-    make = partial(PartWorker, work.config, work.prompts, work.unanswered)
-    waiting: dict[int, Processed] = {}
-    first = 0
-    with cluster(ray) as workers:
-        for number, part in run_on_ray(make, enumerate(parts), ray, workers, "part {}".format, urgent=True):
-            waiting[number] = part
-            while first in waiting:
-                yield waiting.pop(first)
-                first += 1
 
 
 _work: Work  # of a worker process

@@ -33,8 +33,6 @@ ELSEWHERE = {
     "aspd export": "test_cli.py",
     "aspd proxy": "test_proxy.py",
     "aspd serve": "test_server.py",
-    "aspd data build FILE.jsonl --output data/mine --ray": "test_ray_build.py",
-    "aspd generate --model DIR --input prompts.jsonl --output answers.jsonl --batch 16 --ray": "test_ray.py",
 }
 TINY = ["model.checkpoint=DIR", "data.train=train.jsonl", "steps=1", "data.rows=8", "data.length=256"]
 TINY += ["optimiser.accumulate=1", "evaluate_batches=0", "model.dtype=float32", "tensorboard=false"]
