@@ -98,7 +98,7 @@ COUNTERPARTS = {
         "aspd/test_cli.py::test_generate_answers_without_a_chat_template",
         "infer/test_decoding.py::test_answers_equal_transformers",
     ),
-    # Published questions, answers and prompts of judges.
+    # Published questions and answers.
     "aspd_jax/blocks/test_extract.py::test_real_answers_are_kept_and_their_lists_found": (
         "aspd_jax/blocks/test_extract.py::test_forms",
         "aspd_jax/blocks/test_extract.py::test_any_text_is_kept",
@@ -109,13 +109,7 @@ COUNTERPARTS = {
     "infer/evaluation/test_questions.py::test_vicuna_bench_has_37_suitable_questions": (
         "infer/evaluation/test_questions.py::test_suitable_questions_are_marked",
     ),
-    "infer/evaluation/test_questions.py::test_real_files": (
-        "infer/evaluation/test_questions.py::test_fastchat_files",
-        "infer/evaluation/test_questions.py::test_maths_and_choice",
-    ),
-    "infer/evaluation/test_evaluation.py::test_published_prompts": (
-        "infer/evaluation/test_evaluation.py::test_prompts",
-    ),
+    "infer/evaluation/test_questions.py::test_real_files": ("infer/evaluation/test_questions.py::test_fastchat_files",),
 }
 
 

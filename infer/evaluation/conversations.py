@@ -22,7 +22,6 @@ from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.health import health
 from infer.evaluation.questions import Question
-from infer.evaluation.scoring import is_correct
 from infer.offline.journal import append, read_journal
 from infer.request import Mode
 from infer.scheduling.handle import Handle
@@ -85,14 +84,15 @@ class _Conversation:
         return self.over
 
     def record(self) -> dict[str, Any]:
-        whole = len(self._turns) == len(self._question.turns)
+        question, whole = self._question, len(self._turns) == len(self._question.turns)
         last = self._turns[-1]["text"] if whole else ""
+        correct = last.strip() == question.references[-1].strip() if question.exact else None
         return {
-            "question_id": self._question.id,
-            "category": self._question.category,
+            "question_id": question.id,
+            "category": question.category,
             "turns": self._turns,
-            "correct": is_correct(self._question, last),
-            "forks": self._question.forks,
+            "correct": correct,
+            "forks": question.forks,
         } | ({} if self._error is None else {"error": self._error})
 
     def _ask(self) -> None:
