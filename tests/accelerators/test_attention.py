@@ -15,12 +15,12 @@ pytest.importorskip("libtpu", reason="make test-accelerators has an environment 
 pytest.importorskip("jax_plugins.xla_cuda12", reason="make test-accelerators has an environment of its own")
 
 from aspd.aot.abstract import placed, replicated
-from aspd.aot.hlo import instructions
 from aspd.aot.report import Compiled
 from aspd.aot.topology import open_topology
 from aspd_jax.layout import Layout
 from aspd_jax.model.attention import FULL_PASS_BACK_ENDS, View
 from tests.accelerators.programs import small
+from tests.helpers.hlo import instructions
 
 HEADS, QUERIES, SIZE = 8, 4, 128  # kv heads, query heads of each
 # Bytes of temporary memory for a token: on a GPU an eighth of what its queries take, and no copy of them; on a TPU,
