@@ -27,13 +27,6 @@ def add(commands: Any) -> None:
     build.add_argument(
         "--shard", default="0/1", metavar="I/N", help="process only every N-th record, starting at the I-th"
     )
-    build.add_argument(
-        "--workers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes for reading, rules and selection; the output is the same. Calls and models stay in one process",
-    )
     build.add_argument("--dry-run", action="store_true", help="print the estimated calls and tokens, and stop")
 
     show = command(kinds, "show", run_show, "Print structured records.")
@@ -116,12 +109,11 @@ def run_build(options: argparse.Namespace) -> None:
     from aspd_jax.sources import no_record
 
     config = read_config(DataConfig, options.config, options.overrides)
-    positive(options, "workers")
     shard = Shard.parse(options.shard)
     if options.dry_run:
         print(estimate(config, options.source, shard))
         return
-    outcome = build(config, options.source, options.output, shard, workers=options.workers)
+    outcome = build(config, options.source, options.output, shard)
     left_out = outcome.report.unreadable
     if len(left_out) == outcome.report.records and (left_out or shard.total == 1):
         raise no_record(options.source, left_out)
