@@ -57,22 +57,6 @@ def add(commands: Any) -> None:
     tasks.add_argument("--held-out", action="store_true", help="write held-out questions, which are otherwise excluded")
     tasks.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSONL")
 
-    questions = command(
-        kinds, "questions", run_questions, "Compose questions from forms and topics for a model to answer."
-    )
-    questions.add_argument("config", help="YAML file, such as configs/questions.yaml")
-    questions.add_argument("--count", type=int, default=3000, help="number of questions")
-    questions.add_argument(
-        "--held-out", action="store_true", help="write held-out questions, which are otherwise excluded"
-    )
-    questions.add_argument("--seed", type=int, default=0, help="seed of the selection")
-    questions.add_argument(
-        "--after", metavar="FILE", help="continue the conversations of this file with follow-up questions"
-    )
-    questions.add_argument(
-        "--output", required=True, type=Path, metavar="FILE", help="JSONL, for `aspd generate --input`"
-    )
-
 
 def run_fields(options: argparse.Namespace) -> None:
     """Run `aspd data fields`."""
@@ -174,38 +158,6 @@ def run_stats(options: argparse.Namespace) -> None:
     print_left_out(left_out)
     values = statistics(measures)
     print(json.dumps(values, indent=1) if options.json else "\n".join(statistics_table(values)))
-
-
-def run_questions(options: argparse.Namespace) -> None:
-    """Run `aspd data questions`."""
-    from aspd_jax.configuration import read_config
-    from aspd_jax.files import write_whole
-    from aspd_jax.pipeline.compose import Questions, compose, go_on
-    from aspd_jax.sources import Conversation, Unreadable, no_record, read_records
-
-    positive(options, "count")
-    config, composed = read_config(Questions, options.config), list[dict[str, object]]()
-    if options.after and options.held_out:
-        raise RequestError("--held-out: expected no --after, whose file determines the conversations, got both")
-    if options.after:
-        records = list(read_records(options.after))
-        answered = [record for record in records if isinstance(record, Conversation)]
-        left_out = [f"{options.after}, line {r.number}: {r.reason}" for r in records if isinstance(r, Unreadable)]
-        if not answered:
-            raise no_record(options.after, left_out)
-        print_left_out(left_out)
-        for number, messages in enumerate(go_on(config, answered, options.count, options.seed), 1):
-            composed.append({"id": f"follow-up {number}", "kind": "follow-up", "messages": messages})
-    else:
-        for number, (text, kind) in enumerate(compose(config, options.count, options.seed, options.held_out), 1):
-            composed.append({"id": number, "kind": kind, "prompt": text})
-    lines = (json.dumps(record) + "\n" for record in composed)
-    try:
-        write_whole(options.output, "".join(lines))
-    except OSError as error:
-        raise RequestError(f"--output {options.output}: {error.strerror}") from None
-    fewer = f"; only these exist, {options.count} were requested" if len(composed) < options.count else ""
-    print(f"{len(composed)} questions written to {options.output}{fewer}")
 
 
 def run_tasks(options: argparse.Namespace) -> None:

@@ -103,8 +103,8 @@ COUNTERPARTS = {
         "aspd_jax/blocks/test_extract.py::test_forms",
         "aspd_jax/blocks/test_extract.py::test_any_text_is_kept",
     ),
-    "aspd_jax/pipeline/test_compose.py::test_fingerprints_are_those_of_the_benchmarks": (
-        "aspd_jax/pipeline/test_compose.py::test_our_own_are_enough_and_in_no_benchmark",
+    "project/test_questions.py::test_fingerprints_are_those_of_the_benchmarks": (
+        "project/test_questions.py::test_our_own_are_different_and_in_no_benchmark",
     ),
     "infer/evaluation/test_questions.py::test_vicuna_bench_has_37_suitable_questions": (
         "infer/evaluation/test_questions.py::test_suitable_questions_are_marked",
