@@ -9,27 +9,28 @@ import asyncio
 import pickle
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
 
-from aspd_jax.endpoint import Unanswered, outside_event_loop
 from aspd_jax.errors import DataError
 from aspd_jax.files import writing
 from aspd_jax.pipeline.annotate import annotate, independence
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.data_report import Account, Report
+from aspd_jax.pipeline.endpoint import Unanswered
 from aspd_jax.pipeline.entries import Entry, entry_of
 from aspd_jax.pipeline.rule_stages import by_form, check, propose_by_rules, too_short, well_formed
 from aspd_jax.pipeline.sets import Survey, write
+from aspd_jax.pipeline.store import Store
 from aspd_jax.pipeline.teacher import Teacher
 from aspd_jax.pipeline.work import WHOLE, Answer, Candidate, Shard, Work
 from aspd_jax.progress import Bar
 from aspd_jax.sizes import next_power
 from aspd_jax.sources import record_of
-from aspd_jax.store import Store
 
 PART = 64  # records whose results are stored together; a killed run repeats those of one part
 MIN_ROW = 256  # minimum padded length of a scored row in tokens
@@ -47,7 +48,6 @@ class Outcome(NamedTuple):
     unanswered: int
 
 
-@outside_event_loop
 def build(
     config: DataConfig,
     source: str,
@@ -67,6 +67,15 @@ def build(
     Raises:
         AspdError: the source cannot be read, the endpoint refuses, or a setting is not valid.
     """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _build(config, source, output, shard, progress)
+    with ThreadPoolExecutor(1) as pool:  # a notebook has a running loop
+        return pool.submit(_build, config, source, output, shard, progress).result()
+
+
+def _build(config: DataConfig, source: str, output: Path, shard: Shard, progress: bool) -> Outcome:
     store = Store(output / shard.name("work", ".sqlite"))
     try:
         teacher = Teacher(config.teacher, store) if config.teacher.base_url else None

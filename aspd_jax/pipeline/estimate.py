@@ -11,9 +11,9 @@ from aspd_jax.blocks.measures import estimate_tokens
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.pieces import numbered
 from aspd_jax.pipeline.rule_stages import check, propose_by_rules
+from aspd_jax.pipeline.store import Store
 from aspd_jax.pipeline.teacher import read_prompts
 from aspd_jax.pipeline.work import Shard, Work, candidates_of
-from aspd_jax.store import Store
 
 ANNOTATION = 120  # mean tokens of a candidate: a number and a title for every part
 VOTE = 60  # mean tokens of a vote

@@ -20,8 +20,8 @@ from aspd_jax.blocks.spans import BlockSpan, blocks_from_json
 from aspd_jax.errors import ConfigError
 from aspd_jax.jsonl import Line
 from aspd_jax.pipeline.data_config import DataConfig
+from aspd_jax.pipeline.store import Store
 from aspd_jax.sources import Conversation, Unreadable, raw_rows, record_of
-from aspd_jax.store import Store
 
 COUNTS = 1 << 10  # texts whose number of tokens is kept
 VERSION = 10  # version of the stages; a change reruns all of them

@@ -17,7 +17,6 @@ from aspd_jax.files import Log, write_whole
 from aspd_jax.progress import Bar
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
-from infer.answers.timeline import timeline
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.health import health
@@ -106,8 +105,8 @@ class _Conversation:
 def turn_record(engine: Engine, result: Result, messages: Sequence[str]) -> dict[str, Any]:
     """Return the record of an answer.
 
-    It has the text, the structure, the finish reason, statistics, measures of the structure (`infer.evaluation.health`)
-    and the timeline (`infer.answers.timeline`).
+    It has the text, the structure, the finish reason, statistics, and measures of the structure
+    (`infer.evaluation.health`).
 
     Args:
         messages: all earlier messages of the conversation.
@@ -123,7 +122,6 @@ def turn_record(engine: Engine, result: Result, messages: Sequence[str]) -> dict
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_json(),
         "health": asdict(health(messages, result.structure, result.finish_reason == "stop", count, titles)),
-        "timeline": [list(span) for span in timeline(engine.config, result)],
     }
 
 

@@ -19,7 +19,7 @@ from aspd_jax.files import Log, refusal, replacing, write_folder, write_whole
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.formats.folder import convert
 from aspd_jax.language_model import save_adapter
-from aspd_jax.store import Reply, Store
+from aspd_jax.pipeline.store import Reply, Store
 from infer.offline.journal import append, read_journal
 from tests.aspd_jax.formats.test_gguf_writer import gguf_ready
 from tests.aspd_jax.formats.test_peft_adapters import CASES, as_if_trained, base_folder

@@ -19,8 +19,8 @@ from aspd_jax.pipeline import build as building
 from aspd_jax.pipeline import entries
 from aspd_jax.pipeline.build import PART, build
 from aspd_jax.pipeline.data_config import DataConfig
+from aspd_jax.pipeline.store import Store
 from aspd_jax.pipeline.work import Work
-from aspd_jax.store import Store
 from tests.conftest import ROOT
 from tests.helpers.pipeline_data import CHAIN, LIST, PROSE, SMALL
 
