@@ -21,7 +21,7 @@ from aspd_jax.errors import ConfigError
 from aspd_jax.jsonl import Line
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.store import Store
-from aspd_jax.sources import Conversation, Unreadable, raw_rows, record_of
+from aspd_jax.sources import Conversation, Unreadable, read_rows, record_of
 
 COUNTS = 1 << 10  # texts whose number of tokens is kept
 VERSION = 10  # version of the stages; a change reruns all of them
@@ -55,8 +55,8 @@ class Shard(NamedTuple):
         return f"{stem}{suffix}" if self.total == 1 else f"{stem}-{self.number:05d}-of-{self.total:05d}{suffix}"
 
     def rows(self, source: str) -> Iterator[Line]:
-        """Yield the rows of this shard (`raw_rows`)."""
-        return islice(raw_rows(source), self.number, None, self.total)
+        """Yield the rows of this shard (`read_rows`)."""
+        return islice(read_rows(source), self.number, None, self.total)
 
     def records(self, source: str) -> Iterator[Conversation | Unreadable]:
         """Yield the records of this shard."""
