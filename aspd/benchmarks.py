@@ -57,8 +57,6 @@ def add(commands: Any) -> None:
         metavar="NxT",
         help="number of branches x tokens of a branch",
     )
-    decode.add_argument("--plot", type=Path, metavar="FILE", help="file of a plot (.svg, .png, .pdf)")
-
     fields = kinds.add_parser(
         "fields", help="JSON fields and tool calls: serial mode against parallel fields", formatter_class=HelpFormatter
     )
@@ -90,7 +88,7 @@ def run_bench_decode(options: argparse.Namespace) -> None:
     from aspd_jax.language_model import as_int8
     from aspd_jax.progress import Bar
     from aspd_jax.shapes import benchmark_model
-    from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times, published_speeds, transformers_time
+    from infer.bench.decoding import ANSWER_HEAD, answer_rows, answer_times, transformers_time
     from infer.bench.step_times import copy_bandwidth, logit_error, measure_steps, peak_bytes, step_table
 
     positive(options, "context", "batch", "repeats")
@@ -160,14 +158,6 @@ def run_bench_decode(options: argparse.Namespace) -> None:
             note()
         if pairs:
             print()
-        if published := published_speeds("" if options.model else options.shape, options.dtype, context):
-            print(f"{published}\n")
-        if options.plot is not None:
-            from infer.plots import plot_decoding
-
-            file = options.plot
-            several = len(options.context) > 1
-            plot_decoding(times, pairs, copied, title, file.with_stem(f"{file.stem}-{context}") if several else file)
     print(f"peak memory {peak_bytes() / 1e9:.2f} GB")
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from aspd.options import add_ray_options, command, model_name, model_options, positive, print_left_out, ray_options
+from aspd.options import command, model_name, model_options, positive, print_left_out
 from aspd_jax.errors import DataError, RequestError
 
 
@@ -27,24 +27,7 @@ def add(commands: Any) -> None:
     build.add_argument(
         "--shard", default="0/1", metavar="I/N", help="process only every N-th record, starting at the I-th"
     )
-    build.add_argument(
-        "--workers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes for reading, rules and selection; the output is the same. Calls and models stay in one process",
-    )
-    add_ray_options(build, "read, apply rules and select")
     build.add_argument("--dry-run", action="store_true", help="print the estimated calls and tokens, and stop")
-
-    imports = command(
-        kinds, "import", run_import, "Convert records with parallel answers of other projects to structured records."
-    )
-    imports.add_argument(
-        "source", metavar="FILE", help="JSONL, JSON, CSV or Parquet file, folder, or name of a dataset"
-    )
-    imports.add_argument("--from", dest="format", metavar="NAME", help="format; default: recognised by its tags")
-    imports.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSONL, for `aspd train`")
 
     show = command(kinds, "show", run_show, "Print structured records.")
     show.add_argument("file", type=Path, help="structured.jsonl")
@@ -73,22 +56,6 @@ def add(commands: Any) -> None:
     tasks.add_argument("--long-every", type=int, default=0, metavar="N", help="every N-th has long branches; 0: none")
     tasks.add_argument("--held-out", action="store_true", help="write held-out questions, which are otherwise excluded")
     tasks.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSONL")
-
-    questions = command(
-        kinds, "questions", run_questions, "Compose questions from forms and topics for a model to answer."
-    )
-    questions.add_argument("config", help="YAML file, such as configs/questions.yaml")
-    questions.add_argument("--count", type=int, default=3000, help="number of questions")
-    questions.add_argument(
-        "--held-out", action="store_true", help="write held-out questions, which are otherwise excluded"
-    )
-    questions.add_argument("--seed", type=int, default=0, help="seed of the selection")
-    questions.add_argument(
-        "--after", metavar="FILE", help="continue the conversations of this file with follow-up questions"
-    )
-    questions.add_argument(
-        "--output", required=True, type=Path, metavar="FILE", help="JSONL, for `aspd generate --input`"
-    )
 
 
 def run_fields(options: argparse.Namespace) -> None:
@@ -126,15 +93,11 @@ def run_build(options: argparse.Namespace) -> None:
     from aspd_jax.sources import no_record
 
     config = read_config(DataConfig, options.config, options.overrides)
-    positive(options, "workers")
-    ray = ray_options(options)
-    if ray is not None and options.workers > 1:
-        raise RequestError("--workers: expected --ray-workers with --ray")
     shard = Shard.parse(options.shard)
     if options.dry_run:
         print(estimate(config, options.source, shard))
         return
-    outcome = build(config, options.source, options.output, shard, workers=options.workers, ray=ray)
+    outcome = build(config, options.source, options.output, shard)
     left_out = outcome.report.unreadable
     if len(left_out) == outcome.report.records and (left_out or shard.total == 1):
         raise no_record(options.source, left_out)
@@ -145,17 +108,6 @@ def run_build(options: argparse.Namespace) -> None:
             f"teacher: expected a reply for every answer, got none for {outcome.unanswered}. "
             "Run the same command again to request them."
         )
-
-
-def run_import(options: argparse.Namespace) -> None:
-    """Run `aspd data import`."""
-    from aspd_jax.pipeline.imports import import_records, left_out_file
-
-    report = import_records(options.source, options.output, options.format)
-    print_left_out(report.left_out)
-    print(report.text())
-    if report.left_out:
-        print(f"list of left-out records: {left_out_file(options.output)}")
 
 
 def run_show(options: argparse.Namespace) -> None:
@@ -206,38 +158,6 @@ def run_stats(options: argparse.Namespace) -> None:
     print_left_out(left_out)
     values = statistics(measures)
     print(json.dumps(values, indent=1) if options.json else "\n".join(statistics_table(values)))
-
-
-def run_questions(options: argparse.Namespace) -> None:
-    """Run `aspd data questions`."""
-    from aspd_jax.configuration import read_config
-    from aspd_jax.files import write_whole
-    from aspd_jax.pipeline.compose import Questions, compose, go_on
-    from aspd_jax.sources import Conversation, Unreadable, no_record, read_records
-
-    positive(options, "count")
-    config, composed = read_config(Questions, options.config), list[dict[str, object]]()
-    if options.after and options.held_out:
-        raise RequestError("--held-out: expected no --after, whose file determines the conversations, got both")
-    if options.after:
-        records = list(read_records(options.after))
-        answered = [record for record in records if isinstance(record, Conversation)]
-        left_out = [f"{options.after}, line {r.number}: {r.reason}" for r in records if isinstance(r, Unreadable)]
-        if not answered:
-            raise no_record(options.after, left_out)
-        print_left_out(left_out)
-        for number, messages in enumerate(go_on(config, answered, options.count, options.seed), 1):
-            composed.append({"id": f"follow-up {number}", "kind": "follow-up", "messages": messages})
-    else:
-        for number, (text, kind) in enumerate(compose(config, options.count, options.seed, options.held_out), 1):
-            composed.append({"id": number, "kind": kind, "prompt": text})
-    lines = (json.dumps(record) + "\n" for record in composed)
-    try:
-        write_whole(options.output, "".join(lines))
-    except OSError as error:
-        raise RequestError(f"--output {options.output}: {error.strerror}") from None
-    fewer = f"; only these exist, {options.count} were requested" if len(composed) < options.count else ""
-    print(f"{len(composed)} questions written to {options.output}{fewer}")
 
 
 def run_tasks(options: argparse.Namespace) -> None:

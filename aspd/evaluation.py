@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from aspd.options import command, config_options, print_left_out
-from aspd_jax.errors import RequestError
 
 SYNTHETIC = 240  # default number of synthetic problems
 
@@ -20,12 +19,6 @@ def add(commands: Any) -> None:
     run = command(kinds, "run", run_eval, "Answer the questions of all benchmarks, time answers, and report.")
     config_options(run, "configs/eval_7b.yaml", "speed.repeats=5")
     run.add_argument("--output", required=True, type=Path, help="folder of the run; an interrupted run resumes there")
-
-    judge = command(kinds, "judge", run_judge, "Judge the answers of a run with a language model, and report.")
-    judge.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
-    judge.add_argument(
-        "overrides", nargs="*", metavar="judge.key=value", help="change single values: judge.base_url=URL"
-    )
 
     report = command(kinds, "report", run_report, "Write the report of an existing run.")
     report.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
@@ -58,28 +51,6 @@ def run_eval(options: argparse.Namespace) -> None:
     _report(options.output)
 
 
-def run_judge(options: argparse.Namespace) -> None:
-    """Run `aspd eval judge`."""
-    from dataclasses import asdict
-
-    from aspd_jax.configuration import change, config_from_dict
-    from infer.evaluation.config import EvalConfig
-    from infer.evaluation.evaluate import judge_run, read_run
-
-    for override in options.overrides:
-        if not override.startswith("judge."):
-            raise RequestError(
-                f"overrides: expected judge.key=value, got {override!r}. Other values of a run cannot be changed."
-            )
-    values = asdict(read_run(options.folder)[0])
-    change(values, options.overrides)
-    config = config_from_dict(EvalConfig, values, str(options.folder / "config.json"))
-    missing = judge_run(config, _questions(config), options.folder)
-    _report(options.folder)
-    if missing:
-        raise RequestError("; ".join(missing) + ". Run the same command again to request them.")
-
-
 def run_report(options: argparse.Namespace) -> None:
     """Run `aspd eval report`."""
     _report(options.folder)
@@ -99,7 +70,7 @@ def _report(folder: Path) -> None:
     config, environment = read_run(folder)
     text = write_report(config, environment, _questions(config), folder)
     print(text)
-    print(f"report written to {folder / 'report.md'}, {folder / 'report.html'} and {folder / 'report.json'}")
+    print(f"report written to {folder / 'report.md'} and {folder / 'report.json'}")
 
 
 def _questions(config: Any, left_out: list[str] | None = None) -> dict[str, Any]:
@@ -125,7 +96,7 @@ def synthetic_questions(count: int, long: bool = False) -> list[Any]:
             category=f"{problem.family}, {problem.kind}",
             turns=(problem.question,),
             references=(problem.answer,),
-            scoring="synthetic",
+            exact=True,
             forks=problem.forks,
         )
         for number, problem in enumerate(held_out(count, long=long))

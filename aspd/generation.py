@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from aspd.options import (
     absolute,
-    add_ray_options,
     command,
     draft_options,
     layer_options,
@@ -21,19 +18,15 @@ from aspd.options import (
     model_name,
     model_options,
     positive,
-    ray_options,
     sampling_options,
     sampling_params,
 )
 from aspd_jax.errors import DataError, RequestError
-from aspd_jax.ray_pool import RayOptions, Task, cluster, run_on_ray
 
 if TYPE_CHECKING:  # these are slow to import
-    from aspd_jax.model.config import Weights
     from infer import Engine
-    from infer.decode.state import DraftSource
-    from infer.offline.batch import Answering, Job, Outcome
-    from infer.request import Mode, SamplingParams
+    from infer.offline.batch import Job, Outcome
+    from infer.request import SamplingParams
 
 # Questions of the demo for a chat model; none is among its training questions.
 QUESTIONS = (
@@ -92,7 +85,6 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     generate.add_argument("--stream", action="store_true", help="print the answer while it is decoded")
     generate.add_argument("--json", action="store_true", help="print text, structure, token ids and statistics as JSON")
-    add_ray_options(generate, "answer --input")
     sampling_options(generate)
 
     demo = command(commands, "demo", run_demo, "Answer questions in both modes, and compare the steps.")
@@ -126,20 +118,13 @@ def run_generate(options: argparse.Namespace) -> None:
     if options.instruction and options.input is None:
         raise RequestError("--instruction: expected --input, got none")
     prompt: Any = options.prompt if options.messages is None else _read_messages(options.messages)
-    ray = ray_options(options)
-    if ray is not None and options.input is None:
-        raise RequestError("--ray: expected --input, got none")
-    settings = _engine_settings(options)
-    if ray is not None:
-        _answer_on_ray(options, settings, params, ray)
-        return
-    with waiting(f"loading {settings.model}"):
-        engine = make_engine(settings)
+    with waiting(f"loading {model_name(options)}"):
+        engine = _make_engine(options)
     chat = not options.raw and bool(getattr(engine.lm.tokenizer, "chat_template", None))
     if options.input is not None:
         from infer.offline.batch import generate_file
 
-        _print_outcome(options.output, generate_file(engine, _job(options, settings, params, chat)))
+        _print_outcome(options.output, generate_file(engine, _job(options, params, chat)))
         return
     if options.prompt is not None and chat:
         prompt = [{"role": "user", "content": options.prompt}]
@@ -168,85 +153,30 @@ def run_generate(options: argparse.Namespace) -> None:
     print(json.dumps(output, ensure_ascii=False))
 
 
-class EngineSettings(NamedTuple):
-    """Options of `aspd generate` that make an engine; the workers of a cluster receive them."""
-
-    model: str
-    dtype: str
-    mesh: str | None
-    weights: Weights
-    decode_attention: str
-    adapter: str | None
-    max_length: int | None
-    batch: int
-    drafts: DraftSource
-    draft_tokens: int
-
-
-def _engine_settings(options: argparse.Namespace) -> EngineSettings:
-    batch = options.batch if options.input else 1
-    return EngineSettings(
-        model_name(options), options.dtype, options.mesh, options.weights, options.decode_attention, options.adapter,
-        options.max_length, batch, options.drafts, options.draft_tokens,
-    )  # fmt: skip
-
-
-def make_engine(settings: EngineSettings) -> Engine:
-    """Load the model and return an engine.
-
-    Raises:
-        AspdError: a setting is not valid, or the checkpoint cannot be read.
-    """
+def _make_engine(options: argparse.Namespace) -> Engine:
     from aspd_jax import load_model
     from infer import Engine
 
-    mesh = mesh_of(settings.mesh)
     lm = load_model(
-        settings.model, settings.dtype, mesh, settings.weights, adapter=settings.adapter,
-        decode_attention=settings.decode_attention,
+        model_name(options), options.dtype, mesh_of(options.mesh), options.weights, adapter=options.adapter,
+        decode_attention=options.decode_attention,
     )  # fmt: skip
+    batch = options.batch if options.input else 1
     return Engine(
         lm,
-        max_length=settings.max_length,
-        max_batch=settings.batch,
-        drafts=settings.drafts,
-        draft_tokens=settings.draft_tokens,
+        max_length=options.max_length,
+        max_batch=batch,
+        drafts=options.drafts,
+        draft_tokens=options.draft_tokens,
     )
 
 
-def make_worker(settings: EngineSettings, source: str, params: SamplingParams, mode: Mode) -> Answering:
-    """Return a worker that answers prompts; an actor of a cluster calls this function."""
-    from infer.offline.batch import Answering
-
-    return Answering(make_engine(settings), source, params, mode)
-
-
-def _answer_on_ray(
-    options: argparse.Namespace, settings: EngineSettings, params: SamplingParams, ray: RayOptions
-) -> None:
-    """Answer the prompts of `--input` by engines on a Ray cluster. This process reads the tokenizer only."""
-    from aspd_jax.formats import open_checkpoint
-    from infer.offline.batch import write_answers
-
-    tokenizer = open_checkpoint(settings.model).tokenizer
-    chat = not options.raw and bool(getattr(tokenizer, "chat_template", None))
-    adapter = settings.adapter and absolute(settings.adapter)
-    settings = settings._replace(model=absolute(settings.model), adapter=adapter)
-    make = partial(make_worker, settings, options.input, params, options.mode)
-
-    def answer(tasks: Iterator[Task]) -> Iterator[Task]:
-        with cluster(ray) as workers:
-            yield from run_on_ray(make, tasks, ray, workers, "line {0[0]}".format)
-
-    _print_outcome(options.output, write_answers(answer, _job(options, settings, params, chat)))
-
-
-def _job(options: argparse.Namespace, settings: EngineSettings, params: SamplingParams, chat: bool) -> Job:
+def _job(options: argparse.Namespace, params: SamplingParams, chat: bool) -> Job:
     from infer.offline.batch import Job
 
     model = {
-        "model": absolute(settings.model), "adapter": settings.adapter and absolute(settings.adapter),
-        "dtype": settings.dtype, "weights": settings.weights, "max_length": settings.max_length,
+        "model": absolute(model_name(options)), "adapter": options.adapter and absolute(options.adapter),
+        "dtype": options.dtype, "weights": options.weights, "max_length": options.max_length,
     }  # fmt: skip
     mode, instruction, samples = options.mode, options.instruction, options.samples
     return Job(options.input, options.output, params, mode, chat, instruction, samples, model=model)

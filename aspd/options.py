@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from aspd_jax.errors import CheckpointError, RequestError
-from aspd_jax.ray_pool import RayOptions, require_ray
 from infer.request import BIASES, PARAMETERS, STRINGS, SamplingParams
 
 LEFT_OUT = 10  # lines of an input that are listed
@@ -162,48 +161,8 @@ def join_processes(options: argparse.Namespace) -> None:
         jax.distributed.initialize()
 
 
-def add_ray_options(parser: argparse.ArgumentParser, about: str, workers: bool = True) -> None:
-    """Add the options of a run on a Ray cluster.
-
-    Args:
-        parser: parser of the command.
-        about: what the workers do.
-        workers: whether to add the option for their number.
-    """
-    parser.add_argument(
-        "--ray", metavar="ADDRESS",
-        help=f"{about} on a Ray cluster: auto, HOST:PORT, ray://HOST:PORT, or local, which starts one on this machine",
-    )  # fmt: skip
-    if workers:
-        parser.add_argument(
-            "--ray-workers", type=int, default=0, metavar="N",
-            help="workers on the cluster; 0: as many as its resources permit",
-        )  # fmt: skip
-    parser.add_argument(
-        "--ray-resources", default="CPU=1", metavar="NAME=N,…", help="resources of a worker, such as CPU=4,GPU=1"
-    )
-
-
-def ray_options(options: argparse.Namespace) -> RayOptions | None:
-    """Return the values of `add_ray_options`; None: the command runs in this process.
-
-    Raises:
-        RequestError: a value is not valid, or Ray is not installed.
-    """
-    resources = RayOptions.parse_resources(options.ray_resources)
-    workers = getattr(options, "ray_workers", 0)
-    if workers < 0:
-        raise RequestError(f"--ray-workers: expected at least 0, got {workers}")
-    if options.ray is None:
-        if workers:
-            raise RequestError("--ray-workers: expected --ray, got none")
-        return None
-    require_ray()
-    return RayOptions(options.ray, workers, resources)
-
-
 def absolute(name: str) -> str:
-    """Return the absolute path of a file or folder, or another name unchanged; workers have another current folder."""
+    """Return the absolute path of a file or folder, or another name unchanged."""
     from aspd_jax.formats import NAMES
 
     return str(Path(name).resolve()) if name and name not in NAMES and Path(name).exists() else name

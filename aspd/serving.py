@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aspd.options import (
-    absolute,
-    add_ray_options,
     command,
     draft_options,
     join_processes,
@@ -20,14 +17,11 @@ from aspd.options import (
     model_name,
     model_options,
     process_options,
-    ray_options,
 )
 from aspd_jax.errors import RequestError
-from aspd_jax.ray_pool import RayOptions
 
 if TYPE_CHECKING:  # these are slow to import
     from infer.engine import Engine
-    from infer.server.config import ServerConfig
 
 
 def add(commands: Any) -> None:
@@ -84,11 +78,6 @@ def add(commands: Any) -> None:
     serve.add_argument(
         "--drain", type=float, default=30.0, help="seconds for requests in progress to end after a stop signal"
     )
-    add_ray_options(serve, "run replicas behind one address", workers=False)
-    serve.add_argument(
-        "--replicas", default="2", metavar="N or MIN:MAX",
-        help="replicas with --ray; between MIN and MAX, their number follows the requests in progress",
-    )  # fmt: skip
     process_options(serve)
     serve.add_argument(
         "--fields", choices=("serial", "parallel"), default="serial",
@@ -155,10 +144,12 @@ def run_proxy(options: argparse.Namespace) -> None:
 
 def run_serve(options: argparse.Namespace) -> None:
     """Run `aspd serve`."""
-    from aspd_jax.formats import NAMES, find_model
-    from infer.server.config import ServerConfig
+    import jax
 
-    ray = ray_options(options)
+    from aspd_jax.formats import NAMES, find_model
+    from aspd_jax.progress import waiting
+    from infer.server.config import ServerConfig
+    from infer.server.serve import follow, serve
 
     keys = _keys(options.key_file)
     local = options.host in ("127.0.0.1", "::1", "localhost")
@@ -191,18 +182,6 @@ def run_serve(options: argparse.Namespace) -> None:
             f"--adapters: expected names other than the model's, got {config.name}. Change it, or set --name."
         )
     options.model = model
-    if ray is None:
-        _serve_here(options, config)
-    else:
-        _serve_replicas(options, config, ray)
-
-
-def _serve_here(options: argparse.Namespace, config: ServerConfig) -> None:
-    import jax
-
-    from aspd_jax.progress import waiting
-    from infer.server.serve import follow, serve
-
     join_processes(options)
     several = jax.process_count() > 1
     mesh = options.mesh or (f"tensor={jax.device_count()}" if several else None)
@@ -216,25 +195,8 @@ def _serve_here(options: argparse.Namespace, config: ServerConfig) -> None:
         follow(engine, config)
 
 
-def _serve_replicas(options: argparse.Namespace, config: ServerConfig, ray: RayOptions) -> None:
-    from aspd_jax.formats import open_checkpoint
-    from infer.server.ray_serving import Replicas, serve_on_ray
-
-    if options.distributed or options.coordinator or options.processes or options.process is not None:
-        raise RequestError("--ray: expected replicas of one process each, without --distributed and --coordinator")
-    if options.adapter_folder:
-        raise RequestError("--ray: expected --adapters, which all replicas load, got --adapter-folder")
-    replicas = Replicas.parse(options.replicas)
-    open_checkpoint(options.model)  # a wrong name is an error of this command, not of each replica
-    shared = argparse.Namespace(**vars(options))
-    shared.model, shared.adapter = absolute(options.model), options.adapter and absolute(options.adapter)
-    shared.chat_template = absolute(options.chat_template)
-    shared.adapters = [f"{name}={absolute(folder)}" for name, folder in _named(options.adapters).items()]
-    serve_on_ray(partial(make_engine, shared, options.mesh), config, ray, replicas, options.batch)
-
-
 def make_engine(options: argparse.Namespace, mesh: str | None) -> Engine:
-    """Return the engine of `aspd serve` with its adapters; replicas on a cluster call this function.
+    """Return the engine of `aspd serve` with its adapters.
 
     Args:
         options: options of the command.

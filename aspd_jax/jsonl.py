@@ -21,7 +21,7 @@ class Line(NamedTuple):
 
     Attributes:
         number: line number from 1; blank lines are counted.
-        value: JSON value, or its text as bytes before `parsed`; None if the line is not valid.
+        value: JSON value; None if the line is not valid.
         reason: reason why the line is not valid; empty if it is.
     """
 
@@ -31,26 +31,7 @@ class Line(NamedTuple):
 
 
 def read_lines(file: Path | str) -> Iterator[Line]:
-    """Read a file of JSON values, one a line; see `raw_lines`.
-
-    Raises:
-        DataError: a file cannot be opened or read.
-    """
-    return map(parsed, raw_lines(file))
-
-
-def parsed(line: Line) -> Line:
-    """Return a line with its value in place of its text; a line that holds a value is unchanged."""
-    if not isinstance(line.value, bytes):
-        return line
-    try:
-        return Line(line.number, parse_json(line.value))
-    except DataError as error:
-        return Line(line.number, None, str(error))
-
-
-def raw_lines(file: Path | str) -> Iterator[Line]:
-    r"""Read the JSON texts of a file, one a line, without parsing them.
+    r"""Read a file of JSON values, one a line.
 
     Only `\n` ends a line; a byte order mark and `\r\n` are accepted.
 
@@ -76,7 +57,15 @@ def raw_lines(file: Path | str) -> Iterator[Line]:
                 elif number == first and line.startswith(UTF16):
                     yield Line(number, None, "not UTF-8: the file is UTF-16; convert it to UTF-8")
                 elif line.removeprefix(BOM):
-                    yield Line(number, line)
+                    yield read_line(number, line)
+
+
+def read_line(number: int, text: bytes) -> Line:
+    """Return a line with its JSON value, or the reason why it has none."""
+    try:
+        return Line(number, parse_json(text))
+    except DataError as error:
+        return Line(number, None, str(error))
 
 
 def parse_json(data: bytes) -> Any:

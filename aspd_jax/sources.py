@@ -14,7 +14,7 @@ from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from aspd_jax.errors import AspdError, DataError
-from aspd_jax.jsonl import BOM, Line, parse_json, parsed, raw_lines
+from aspd_jax.jsonl import BOM, Line, parse_json, read_line, read_lines
 from aspd_jax.partitions import is_url, partitions
 from aspd_jax.record_fields import (
     ANSWERS,
@@ -109,12 +109,12 @@ def read_records(source: str) -> Iterator[Conversation | Unreadable]:
     Raises:
         DataError: the file or dataset does not exist or cannot be read.
     """
-    return map(record_of, raw_rows(source))
+    return map(record_of, read_rows(source))
 
 
 def record_of(row: Line) -> Conversation | Unreadable:
-    """Convert a row of `raw_rows` to a conversation, or to the reason why it is none."""
-    number, value, reason = parsed(row)
+    """Convert a row of `read_rows` to a conversation, or to the reason why it is none."""
+    number, value, reason = row
     return Unreadable(number, str(number), reason) if reason else conversation(value, number)
 
 
@@ -127,24 +127,15 @@ def read_rows(source: str) -> Iterator[Line]:
     Raises:
         DataError: the file or dataset does not exist or cannot be read.
     """
-    return map(parsed, raw_rows(source))
-
-
-def raw_rows(source: str) -> Iterator[Line]:
-    """Yield the records of a source as `read_rows` does, with JSON values as bytes that are not parsed yet.
-
-    Raises:
-        DataError: the file or dataset does not exist or cannot be read.
-    """
     path = Path(source)
     if path.suffix in (".json", ".csv") and is_url(source):
         raise DataError(f"{source}: expected .jsonl, .ndjson, .parquet or .arrow at a URL, got {path.suffix}")
     if path.suffix in (".jsonl", ".ndjson"):
-        yield from raw_lines(source)
+        yield from read_lines(source)
     elif path.suffix == ".json" and (texts := _json_texts(path)) is not None:
-        yield from (Line(number, text) for number, text in enumerate(texts, 1))
+        yield from (read_line(number, text) for number, text in enumerate(texts, 1))
     elif path.suffix == ".json":
-        yield from raw_lines(path)
+        yield from read_lines(path)
     elif path.suffix == ".csv":
         yield from _read_csv(path)
     else:

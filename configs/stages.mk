@@ -25,9 +25,9 @@ benchmarks-exist:
 .PHONY: $(MODELS)
 $(MODELS): %: benchmarks-exist runs/%/greedy/report.md runs/%/sampled/report.md
 
-runs/%/questions.jsonl: configs/questions.yaml | $(VENV)/.installed
+runs/%/questions.jsonl: configs/questions.jsonl | $(VENV)/.installed
 	mkdir -p $(@D)
-	$(BIN)/aspd data questions $< --count $(QUESTIONS_$*) --output $@
+	head -n $(QUESTIONS_$*) $< > $@
 
 # Existing answers are used unchanged; own_answers.jsonl.gz and own_lists.jsonl.gz in results/MODEL are those of this
 # project.

@@ -1,4 +1,4 @@
-"""Figures with matplotlib: visibility, timelines, benchmarks and evaluations.
+"""Figures with matplotlib: visibility and timelines.
 
 Callers import this module when they draw, so that nothing else needs matplotlib.
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,16 +16,12 @@ from matplotlib import rc_context
 from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 
-from aspd_jax.files import partial_file
 from aspd_jax.layout import Layout, Siblings, visible
 from aspd_jax.pictures import COLOURS, SERIAL_COLOUR, TITLE_COLOUR, branch_colour
 
 if TYPE_CHECKING:
     from infer.answers.timeline import Span
-    from infer.bench.decoding import AnswerTime
-    from infer.bench.step_times import StepTime
 
-BLUE = "#4c78a8"
 MAX_LABELLED = 64  # tokens whose names are readable beside a matrix
 
 
@@ -64,12 +59,6 @@ def draw_visibility(
     return figure
 
 
-def save_figure(figure: Figure, file: Path) -> None:
-    """Write a figure in the format of the file's suffix."""
-    with partial_file(file) as partial:
-        figure.savefig(partial, format=file.suffix[1:] or None)
-
-
 def svg(figure: Figure) -> str:
     """Return a figure as SVG text, which is deterministic."""
     file = io.StringIO()
@@ -103,85 +92,3 @@ def draw_timeline(spans: Sequence[Span], title: str = "") -> Figure:
     names = ["serial", *(f"branch {lane}" for lane in range(1, lanes + 1)), "serial mode"]
     axes.set_yticks([*range(lanes + 1), below], names, fontsize=7)
     return figure
-
-
-def plot_decoding(
-    steps: Sequence[StepTime], answers: Sequence[Sequence[AnswerTime]], copied: float, title: str, file: Path
-) -> None:
-    """Plot step time and bandwidth by width, and ideal and realised speed-up by number of branches.
-
-    Args:
-        steps: step times by width.
-        answers: pairs of answer times.
-        copied: copy bandwidth in bytes per second.
-        title: title of the figure.
-        file: output file; its suffix selects the format.
-    """
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    figure.suptitle(title, fontsize=10)
-    times, bandwidth, speed = figure.subplots(1, 3)
-    widths = [p.width for p in steps]
-    below = [p.median - p.fastest for p in steps]
-    above = [p.slowest - p.median for p in steps]
-    times.errorbar(widths, [p.median for p in steps], yerr=[below, above], marker="o", capsize=3)
-    times.set(xscale="log", xlabel="tokens per step", ylabel="ms per step", ylim=(0, None))
-    bandwidth.plot(widths, [100 * p.bandwidth / copied for p in steps], marker="o")
-    bandwidth.set(xscale="log", xlabel="tokens per step", ylabel="% of copy bandwidth", ylim=(0, None))
-    for batch in sorted({pair[0].batch for pair in answers}):
-        pairs = [pair for pair in answers if pair[0].batch == batch]
-        adaptive = [next(a for a in pair if a.name == "adaptive") for pair in pairs]
-        serial = [next(a for a in pair if a.name == "serial") for pair in pairs]
-        branches = [a.branches for a in adaptive]
-        realised = [s.seconds / a.seconds for a, s in zip(adaptive, serial, strict=True)]
-        speed.plot(branches, realised, marker="o", label=f"realised, batch {batch}")
-    if answers:
-        speed.plot(branches, [a.ideal for a in adaptive], linestyle="--", color="gray", label="ideal")
-        speed.legend(fontsize=8)
-    speed.set(xlabel="branches", ylabel="speed-up over serial mode", ylim=(0, None))
-    for axes in (times, bandwidth):
-        axes.set_xticks(widths, [str(width) for width in widths])
-    save_figure(figure, file)
-
-
-def plot_speedups(by_category: dict[str, dict[str, float]], title: str, file: Path) -> None:
-    """Plot the mean realised speed-up of each category with its interval as bars."""
-    figure = Figure(figsize=(7, 0.8 + 0.32 * len(by_category)), layout="constrained")
-    axes = figure.subplots()
-    names = list(by_category)[::-1]
-    means = [by_category[name]["mean"] for name in names]
-    around = [[abs(by_category[name][end] - by_category[name]["mean"]) for name in names] for end in ("low", "high")]
-    axes.barh(names, means, xerr=around, capsize=2, color=BLUE, height=0.6)
-    axes.axvline(1, color="gray", linewidth=1)
-    axes.set(title=title, xlabel="realised speed-up (95 % interval)", xlim=(0, None))
-    save_figure(figure, file)
-
-
-def plot_distribution(values: Sequence[float], title: str, file: Path) -> None:
-    """Plot a histogram of realised speed-ups, one value per answer."""
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
-    axes = figure.subplots()
-    axes.hist(values, bins=min(24, max(4, len(values) // 2)), color=BLUE)
-    axes.axvline(1, color="gray", linewidth=1)
-    axes.set(title=title, xlabel="realised speed-up of an answer", ylabel="answers", xlim=(0, None))
-    save_figure(figure, file)
-
-
-def plot_quality(
-    points: dict[str, tuple[dict[str, float], dict[str, float]]], quality: str, title: str, file: Path
-) -> None:
-    """Plot quality against speed, one point with intervals per system.
-
-    Args:
-        points: content tokens per second and quality by system.
-        quality: label of the quality axis.
-        title: title of the figure.
-        file: output file.
-    """
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
-    axes = figure.subplots()
-    for name, (speed, good) in points.items():
-        errors = [[[abs(i["mean"] - i["low"])], [abs(i["high"] - i["mean"])]] for i in (speed, good)]
-        axes.errorbar(speed["mean"], good["mean"], xerr=errors[0], yerr=errors[1], marker="o", capsize=3, label=name)
-    axes.set(title=title, xlabel="content tokens per second, batch 1", ylabel=quality, xlim=(0, None))
-    axes.legend(fontsize=8)
-    save_figure(figure, file)

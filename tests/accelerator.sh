@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests and then the benchmarks on an accelerator.
 #   tests/accelerator.sh FOLDER [step…]     # steps, all by default: kernels tests demo widths flash answers context batch int8 train
-# Write logs, tables, JSON, plots and the printed summary to FOLDER. A step that fails, or takes more than LIMIT seconds
+# Write logs, tables, JSON and the printed summary to FOLDER. A step that fails, or takes more than LIMIT seconds
 # (300), does not stop later steps. PYTHON (python3) has jax[cuda13] or jax[tpu] and the packages of requirements.txt;
 # SHAPE (7b) and DTYPE (bfloat16) select the random model. ANY_DEVICE=1 tests the script itself on a CPU.
 set -uo pipefail
@@ -38,7 +38,7 @@ step() { # name, command…
 decode() { # name, options…
   local name=$1
   shift
-  step "$name" "$python" -m aspd bench decode "${model[@]}" --json "$folder/$name.json" --plot "$folder/$name.svg" "$@"
+  step "$name" "$python" -m aspd bench decode "${model[@]}" --json "$folder/$name.json" "$@"
 }
 
 {

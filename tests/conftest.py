@@ -105,7 +105,7 @@ COUNTERPARTS = {
         "aspd/test_cli.py::test_generate_answers_without_a_chat_template",
         "infer/test_decoding.py::test_answers_equal_transformers",
     ),
-    # Published questions, answers and prompts of judges.
+    # Published questions and answers.
     "aspd_jax/test_lists.py::test_real_answers": (
         "aspd_jax/test_lists.py::test_decisions_on_further_items_are_final",
         "aspd_jax/test_lists.py::test_questions_for_items_fork",
@@ -114,23 +114,13 @@ COUNTERPARTS = {
         "aspd_jax/blocks/test_extract.py::test_forms",
         "aspd_jax/blocks/test_extract.py::test_any_text_is_kept",
     ),
-    "aspd_jax/pipeline/test_imports.py::test_real_records_of_parallel_r1": (
-        "aspd_jax/pipeline/test_imports.py::test_round_trip",
-        "aspd_jax/pipeline/test_imports.py::test_columns",
-    ),
-    "aspd_jax/pipeline/test_compose.py::test_fingerprints_are_those_of_the_benchmarks": (
-        "aspd_jax/pipeline/test_compose.py::test_our_own_are_enough_and_in_no_benchmark",
+    "project/test_questions.py::test_fingerprints_are_those_of_the_benchmarks": (
+        "project/test_questions.py::test_our_own_are_different_and_in_no_benchmark",
     ),
     "infer/evaluation/test_questions.py::test_vicuna_bench_has_37_suitable_questions": (
         "infer/evaluation/test_questions.py::test_suitable_questions_are_marked",
     ),
-    "infer/evaluation/test_questions.py::test_real_files": (
-        "infer/evaluation/test_questions.py::test_fastchat_files",
-        "infer/evaluation/test_questions.py::test_maths_and_choice",
-    ),
-    "infer/evaluation/test_evaluation.py::test_published_prompts": (
-        "infer/evaluation/test_evaluation.py::test_prompts",
-    ),
+    "infer/evaluation/test_questions.py::test_real_files": ("infer/evaluation/test_questions.py::test_fastchat_files",),
 }
 
 

@@ -33,7 +33,7 @@ class ModelSection:
         lora_alpha: adapters are scaled by `lora_alpha / lora_rank`.
         scan: whether to compile one layer and scan it over stacked parameters.
         remat: whether to recompute the activations of each layer in the backward pass.
-        attention: attention back end for full passes: `chunked`, `flash` (kernels for TPU and H100) or `reference`.
+        attention: attention back end for full passes: `chunked` or `reference`.
     """
 
     checkpoint: str = ""

@@ -70,10 +70,7 @@ def branched_batch(special: SpecialTokens, vocabulary: int, rows: int, length: i
 
 
 def step_times(shape: str, dtype: str, rows: int, length: int, repeats: int) -> list[StepTime]:
-    """Time steps with each kind of attention alternately, so that other load on the machine affects all.
-
-    The kernels of `flash` are timed where they exist.
-    """
+    """Time steps with each kind of attention alternately, so that other load on the machine affects all."""
     config = TrainConfig(
         model=ModelSection(titles="names", scan=True, remat=True),
         data=DataSection(rows=rows, length=length, short_steps=0),
@@ -83,8 +80,7 @@ def step_times(shape: str, dtype: str, rows: int, length: int, repeats: int) -> 
     running: dict[str, Any] = {}
     batch = flops = None
     FULL_PASS_BACK_ENDS["causal"] = causal
-    kernels = () if jax.default_backend() == "cpu" else ("flash",)
-    for name in ("chunked", *kernels, "causal"):
+    for name in ("chunked", "causal"):
         lm = benchmark_model(shape, dtype)
         assert lm.special_tokens is not None
         setup = set_up(config, lm, mesh, config.steps)

@@ -1,4 +1,4 @@
 """Ahead-of-time compilation of decoding and training steps for TPUs and GPUs that need not be present.
 
-Memory, collectives and lower bounds of time are computed from the compiled programs, not measured.
+Memory and lower bounds of time are computed from the compiled programs, not measured.
 """

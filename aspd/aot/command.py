@@ -15,7 +15,7 @@ from aspd_jax.files import write_whole
 def add(commands: Any) -> None:
     """Add these commands."""
     kinds = commands.add_parser(
-        "compile", help="Compile programs for a target chip, and report memory, collectives and minimum time."
+        "compile", help="Compile programs for a target chip, and report memory and minimum time."
     ).add_subparsers(required=True, metavar="WHAT")
     decode = kinds.add_parser(
         "decode",
@@ -68,7 +68,7 @@ def run_compile_decode(options: argparse.Namespace) -> None:
 
     from aspd.aot.abstract import abstract_model, configuration
     from aspd.aot.decode import CompiledStep, compile_decode_step, step_table
-    from aspd.aot.report import NOT_MEASURED, collective_table
+    from aspd.aot.report import NOT_MEASURED
     from aspd.aot.topology import open_topology
     from aspd_jax.progress import Bar
 
@@ -91,9 +91,6 @@ def run_compile_decode(options: argparse.Namespace) -> None:
         steps.append(compile_decode_step(lm, target, batch, width, slots))
         _write(options.json, record | {"steps": [_plain(compiled) for compiled in steps]})
     print(f"{title}\n\n{step_table(steps)}\n")
-    if mesh is not None:
-        widest = max(steps, key=lambda compiled: compiled.program.collective_bytes)
-        print(f"Collectives at width {widest.width}, batch {widest.batch}:\n\n{collective_table(widest.program)}\n")
 
 
 def _plain(compiled: Any) -> dict[str, Any]:
@@ -103,7 +100,7 @@ def _plain(compiled: Any) -> dict[str, Any]:
 
 def run_compile_train(options: argparse.Namespace) -> None:
     """Run `aspd compile train`."""
-    from aspd.aot.report import NOT_MEASURED, collective_table
+    from aspd.aot.report import NOT_MEASURED
     from aspd.aot.topology import open_topology
     from aspd.aot.train import compile_step, train_table
     from train.config import load_config
@@ -113,6 +110,6 @@ def run_compile_train(options: argparse.Namespace) -> None:
     check_named_checkpoint(config, options.overrides)
     print(f"{options.config} for {target.name}; {NOT_MEASURED}; compiling", flush=True)
     compiled, planned = compile_step(config, target)
-    print(f"\n{train_table(compiled, planned)}\n\n{collective_table(compiled)}")
+    print(f"\n{train_table(compiled, planned)}")
     record = {"config": config.as_dict(), "topology": target.name, "chip": asdict(target.chip)}
     _write(options.json, record | {"plan": asdict(planned), "step": compiled.to_json()})

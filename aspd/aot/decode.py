@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from aspd.aot.abstract import placed, replicated
-from aspd.aot.report import Compiled, Needed, compile_for, gib, local_bytes
+from aspd.aot.report import Compiled, compile_for, gib, local_bytes
 from aspd.aot.topology import Topology
 from aspd_jax.errors import RequestError
 from aspd_jax.language_model import LanguageModel
@@ -76,14 +76,6 @@ def needed_bytes(lm: LanguageModel, engine: Engine, topology: Topology) -> int:
     return local_bytes(read) + local_bytes(abstract_state(lm, engine, topology).cache.layers)
 
 
-def needed_collective_bytes(lm: LanguageModel, bucket: Bucket) -> int:
-    """Return the bytes that a tensor axis must reduce per step: the output of each half of a layer."""
-    if lm.mesh is None or lm.mesh.shape["tensor"] == 1:
-        return 0
-    c = lm.config
-    return 2 * c.layers * bucket.tokens * c.hidden_size * int(jnp.dtype(c.dtype).itemsize)
-
-
 def compile_decode_step(lm: LanguageModel, topology: Topology, batch: int, width: int, slots: int) -> CompiledStep:
     """Compile the program of a step and compute its figures; a model with draft heads feeds and computes draft tokens.
 
@@ -101,7 +93,7 @@ def compile_decode_step(lm: LanguageModel, topology: Topology, batch: int, width
     )  # fmt: skip
     bucket = bucket_for(engine, width)
     devices = 1 if lm.mesh is None else lm.mesh.size
-    needed = Needed(needed_bytes(lm, engine, topology), needed_collective_bytes(lm, bucket))
+    needed = needed_bytes(lm, engine, topology)
     program = compile_for(trace_steps(lm, engine, topology, bucket), topology, devices, needed)
     return CompiledStep(width, batch, bucket.slots, bucket, program)
 
@@ -110,17 +102,16 @@ def step_table(steps: Sequence[CompiledStep]) -> str:
     """Return a Markdown table of steps; GiB on each device."""
     lines = [
         "| slots | batch | width | fits, GiB | arguments | temporary | aliased | peak | needed traffic | XLA's count "
-        "| collectives, MiB | needed | TFLOP | ms at least |\n" + "|---" * 14 + "|"
+        "| TFLOP | ms at least |\n" + "|---" * 12 + "|"
     ]
     for compiled in steps:
         p = compiled.program
         cells = [str(compiled.slots), str(compiled.batch), str(compiled.width), p.fit]
         if p.memory is not None:
             cells += [gib(p.memory.arguments), gib(p.memory.temporary), gib(p.memory.aliased), gib(p.memory.peak)]
-            cells += [gib(p.needed.traffic), "" if p.traffic is None else gib(p.traffic)]
-            cells += [f"{p.collective_bytes / 2**20:.2f}", f"{p.needed.collectives / 2**20:.2f}"]
+            cells += [gib(p.needed), "" if p.traffic is None else gib(p.traffic)]
             cells += [f"{p.flops / 1e12:.3f}", f"{p.milliseconds:.3f}"]
         else:
-            cells += [""] * 10
+            cells += [""] * 8
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

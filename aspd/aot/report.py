@@ -1,17 +1,15 @@
-"""Resources of a compiled program on a chip: memory, collectives, and a lower bound of its time."""
+"""Resources of a compiled program on a chip: memory, and a lower bound of its time."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
 
-from aspd.aot.hlo import CollectiveTotal, count_collectives
 from aspd.aot.topology import GIB, Chip, Topology
 
 NOT_MEASURED = "computed from the compiled program, not measured"
@@ -37,23 +35,13 @@ class Memory(NamedTuple):
     peak: int
 
 
-class Needed(NamedTuple):
-    """Lower bounds of what a step has to move on each device, in bytes: HBM traffic, and collectives."""
-
-    traffic: int
-    collectives: int
-
-
-NOTHING = Needed(0, 0)
-
-
 @dataclass(frozen=True)
 class Compiled:
     """A program compiled for a chip; all figures are of one device and one step.
 
     Attributes:
         chip: target.
-        needed: lower bounds.
+        needed: lower bound of the bytes of HBM that a step moves; 0: unknown.
         flops: FLOPs of matrix products, counting loops of unknown length once.
         spare: free bytes of HBM; negative: missing bytes.
         seconds: compile time on this machine.
@@ -64,7 +52,7 @@ class Compiled:
     """
 
     chip: Chip
-    needed: Needed
+    needed: int
     flops: float
     spare: float
     seconds: float
@@ -82,20 +70,10 @@ class Compiled:
         """Return whether the program fits, with the free or missing GiB."""
         return f"yes, {gib(self.spare)} left" if self.fits else f"no, {gib(-self.spare)} missing"
 
-    @cached_property
-    def collectives(self) -> tuple[CollectiveTotal, ...]:
-        """Return the collectives, the largest first; none if the program was refused."""
-        return count_collectives(self.text) if self.text else ()
-
-    @property
-    def collective_bytes(self) -> int:
-        """Return the bytes of all collectives."""
-        return sum(total.bytes for total in self.collectives)
-
     @property
     def milliseconds(self) -> float:
         """Return a lower bound of the time: needed bytes by bandwidth, or products by FLOP rate."""
-        return 1000 * max(self.needed.traffic / self.chip.bandwidth, self.flops / self.chip.flops)
+        return 1000 * max(self.needed / self.chip.bandwidth, self.flops / self.chip.flops)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as plain values."""
@@ -103,24 +81,22 @@ class Compiled:
             "fits": self.fits,
             "spare": self.spare,
             "memory": None if self.memory is None else self.memory._asdict(),
-            "needed": self.needed._asdict(),
+            "needed": self.needed,
             "traffic": self.traffic,
-            "collectives": [total._asdict() for total in self.collectives],
-            "collective_bytes": self.collective_bytes,
             "flops": self.flops,
             "milliseconds": self.milliseconds,
             "compile_seconds": self.seconds,
         }
 
 
-def compile_for(traced: Any, topology: Topology, devices: int, needed: Needed = NOTHING) -> Compiled:
+def compile_for(traced: Any, topology: Topology, devices: int, needed: int = 0) -> Compiled:
     """Compile a traced program for a topology.
 
     Args:
         traced: result of `jax.jit(…).trace(…)` with abstract arguments.
         topology: target devices.
         devices: number of devices that the arguments are sharded over.
-        needed: lower bounds for the figures.
+        needed: lower bound of the bytes of HBM that a step moves.
     """
     chip, start = topology.chip, perf_counter()
     flops = product_flops(traced.jaxpr.jaxpr) / devices
@@ -173,11 +149,3 @@ def gib(size: float) -> str:
     """Format bytes in GiB, small sizes with more decimal places."""
     value = size / GIB
     return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.4f}"
-
-
-def collective_table(compiled: Compiled, limit: int = 12) -> str:
-    """Return a Markdown table of the largest collectives by loop."""
-    lines = ["| loop | collective | array | count | MiB |", "|---|---|---|---|---|"]
-    for c in compiled.collectives[:limit]:
-        lines.append(f"| {c.loop or 'none'} | {c.kind} | {c.array} | {c.times} | {c.bytes / 2**20:.2f} |")
-    return "\n".join(lines)

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from aspd.aot.abstract import placed
-from aspd.aot.report import Compiled, Needed, compile_for, gib
+from aspd.aot.report import Compiled, compile_for, gib
 from aspd.aot.topology import Topology
 from aspd_jax.layout import Layout
 from aspd_jax.model.config import ModelConfig
@@ -44,25 +44,11 @@ def trace_step(config: TrainConfig, shape: ModelConfig, mesh: Mesh) -> Any:
     return train_step(model, optimiser, config.optimiser.accumulate).trace(state, unflatten_dict(frozen), batch)
 
 
-def needed_collective_bytes(config: TrainConfig, shape: ModelConfig, parameters: int) -> int:
-    """Return the minimum bytes of collectives on each device, in the dtype of activations.
-
-    With `fsdp`, parameters are gathered twice and their gradient is scattered once; with `data`, gradients are reduced;
-    with `tensor`, the output of each half of a layer is reduced in the forward and in the backward pass.
-    """
-    mesh, item = config.mesh, int(jnp.dtype(config.model.dtype).itemsize)
-    times = (3 * config.optimiser.accumulate if mesh.fsdp > 1 else 0) + (mesh.data > 1)
-    rows = config.data.rows // (mesh.data * mesh.fsdp)
-    added = 4 * shape.layers * rows * config.data.length * shape.hidden_size if mesh.tensor > 1 else 0
-    return item * (times * parameters // mesh.tensor + added)
-
-
 def compile_step(config: TrainConfig, topology: Topology) -> tuple[Compiled, Plan]:
     """Compile the training step of a configuration, and return it with the plan of `--plan`."""
     mesh = make_mesh({axis: getattr(config.mesh, axis) for axis in MESH_AXES}, topology.devices)
     shape, planned = planned_shape(config), plan(config)
-    needed = Needed(planned.weights, needed_collective_bytes(config, shape, planned.trained))
-    return compile_for(trace_step(config, shape, mesh), topology, mesh.size, needed), planned
+    return compile_for(trace_step(config, shape, mesh), topology, mesh.size, planned.weights), planned
 
 
 def train_table(compiled: Compiled, planned: Plan) -> str:
@@ -71,9 +57,5 @@ def train_table(compiled: Compiled, planned: Plan) -> str:
     if (memory := compiled.memory) is not None:
         rows += [("arguments", gib(memory.arguments)), ("temporary", gib(memory.temporary))]
         rows += [("aliased", gib(memory.aliased)), ("in all", gib(memory.total)), ("peak", gib(memory.peak))]
-        rows += [
-            ("collectives", gib(compiled.collective_bytes)),
-            ("collectives needed", gib(compiled.needed.collectives)),
-        ]
         rows += [("TFLOP of products", f"{compiled.flops / 1e12:.1f}"), ("ms at least", f"{compiled.milliseconds:.0f}")]
     return "\n".join(["| on each device | GiB |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])

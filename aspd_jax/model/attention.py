@@ -24,8 +24,6 @@ import jax.numpy as jnp
 from aspd_jax.layout import HIDDEN, Layout, Siblings, visible
 from aspd_jax.model import flash_decode as kernels
 from aspd_jax.model import flash_decode_gpu
-from aspd_jax.model.flash import TPU, flash_attention
-from aspd_jax.model.flash_gpu import GPU
 
 QUERY_CHUNK = 128
 GROUPS = 8
@@ -111,20 +109,6 @@ def chunked(
     return by_chunks(partial(reference, siblings=siblings, window=window), query, key, value, view)
 
 
-def flash(
-    query: jax.Array, key: jax.Array, value: jax.Array, view: View, siblings: Siblings, window: Window
-) -> jax.Array:
-    """Compute attention of a full pass with the kernels for TPU (`model.flash`) or CUDA (`model.flash_gpu`).
-
-    For training. Other platforms use `chunked`. Memory grows with Q + C; pairs of tiles with an empty mask are skipped.
-    """
-
-    def plain(query: jax.Array, key: jax.Array, value: jax.Array, layout: Layout, window: Window) -> jax.Array:
-        return chunked(query, key, value, View(layout, layout), siblings, window)
-
-    return flash_attention(query, key, value, view.query, siblings, window, {"tpu": TPU, "cuda": GPU}, plain)
-
-
 def flash_decode(query: jax.Array, key: jax.Array, value: jax.Array, view: View, window: Window) -> jax.Array:
     """Compute attention over the cache with the kernel for TPU (`model.flash_decode`) or CUDA (`flash_decode_gpu`).
 
@@ -145,7 +129,7 @@ def flash_decode(query: jax.Array, key: jax.Array, value: jax.Array, view: View,
 
 
 # Attention among the tokens of a full pass, in the order of the linearisation.
-FULL_PASS_BACK_ENDS: dict[str, Attention] = {"reference": reference, "chunked": chunked, "flash": flash}
+FULL_PASS_BACK_ENDS: dict[str, Attention] = {"reference": reference, "chunked": chunked}
 # Attention of a few tokens over the slots of a cache, in any order.
 DECODE_BACK_ENDS: dict[str, DecodeAttention] = {
     "reference": reference_decode,

@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from aspd_jax.layout import HIDDEN
-from aspd_jax.model.flash import product
 from aspd_jax.model.flash_decode import Fields, Refs, filled, in_sight, sees
 from aspd_jax.sizes import next_power
 
@@ -139,3 +138,8 @@ def _kernel(*refs: Refs, slots: int, tile: int, parts: int, scale: float) -> Non
 
     initial = jnp.zeros((R, D), jnp.float32), jnp.zeros(R, jnp.float32), jnp.full(R, HIDDEN, jnp.float32)
     weighted[...], mass[...], top[...] = jax.lax.fori_loop(*tiles_of(visits[0], visits[1], part, parts), add, initial)
+
+
+def product(a: jax.Array, b: jax.Array, axis: int, other: int) -> jax.Array:
+    """Return the float32 matrix product over one axis of each operand."""
+    return jax.lax.dot_general(a, b, (((axis,), (other,)), ((), ())), preferred_element_type=jnp.float32)

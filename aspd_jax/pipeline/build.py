@@ -8,29 +8,31 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NamedTuple
 
-from aspd_jax.endpoint import Unanswered, outside_event_loop
 from aspd_jax.errors import DataError
 from aspd_jax.files import writing
 from aspd_jax.pipeline.annotate import annotate, independence
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.data_report import Account, Report
-from aspd_jax.pipeline.entries import Entry
+from aspd_jax.pipeline.endpoint import Unanswered
+from aspd_jax.pipeline.entries import Entry, entry_of
 from aspd_jax.pipeline.rule_stages import by_form, check, propose_by_rules, too_short, well_formed
 from aspd_jax.pipeline.sets import Survey, write
+from aspd_jax.pipeline.store import Store
 from aspd_jax.pipeline.teacher import Teacher
 from aspd_jax.pipeline.work import WHOLE, Answer, Candidate, Shard, Work
-from aspd_jax.pipeline.worker_pool import Processed, process_all
 from aspd_jax.progress import Bar
-from aspd_jax.ray_pool import RayOptions
 from aspd_jax.sizes import next_power
-from aspd_jax.store import Store
+from aspd_jax.sources import record_of
 
+PART = 64  # records whose results are stored together; a killed run repeats those of one part
 MIN_ROW = 256  # minimum padded length of a scored row in tokens
 
 
@@ -46,15 +48,12 @@ class Outcome(NamedTuple):
     unanswered: int
 
 
-@outside_event_loop
 def build(
     config: DataConfig,
     source: str,
     output: Path,
     shard: Shard = WHOLE,
     progress: bool = True,
-    workers: int = 1,
-    ray: RayOptions | None = None,
 ) -> Outcome:
     """Run all stages and write `structured.jsonl`, `plain.jsonl`, `rejected.jsonl`, `report.md` and `report.json`.
 
@@ -64,14 +63,19 @@ def build(
         output: folder of the results and of the store of the run.
         shard: part of the records to process.
         progress: whether to show progress bars.
-        workers: processes for reading, rules and selection; results do not depend on it. Calls of a teacher and a
-            likelihood model stay in this process. Processes are spawned, so a script with more than one worker needs
-            `if __name__ == "__main__":`.
-        ray: cluster whose actors take the place of the processes; None: none.
 
     Raises:
-        AspdError: the source cannot be read, the endpoint refuses, a worker was killed, or a setting is not valid.
+        AspdError: the source cannot be read, the endpoint refuses, or a setting is not valid.
     """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _build(config, source, output, shard, progress)
+    with ThreadPoolExecutor(1) as pool:  # a notebook has a running loop
+        return pool.submit(_build, config, source, output, shard, progress).result()
+
+
+def _build(config: DataConfig, source: str, output: Path, shard: Shard, progress: bool) -> Outcome:
     store = Store(output / shard.name("work", ".sqlite"))
     try:
         teacher = Teacher(config.teacher, store) if config.teacher.base_url else None
@@ -80,7 +84,7 @@ def build(
             asyncio.run(_Run(work, teacher, progress).run())
         report = Report(Account(*store.account(), config.teacher.input_price, config.teacher.output_price))
         with _spool(output) as spool:
-            survey = _process(work, store, process_all(work, store, workers, ray), output, spool, progress)
+            survey = _process(work, store, output, spool, progress)
             return Outcome(write(work, output, report, survey, _entries(spool)), len(work.unanswered))
     finally:
         store.close()
@@ -95,22 +99,22 @@ def _spool(output: Path) -> Iterator[IO[bytes]]:
         yield spool
 
 
-def _process(
-    work: Work, store: Store, processed: Generator[Processed], output: Path, spool: IO[bytes], progress: bool
-) -> Survey:
+def _process(work: Work, store: Store, output: Path, spool: IO[bytes], progress: bool) -> Survey:
     """Process all records, store the results of their stages, and write their entries to a file."""
     survey = Survey()
     total = sum(1 for _ in work.shard.rows(work.source))
-    bar = Bar(total=total, desc="records", unit="record", disable=not progress)
-    with bar, closing(processed) as parts:
-        for part in parts:
-            store.put_all(part.added)
+    rows = work.shard.rows(work.source)
+    with Bar(total=total, desc="records", unit="record", disable=not progress) as bar:
+        while part := list(islice(rows, PART)):
+            with store.together():
+                entries = [entry_of(work, record_of(row)) for row in part]
             with writing(output):
-                spool.write(part.entries)
+                pickle.dump(entries, spool)
                 spool.flush()
-            for sample in part.samples:
-                survey.add(sample)
-            bar.update(part.size)
+            for entry in entries:
+                if entry.sample is not None:
+                    survey.add(entry.sample)
+            bar.update(len(part))
     return survey
 
 

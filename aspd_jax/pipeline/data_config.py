@@ -3,37 +3,72 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Literal
 
 from aspd_jax.configuration import at_least
-from aspd_jax.endpoint import EndpointSection, Schema
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
 
+Schema = Literal["auto", "schema", "object", "none"]
+
 
 @dataclass(frozen=True)
-class TeacherSection(EndpointSection):
-    """The language model that annotates answers.
+class TeacherSection:
+    """The language model that annotates answers, at an endpoint with OpenAI's chat completions.
 
     Attributes:
+        base_url: URL of the endpoint, such as `http://127.0.0.1:8000/v1`; empty: no endpoint.
+        model: name of the model at the endpoint.
+        key_variable: environment variable that holds the API key.
+        temperature: sampling temperature.
+        max_tokens: maximum tokens of a reply.
+        concurrency: maximum concurrent calls.
+        requests_per_minute: rate limit; 0: no limit.
+        timeout: timeout of a call in seconds.
+        retries: retries of a call after a failure of the endpoint, with back-off.
+        attempts: maximum replies requested until one has the required form.
+        give_up_after: consecutive failed calls after which the run stops.
+        input_price, output_price: price per million tokens, for the report and the estimate.
         candidates: annotations per answer; 0: candidates come only from the form of the answer.
         votes: votes on the independence of each block, which must all be in favour; 0: no votes.
-        schema: how the form of replies is enforced (`aspd_jax.endpoint.Endpoint`).
+        schema: how the form of replies is enforced: `schema` (structured outputs), `object` (JSON mode), `none`, or
+            `auto`: the first of these that the endpoint supports.
         prompts: folder with custom prompts; missing files are replaced by those of the project.
     """
 
-    section: ClassVar[str] = "teacher"
-
+    base_url: str = ""
+    model: str = ""
+    key_variable: str = "OPENAI_API_KEY"
+    temperature: float = 0.7
+    max_tokens: int = 4096
+    concurrency: int = 32
+    requests_per_minute: int = 0
+    timeout: float = 120.0
+    retries: int = 6
+    attempts: int = 3
+    give_up_after: int = 50
+    input_price: float = 0.0
+    output_price: float = 0.0
     candidates: int = 3
     votes: int = 3
     schema: Schema = "auto"
     prompts: str = ""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("teacher.schema", self.schema, Schema)
-        for name in ("candidates", "votes"):
+        if self.base_url and not self.model:
+            raise ConfigError("teacher.model: expected the model's name at teacher.base_url, got none")
+        if self.base_url and not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"teacher.base_url: expected http://… or https://…, got {self.base_url!r}")
+        for name in ("max_tokens", "concurrency", "attempts", "give_up_after"):
+            at_least(f"teacher.{name}", getattr(self, name), 1)
+        for name in (
+            *("temperature", "requests_per_minute", "retries", "input_price", "output_price"),
+            *("candidates", "votes"),
+        ):
             at_least(f"teacher.{name}", getattr(self, name), 0)
+        if self.timeout <= 0:
+            raise ConfigError(f"teacher.timeout: expected more than 0 seconds, got {self.timeout}")
+        check_choice("teacher.schema", self.schema, Schema)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Entries: the lines of the sets and the figures of the report that one record contributes.
 
-An entry depends on the configuration and on its record only, so any process may compute it. Decisions that depend on
+An entry depends on the configuration and on its record only. Decisions that depend on
 other records are in `sets`.
 """
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 from aspd_jax.blocks.measures import estimate_tokens
 from aspd_jax.pipeline.data_config import DataConfig
 from aspd_jax.pipeline.pieces import numbered
 from aspd_jax.pipeline.rule_stages import check, propose_by_rules
+from aspd_jax.pipeline.store import Store
 from aspd_jax.pipeline.teacher import read_prompts
 from aspd_jax.pipeline.work import Shard, Work, candidates_of
-from aspd_jax.store import Results
 
 ANNOTATION = 120  # mean tokens of a candidate: a number and a title for every part
 VOTE = 60  # mean tokens of a vote
@@ -23,11 +28,14 @@ def estimate(config: DataConfig, source: str, shard: Shard) -> str:
     Raises:
         AspdError: see `aspd_jax.pipeline.build.build`.
     """
-    teacher = config.teacher
-    texts = read_prompts(teacher.prompts)
+    texts = read_prompts(config.teacher.prompts)
+    with TemporaryDirectory() as folder, closing(Store(Path(folder, "work.sqlite"))) as store:
+        return _summary(Work(config, source, shard, store, texts), texts)
+
+
+def _summary(work: Work, texts: Mapping[str, str]) -> str:
+    config, teacher, count = work.config, work.config.teacher, work.count
     prompts = {name: estimate_tokens(text) for name, text in texts.items()}
-    work = Work(config, source, shard, Results(), texts)
-    count = work.count
     candidates = teacher.candidates if teacher.base_url else 0
     votes = teacher.votes if teacher.base_url else 0
     answers = long = with_form = calls = read = written = 0

@@ -1,6 +1,6 @@
 """The stages that need neither a model nor an endpoint: candidates by the form of an answer, and their checks.
 
-Results depend only on the configuration and on one answer, so any process may compute them (protocol, section 7).
+Results depend only on the configuration and on one answer (protocol, section 7).
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aspd_jax.endpoint import Endpoint, Form, parse_json
 from aspd_jax.errors import ConfigError, DataError
 from aspd_jax.pipeline.data_config import TeacherSection
-from aspd_jax.store import Store
+from aspd_jax.pipeline.endpoint import Endpoint, Form, parse_json
+from aspd_jax.pipeline.store import Store
 
 Made = TypeVar("Made")
 PLACEHOLDERS = {
@@ -74,7 +74,7 @@ class Teacher:
 
     def __init__(self, settings: TeacherSection, store: Store) -> None:
         self.settings, self.prompts = settings, read_prompts(settings.prompts)
-        self._endpoint = Endpoint(settings, store, settings.schema)
+        self._endpoint = Endpoint(settings, store)
 
     async def close(self) -> None:
         """Close all connections."""

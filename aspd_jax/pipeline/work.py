@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy
 from dataclasses import asdict
 from functools import lru_cache
 from itertools import islice
@@ -21,8 +20,8 @@ from aspd_jax.blocks.spans import BlockSpan, blocks_from_json
 from aspd_jax.errors import ConfigError
 from aspd_jax.jsonl import Line
 from aspd_jax.pipeline.data_config import DataConfig
-from aspd_jax.sources import Conversation, Unreadable, raw_rows, record_of
-from aspd_jax.store import Results, Store
+from aspd_jax.pipeline.store import Store
+from aspd_jax.sources import Conversation, Unreadable, read_rows, record_of
 
 COUNTS = 1 << 10  # texts whose number of tokens is kept
 VERSION = 10  # version of the stages; a change reruns all of them
@@ -56,8 +55,8 @@ class Shard(NamedTuple):
         return f"{stem}{suffix}" if self.total == 1 else f"{stem}-{self.number:05d}-of-{self.total:05d}{suffix}"
 
     def rows(self, source: str) -> Iterator[Line]:
-        """Yield the rows of this shard (`raw_rows`)."""
-        return islice(raw_rows(source), self.number, None, self.total)
+        """Yield the rows of this shard (`read_rows`)."""
+        return islice(read_rows(source), self.number, None, self.total)
 
     def records(self, source: str) -> Iterator[Conversation | Unreadable]:
         """Yield the records of this shard."""
@@ -136,7 +135,7 @@ class Work:
         config: configuration of the pipeline.
         source: path or name of the records.
         shard: part of the records to process.
-        store: store of the run, or results in memory.
+        store: store of the run.
         prompts: prompts of the teacher by name; they are inputs of the stages.
 
     Attributes:
@@ -149,9 +148,7 @@ class Work:
         ConfigError: the checkpoint that counts tokens has no tokenizer.
     """
 
-    def __init__(
-        self, config: DataConfig, source: str, shard: Shard, store: Store | Results, prompts: Mapping[str, str]
-    ) -> None:
+    def __init__(self, config: DataConfig, source: str, shard: Shard, store: Store, prompts: Mapping[str, str]) -> None:
         self.config, self.source, self.shard = config, source, shard
         self.count = counter(config.tokenizer)
         self.unanswered: dict[str, str] = {}
@@ -183,12 +180,6 @@ class Work:
         for stage, values in settings.items():
             whole.update(json.dumps(values).encode())
             self._settings[stage] = whole.hexdigest()
-
-    def replace_store(self, store: Results) -> Work:
-        """Return this work with other results."""
-        work = copy(self)
-        work.store = store
-        return work
 
     def records(self) -> Iterator[Conversation | Unreadable]:
         """Yield the records of this shard."""

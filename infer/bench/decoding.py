@@ -260,22 +260,3 @@ def answer_rows(pair: Sequence[AnswerTime]) -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def published_speeds(shape: str, dtype: str, context: int) -> str:
-    """Return a table of the published speeds of the authors' engine and `transformers` for one shape, else "".
-
-    Raw tokens per second on 2 cores (AMD EPYC), torch 2.13, float32, batch 1, prompt of 128 tokens; medians of 6 runs.
-    """
-    if (shape, dtype, context) != ("27m", "float32", 128):
-        return ""
-    rows: dict[str, Any] = {
-        "transformers generate, 512 tokens": (106, ""),
-        "authors' engine, serial, 512 tokens": (103, "1.00x"),
-        "authors' engine, 2 branches of 240": (154, "1.49x of 1.86x"),
-        "authors' engine, 4 branches of 120": (243, "2.37x of 3.14x"),
-        "authors' engine, 8 branches of 60": (351, "3.41x of 4.38x"),
-        "authors' engine, 16 branches of 30": (380, "3.69x of 4.56x"),
-    }
-    lines = ["| published for this shape | raw tokens/s | speed-up, of ideal (raw) |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {name} | {speed} | {ratio} |" for name, (speed, ratio) in rows.items()])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from aspd_jax.configuration import at_least
-from aspd_jax.endpoint import EndpointSection, Schema
 from aspd_jax.errors import ConfigError
 from aspd_jax.layout import check_choice
 from aspd_jax.model.config import Weights
@@ -15,7 +14,7 @@ from infer.request import PARAMETERS, Mode, SamplingParams
 MAX_LENGTH = 4096  # default of `decoding.max_length`
 
 Role = Literal["ori", "seq", "aspd"]
-Kind = Literal["chat", "maths", "choice", "exact", "synthetic", "synthetic-long"]
+Kind = Literal["chat", "synthetic", "synthetic-long"]
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,12 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class BenchmarkSection:
-    """Questions and their scoring.
+    """Questions of a benchmark.
 
     Attributes:
         file: JSONL file of questions; empty for the synthetic kinds.
-        kind: `chat` (FastChat's question files, optionally with `documents`), `maths` (question and final answer, as in
-            GSM8K and MATH), `choice` (with `choices`), `exact` (the whole text is compared), `synthetic` (held-out
-            problems of the project's tasks), `synthetic-long` (those with long parts).
+        kind: `chat` (FastChat's question files), `synthetic` (held-out problems of the project's tasks),
+            `synthetic-long` (those with long parts).
         references: FastChat's model_answer file with reference answers for the same question ids; empty: none.
         suitable: CSV file of Skeleton-of-Thought, with `label;request` in each row: 1 if a question is suitable for
             parallel parts, else 0; empty: none.
@@ -157,35 +155,6 @@ class SpeedSection:
 
 
 @dataclass(frozen=True)
-class JudgeSection(EndpointSection):
-    """Language model that judges answers.
-
-    Attributes:
-        prompts: file in the format of FastChat's judge_prompts.jsonl; empty: the project's prompts. Prompts whose
-            `output_format` is `json` ask for JSON replies.
-        schema: how the endpoint enforces the JSON schema (`aspd_jax.endpoint.Endpoint`).
-        single: whether to score every answer.
-        pairs: pairs of systems to compare in both orders; `aspd/seq` compares `aspd` with `seq`.
-    """
-
-    section: ClassVar[str] = "judge"
-
-    temperature: float = 0.0
-    max_tokens: int = 2048
-    prompts: str = ""
-    schema: Schema = "auto"
-    single: bool = True
-    pairs: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("judge.schema", self.schema, Schema)
-        for pair in self.pairs:
-            if len(pair.split("/")) != 2 or not all(pair.split("/")):
-                raise ConfigError(f"judge.pairs: expected two systems such as aspd/seq, got {pair!r}")
-
-
-@dataclass(frozen=True)
 class EvalConfig:
     """Configuration of an evaluation.
 
@@ -198,7 +167,6 @@ class EvalConfig:
     benchmarks: dict[str, BenchmarkSection] = field(default_factory=dict)
     decoding: DecodingSection = field(default_factory=DecodingSection)
     speed: SpeedSection = field(default_factory=SpeedSection)
-    judge: JudgeSection = field(default_factory=JudgeSection)
     likelihood: bool = True
 
     def __post_init__(self) -> None:
@@ -214,11 +182,6 @@ class EvalConfig:
                 f"models: expected different names of systems, got {again[0]!r} twice. A model of role aspd has a "
                 "second system, with `-serial` behind its name."
             )
-        known = set(systems)
-        for pair in self.judge.pairs:
-            for name in pair.split("/"):
-                if name not in known:
-                    raise ConfigError(f"judge.pairs: expected systems among {', '.join(sorted(known))}, got {name!r}.")
 
     @property
     def systems(self) -> tuple[System, ...]:

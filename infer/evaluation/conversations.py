@@ -17,12 +17,10 @@ from aspd_jax.files import Log, write_whole
 from aspd_jax.progress import Bar
 from aspd_jax.structure import to_json
 from infer.answers.answer import Result
-from infer.answers.timeline import timeline
 from infer.engine import Engine
 from infer.evaluation.config import DecodingSection, System
 from infer.evaluation.health import health
 from infer.evaluation.questions import Question
-from infer.evaluation.scoring import is_correct
 from infer.offline.journal import append, read_journal
 from infer.request import Mode
 from infer.scheduling.handle import Handle
@@ -85,14 +83,15 @@ class _Conversation:
         return self.over
 
     def record(self) -> dict[str, Any]:
-        whole = len(self._turns) == len(self._question.turns)
+        question, whole = self._question, len(self._turns) == len(self._question.turns)
         last = self._turns[-1]["text"] if whole else ""
+        correct = last.strip() == question.references[-1].strip() if question.exact else None
         return {
-            "question_id": self._question.id,
-            "category": self._question.category,
+            "question_id": question.id,
+            "category": question.category,
             "turns": self._turns,
-            "correct": is_correct(self._question, last),
-            "forks": self._question.forks,
+            "correct": correct,
+            "forks": question.forks,
         } | ({} if self._error is None else {"error": self._error})
 
     def _ask(self) -> None:
@@ -106,8 +105,8 @@ class _Conversation:
 def turn_record(engine: Engine, result: Result, messages: Sequence[str]) -> dict[str, Any]:
     """Return the record of an answer.
 
-    It has the text, the structure, the finish reason, statistics, measures of the structure (`infer.evaluation.health`)
-    and the timeline (`infer.answers.timeline`).
+    It has the text, the structure, the finish reason, statistics, and measures of the structure
+    (`infer.evaluation.health`).
 
     Args:
         messages: all earlier messages of the conversation.
@@ -123,7 +122,6 @@ def turn_record(engine: Engine, result: Result, messages: Sequence[str]) -> dict
         "finish_reason": result.finish_reason,
         "stats": result.stats.to_json(),
         "health": asdict(health(messages, result.structure, result.finish_reason == "stop", count, titles)),
-        "timeline": [list(span) for span in timeline(engine.config, result)],
     }
 
 

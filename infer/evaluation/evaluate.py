@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from aspd_jax.configuration import config_from_dict
-from aspd_jax.endpoint import outside_event_loop
 from aspd_jax.errors import AspdError, CheckpointError, ConfigError
 from aspd_jax.files import Log, write_whole
 from aspd_jax.language_model import LanguageModel, for_conversations, load_model
@@ -27,16 +26,14 @@ from aspd_jax.layout import Layout
 from aspd_jax.likelihood import CHUNK, token_losses
 from aspd_jax.progress import Bar
 from aspd_jax.sizes import next_power
-from aspd_jax.store import Store
 from infer.engine import Engine
 from infer.evaluation.config import EvalConfig, ModelSection
 from infer.evaluation.conversations import answer_questions, write_model_answers
-from infer.evaluation.judge import Answers, judge
 from infer.evaluation.questions import Question
 from infer.evaluation.speed import time_questions
 from infer.offline.journal import append, read_journal
 
-PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy", "scipy", "math-verify")
+PACKAGES = ("aspd-jax", "jax", "jaxlib", "flax", "transformers", "tokenizers", "numpy", "scipy")
 
 
 def run(
@@ -93,39 +90,6 @@ def load(section: ModelSection) -> LanguageModel:
     return lm
 
 
-@outside_event_loop
-def judge_run(config: EvalConfig, questions: Mapping[str, Sequence[Question]], output: Path) -> list[str]:
-    """Judge the answers of a run that have not been judged yet.
-
-    Returns:
-        Descriptions of missing judgments; calling again requests them again.
-    """
-    missing = []
-    store = Store(output / "judge.db")
-    try:
-        for bench, asked in questions.items():
-            answers = []
-            for system in config.systems:
-                records = read_journal(answers_file(output, bench, system.name))
-                turns = {r["question_id"]: [t["text"] for t in r["turns"]] for r in records if "error" not in r}
-                answers.append(Answers(system.name, turns))
-            outcome = judge(config, asked, answers, store)
-            folder = output / "model_judgment" / bench
-            for name, records in (("single", outcome.single), ("pair", outcome.pairs)):
-                write_whole(
-                    folder / f"{name}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
-                )
-            if outcome.unanswered:
-                missing.append(f"{bench}: {outcome.unanswered} judgments have no reply")
-            if outcome.malformed:
-                missing.append(
-                    f"{bench}: {outcome.malformed} replies had no verdict, after {config.judge.attempts} attempts"
-                )
-    finally:
-        store.close()
-    return missing
-
-
 def answers_file(output: Path, bench: str, system: str) -> Path:
     """Return the file with the answers of a system."""
     return output / "answers" / bench / f"{system}.jsonl"
@@ -159,7 +123,7 @@ def _claim(
     if (output / "config.json").exists():
         old_config, old_environment = read_run(output)
         before, old_hashes = json.loads(json.dumps(asdict(old_config))), old_environment["questions"]
-        different = [key for key in settings if key != "judge" and settings[key] != before[key]]
+        different = [key for key in settings if settings[key] != before[key]]
         different += [f"the questions of {bench}" for bench in hashes if old_hashes.get(bench) != hashes[bench]]
         if different:
             raise ConfigError(

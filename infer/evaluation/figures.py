@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
@@ -26,18 +26,16 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
     """Compute the figures of every benchmark: each system overall and by category, and paired comparisons."""
     results = {}
     for bench, asked in questions.items():
-        answers, timed, scores = {}, {}, defaultdict(list)
+        answers, timed = {}, {}
         for system in config.systems:
             order = [question.id for question in asked]
             answers[system.name] = _in_order(read_journal(answers_file(folder, bench, system.name)), order)
             timed[system.name] = _in_order(read_journal(speed_file(folder, bench, system.name)), order)
-        for judgment in read_journal(folder / "model_judgment" / bench / "single.jsonl"):
-            scores[judgment["model"]].append(judgment)
         likely = {name: read_journal(folder / "likelihood" / bench / f"{name}.jsonl") for name in config.models}
         categories = list(dict.fromkeys(question.category for question in asked))
         systems = {}
         for system in config.systems:
-            records = (answers[system.name], timed[system.name], scores[system.name], likely[system.model])
+            records = (answers[system.name], timed[system.name], likely[system.model])
             systems[system.name] = {
                 "model": system.model,
                 "mode": system.mode,
@@ -49,8 +47,7 @@ def figures(config: EvalConfig, questions: dict[str, Sequence[Question]], folder
             "questions": len(asked),
             "turns": sum(len(question.turns) for question in asked),
             "systems": systems,
-            "comparisons": _comparisons(config, answers, timed, scores),
-            "pairs": _pairs(read_journal(folder / "model_judgment" / bench / "pair.jsonl")),
+            "comparisons": _comparisons(config, answers, timed),
         }
     return results
 
@@ -64,33 +61,18 @@ def _only(records: Sequence[Record], category: str) -> list[Record]:
     return [record for record in records if record["category"] == category]
 
 
-def _summary(
-    answers: Sequence[Record], timed: Sequence[Record], scores: Sequence[Record], likely: Sequence[Record]
-) -> dict[str, Any]:
+def _summary(answers: Sequence[Record], timed: Sequence[Record], likely: Sequence[Record]) -> dict[str, Any]:
     turns = [turn for record in answers for turn in record["turns"]]
     graded = [record["correct"] for record in answers if record["correct"] is not None]
     return {
         "answers": len(turns),
         "errors": sum("error" in record for record in answers),
         "correct": interval([float(right) for right in graded])._asdict() if graded else None,
-        "score": interval(list(_by_question(scores).values()))._asdict() if scores else None,
-        "score_by_turn": {
-            str(turn): interval([s["score"] for s in scores if s["turn"] == turn])._asdict()
-            for turn in sorted({s["turn"] for s in scores})
-        },
         "nats_per_token": interval([r["nats_per_token"] for r in likely])._asdict() if likely else None,
         "bits_per_byte": interval([r["bits_per_byte"] for r in likely])._asdict() if likely else None,
         "structure": _structure(answers, turns),
         "speed": _speed(timed),
     }
-
-
-def _by_question(scores: Iterable[Record]) -> dict[Any, float]:
-    """Return the mean score over the turns of each question."""
-    by_question: dict[Any, list[float]] = defaultdict(list)
-    for score in scores:
-        by_question[score["question_id"]].append(score["score"])
-    return {id: float(np.mean(values)) for id, values in by_question.items()}
 
 
 def _structure(answers: Sequence[Record], turns: Sequence[Record]) -> dict[str, Any]:
@@ -180,17 +162,13 @@ def _relative_spread(runs: Sequence[dict[str, float]]) -> float:
 
 
 def _comparisons(
-    config: EvalConfig,
-    answers: dict[str, list[Record]],
-    timed: dict[str, list[Record]],
-    scores: dict[str, list[Record]],
+    config: EvalConfig, answers: dict[str, list[Record]], timed: dict[str, list[Record]]
 ) -> list[dict[str, Any]]:
     """Compare every system in adaptive mode with every other system, paired by question."""
     measures: dict[str, Callable[[str], dict[Any, float]]] = {
         "right answers": lambda name: {
             record["question_id"]: float(record["correct"]) for record in answers[name] if record["correct"] is not None
         },
-        "judge's score": lambda name: _by_question(scores[name]),
         RATIO: lambda name: {
             record["question_id"]: float(np.log(_rate(record))) for record in timed[name] if _rate(record) > 0
         },
@@ -213,24 +191,3 @@ def _rate(record: Record) -> float:
     """Return the content tokens per second of a conversation."""
     seconds = sum(total(turn["runs"]) for turn in record["turns"])
     return sum(turn["content_tokens"] for turn in record["turns"]) / seconds if seconds else 0.0
-
-
-def _pairs(judgments: Sequence[Record]) -> list[dict[str, Any]]:
-    """Count wins, ties and losses of each pair of systems; `consistent`: share of equal verdicts in both orders."""
-    pairs = []
-    for names in dict.fromkeys((j["model_1"], j["model_2"]) for j in judgments):
-        ours = [j for j in judgments if (j["model_1"], j["model_2"]) == names]
-        worth = [{"model_1": 1.0, "tie": 0.5, "model_2": 0.0}[j["winner"]] for j in ours]
-        pairs.append(
-            {
-                "model_1": names[0],
-                "model_2": names[1],
-                "judgments": len(ours),
-                "wins": worth.count(1.0),
-                "ties": worth.count(0.5),
-                "losses": worth.count(0.0),
-                "consistent": _share(j["g1_winner"] == j["g2_winner"] for j in ours),
-                "win_rate": interval(worth)._asdict(),
-            }
-        )
-    return pairs

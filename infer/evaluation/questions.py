@@ -1,28 +1,21 @@
-"""Question files: FastChat's format, questions about documents, mathematics and multiple choice."""
+"""Question files in FastChat's format."""
 
 from __future__ import annotations
 
 import csv
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from string import ascii_uppercase
 from typing import Any
 
 from aspd_jax.errors import DataError
 from aspd_jax.jsonl import read_lines
 from aspd_jax.record_fields import ANSWERS, check_record
-from infer.evaluation.config import BenchmarkSection, Kind
+from infer.evaluation.config import BenchmarkSection
 
-MATHS = "\n\nThink step by step, and put your final answer within \\boxed{}."
-CHOICE = "\n\nEnd your answer with a line that says: Answer: LETTER"
-READ = (
-    "turns", "question", "problem", "prompt", "documents", "context", "choices", "options", "required_temperature",
-    "reference", *ANSWERS,
-)  # fmt: skip
+READ = ("turns", "question", "problem", "prompt", "required_temperature", "reference", *ANSWERS)
 
 
 @dataclass(frozen=True)
@@ -34,8 +27,7 @@ class Question:
         category: category in the report.
         turns: messages of the user.
         references: right answers, or reference answers, of the first turns; may be fewer than `turns`.
-        scoring: how the last answer is compared with its reference; `chat`: not compared.
-        choices: letters of a multiple choice.
+        exact: whether the last answer is right if it equals the last reference; otherwise they are not compared.
         temperature: temperature that the file requires; None: none.
         forks: whether the right answer has a block, or the question is suitable for one; None: unknown.
     """
@@ -44,8 +36,7 @@ class Question:
     category: str
     turns: tuple[str, ...]
     references: tuple[str, ...] = ()
-    scoring: Kind = "chat"
-    choices: tuple[str, ...] = ()
+    exact: bool = False
     temperature: float | None = None
     forks: bool | None = None
 
@@ -67,7 +58,7 @@ def read_questions(section: BenchmarkSection, left_out: list[str]) -> list[Quest
     before = len(left_out)
     for number, record, reason in read_lines(file):
         try:
-            question = _question(_object(record, reason), number, section.kind, references)
+            question = _question(_object(record, reason), number, references)
             if question.id in questions:
                 raise DataError(f"id: expected different ids, got {question.id!r} twice")
             questions[question.id] = replace(question, forks=suitable.get(question.turns[0], question.forks))
@@ -155,37 +146,24 @@ def select_evenly(questions: Iterable[Question], limit: int) -> list[Question]:
     return [candidates[place] for place in sorted(place for _, _, place in in_turn[:limit])]
 
 
-def _question(
-    record: dict[str, Any], number: int, kind: Kind, references: dict[str | int, tuple[str, ...]]
-) -> Question:
+def _question(record: dict[str, Any], number: int, references: dict[str | int, tuple[str, ...]]) -> Question:
     id = _first(record, "question_id", "id", "unique_id", default=number)
     if not isinstance(id, (str, int)):
         raise DataError(f'"question_id": expected a string or a number, got {id!r:.60}.')
     turns = _turns(record)
     check_record(record, READ, turns)
-    documents = _first(record, "documents", "context")
-    if documents is not None:
-        turns = (f"{_documents(documents)}\n\n{turns[0]}", *turns[1:])
     reference = _first(record, "reference", "answer", "solution")
     answers = () if reference is None else _texts(reference)
     temperature = record.get("required_temperature")
     if temperature is not None and not (isinstance(temperature, (int, float)) and 0 <= temperature < inf):
         raise DataError(f'"required_temperature": expected a number from 0, got {temperature!r:.60}.')
-    question = Question(
+    return Question(
         id=id,
         category=str(record.get("category") or record.get("subject") or "all"),
         turns=turns,
         references=references.get(id, answers),
-        scoring=kind,
         temperature=temperature,
     )
-    if kind == "maths":
-        return _with_answer(question, final_answer(answers[0] if answers else ""), MATHS)
-    if kind == "choice":
-        return _choice(question, record)
-    if kind == "exact":
-        return _with_answer(question, answers[0] if answers else "", "")
-    return question
 
 
 def _turns(record: dict[str, Any]) -> tuple[str, ...]:
@@ -196,43 +174,3 @@ def _turns(record: dict[str, Any]) -> tuple[str, ...]:
             f'"turns": expected a list of strings (or one in "question", "problem" or "prompt"), got {turns!r:.60}.'
         )
     return tuple(turns)
-
-
-def _documents(documents: Any) -> str:
-    items = documents if isinstance(documents, list) else [documents]
-    texts = [item.get("text", item.get("content")) if isinstance(item, dict) else item for item in items]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise DataError(f'"documents": expected texts, or objects with a "text", got {documents!r:.60}.')
-    return "\n\n".join(f"Document {number}:\n{text}" for number, text in enumerate(texts, 1))
-
-
-def _with_answer(question: Question, answer: str, instruction: str) -> Question:
-    if not answer:
-        raise DataError('"answer": expected a reference, got none')
-    *before, last = question.turns
-    return replace(question, turns=(*before, last + instruction), references=(answer,))
-
-
-def _choice(question: Question, record: dict[str, Any]) -> Question:
-    choices = _first(record, "choices", "options")
-    if not isinstance(choices, list) or not 2 <= len(_texts(choices)) <= len(ascii_uppercase):
-        raise DataError(f'"choices": expected a list of 2 to 26 texts, got {choices!r:.60}.')
-    letters = ascii_uppercase[: len(choices)]
-    right = record.get("answer")
-    if isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(choices):
-        letter = letters[right]
-    elif isinstance(right, str) and right.strip().upper() in tuple(letters):
-        letter = right.strip().upper()
-    elif right in choices:
-        letter = letters[choices.index(right)]
-    else:
-        raise DataError(f'"answer": expected a letter, a number from 0, or one of the choices, got {right!r:.60}.')
-    listed = "\n".join(f"{name}. {text}" for name, text in zip(letters, choices, strict=True))
-    turn = f"{question.turns[-1]}\n\n{listed}{CHOICE}"
-    return replace(question, turns=(*question.turns[:-1], turn), references=(letter,), choices=tuple(letters))
-
-
-def final_answer(answer: str) -> str:
-    """Return the text after GSM8K's `####`, or the whole text if there is none."""
-    match = re.search(r"####\s*(.+?)\s*$", answer)
-    return match[1] if match else answer.strip()

@@ -1,119 +1,32 @@
-"""Report of an evaluation as Markdown, a self-contained HTML page and JSON, with plots."""
+"""Report of an evaluation as Markdown and JSON."""
 
 from __future__ import annotations
 
-import html
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from markdown_it import MarkdownIt
-
 from aspd_jax.files import write_whole
-from aspd_jax.pictures import page
-from infer.answers.timeline import Span
 from infer.evaluation.config import EvalConfig
-from infer.evaluation.evaluate import answers_file
 from infer.evaluation.figures import RATIO, figures
 from infer.evaluation.questions import Question
-from infer.offline.journal import read_journal
-
-# Published results (protocol, section 10) by prefix of the benchmark's name: model, Ori, Seq, ASPD, speed-up.
-PUBLISHED = {
-    "vicuna": [
-        ("Vicuna-7B, judge's score", "6.21", "7.70", "7.74", "1.85x mean, up to 3.19x"),
-        ("Qwen2.5-7B, judge's score", "", "9.11", "9.03", ""),
-    ],
-    "mt": [
-        ("Vicuna-7B, judge's score", "4.86", "5.59", "5.59", "1.30x"),
-        ("Qwen2.5-7B, judge's score", "7.82", "7.98", "8.15", ""),
-    ],
-    "rag": [("Vicuna-7B", "", "", "", "1.46x")],
-    "math": [("Qwen2.5-32B, MATH-500, accuracy", "82.00", "94.40", "94.00", "1.17x")],
-    "aime": [
-        ("Qwen2.5-32B, AIME 2024, accuracy", "17.5", "58.75", "62.08", "1.04x"),
-        ("Qwen2.5-32B, AIME 2025, accuracy", "12.5", "47.92", "50.00", "1.08x"),
-    ],
-}
 
 
 def write_report(
     config: EvalConfig, environment: dict[str, Any], questions: dict[str, Sequence[Question]], folder: Path
 ) -> str:
-    """Write report.md, report.html, report.json and the plots, and return the Markdown."""
+    """Write report.md and report.json, and return the Markdown."""
     results = figures(config, questions, folder)
-    plots = _plot(config, results, folder)
-    text = markdown(config, environment, results, plots)
+    text = markdown(config, environment, results)
     settings = json.loads((folder / "config.json").read_text())
     whole = {"environment": environment, "config": settings, "figures": results}
     write_whole(folder / "report.json", json.dumps(whole, indent=1, allow_nan=False, default=str) + "\n")
     write_whole(folder / "report.md", text + "\n")
-    write_whole(folder / "report.html", report_page(text, folder))
     return text
 
 
-def _plot(config: EvalConfig, results: dict[str, Any], folder: Path) -> dict[str, list[str]]:
-    """Draw the plots that the results allow, and return their file names by benchmark."""
-    from infer.plots import draw_timeline, plot_distribution, plot_quality, plot_speedups, save_figure
-
-    drawn: dict[str, list[str]] = {}
-    for bench, result in results.items():
-        names = drawn.setdefault(bench, [])
-        systems = result["systems"]
-        for name, system in systems.items():
-            if system["mode"] != "adaptive" or not system["all"]["speed"]:
-                continue
-            by_category = {
-                category: summary["speed"]["realised"]
-                for category, summary in system["categories"].items()
-                if summary["speed"] and summary["speed"]["realised"]
-            }
-            if by_category:
-                file = f"plots/{bench}-{name}-speedups.svg"
-                plot_speedups(by_category, f"{bench}: {name} over its serial mode", folder / file)
-                names.append(file)
-                file = f"plots/{bench}-{name}-distribution.svg"
-                plot_distribution(system["all"]["speed"]["realised_all"], f"{bench}: {name}", folder / file)
-                names.append(file)
-            turn = _widest(folder, bench, name)
-            if turn is not None:
-                file = f"plots/{bench}-{name}-timeline.svg"
-                spans = [Span(*span) for span in turn["timeline"]]
-                save_figure(draw_timeline(spans, f"{bench}: an answer of {name}"), folder / file)
-                names.append(file)
-        points = {
-            name: (system["all"]["speed"]["content_per_second"], quality[1])
-            for name, system in systems.items()
-            if system["all"]["speed"] and (quality := _quality(system["all"]))
-        }
-        if len(points) > 1:
-            file = f"plots/{bench}-quality.svg"
-            label = next(_quality(system["all"]) for system in systems.values() if _quality(system["all"]))[0]
-            plot_quality(points, label, bench, folder / file)
-            names.append(file)
-    return drawn
-
-
-def _quality(summary: dict[str, Any]) -> Any:
-    """Return the name of the quality measure and its interval; None if quality was not measured."""
-    for key, label in (("score", "judge's score"), ("correct", "share of right answers")):
-        if summary[key]:
-            return label, summary[key]
-    return None
-
-
-def _widest(folder: Path, bench: str, system: str) -> dict[str, Any] | None:
-    """Return the answer with a block that has the highest ideal speed-up; None: no answer has a block."""
-    turns = [turn for record in read_journal(answers_file(folder, bench, system)) for turn in record["turns"]]
-    forked = [turn for turn in turns if turn["stats"]["blocks"] and turn["timeline"]]
-    return max(forked, key=lambda turn: turn["stats"]["ideal_speedup"], default=None)
-
-
-def markdown(
-    config: EvalConfig, environment: dict[str, Any], results: dict[str, Any], plots: dict[str, list[str]]
-) -> str:
+def markdown(config: EvalConfig, environment: dict[str, Any], results: dict[str, Any]) -> str:
     """Return the report as Markdown."""
     lines = ["# Evaluation", ""]
     lines += _setting(config, environment)
@@ -122,7 +35,7 @@ def markdown(
         lines += [f"## {bench}", "", f"{result['questions']} questions, {result['turns']} turns ({section.kind}).", ""]
         systems = result["systems"]
         lines += ["### Quality", ""] + _quality_table({name: s["all"] for name, s in systems.items()}) + [""]
-        lines += _comparison_table(result["comparisons"]) + _pair_table(result["pairs"])
+        lines += _comparison_table(result["comparisons"])
         speeds = {name: s["all"]["speed"] for name, s in systems.items() if s["all"]["speed"]}
         if speeds:
             lines += ["### Speed", ""] + _speed_table(speeds) + [""]
@@ -130,8 +43,6 @@ def markdown(
         for name, system in systems.items():
             if len(system["categories"]) > 1:
                 lines += [f"### {name}, by category", ""] + _category_table(system["categories"]) + [""]
-        lines += [line for file in plots.get(bench, ()) for line in (f"![{Path(file).stem}]({file})", "")]
-        lines += _published(bench)
     if environment.get("left_out"):
         lines += ["## Invalid lines of question files", "", *(f"* {line}" for line in environment["left_out"]), ""]
     lines += _repeat(environment)
@@ -156,20 +67,14 @@ def _setting(config: EvalConfig, environment: dict[str, Any]) -> list[str]:
 
 
 def _quality_table(systems: dict[str, Any]) -> list[str]:
-    scored = any(s["score"] for s in systems.values())
-    turns = sorted({turn for s in systems.values() for turn in s["score_by_turn"]})
     graded = any(s["correct"] for s in systems.values())
     likely = any(s["bits_per_byte"] for s in systems.values())
     head = ["system", "answers", "errors"]
-    head += ["judge's score", *(f"turn {turn}" for turn in turns if len(turns) > 1)] if scored else []
     head += ["right"] if graded else []
     head += ["reference, bits per byte", "nats per token"] if likely else []
     rows = []
     for name, s in systems.items():
         cells = [name, str(s["answers"]), str(s["errors"])]
-        if scored:
-            cells.append(_around(s["score"], "{:.2f}"))
-            cells += [_around(s["score_by_turn"].get(turn), "{:.2f}") for turn in turns if len(turns) > 1]
         cells += [_around(s["correct"], "{:.1f}", 100, " %")] if graded else []
         if likely:
             cells += [_around(s["bits_per_byte"], "{:.3f}"), _around(s["nats_per_token"], "{:.3f}")]
@@ -187,20 +92,6 @@ def _comparison_table(comparisons: Sequence[dict[str, Any]]) -> list[str]:
         mean = f"{mean} [{low}, {high}]"
         rows.append([c["ours"], c["theirs"], c["what"], str(c["values"]), mean, f"{c['p']:.4f}"])
     return [*_table(["system", "against", "what", "questions", "mean difference, or ratio", "p"], rows), ""]
-
-
-def _pair_table(pairs: Sequence[dict[str, Any]]) -> list[str]:
-    if not pairs:
-        return []
-    rows = [
-        [
-            p["model_1"], p["model_2"], str(p["judgments"]), str(p["wins"]), str(p["ties"]), str(p["losses"]),
-            _around(p["win_rate"], "{:.1f}", 100, " %"), _percent(p["consistent"]),
-        ]
-        for p in pairs
-    ]  # fmt: skip
-    head = ["system", "against", "judgments", "wins", "ties", "losses", "wins, ties by half", "same in both orders"]
-    return [*_table(head, rows), ""]
 
 
 def _speed_table(systems: dict[str, Any]) -> list[str]:
@@ -274,28 +165,20 @@ def _structure_table(systems: dict[str, Any]) -> list[str]:
 def _category_table(categories: dict[str, Any]) -> list[str]:
     rows = []
     for name, s in categories.items():
-        quality, speed = _quality(s), s["speed"]
+        speed = s["speed"]
         rows.append(
             [
                 name,
                 str(s["answers"]),
-                _around(quality[1], "{:.2f}") if quality else "",
+                _around(s["correct"], "{:.2f}"),
                 _percent(s["structure"]["trigger_rate"]),
                 f"{s['structure']['ideal']:.2f}x",
                 _around(speed["realised"], "{:.2f}", 1, "x") if speed and speed["realised"] else "",
                 _around(speed["content_per_second"], "{:.0f}") if speed else "",
             ]
         )
-    head = ["category", "answers", "quality", "trigger rate", "ideal", "realised", "content tokens/s"]
+    head = ["category", "answers", "right", "trigger rate", "ideal", "realised", "content tokens/s"]
     return _table(head, rows)
-
-
-def _published(bench: str) -> list[str]:
-    rows = next((rows for start, rows in PUBLISHED.items() if bench.lower().startswith(start)), None)
-    if rows is None:
-        return []
-    head = ["published (models, judge and hardware of the paper)", "Ori", "Seq", "ASPD", "speed-up of ASPD"]
-    return [*_table(head, [list(row) for row in rows]), ""]
 
 
 def _repeat(environment: dict[str, Any]) -> list[str]:
@@ -332,15 +215,3 @@ def _percent(share: float | None) -> str:
 
 def _number(value: float | None, form: str = "{:.2f}") -> str:
     return "" if value is None else form.format(value)
-
-
-def report_page(text: str, folder: Path) -> str:
-    """Return the report as one HTML page that contains the plots."""
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-
-    def inline(match: re.Match[str]) -> str:
-        svg = (folder / html.unescape(match[1])).read_text()
-        return svg[svg.index("<svg") :]
-
-    body = re.sub(r'<img src="([^"]+\.svg)"[^>]*>', inline, body)
-    return page("Evaluation", body)

@@ -7,9 +7,9 @@ job resumes from the journal.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from aspd_jax.files import Log, replacing
 from aspd_jax.jsonl import Line, read_lines
 from aspd_jax.partitions import digest
 from aspd_jax.progress import Bar, waiting
-from aspd_jax.ray_pool import Task, run_here
 from aspd_jax.record_fields import ANSWERS, check_record
 from aspd_jax.sources import parse_messages, read_rows
 from aspd_jax.structure import to_json
@@ -112,43 +111,29 @@ def _item(line: Line, chat: bool, instruction: str) -> Item:
     return Item(number, name, [*parsed[:-1], asked_last], kind | {"messages": parsed})
 
 
-class Answering:
-    """Worker that answers items with an engine, in this process or as an actor (`aspd_jax.ray_pool.Worker`).
+def answer_items(engine: Engine, job: Job, items: Iterable[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
+    """Yield items with the records of their answers, in the order in which they end.
 
-    Args:
-        engine: engine.
-        source: name of the input, for errors.
-        params: sampling parameters. The seed of an item is `params.seed` (default 0) plus its line, and different for
-            every sample, so that answers do not depend on interruptions and on the worker.
-        mode: decoding mode.
-
-    Attributes:
-        capacity: maximum number of items that it holds: twice the batch, so that rows do not wait for new requests.
+    The engine holds at most twice its batch, so that rows do not wait for new requests. The seed of an item follows
+    from its line and sample, so that answers do not depend on interruptions.
     """
-
-    def __init__(self, engine: Engine, source: str, params: SamplingParams, mode: Mode) -> None:
-        self.engine, self.source, self.params, self.mode = engine, source, params, mode
-        self.capacity = 2 * engine.max_batch
-        self._running: list[tuple[Item, Handle]] = []
-
-    def advance(self, new: Sequence[Task]) -> list[Task]:
-        """Submit new items, decode some steps, and return the records of those that have ended, by line and sample."""
-        ended: list[Task] = []
-        for key, item in new:
+    left, running = deque(items), list[tuple[Item, Handle]]()
+    while left or running:
+        while left and len(running) < 2 * engine.max_batch:
+            item = left.popleft()
             try:
                 if item.prompt is None:
                     raise DataError(item.error)
-                seed = (self.params.seed or 0) + item.line + item.sample * SAMPLE_SEEDS
-                params = replace(self.params, seed=seed % (1 << 32))
-                self._running.append((item, self.engine.submit(item.prompt, params, self.mode)))
+                seed = (job.params.seed or 0) + item.line + item.sample * SAMPLE_SEEDS
+                params = replace(job.params, seed=seed % (1 << 32))
+                running.append((item, engine.submit(item.prompt, params, job.mode)))
             except AspdError as error:
-                ended.append((key, {"id": item.id, "error": f"{self.source}, line {item.line}: {error}"}))
-        self.engine.step(STEPS)
-        for item, handle in self._running:
+                yield item, {"id": item.id, "error": f"{job.source}, line {item.line}: {error}"}
+        engine.step(STEPS)
+        for item, handle in running:
             if handle.result is not None:
-                ended.append(((item.line, item.sample), _record(item, handle.result)))
-        self._running = [(item, handle) for item, handle in self._running if handle.result is None]
-        return ended
+                yield item, _record(item, handle.result)
+        running = [(item, handle) for item, handle in running if handle.result is None]
 
 
 @dataclass(frozen=True)
@@ -158,7 +143,8 @@ class Job:
     Attributes:
         source: JSONL or Parquet file of prompts, see `read_prompts`.
         output: JSONL file of records; must not exist.
-        params: sampling parameters, see `Answering`.
+        params: sampling parameters. The seed of an item is `params.seed` (default 0) plus its line, and different for
+            every sample.
         mode: decoding mode.
         chat, instruction: see `read_prompts`.
         samples: answers to every prompt, one record each, with the number of the `sample` if there are several.
@@ -184,16 +170,6 @@ def generate_file(engine: Engine, job: Job) -> Outcome:
         DataError: the input cannot be read, or is empty.
         RequestError: the output exists, or its journal has answers to another input or with other settings.
     """
-    return write_answers(partial(run_here, Answering(engine, str(job.source), job.params, job.mode)), job)
-
-
-def write_answers(answer: Callable[[Iterator[Task]], Iterator[Task]], job: Job) -> Outcome:
-    """Answer the prompts of a file that have no answer in the journal, and write all answers; see `generate_file`.
-
-    Args:
-        answer: function from the waiting items, by line and sample, to their records in the order in which they end.
-        job: prompts and settings.
-    """
     prompts = read_prompts(job.source, job.chat, job.instruction)
     items = [item._replace(sample=number) for item in prompts for number in range(job.samples)]
     settings = {"input": digest(str(job.source)), "mode": job.mode, "chat": job.chat, "samples": job.samples}
@@ -205,19 +181,19 @@ def write_answers(answer: Callable[[Iterator[Task]], Iterator[Task]], job: Job) 
         )
     done = _read_answers(journal, settings)
     resumed = len(done)
-    todo = [((item.line, item.sample), item) for item in items if (item.line, item.sample) not in done]
+    todo = [item for item in items if (item.line, item.sample) not in done]
     with Log(journal) as log:
         if not resumed and journal.stat().st_size == 0:
             append(log, settings)
-        records = answer(iter(todo))
+        records = answer_items(engine, job, todo)
         with waiting("compiling, and answering the first prompts", job.progress):
             first = list(islice(records, 1))
         with Bar(total=len(items), initial=resumed, unit="answer", disable=not job.progress) as bar:
-            for (line, sample), record in chain(first, records):
+            for item, record in chain(first, records):
                 if job.samples > 1:
-                    record["sample"] = sample
-                append(log, {"line": line} | record)
-                done[line, sample] = record
+                    record["sample"] = item.sample
+                append(log, {"line": item.line} | record)
+                done[item.line, item.sample] = record
                 bar.update()
     with replacing(job.output) as file:
         for item in items:

@@ -62,8 +62,8 @@ def finish(result: Result) -> str:
 
 
 def reply(answer: Answer) -> Response:
-    """Return the HTTP response of an answer: JSON, or a stream that ends with `[DONE]` unless it failed."""
-    return JSONResponse(answer) if isinstance(answer, dict) else stream(answer, data, "data: [DONE]\n\n")
+    """Return the HTTP response of an answer: JSON, or a stream."""
+    return JSONResponse(answer) if isinstance(answer, dict) else stream(answer)
 
 
 async def name_ignored(response: Response, ignored: Callable[[], Sequence[str]]) -> Response:
@@ -79,13 +79,11 @@ async def name_ignored(response: Response, ignored: Callable[[], Sequence[str]])
     return response
 
 
-def stream(batches: Chunks, spell: Callable[[dict[str, Any]], str], end: str = "") -> Response:
-    """Return a stream of server-sent events.
+def stream(batches: Chunks) -> Response:
+    """Return a stream of server-sent events, which ends with `[DONE]` unless it failed.
 
     Args:
         batches: lists of chunks that are sent together; the last chunk may be an error.
-        spell: formats a chunk as a server-sent event.
-        end: text after the last chunk, unless it was an error.
     """
 
     async def events() -> AsyncIterator[str]:
@@ -93,9 +91,9 @@ def stream(batches: Chunks, spell: Callable[[dict[str, Any]], str], end: str = "
         async with aclosing(batches):  # closing cancels the requests of a client that disconnects
             async for batch in batches:
                 failed |= any("error" in value for value in batch)
-                yield "".join(map(spell, batch))  # one write for all of them
-        if end and not failed:
-            yield end
+                yield "".join(map(data, batch))  # one write for all of them
+        if not failed:
+            yield "data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 

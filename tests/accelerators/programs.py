@@ -13,9 +13,8 @@ from typing import Any
 import jax
 
 from aspd.aot.abstract import abstract_model
-from aspd.aot.decode import bucket_for, needed_bytes, needed_collective_bytes, trace_steps
-from aspd.aot.hlo import Array, instructions
-from aspd.aot.report import Compiled, Needed, compile_for
+from aspd.aot.decode import bucket_for, needed_bytes, trace_steps
+from aspd.aot.report import Compiled, compile_for
 from aspd.aot.topology import open_topology
 from aspd_jax.language_model import LanguageModel
 from aspd_jax.model.cache import Bucket
@@ -23,6 +22,7 @@ from aspd_jax.shapes import SHAPES
 from aspd_jax.sharding import make_mesh
 from infer.bench.decoding import SEPARATOR
 from infer.engine import Engine
+from tests.helpers.hlo import Array, instructions
 
 LAYERS = 4
 
@@ -84,7 +84,7 @@ def decoding(case: Case) -> Decoding:
     lm = abstract_model(config, on, mesh)
     engine = Engine(lm, max_length=case.slots, max_batch=case.batch, separator_ids=SEPARATOR)
     bucket = case.bucket or bucket_for(engine, case.width)
-    needed = Needed(needed_bytes(lm, engine, on), needed_collective_bytes(lm, bucket))
+    needed = needed_bytes(lm, engine, on)
     compiled = compile_for(trace_steps(lm, engine, on, bucket), on, 1 if mesh is None else mesh.size, needed)
     assert compiled.fits, f"{case}: {compiled.fit}"
     return Decoding(lm, bucket, compiled)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 import aspd
 from aspd_jax import LanguageModel, save_model
@@ -21,9 +20,8 @@ from aspd_jax.files import Log, refusal, replacing, write_folder, write_whole
 from aspd_jax.formats import open_checkpoint
 from aspd_jax.formats.folder import convert
 from aspd_jax.language_model import save_adapter
-from aspd_jax.store import Reply, Store
+from aspd_jax.pipeline.store import Reply, Store
 from infer.offline.journal import append, read_journal
-from infer.plots import save_figure
 from tests.aspd_jax.formats.test_gguf_writer import gguf_ready
 from tests.aspd_jax.formats.test_peft_adapters import CASES, as_if_trained, base_folder
 from tests.conftest import ROOT
@@ -168,7 +166,6 @@ def write_converted(path: Path, lm: LanguageModel) -> None:
 
 WRITERS: dict[str, Callable[[Path, LanguageModel], Any]] = {
     "text": lambda path, lm: write_whole(path, "x" * 5000),
-    "picture.svg": lambda path, lm: save_figure(Figure(), path),
     "folder": lambda path, lm: save_model(lm, path),
     "converted": write_converted,
     "adapter": lambda path, lm: save_adapter(lm, path, "tiny"),

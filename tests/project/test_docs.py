@@ -20,7 +20,6 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 # Too long for a test, even in small; they are taken apart here, and run small by tests of their own.
 ELSEWHERE = {
     "aspd data build answers.jsonl --config configs/smollm2": "test_pipeline.py",
-    "aspd data import": "test_imports.py",
     "aspd convert": "test_gguf.py",
     "aspd generate --model DIR --adapter": "test_peft_adapters.py",
     "aspd generate --model smollm2": "test_batch.py",
@@ -34,8 +33,6 @@ ELSEWHERE = {
     "aspd export": "test_cli.py",
     "aspd proxy": "test_proxy.py",
     "aspd serve": "test_server.py",
-    "aspd data build FILE.jsonl --output data/mine --ray": "test_ray_build.py",
-    "aspd generate --model DIR --input prompts.jsonl --output answers.jsonl --batch 16 --ray": "test_ray.py",
 }
 TINY = ["model.checkpoint=DIR", "data.train=train.jsonl", "steps=1", "data.rows=8", "data.length=256"]
 TINY += ["optimiser.accumulate=1", "evaluate_batches=0", "model.dtype=float32", "tensorboard=false"]

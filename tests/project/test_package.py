@@ -57,7 +57,7 @@ def test_the_wheel(built: Path) -> None:
     configs = [file.relative_to(ROOT).as_posix() for file in (ROOT / "configs").rglob("*") if file.is_file()]
     assert {f"aspd_jax/{name}" for name in configs if not name.endswith(".mk")} <= set(names)
     assert {f"{top}/py.typed" for top in ("aspd", "aspd_jax", "train", "infer")} <= set(names)
-    assert "infer/server/page.html" in names and "infer/evaluation/judge_prompts.jsonl" in names
+    assert "infer/server/page.html" in names and "infer/evaluation/field_texts.jsonl" in names
 
 
 def test_the_sdist(built: Path) -> None:

@@ -31,7 +31,7 @@ def test_stages_of_a_model(model: str) -> None:
     for command in commands:
         assert callable(aspd.build_parser().parse_args(command).run)
     words = [" ".join(command[:2]) for command in commands]
-    assert words[0] == "data questions" and words.index("data build") == 1 + words.count("generate --model")
+    assert words.index("data build") == words.count("generate --model") > 0
     assert words[-4:-2] == [f"train configs/{model}/{name}.yaml" for name in ("aspd", "seq")]
     assert words[-2:] == ["eval run", "eval run"]
 

@@ -100,10 +100,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lockstep": CORE,
     "bench": CORE,
     "offline": CORE | {"bench"},
-    "plots": {"answers", "bench"},
+    "plots": {"answers"},
     "server": CORE | {"lockstep"},
     "proxy": {"answers", "request", "server"},
-    "evaluation": CORE | {"bench", "offline", "plots"},
+    "evaluation": CORE | {"bench", "offline"},
 }
 PACKAGES = {"decode", "scheduling", "answers", "bench", "offline", "server", "proxy", "evaluation", "launch"}
 MAX_LEVELS = 7

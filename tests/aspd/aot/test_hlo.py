@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from aspd.aot.hlo import Array, count_collectives, instructions
 from aspd.aot.report import product_flops
 from aspd.aot.topology import open_topology
 from aspd_jax.errors import ConfigError
 from aspd_jax.sharding import make_mesh, named_sharding
+from tests.helpers.hlo import Array, count_collectives, instructions
 
 BY_HAND = """HloModule jit_f, is_scheduled=true, entry_computation_layout={()->()}
 

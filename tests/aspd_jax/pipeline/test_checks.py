@@ -10,8 +10,8 @@ import pytest
 from aspd_jax.blocks.checks import find_dependence
 from aspd_jax.blocks.extract import propose
 from aspd_jax.blocks.spans import BlockSpan, BranchSpan
-from aspd_jax.endpoint import parse_json
 from aspd_jax.errors import DataError
+from aspd_jax.pipeline.endpoint import parse_json
 from aspd_jax.pipeline.teacher import SCHEMAS
 
 

@@ -140,15 +140,7 @@ def test_mistakes_are_named(built: Path, override: str, message: str, capsys: An
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_held_out_follow_ups_are_refused(built: Path, capsys: Any) -> None:
-    config, output = str(ROOT / "configs/questions.yaml"), built / "questions.jsonl"
-    command = ["data", "questions", config, "--after", str(built / "in.jsonl"), "--output", str(output)]
-    assert aspd.main([*command, "--held-out"]) == 2
-    assert "--held-out: expected no --after" in capsys.readouterr().err and not output.exists()
-    assert aspd.main(command) == 0 and output.exists()
-
-
-@pytest.mark.parametrize("command", ["build", "show", "stats", "questions"])
+@pytest.mark.parametrize("command", ["build", "show", "stats"])
 def test_a_file_without_a_usable_record_is_an_error(command: str, capsys: Any, tmp_path: Path) -> None:
     file, output = tmp_path / "bad.jsonl", tmp_path / "out"
     file.write_bytes(b"x\n\xff\n")
@@ -156,7 +148,6 @@ def test_a_file_without_a_usable_record_is_an_error(command: str, capsys: Any, t
         "build": [str(file), "--output", str(output)],
         "show": [str(file)],
         "stats": [str(file)],
-        "questions": [str(ROOT / "configs/questions.yaml"), "--after", str(file), "--output", str(output)],
     }[command]
     assert aspd.main(["data", command, *arguments]) == 2
     assert "no record can be used; the first: " in (said := capsys.readouterr().err) and "line 1: not JSON" in said

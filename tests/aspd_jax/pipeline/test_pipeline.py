@@ -270,7 +270,7 @@ def test_likelihood_decides(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_two_processes_cannot_share_a_store(tmp_path: Path) -> None:
-    from aspd_jax.store import Store
+    from aspd_jax.pipeline.store import Store
 
     store = Store(tmp_path / "work.sqlite")
     store.add_reply("key", ("text", 1, 2))  # type: ignore[arg-type]

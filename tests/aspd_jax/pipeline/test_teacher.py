@@ -112,7 +112,7 @@ def test_a_vote_without_a_reply_leaves_the_record_for_the_next_run(source: Path,
         reasons = [row["reason"] for row in lines(tmp_path / "out" / "rejected.jsonl") if row["stage"] == "teacher"]
         assert len(reasons) == 2 and all(reason.startswith("judge: ") for reason in reasons)
         broken = False
-        assert not build(config, str(source), tmp_path / "out", progress=False, workers=2).unanswered
+        assert not build(config, str(source), tmp_path / "out", progress=False).unanswered
     with TeacherServer(faithful) as server:
         build(teacher(server), str(source), tmp_path / "whole", progress=False)
     for name in ("structured", "plain", "rejected"):

@@ -1,6 +1,6 @@
 """Instructions of a compiled program, read from its text (optimised HLO), with the loops around them.
 
-Memory is XLA's own analysis; this reads what that does not tell, such as collectives.
+Memory is XLA's own analysis. Tests read here what it does not tell: copies, sorts and collectives.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,47 +32,6 @@ class Reply(NamedTuple):
     text: str
     prompt_tokens: int
     completion_tokens: int
-
-
-class Row(NamedTuple):
-    """The result of a stage for an answer.
-
-    Attributes:
-        answer: key of the answer.
-        stage: name of the stage.
-        made_of: hash of the inputs of the stage.
-        value: the result as JSON.
-    """
-
-    answer: str
-    stage: str
-    made_of: str
-    value: str
-
-
-class Results:
-    """Stage results in memory, with the access of `Store`.
-
-    Args:
-        rows: results of earlier runs.
-
-    Attributes:
-        added: results of `put`.
-    """
-
-    def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._rows = {(row.answer, row.stage): row for row in rows}
-        self.added: list[Row] = []
-
-    def get(self, answer: str, stage: str, made_of: str) -> Any:
-        """Return the result of a stage for an answer, or None; see `Store.get`."""
-        row = self._rows.get((answer, stage))
-        return json.loads(row.value) if row and row.made_of == made_of else None
-
-    def put(self, answer: str, stage: str, made_of: str, value: Any) -> None:
-        """Add the result of a stage for an answer."""
-        row = self._rows[answer, stage] = Row(answer, stage, made_of, json.dumps(value, ensure_ascii=False))
-        self.added.append(row)
 
 
 class Store:
@@ -136,22 +95,17 @@ class Store:
 
     def put(self, answer: str, stage: str, made_of: str, value: Any) -> None:
         """Store the result of a stage for an answer; see `get`."""
-        self.put_all([Row(answer, stage, made_of, json.dumps(value, ensure_ascii=False))])
+        row = (answer, stage, made_of, json.dumps(value, ensure_ascii=False))
+        with writing(self._file):
+            self._db.execute("INSERT OR REPLACE INTO stages VALUES (?, ?, ?, ?)", row)
 
-    def rows(self, records: Iterable[int]) -> list[Row]:
-        """Return the stored results of all stages for the answers of some records, by their numbers.
-
-        The key of an answer is the number of its record, a slash and its place.
-        """
-        query = "SELECT * FROM stages WHERE answer >= ? AND answer < ?"
-        return [Row(*row) for n in records for row in self._db.execute(query, (f"{n}/", f"{n}0"))]
-
-    def put_all(self, rows: Sequence[Row]) -> None:
-        """Store results in one transaction: a killed process has stored all of them or none."""
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Store the results of a block in one transaction: a killed process has stored all of them or none."""
         with writing(self._file):
             self._db.execute("BEGIN")
             try:
-                self._db.executemany("INSERT OR REPLACE INTO stages VALUES (?, ?, ?, ?)", rows)
+                yield
                 self._db.execute("COMMIT")
             finally:
                 if self._db.in_transaction:

@@ -7,85 +7,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
-from aspd_jax.configuration import at_least
-from aspd_jax.errors import ConfigError, DataError, RequestError
-from aspd_jax.layout import check_choice
-from aspd_jax.store import Reply, Store
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-Schema = Literal["auto", "schema", "object", "none"]
-
-
-def outside_event_loop(work: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a function that runs an event loop, so that it works inside a running loop, such as in a notebook."""
-
-    @wraps(work)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return work(*args, **kwargs)
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(work, *args, **kwargs).result()
-
-    return wrapped
-
-
-@dataclass(frozen=True)
-class EndpointSection:
-    """Settings of an endpoint.
-
-    Attributes:
-        base_url: URL of the endpoint, such as `http://127.0.0.1:8000/v1`; empty: no endpoint.
-        model: name of the model at the endpoint.
-        key_variable: environment variable that holds the API key.
-        temperature: sampling temperature.
-        max_tokens: maximum tokens of a reply.
-        concurrency: maximum concurrent calls.
-        requests_per_minute: rate limit; 0: no limit.
-        timeout: timeout of a call in seconds.
-        retries: retries of a call after a failure of the endpoint, with back-off.
-        attempts: maximum replies requested until one has the required form.
-        give_up_after: consecutive failed calls after which the run stops.
-        input_price, output_price: price per million tokens, for the report and the estimate.
-    """
-
-    section: ClassVar[str]  # name of the section in the configuration
-
-    base_url: str = ""
-    model: str = ""
-    key_variable: str = "OPENAI_API_KEY"
-    temperature: float = 0.7
-    max_tokens: int = 4096
-    concurrency: int = 32
-    requests_per_minute: int = 0
-    timeout: float = 120.0
-    retries: int = 6
-    attempts: int = 3
-    give_up_after: int = 50
-    input_price: float = 0.0
-    output_price: float = 0.0
-
-    def __post_init__(self) -> None:
-        section = self.section
-        if self.base_url and not self.model:
-            raise ConfigError(f"{section}.model: expected the model's name at {section}.base_url, got none")
-        if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"{section}.base_url: expected http://… or https://…, got {self.base_url!r}")
-        for name in ("max_tokens", "concurrency", "attempts", "give_up_after"):
-            at_least(f"{section}.{name}", getattr(self, name), 1)
-        for name in ("temperature", "requests_per_minute", "retries", "input_price", "output_price"):
-            at_least(f"{section}.{name}", getattr(self, name), 0)
-        if self.timeout <= 0:
-            raise ConfigError(f"{section}.timeout: expected more than 0 seconds, got {self.timeout}")
+from aspd_jax.errors import DataError, RequestError
+from aspd_jax.pipeline.data_config import TeacherSection
+from aspd_jax.pipeline.store import Reply, Store
 
 
 class Unanswered(Exception):
@@ -132,13 +59,11 @@ class _Takes(NamedTuple):
     limit: str = "max_tokens"
     optional: tuple[str, ...] = ("temperature", "seed")
 
-    def arguments(self, settings: EndpointSection, form: Form | None, seed: int) -> dict[str, Any]:
+    def arguments(self, settings: TeacherSection, form: Form, seed: int) -> dict[str, Any]:
         """Return the arguments of a call."""
         available = {"temperature": settings.temperature, "seed": seed}
         arguments: dict[str, Any] = {name: available[name] for name in self.optional}
         arguments[self.limit] = settings.max_tokens
-        if form is None:
-            return arguments
         if self.forms[0] == "schema":
             schema = {"name": form.name, "strict": True, "schema": form.schema}
             arguments["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -164,22 +89,19 @@ class Endpoint:
     Args:
         settings: settings of the endpoint.
         store: store of replies; a call with a stored reply is not repeated.
-        schema: how the form of replies is enforced: `schema` (structured outputs), `object` (JSON mode), `none`, or
-            `auto`: the first of these that the endpoint supports.
 
     Attributes:
         settings: settings of the endpoint.
         spent: numbers of calls and tokens of this object, without stored replies, for a progress bar.
     """
 
-    def __init__(self, settings: EndpointSection, store: Store, schema: Schema = "none") -> None:
+    def __init__(self, settings: TeacherSection, store: Store) -> None:
         import openai
 
-        check_choice(f"{settings.section}.schema", schema, Schema)
         key = os.environ.get(settings.key_variable, "")
         self.settings = settings
         self._store = store
-        forms = ("schema", "object", "none") if schema == "auto" else (schema,)
+        forms = ("schema", "object", "none") if settings.schema == "auto" else (settings.schema,)
         self._takes = _Takes(forms)
         self._client = openai.AsyncOpenAI(
             base_url=settings.base_url,
@@ -197,7 +119,7 @@ class Endpoint:
         await self._client.close()
 
     async def reply(
-        self, kind: str, messages: Sequence[dict[str, str]], number: int, attempt: int, form: Form | None = None
+        self, kind: str, messages: Sequence[dict[str, str]], number: int, attempt: int, form: Form
     ) -> Reply:
         """Return the reply to a conversation, from the store if possible.
 
@@ -206,7 +128,7 @@ class Endpoint:
             messages: messages with `role` and `content`.
             number: index among equal questions; part of the key.
             attempt: index of the attempt at a reply of the required form; part of the key.
-            form: required form of the reply; None: text.
+            form: required form of the reply.
 
         Raises:
             DataError: the endpoint does not accept the call.
@@ -237,7 +159,7 @@ class Endpoint:
             self._next = begin + 60 / self.settings.requests_per_minute
         await asyncio.sleep(begin - now)
 
-    async def _call(self, messages: Sequence[dict[str, str]], form: Form | None, seed: int) -> Reply:
+    async def _call(self, messages: Sequence[dict[str, str]], form: Form, seed: int) -> Reply:
         import openai
 
         s = self.settings
@@ -258,7 +180,7 @@ class Endpoint:
                 self._takes = reduced
             except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
                 raise RequestError(
-                    f"{s.base_url} refuses: {error}; see {s.section}.base_url, {s.section}.model and {s.key_variable}"
+                    f"{s.base_url} refuses: {error}; see teacher.base_url, teacher.model and {s.key_variable}"
                 ) from None
             except (openai.APIError, ValueError) as error:  # ValueError: the body is not JSON
                 self._fail(f"{type(error).__name__}: {error}")
